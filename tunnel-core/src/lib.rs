@@ -1,0 +1,11 @@
+//! What both ends of the tunnel need: the protocol, the byte pump, identity, lifecycle and the admin endpoints.
+#![forbid(unsafe_code)]
+
+pub mod carry;
+pub mod grpc;
+pub mod identity;
+pub mod link;
+pub mod lifecycle;
+pub mod logging;
+pub mod outcome;
+pub mod proto;

@@ -1,0 +1,279 @@
+//! Logs: text or JSON on standard error, with a level that can be changed while running.
+
+use std::fmt;
+use std::io::IsTerminal;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, Registry, fmt as fmt_layer, reload};
+
+/// How a log line is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Format {
+    #[default]
+    Text,
+    /// One JSON object per line, the event's fields at its top level.
+    Json,
+}
+
+impl FromStr for Format {
+    type Err = LoggingError;
+
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        match s {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            _ => Err(LoggingError::Format),
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        })
+    }
+}
+
+/// How much is logged: a name, or klog's number (0 to 3 info, 4 and 5 debug, 6 to 9 trace, from 10 on also the
+/// libraries' trace).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    Off,
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+    /// Trace of the libraries too; their lower levels are otherwise cut at warn.
+    Everything,
+}
+
+impl Level {
+    fn filter(self) -> Targets {
+        let own = match self {
+            Self::Off => LevelFilter::OFF,
+            Self::Error => LevelFilter::ERROR,
+            Self::Warn => LevelFilter::WARN,
+            Self::Info => LevelFilter::INFO,
+            Self::Debug => LevelFilter::DEBUG,
+            Self::Trace | Self::Everything => LevelFilter::TRACE,
+        };
+        let libraries = if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
+        // Targets are module paths: "tunnel" covers tunnel_core, tunnel_server and tunnel_agent.
+        Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own)
+    }
+}
+
+impl FromStr for Level {
+    type Err = LoggingError;
+
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        Ok(match s.to_ascii_lowercase().as_str() {
+            "off" => Self::Off,
+            "error" => Self::Error,
+            "warn" | "warning" => Self::Warn,
+            "info" => Self::Info,
+            "debug" => Self::Debug,
+            "trace" => Self::Trace,
+            number => match number.parse::<u32>() {
+                Ok(0..=3) => Self::Info,
+                Ok(4 | 5) => Self::Debug,
+                Ok(6..=9) => Self::Trace,
+                Ok(10..) => Self::Everything,
+                Err(_) => return Err(LoggingError::Level),
+            },
+        })
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+            Self::Trace => "trace",
+            Self::Everything => "10",
+        })
+    }
+}
+
+/// Why logging cannot be set as asked.
+#[derive(Debug, thiserror::Error)]
+pub enum LoggingError {
+    #[error("not a log format; use text or json")]
+    Format,
+    #[error("not a log level; use off, error, warn, info, debug, trace, or klog's number")]
+    Level,
+    #[error("this process has a logger already")]
+    Installed,
+    #[error("the logger is gone")]
+    Gone,
+}
+
+type Apply = dyn Fn(Targets) -> Result<(), LoggingError> + Send + Sync;
+
+/// Changes the level of the running process. Clones share it.
+#[derive(Clone)]
+pub struct Handle {
+    level: Arc<Mutex<Level>>,
+    apply: Arc<Apply>,
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle").field("level", &self.level()).finish_non_exhaustive()
+    }
+}
+
+impl Handle {
+    /// A handle of no logger, for code that runs without one (tests, one-shot commands).
+    pub fn detached() -> Self {
+        Self { level: Arc::new(Mutex::new(Level::Off)), apply: Arc::new(|_| Ok(())) }
+    }
+
+    pub fn level(&self) -> Level {
+        *self.level.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes effect at once, for every thread.
+    ///
+    /// # Errors
+    /// When the process no longer has the logger that this handle belongs to.
+    pub fn set_level(&self, level: Level) -> Result<(), LoggingError> {
+        // Held across the change, so that the level shown is the one in effect when two changes race.
+        let mut current = self.level.lock().unwrap_or_else(PoisonError::into_inner);
+        (self.apply)(level.filter())?;
+        *current = level;
+        Ok(())
+    }
+}
+
+/// Installs the process's logger, on standard error.
+///
+/// # Errors
+/// When the process has one already.
+pub fn init(format: Format, level: Level) -> Result<Handle, LoggingError> {
+    let (layer, handle) = layered(format, level, std::io::stderr, std::io::stderr().is_terminal());
+    tracing_subscriber::registry().with(layer).try_init().map_err(|_| LoggingError::Installed)?;
+    Ok(handle)
+}
+
+/// The layer that [`init`] installs, apart so that a test can have its own writer and scope.
+fn layered<W>(format: Format, level: Level, writer: W, colour: bool) -> (impl Layer<Registry>, Handle)
+where
+    W: for<'a> fmt_layer::MakeWriter<'a> + Send + Sync + 'static,
+{
+    let (filter, reload) = reload::Layer::new(level.filter());
+    let layer = fmt_layer::layer().with_writer(writer).with_ansi(colour);
+    let layer: Box<dyn Layer<Registry> + Send + Sync> = match format {
+        Format::Text => layer.boxed(),
+        Format::Json => layer.json().flatten_event(true).with_span_list(false).boxed(),
+    };
+    let handle = Handle {
+        level: Arc::new(Mutex::new(level)),
+        apply: Arc::new(move |filter| reload.reload(filter).map_err(|_| LoggingError::Gone)),
+    };
+    (layer.with_filter(filter), handle)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[derive(Clone, Default)]
+    struct Buffer(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Buffer {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Buffer {
+        fn take(&self) -> String {
+            String::from_utf8(std::mem::take(&mut *self.0.lock().unwrap())).unwrap()
+        }
+    }
+
+    #[test]
+    fn the_level_changes_while_running() {
+        let buffer = Buffer::default();
+        let writer = buffer.clone();
+        let (layer, handle) = layered(Format::Text, Level::Info, move || writer.clone(), false);
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::debug!("hidden");
+            tracing::info!("shown");
+            tracing::info!(target: "h2::codec", "a library's");
+            let out = buffer.take();
+            assert!(out.contains("shown") && !out.contains("hidden") && !out.contains("library"), "{out}");
+
+            handle.set_level("4".parse().unwrap()).unwrap();
+            assert_eq!(handle.level(), Level::Debug);
+            tracing::debug!("now shown");
+            tracing::trace!("hidden");
+            tracing::info!(target: "h2::codec", "a library's");
+            let out = buffer.take();
+            assert!(out.contains("now shown") && !out.contains("hidden") && !out.contains("library"), "{out}");
+
+            handle.set_level("10".parse().unwrap()).unwrap();
+            tracing::trace!(target: "h2::codec", "a library's");
+            assert!(buffer.take().contains("library"));
+
+            handle.set_level(Level::Error).unwrap();
+            tracing::warn!(target: "postern::access", "hidden");
+            assert_eq!(buffer.take(), "");
+        });
+    }
+
+    #[test]
+    fn json_has_the_fields_at_the_top() {
+        let buffer = Buffer::default();
+        let writer = buffer.clone();
+        let (layer, _handle) = layered(Format::Json, Level::Info, move || writer.clone(), false);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
+            tracing::info!(node = "edge-7", bytes = 42, "connection");
+        });
+        let line: serde_json::Value = serde_json::from_str(buffer.take().trim()).unwrap();
+        assert_eq!(line["node"], "edge-7");
+        assert_eq!(line["bytes"], 42);
+        assert_eq!(line["message"], "connection");
+        assert_eq!(line["level"], "INFO");
+    }
+
+    #[test]
+    fn levels_by_name_and_number() {
+        for (text, level) in [
+            ("info", Level::Info),
+            ("WARN", Level::Warn),
+            ("warning", Level::Warn),
+            ("0", Level::Info),
+            ("3", Level::Info),
+            ("4", Level::Debug),
+            ("9", Level::Trace),
+            ("10", Level::Everything),
+            ("4294967295", Level::Everything),
+        ] {
+            assert_eq!(text.parse::<Level>().unwrap(), level, "{text}");
+        }
+        for text in ["", "loud", "-1", "4294967296", "1.5", "info,debug"] {
+            assert!(text.parse::<Level>().is_err(), "{text}");
+        }
+        for level in [Level::Off, Level::Error, Level::Warn, Level::Info, Level::Debug, Level::Trace, Level::Everything] {
+            assert_eq!(level.to_string().parse::<Level>().unwrap(), level);
+        }
+    }
+}
