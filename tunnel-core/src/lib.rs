@@ -1,7 +1,9 @@
 //! What both ends of the tunnel need: the protocol, the byte pump, identity, lifecycle and the admin endpoints.
 #![forbid(unsafe_code)]
 
+pub mod admin;
 pub mod carry;
+pub mod config;
 pub mod grpc;
 pub mod identity;
 pub mod link;

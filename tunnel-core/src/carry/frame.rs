@@ -1,0 +1,238 @@
+//! Segments on the wire: `message Segment { bytes data = 1; }` in gRPC's length-prefixed framing, written and read
+//! without a codec's copies.
+//!
+//! The header has a fixed size, so a socket is read straight behind it: one byte "not compressed", four bytes of
+//! message length, the field's tag and its length as a varint padded to four bytes (protobuf allows padding).
+
+use bytes::{Buf, Bytes};
+
+/// Bytes in front of a segment's data.
+pub const HEADER_LEN: usize = 10;
+/// The most data that fits one segment: what four bytes of varint can say.
+pub const MAX_DATA: usize = (1 << 28) - 1;
+
+const FIELD_HEADER_LEN: usize = HEADER_LEN - GRPC_PREFIX_LEN;
+const GRPC_PREFIX_LEN: usize = 5;
+/// Field 1, wire type 2 (length-delimited).
+const TAG_DATA: u8 = 0x0a;
+/// The longest varint that a `uint32` length may take.
+const MAX_VARINT_LEN: u32 = 5;
+
+/// The header of a segment with `len` bytes of data; `None` when that is more than [`MAX_DATA`].
+pub fn header(len: usize) -> Option<[u8; HEADER_LEN]> {
+    if len > MAX_DATA {
+        return None;
+    }
+    let len = u32::try_from(len).ok()?;
+    let message = (len + u32::try_from(FIELD_HEADER_LEN).ok()?).to_be_bytes();
+    let seven = |shift: u32| u8::try_from((len >> shift) & 0x7f).unwrap_or(0);
+    Some([
+        0,
+        message[0],
+        message[1],
+        message[2],
+        message[3],
+        TAG_DATA,
+        seven(0) | 0x80,
+        seven(7) | 0x80,
+        seven(14) | 0x80,
+        seven(21),
+    ])
+}
+
+/// Why bytes are not a sequence of segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The compression flag is set; nothing was negotiated.
+    #[error("segment is marked as compressed (flag {0})")]
+    Compressed(u8),
+    /// Something else than field 1, length-delimited.
+    #[error("segment has an unknown field (tag {0:#04x})")]
+    UnknownField(u8),
+    /// The varint does not end, or says more than the message holds.
+    #[error("segment's data length is malformed")]
+    Length,
+    /// The stream ended inside a segment.
+    #[error("stream ended inside a segment")]
+    Truncated,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// Inside the five bytes of gRPC prefix: `have` of them seen.
+    Prefix { have: usize, length: u32 },
+    /// At a field's tag, `left` bytes before the message ends.
+    Tag { left: u32 },
+    /// Inside the length, with `shift` bits seen.
+    Length { left: u32, value: u32, shift: u32 },
+    /// Inside the data; `left` is what of the message follows the data.
+    Data { data: u32, left: u32 },
+}
+
+/// Takes segments apart as they arrive, across any split into chunks, without reassembling them.
+#[derive(Debug)]
+pub struct Deframer {
+    state: State,
+}
+
+impl Default for Deframer {
+    fn default() -> Self {
+        Self { state: State::Prefix { have: 0, length: 0 } }
+    }
+}
+
+impl Deframer {
+    /// The next piece of data in `chunk`, which is consumed up to its end; `None` when the chunk is used up.
+    ///
+    /// # Errors
+    /// The bytes are not segments; the stream cannot go on.
+    pub fn next(&mut self, chunk: &mut Bytes) -> Result<Option<Bytes>, FrameError> {
+        loop {
+            if let State::Data { data, left } = self.state {
+                if data == 0 {
+                    self.state = after_field(left);
+                    continue;
+                }
+                if chunk.is_empty() {
+                    return Ok(None);
+                }
+                let take = chunk.len().min(data as usize);
+                // `take` is at most `data`, which is a u32.
+                let taken = u32::try_from(take).map_err(|_| FrameError::Length)?;
+                self.state = match data - taken {
+                    0 => after_field(left),
+                    data => State::Data { data, left },
+                };
+                return Ok(Some(chunk.split_to(take)));
+            }
+            if chunk.is_empty() {
+                return Ok(None);
+            }
+            let byte = chunk.get_u8();
+            self.state = self.state.step(byte)?;
+        }
+    }
+
+    /// Whether the stream may end here.
+    ///
+    /// # Errors
+    /// [`FrameError::Truncated`] inside a segment.
+    pub fn finish(&self) -> Result<(), FrameError> {
+        match self.state {
+            State::Prefix { have: 0, .. } => Ok(()),
+            _ => Err(FrameError::Truncated),
+        }
+    }
+}
+
+fn after_field(left: u32) -> State {
+    if left == 0 { State::Prefix { have: 0, length: 0 } } else { State::Tag { left } }
+}
+
+impl State {
+    fn step(self, byte: u8) -> Result<Self, FrameError> {
+        match self {
+            Self::Prefix { have: 0, .. } => match byte {
+                0 => Ok(Self::Prefix { have: 1, length: 0 }),
+                flag => Err(FrameError::Compressed(flag)),
+            },
+            Self::Prefix { have, length } => {
+                let length = length << 8 | u32::from(byte);
+                if have + 1 < GRPC_PREFIX_LEN {
+                    return Ok(Self::Prefix { have: have + 1, length });
+                }
+                Ok(after_field(length))
+            }
+            Self::Tag { left } => match byte {
+                TAG_DATA => Ok(Self::Length { left: left - 1, value: 0, shift: 0 }),
+                tag => Err(FrameError::UnknownField(tag)),
+            },
+            Self::Length { left, value, shift } => {
+                let left = left.checked_sub(1).ok_or(FrameError::Length)?;
+                if shift / 7 >= MAX_VARINT_LEN {
+                    return Err(FrameError::Length);
+                }
+                let bits = u64::from(byte & 0x7f) << shift;
+                let value = u32::try_from(u64::from(value) | bits).map_err(|_| FrameError::Length)?;
+                if byte & 0x80 != 0 {
+                    return Ok(Self::Length { left, value, shift: shift + 7 });
+                }
+                let rest = left.checked_sub(value).ok_or(FrameError::Length)?;
+                Ok(Self::Data { data: value, left: rest })
+            }
+            data @ Self::Data { .. } => Ok(data),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto;
+    use proptest::prelude::*;
+    use prost::Message;
+
+    fn deframe(chunks: impl IntoIterator<Item = Bytes>) -> Result<Vec<u8>, FrameError> {
+        let mut deframer = Deframer::default();
+        let mut out = Vec::new();
+        for mut chunk in chunks {
+            while let Some(data) = deframer.next(&mut chunk)? {
+                out.extend_from_slice(&data);
+            }
+        }
+        deframer.finish().map(|()| out)
+    }
+
+    fn frame(data: &[u8]) -> Vec<u8> {
+        let mut bytes = header(data.len()).unwrap().to_vec();
+        bytes.extend_from_slice(data);
+        bytes
+    }
+
+    fn split(bytes: &[u8], cuts: &[usize]) -> Vec<Bytes> {
+        let mut at: Vec<usize> = cuts.iter().map(|cut| cut % (bytes.len() + 1)).collect();
+        at.extend([0, bytes.len()]);
+        at.sort_unstable();
+        at.windows(2).map(|w| Bytes::copy_from_slice(&bytes[w[0]..w[1]])).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn any_split_gives_the_data_back(
+            segments in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..600), 0..6),
+            cuts in proptest::collection::vec(any::<usize>(), 0..12),
+        ) {
+            let wire: Vec<u8> = segments.iter().flat_map(|data| frame(data)).collect();
+            prop_assert_eq!(deframe(split(&wire, &cuts)), Ok(segments.concat()));
+        }
+
+        #[test]
+        fn prost_reads_our_segments_and_we_read_its(data in proptest::collection::vec(any::<u8>(), 0..70_000)) {
+            let ours = frame(&data);
+            let theirs = proto::Segment::decode(&ours[GRPC_PREFIX_LEN..]).unwrap();
+            prop_assert_eq!(&theirs.data[..], &data[..]);
+            let encoded = theirs.encode_to_vec();
+            let mut wire = vec![0];
+            wire.extend_from_slice(&u32::try_from(encoded.len()).unwrap().to_be_bytes());
+            wire.extend_from_slice(&encoded);
+            prop_assert_eq!(deframe([Bytes::from(wire)]), Ok(data));
+        }
+
+        #[test]
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300), cuts in proptest::collection::vec(any::<usize>(), 0..5)) {
+            let whole = deframe([Bytes::from(bytes.clone())]);
+            prop_assert_eq!(deframe(split(&bytes, &cuts)), whole);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert_eq!(deframe([Bytes::from_static(&[1])]), Err(FrameError::Compressed(1)));
+        assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 2, 0x12, 0])]), Err(FrameError::UnknownField(0x12)));
+        assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 3, TAG_DATA, 9, 0])]), Err(FrameError::Length));
+        assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 3, TAG_DATA, 1])]), Err(FrameError::Truncated));
+        assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 0])]), Ok(vec![]), "an empty message is an empty segment");
+        assert_eq!(header(MAX_DATA + 1), None);
+        assert!(header(MAX_DATA).is_some());
+    }
+}

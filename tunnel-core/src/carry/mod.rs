@@ -1,0 +1,17 @@
+//! Carrying TCP connections: segments, the byte pump between a socket and an HTTP/2 stream, and the bound on what is
+//! held for receivers that do not read.
+
+mod frame;
+mod pump;
+mod stall;
+
+pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
+pub use pump::{Broken, Carriage, Side, Traffic, reset_on_drop};
+pub use stall::{Abort, StallBound, StallTicket};
+
+/// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
+pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
+/// Request metadata: where the agent shall dial, `IP:port`, IPv6 in brackets.
+pub const TARGET_HEADER: &str = "postern-target";
+/// Response metadata of a dial that failed: the reason as text, percent-encoded like `grpc-message`.
+pub const ERROR_HEADER: &str = "postern-error";

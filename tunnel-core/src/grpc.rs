@@ -1,0 +1,163 @@
+//! Tonic's generated clients and services on a bare HTTP/2 connection.
+//!
+//! The link is driven with `h2` itself, because carrying a connection needs what a layer above hides: resetting a
+//! stream while its peer does not read, returning flow control byte by byte, and the PING's round-trip time.
+//! Control calls are few and small; this glue gives them to tonic.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::{Request, Response, Uri};
+use http_body::{Body, Frame};
+use http_body_util::BodyExt;
+use tower::{Service, ServiceExt};
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The receiving half of a stream, as tonic reads it.
+#[derive(Debug)]
+pub struct RecvBody {
+    stream: RecvStream,
+    data_done: bool,
+}
+
+impl RecvBody {
+    /// Wraps the receiving half.
+    pub const fn new(stream: RecvStream) -> Self {
+        Self { stream, data_done: false }
+    }
+}
+
+impl Body for RecvBody {
+    type Data = Bytes;
+    type Error = h2::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
+        if !self.data_done {
+            match ready!(self.stream.poll_data(cx)) {
+                Some(Ok(data)) => {
+                    let _ = self.stream.flow_control().release_capacity(data.len());
+                    return Poll::Ready(Some(Ok(Frame::data(data))));
+                }
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                None => self.data_done = true,
+            }
+        }
+        ready!(self.stream.poll_trailers(cx)).map_or_else(
+            |error| Poll::Ready(Some(Err(error))),
+            |trailers| Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers)))),
+        )
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.stream.is_end_stream()
+    }
+}
+
+/// A tonic channel over one HTTP/2 connection: `AgentClient::with_origin(Channel::new(..), origin())`.
+#[derive(Clone, Debug)]
+pub struct Channel {
+    send: SendRequest<Bytes>,
+}
+
+impl Channel {
+    /// A channel that opens its streams with `send`.
+    pub const fn new(send: SendRequest<Bytes>) -> Self {
+        Self { send }
+    }
+}
+
+/// The scheme and authority of requests on a link, which has no name of its own.
+pub fn origin() -> Uri {
+    Uri::from_static("https://agent")
+}
+
+impl Service<Request<tonic::body::Body>> for Channel {
+    type Response = Response<RecvBody>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.send.poll_ready(cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, request: Request<tonic::body::Body>) -> Self::Future {
+        let mut send = self.send.clone();
+        Box::pin(async move {
+            let (parts, body) = request.into_parts();
+            poll_fn(|cx| send.poll_ready(cx)).await?;
+            let (response, stream) = send.send_request(Request::from_parts(parts, ()), body.is_end_stream())?;
+            if !body.is_end_stream() {
+                tokio::spawn(send_body(body, stream));
+            }
+            Ok(response.await?.map(RecvBody::new))
+        })
+    }
+}
+
+/// Answers one stream with a tonic service (`AgentServer::new(..)`).
+pub async fn serve<S>(service: S, request: Request<RecvStream>, mut respond: SendResponse<Bytes>)
+where
+    S: Service<Request<tonic::body::Body>, Response = Response<tonic::body::Body>>,
+    S::Error: Into<BoxError>,
+{
+    let request = request.map(|stream| tonic::body::Body::new(RecvBody::new(stream)));
+    let response = tokio::select! {
+        response = service.oneshot(request) => response,
+        _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
+    };
+    let (parts, body) = match response {
+        Ok(response) => response.into_parts(),
+        Err(error) => {
+            tracing::warn!(error = %error.into(), "control call failed");
+            respond.send_reset(Reason::INTERNAL_ERROR);
+            return;
+        }
+    };
+    match respond.send_response(Response::from_parts(parts, ()), body.is_end_stream()) {
+        Ok(stream) if !body.is_end_stream() => send_body(body, stream).await,
+        Ok(_) => {}
+        Err(error) => tracing::debug!(%error, "control call was not answered"),
+    }
+}
+
+/// Sends a body until its end, its failure, or the peer's reset.
+async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
+    let mut body = std::pin::pin!(body);
+    loop {
+        let frame = tokio::select! {
+            frame = body.frame() => frame,
+            _ = poll_fn(|cx| stream.poll_reset(cx)) => return,
+        };
+        let sent = match frame {
+            Some(Ok(frame)) => match frame.into_data() {
+                // Control messages are small: they are queued without waiting for flow control.
+                Ok(data) => stream.send_data(data, false),
+                Err(frame) => match frame.into_trailers() {
+                    Ok(trailers) => {
+                        let _ = stream.send_trailers(trailers);
+                        return;
+                    }
+                    Err(_) => Ok(()),
+                },
+            },
+            Some(Err(error)) => {
+                tracing::debug!(%error, "control call ended");
+                stream.send_reset(Reason::INTERNAL_ERROR);
+                return;
+            }
+            None => {
+                let _ = stream.send_data(Bytes::new(), true);
+                return;
+            }
+        };
+        if sent.is_err() {
+            return;
+        }
+    }
+}

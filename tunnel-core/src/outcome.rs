@@ -1,0 +1,131 @@
+//! How a carried connection ended, in the words that the access log, the metrics and the wire share.
+
+use std::fmt;
+
+use h2::Reason;
+use tonic::Code;
+
+/// How a carried connection ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Outcome {
+    /// Both directions ended with an end of stream.
+    Ok,
+    /// No agent of the node is attached to this server.
+    NoTunnel,
+    /// The destination is known to no node, or to more than one.
+    Unroutable,
+    /// The target answered the agent's SYN with a reset (`ECONNREFUSED`).
+    Refused,
+    /// The target did not answer before the dial's deadline.
+    TimedOut,
+    /// The agent has no way to the target (`EHOSTUNREACH`, `ENETUNREACH` and other local errors).
+    Unreachable,
+    /// The agent's policy does not allow the target.
+    Denied,
+    /// Too many dials were pending at the agent.
+    Busy,
+    /// The tunnel went away while the connection was open.
+    TunnelLost,
+    /// The cloud side of the connection was reset.
+    ClientReset,
+    /// The edge side of the connection was reset.
+    TargetReset,
+    /// A receiver did not read, and the bytes held for such receivers passed the node's bound.
+    Stalled,
+    /// This end stopped before the connection was finished.
+    Shutdown,
+    /// The other end broke the protocol.
+    Protocol,
+}
+
+impl Outcome {
+    /// Every outcome, for metrics that start at zero.
+    pub const ALL: [Self; 14] = [
+        Self::Ok,
+        Self::NoTunnel,
+        Self::Unroutable,
+        Self::Refused,
+        Self::TimedOut,
+        Self::Unreachable,
+        Self::Denied,
+        Self::Busy,
+        Self::TunnelLost,
+        Self::ClientReset,
+        Self::TargetReset,
+        Self::Stalled,
+        Self::Shutdown,
+        Self::Protocol,
+    ];
+
+    /// The word for logs and metric labels.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::NoTunnel => "no_tunnel",
+            Self::Unroutable => "unroutable",
+            Self::Refused => "refused",
+            Self::TimedOut => "timed_out",
+            Self::Unreachable => "unreachable",
+            Self::Denied => "denied",
+            Self::Busy => "busy",
+            Self::TunnelLost => "tunnel_lost",
+            Self::ClientReset => "client_reset",
+            Self::TargetReset => "target_reset",
+            Self::Stalled => "stalled",
+            Self::Shutdown => "shutdown",
+            Self::Protocol => "protocol",
+        }
+    }
+
+    /// What the gRPC status of a Carry that never connected means.
+    pub const fn from_code(code: Code) -> Self {
+        match code {
+            Code::Unavailable => Self::Refused,
+            Code::DeadlineExceeded => Self::TimedOut,
+            Code::NotFound => Self::Unreachable,
+            Code::PermissionDenied => Self::Denied,
+            Code::ResourceExhausted => Self::Busy,
+            _ => Self::Protocol,
+        }
+    }
+
+    /// The gRPC status that tells the server about a dial which failed with this outcome.
+    pub const fn code(self) -> Code {
+        match self {
+            Self::Refused => Code::Unavailable,
+            Self::TimedOut => Code::DeadlineExceeded,
+            Self::Unreachable => Code::NotFound,
+            Self::Denied => Code::PermissionDenied,
+            Self::Busy => Code::ResourceExhausted,
+            _ => Code::Internal,
+        }
+    }
+
+    /// The RST_STREAM code (RFC 9113 §7) with which this end gives up a stream for this reason.
+    pub const fn reset_reason(self) -> Reason {
+        match self {
+            Self::ClientReset | Self::TargetReset => Reason::CONNECT_ERROR,
+            Self::Stalled => Reason::ENHANCE_YOUR_CALM,
+            Self::Protocol => Reason::PROTOCOL_ERROR,
+            _ => Reason::CANCEL,
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_dial_survives_the_wire() {
+        for outcome in [Outcome::Refused, Outcome::TimedOut, Outcome::Unreachable, Outcome::Denied, Outcome::Busy] {
+            assert_eq!(Outcome::from_code(outcome.code()), outcome);
+        }
+    }
+}
