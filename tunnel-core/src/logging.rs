@@ -64,7 +64,8 @@ impl Level {
             Self::Debug => LevelFilter::DEBUG,
             Self::Trace | Self::Everything => LevelFilter::TRACE,
         };
-        let libraries = if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
+        let libraries =
+            if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
         // Targets are module paths: "tunnel" covers tunnel_core, tunnel_server and tunnel_agent.
         Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own)
     }
@@ -227,7 +228,10 @@ mod tests {
             tracing::trace!("hidden");
             tracing::info!(target: "h2::codec", "a library's");
             let out = buffer.take();
-            assert!(out.contains("now shown") && !out.contains("hidden") && !out.contains("library"), "{out}");
+            assert!(
+                out.contains("now shown") && !out.contains("hidden") && !out.contains("library"),
+                "{out}"
+            );
 
             handle.set_level("10".parse().unwrap()).unwrap();
             tracing::trace!(target: "h2::codec", "a library's");
@@ -272,7 +276,15 @@ mod tests {
         for text in ["", "loud", "-1", "4294967296", "1.5", "info,debug"] {
             assert!(text.parse::<Level>().is_err(), "{text}");
         }
-        for level in [Level::Off, Level::Error, Level::Warn, Level::Info, Level::Debug, Level::Trace, Level::Everything] {
+        for level in [
+            Level::Off,
+            Level::Error,
+            Level::Warn,
+            Level::Info,
+            Level::Debug,
+            Level::Trace,
+            Level::Everything,
+        ] {
             assert_eq!(level.to_string().parse::<Level>().unwrap(), level);
         }
     }

@@ -1,0 +1,145 @@
+//! Asks a running process's admin endpoints, for the `status` commands.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use http::{Method, Request, StatusCode, header};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
+use tokio::net::TcpStream;
+
+/// The status of 100,000 nodes is some 40 MiB.
+const MAX_ANSWER_BYTES: usize = 256 << 20;
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Why no answer came.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    #[error("--admin-address={address}: {reason}; is it running, and with this --admin-address?")]
+    Connect { address: SocketAddr, reason: std::io::Error },
+    #[error("--admin-address={address}: no answer within {} s", DEADLINE.as_secs())]
+    Timeout { address: SocketAddr },
+    #[error("--admin-address={address}: does not speak HTTP as expected: {reason}")]
+    Http { address: SocketAddr, reason: String },
+    #[error("--admin-address={address}: {path} answered {status}: {text}")]
+    Status { address: SocketAddr, path: String, status: StatusCode, text: String },
+    #[error(
+        "--admin-address={address}: {path} is not what this version expects ({reason}); is another program there?"
+    )]
+    Content { address: SocketAddr, path: String, reason: serde_json::Error },
+}
+
+/// An HTTP answer, whole.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: StatusCode,
+    pub content_type: Option<String>,
+    pub body: Bytes,
+}
+
+impl Answer {
+    /// The body if it is UTF-8, else nothing.
+    pub fn text(&self) -> &str {
+        std::str::from_utf8(&self.body).unwrap_or_default()
+    }
+}
+
+/// One request on a connection of its own, within 10 s.
+///
+/// # Errors
+/// When no HTTP answer comes; an answer of any status is not an error.
+pub async fn request(
+    address: SocketAddr,
+    method: Method,
+    path: &str,
+    body: Bytes,
+) -> Result<Answer, ClientError> {
+    let http = |reason: String| ClientError::Http { address, reason };
+    let exchange = async {
+        let stream =
+            TcpStream::connect(address).await.map_err(|reason| ClientError::Connect { address, reason })?;
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake::<_, Full<Bytes>>(TokioIo::new(stream))
+                .await
+                .map_err(|e| http(e.to_string()))?;
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, address.to_string())
+            .body(Full::new(body))
+            .map_err(|e| http(e.to_string()))?;
+        let exchange = async {
+            let response = sender.send_request(request).await.map_err(|e| http(e.to_string()))?;
+            let status = response.status();
+            let content_type = response.headers().get(header::CONTENT_TYPE);
+            let content_type = content_type.and_then(|value| value.to_str().ok()).map(str::to_owned);
+            let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES)
+                .collect()
+                .await
+                .map_err(|e| http(e.to_string()))?
+                .to_bytes();
+            Ok(Answer { status, content_type, body })
+        };
+        // The connection must be driven for the exchange to move; it may end before the exchange has seen all.
+        let drive = async {
+            drop(connection.await);
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            answer = exchange => answer,
+            () = drive => Err(http("the connection ended".to_owned())),
+        }
+    };
+    tokio::time::timeout(DEADLINE, exchange).await.map_err(|_| ClientError::Timeout { address })?
+}
+
+/// GETs a JSON document.
+///
+/// # Errors
+/// When it does not come, comes with another status than 200, or is not a `T`.
+pub async fn fetch<T: DeserializeOwned>(address: SocketAddr, path: &str) -> Result<T, ClientError> {
+    let answer = request(address, Method::GET, path, Bytes::new()).await?;
+    if answer.status != StatusCode::OK {
+        let text = answer.text().trim().chars().take(200).collect();
+        return Err(ClientError::Status { address, path: path.to_owned(), status: answer.status, text });
+    }
+    serde_json::from_slice(&answer.body).map_err(|reason| ClientError::Content {
+        address,
+        path: path.to_owned(),
+        reason,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_refused_connection_names_the_flag() {
+        let free = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = free.local_addr().unwrap();
+        drop(free);
+        let error = fetch::<serde_json::Value>(address, "/status").await.unwrap_err().to_string();
+        assert_eq!(
+            error,
+            format!(
+                "--admin-address={address}: Connection refused (os error 111); is it running, and with this --admin-address?"
+            )
+        );
+    }
+
+    #[tokio::test]
+    async fn something_else_there_is_told_apart() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            use tokio::io::AsyncWriteExt;
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(b"SSH-2.0-OpenSSH\r\n").await.unwrap();
+        });
+        let error = fetch::<serde_json::Value>(address, "/status").await.unwrap_err();
+        assert!(matches!(error, ClientError::Http { .. }), "{error}");
+    }
+}

@@ -1,0 +1,304 @@
+//! The admin endpoints, on an OS thread and a runtime of their own, so that they answer when the data path is busy.
+//!
+//! | path | answer |
+//! |---|---|
+//! | `/metrics` | OpenMetrics 1.0 text |
+//! | `/healthz` | 200 while the process runs |
+//! | `/readyz` | 200, or 503 and what is pending |
+//! | `/status` | JSON |
+//! | `PUT /debug/flags/v` | sets the log level (a name or klog's number) |
+
+pub mod client;
+mod process;
+
+pub use process::register_process_metrics;
+
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::extract::{Request, State};
+use axum::http::{Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{any, get};
+use prometheus_client::registry::Registry;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::BindError;
+use crate::lifecycle::Readiness;
+use crate::logging;
+
+/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; Prometheus parses what this names.
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// A level is a word or a number; anything longer is a mistake.
+const MAX_LEVEL_BYTES: usize = 64;
+
+/// Makes the answer of `/status`.
+pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
+
+/// What the endpoints show and change.
+#[derive(Clone)]
+pub struct Admin {
+    pub registry: Arc<Registry>,
+    pub readiness: Readiness,
+    pub status: Arc<Status>,
+    pub log: logging::Handle,
+}
+
+impl fmt::Debug for Admin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Admin").field("readiness", &self.readiness).finish_non_exhaustive()
+    }
+}
+
+impl Admin {
+    /// Listens, without answering yet.
+    ///
+    /// # Errors
+    /// When the address cannot be listened on.
+    pub fn bind(self, key: &'static str, address: SocketAddr) -> Result<Bound, BindError> {
+        let listen = || {
+            let listener = TcpListener::bind(address)?;
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            Ok((listener, address))
+        };
+        let (listener, address) = listen().map_err(|error| BindError::new(key, address, error))?;
+        Ok(Bound { admin: self, listener, address })
+    }
+
+    fn router(self) -> Router {
+        Router::new()
+            .route("/", get(index))
+            .route("/metrics", get(metrics))
+            .route("/healthz", get(|| async { "ok\n" }))
+            .route("/readyz", get(readyz))
+            .route("/status", get(status))
+            .route("/debug/flags/v", any(level))
+            .with_state(self)
+    }
+}
+
+/// Listening; connections wait in the backlog until [`Bound::serve`].
+#[derive(Debug)]
+pub struct Bound {
+    admin: Admin,
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Bound {
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Answers on a new thread until the returned handle is dropped.
+    ///
+    /// # Errors
+    /// When the thread or its runtime cannot be made.
+    pub fn serve(self) -> io::Result<Serving> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let stop = CancellationToken::new();
+        let stopped = stop.clone();
+        let Self { admin, listener, address } = self;
+        let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(move || {
+            runtime.block_on(async move {
+                let served = async {
+                    let listener = tokio::net::TcpListener::from_std(listener)?;
+                    axum::serve(listener, admin.router()).await
+                };
+                tokio::select! {
+                    () = stopped.cancelled() => {}
+                    Err(error) = served => tracing::error!(%address, %error, "the admin endpoints have stopped"),
+                }
+            });
+        })?;
+        Ok(Serving { address, stop, thread: Some(thread) })
+    }
+}
+
+/// The endpoints answer until this is dropped.
+#[derive(Debug)]
+pub struct Serving {
+    address: SocketAddr,
+    stop: CancellationToken,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Serving {
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.stop.cancel();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the admin thread had panicked");
+        }
+    }
+}
+
+async fn index() -> &'static str {
+    "/metrics\n/healthz\n/readyz\n/status\n/debug/flags/v (PUT)\n"
+}
+
+async fn metrics(State(admin): State<Admin>) -> Response {
+    let mut text = String::new();
+    match prometheus_client::encoding::text::encode(&mut text, &admin.registry) {
+        Ok(()) => ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response(),
+        Err(error) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, format!("encoding the metrics: {error}\n")).into_response()
+        }
+    }
+}
+
+async fn readyz(State(admin): State<Admin>) -> Response {
+    let pending = admin.readiness.names();
+    if pending.is_empty() {
+        return "ok\n".into_response();
+    }
+    (StatusCode::SERVICE_UNAVAILABLE, format!("pending: {}\n", pending.join(", "))).into_response()
+}
+
+async fn status(State(admin): State<Admin>) -> Response {
+    axum::Json((admin.status)()).into_response()
+}
+
+/// Answers as klog's handler does, so scripts written for SuperEdge and kubelets work.
+async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
+    if request.method() != Method::PUT {
+        return (StatusCode::NOT_ACCEPTABLE, "unrecognized http method; use PUT\n").into_response();
+    }
+    let bad = |reason: String| (StatusCode::BAD_REQUEST, format!("{reason}\n")).into_response();
+    let Ok(body) = to_bytes(request.into_body(), MAX_LEVEL_BYTES).await else {
+        return bad(format!("the body is not a log level: longer than {MAX_LEVEL_BYTES} bytes"));
+    };
+    let Ok(value) = std::str::from_utf8(&body).map(str::trim) else {
+        return bad("the body is not a log level: not UTF-8".to_owned());
+    };
+    match value.parse().and_then(|level| admin.log.set_level(level)) {
+        Ok(()) => {
+            tracing::info!(level = value, "log level changed");
+            format!("successfully set klog.logging.verbosity to {value}").into_response()
+        }
+        Err(error) => bad(format!("{value:?}: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::metrics::counter::Counter;
+
+    fn serve() -> (Serving, Readiness, logging::Handle) {
+        let mut registry = Registry::default();
+        let counter = Counter::<u64>::default();
+        registry.sub_registry_with_prefix("postern").register("things", "Things seen", counter.clone());
+        counter.inc_by(3);
+        register_process_metrics(&mut registry, "1.2.3");
+        let readiness = Readiness::new();
+        let log = logging::Handle::detached();
+        let admin = Admin {
+            registry: Arc::new(registry),
+            readiness: readiness.clone(),
+            status: Arc::new(|| serde_json::json!({"answer": 42})),
+            log: log.clone(),
+        };
+        let bound = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap();
+        (bound.serve().unwrap(), readiness, log)
+    }
+
+    async fn ask(serving: &Serving, method: Method, path: &str, body: &'static str) -> client::Answer {
+        client::request(serving.address(), method, path, body.into()).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn metrics_are_openmetrics() {
+        let (serving, _, _) = serve();
+        let answer = ask(&serving, Method::GET, "/metrics", "").await;
+        assert_eq!(answer.status, StatusCode::OK);
+        assert_eq!(answer.content_type.as_deref(), Some(OPENMETRICS));
+        let text = answer.text();
+        assert!(text.contains("postern_things_total 3\n"), "{text}");
+        assert!(text.contains("postern_build_info{version=\"1.2.3\"} 1\n"), "{text}");
+        assert!(text.contains("\nprocess_resident_memory_bytes "), "{text}");
+        assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn readyz_names_what_is_pending() {
+        let (serving, readiness, _) = serve();
+        let redirect = readiness.pending("redirect");
+        let inventory = readiness.pending("inventory");
+        let answer = ask(&serving, Method::GET, "/readyz", "").await;
+        assert_eq!(
+            (answer.status, answer.text()),
+            (StatusCode::SERVICE_UNAVAILABLE, "pending: redirect, inventory\n")
+        );
+        drop((redirect, inventory));
+        let answer = ask(&serving, Method::GET, "/readyz", "").await;
+        assert_eq!((answer.status, answer.text()), (StatusCode::OK, "ok\n"));
+        assert_eq!(ask(&serving, Method::GET, "/healthz", "").await.status, StatusCode::OK);
+    }
+
+    #[tokio::test]
+    async fn status_is_json_and_unknown_paths_are_not_found() {
+        let (serving, _, _) = serve();
+        let answer = ask(&serving, Method::GET, "/status", "").await;
+        assert_eq!(answer.content_type.as_deref(), Some("application/json"));
+        assert_eq!(answer.text(), "{\"answer\":42}");
+        assert_eq!(ask(&serving, Method::GET, "/nothing", "").await.status, StatusCode::NOT_FOUND);
+    }
+
+    #[tokio::test]
+    async fn the_log_level_is_set_as_klog_does() {
+        let (serving, _, log) = serve();
+        let path = "/debug/flags/v";
+        let answer = ask(&serving, Method::PUT, path, "5\n").await;
+        assert_eq!(answer.status, StatusCode::OK);
+        assert_eq!(answer.text(), "successfully set klog.logging.verbosity to 5");
+        assert_eq!(log.level(), logging::Level::Debug);
+        ask(&serving, Method::PUT, path, "warn").await;
+        assert_eq!(log.level(), logging::Level::Warn);
+
+        let answer = ask(&serving, Method::PUT, path, "loud").await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        assert!(answer.text().starts_with("\"loud\": not a log level"), "{}", answer.text());
+        let long = "1111111111111111111111111111111111111111111111111111111111111111111111111111111111";
+        assert_eq!(ask(&serving, Method::PUT, path, long).await.status, StatusCode::BAD_REQUEST);
+        for method in [Method::GET, Method::POST, Method::DELETE] {
+            assert_eq!(ask(&serving, method, path, "5").await.status, StatusCode::NOT_ACCEPTABLE);
+        }
+        assert_eq!(log.level(), logging::Level::Warn);
+    }
+
+    #[tokio::test]
+    async fn a_taken_address_is_named_and_a_stopped_one_is_free() {
+        let (serving, _, _) = serve();
+        let address = serving.address();
+        let admin = || Admin {
+            registry: Arc::default(),
+            readiness: Readiness::new(),
+            status: Arc::new(|| serde_json::Value::Null),
+            log: logging::Handle::detached(),
+        };
+        let error = admin().bind("--admin-address", address).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            format!(
+                "--admin-address: cannot listen on {address}: address in use: another process listens there; stop it \
+                 or choose another port"
+            )
+        );
+        drop(serving);
+        admin().bind("--admin-address", address).unwrap();
+    }
+}

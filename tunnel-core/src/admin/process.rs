@@ -1,0 +1,106 @@
+//! `postern_build_info` and the `process_*` metrics that dashboards expect of every program.
+
+use std::fs;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+/// Registers `postern_build_info{version}` and the process metrics under their usual names. The registry must have no
+/// prefix: the rest goes into its `sub_registry_with_prefix("postern")`.
+pub fn register_process_metrics(registry: &mut Registry, version: &'static str) {
+    registry.register("postern_build", "The version that runs", Info::new(vec![("version", version)]));
+    registry.register_collector(Box::new(Process { start: start_seconds() }));
+}
+
+#[derive(Debug)]
+struct Process {
+    /// Seconds since the epoch, when `/proc` tells.
+    start: Option<f64>,
+}
+
+impl Collector for Process {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let mut gauge = |name: &str, help: &str, value: Option<f64>| match value {
+            Some(value) => {
+                let gauge = ConstGauge::new(value);
+                gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)
+            }
+            None => Ok(()),
+        };
+        gauge("process_resident_memory_bytes", "Resident memory in bytes", resident_bytes())?;
+        gauge("process_open_fds", "Open file descriptors", open_fds())?;
+        gauge("process_threads", "Threads", thread_count())?;
+        gauge(
+            "process_start_time_seconds",
+            "When the process started, in seconds since the epoch",
+            self.start,
+        )?;
+        if let Some(seconds) = cpu_seconds() {
+            let counter = ConstCounter::new(seconds);
+            let help = "CPU time used in seconds, user and system";
+            counter.encode(encoder.encode_descriptor(
+                "process_cpu_seconds",
+                help,
+                None,
+                counter.metric_type(),
+            )?)?;
+        }
+        Ok(())
+    }
+}
+
+fn resident_bytes() -> Option<f64> {
+    let statm = fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = statm.split_ascii_whitespace().nth(1)?.parse().ok()?;
+    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok()??;
+    Some(pages as f64 * page as f64)
+}
+
+fn open_fds() -> Option<f64> {
+    // One of the entries is the listing's own.
+    Some(fs::read_dir("/proc/self/fd").ok()?.count().saturating_sub(1) as f64)
+}
+
+/// The fields of `/proc/self/stat` from the third on (proc(5)); the second, the name, may hold blanks.
+fn stat_field(number: usize) -> Option<u64> {
+    let stat = fs::read_to_string("/proc/self/stat").ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number - 3)?.parse().ok()
+}
+
+fn ticks_per_second() -> Option<f64> {
+    Some(nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok()?? as f64)
+}
+
+fn thread_count() -> Option<f64> {
+    Some(stat_field(20)? as f64)
+}
+
+fn cpu_seconds() -> Option<f64> {
+    Some((stat_field(14)? + stat_field(15)?) as f64 / ticks_per_second()?)
+}
+
+fn start_seconds() -> Option<f64> {
+    let stat = fs::read_to_string("/proc/stat").ok()?;
+    let boot: f64 = stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
+    Some(boot + stat_field(22)? as f64 / ticks_per_second()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proc_is_read_right() {
+        assert!(resident_bytes().unwrap() > 1e6);
+        assert!(open_fds().unwrap() >= 3.0);
+        assert!(thread_count().unwrap() >= 1.0);
+        assert!(cpu_seconds().unwrap() >= 0.0);
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+        let start = start_seconds().unwrap();
+        assert!((now - 86400.0..=now + 5.0).contains(&start), "{start} {now}");
+    }
+}
