@@ -1,0 +1,108 @@
+use std::fmt;
+use std::time::SystemTime;
+
+use rcgen::{DistinguishedName, DnType, KeyPair};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+
+use super::{
+    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, IdentityError, NodeName, TrustBundle, Validity,
+    node_of_certificate, request, validity,
+};
+
+/// What an agent proves itself by, and whom it trusts.
+pub struct AgentIdentity {
+    /// The node that the certificate names.
+    pub node: NodeName,
+    /// The certificate chain, leaf first.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// The leaf's private key.
+    pub key: PrivateKeyDer<'static>,
+    /// The roots that a server's certificate must come from.
+    pub bundle: TrustBundle,
+    validity: Validity,
+}
+
+impl AgentIdentity {
+    /// Puts the parts together after checking that they belong together.
+    ///
+    /// # Errors
+    /// The chain is empty, its leaf is not an agent's certificate, or the key is not the leaf's.
+    pub fn new(
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+        bundle: TrustBundle,
+    ) -> Result<Self, IdentityError> {
+        let leaf =
+            chain.first().ok_or_else(|| IdentityError::Parse("the chain has no certificate".into()))?;
+        let node = node_of_certificate(leaf)?;
+        let validity = validity(leaf)?;
+        let pair = KeyPair::try_from(&key).map_err(|error| IdentityError::Key(error.to_string()))?;
+        if !request::matches(&pair, leaf)? {
+            return Err(IdentityError::Key("it is not the certificate's key".into()));
+        }
+        Ok(Self { node, chain, key, bundle, validity })
+    }
+
+    /// [`AgentIdentity::new`] from PEM.
+    pub fn from_pem(chain: &str, key: &str, bundle: TrustBundle) -> Result<Self, IdentityError> {
+        let chain = CertificateDer::pem_slice_iter(chain.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|error| IdentityError::Parse(format!("not PEM: {error}")))?;
+        let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
+            .map_err(|error| IdentityError::Key(format!("not PEM: {error}")))?;
+        Self::new(chain, key, bundle)
+    }
+
+    /// The same identity that trusts other roots.
+    #[must_use]
+    pub fn with_bundle(&self, bundle: TrustBundle) -> Self {
+        Self {
+            node: self.node.clone(),
+            chain: self.chain.clone(),
+            key: self.key.clone_key(),
+            bundle,
+            validity: self.validity,
+        }
+    }
+
+    /// The certificate's validity.
+    pub fn validity(&self) -> Validity {
+        self.validity
+    }
+
+    /// When the certificate ends.
+    pub fn not_after(&self) -> SystemTime {
+        self.validity.not_after
+    }
+
+    /// When 80 % of the certificate's life is over.
+    pub fn renew_at(&self) -> SystemTime {
+        self.validity.renew_at()
+    }
+
+    /// Whether the root that signs at present (the bundle's first) has signed this certificate. If not, a rotation
+    /// is under way, and the certificate is to be renewed before the old root goes.
+    pub fn is_signed_by_newest_root(&self) -> bool {
+        self.chain.first().is_some_and(|leaf| self.bundle.issuer_of(leaf) == Some(0))
+    }
+}
+
+/// The key is left out.
+impl fmt::Debug for AgentIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AgentIdentity")
+            .field("node", &self.node)
+            .field("validity", &self.validity)
+            .field("bundle", &self.bundle)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The subject of a node's certificate.
+pub fn agent_distinguished_name(node: &NodeName) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    name.push(DnType::OrganizationName, AGENT_ORGANIZATION);
+    name.push(DnType::CommonName, format!("{AGENT_COMMON_NAME_PREFIX}{node}"));
+    name
+}

@@ -1,0 +1,390 @@
+use std::time::{Duration, SystemTime};
+
+use rustls_pki_types::CertificateDer;
+use sha2::{Digest, Sha256};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::extensions::{ExtendedKeyUsage, GeneralName};
+use x509_parser::prelude::FromDer;
+use x509_parser::x509::{AttributeTypeAndValue, X509Name};
+
+use super::{AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, BACKDATE, IdentityError, NodeName, SERVER_NAME};
+
+/// The share of a certificate's life after which it is renewed, in percent.
+const RENEW_AFTER_PERCENT: u32 = 80;
+
+pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, IdentityError> {
+    match X509Certificate::from_der(certificate) {
+        Ok(([], parsed)) => Ok(parsed),
+        Ok(_) => Err(IdentityError::Parse("bytes follow after its end".into())),
+        Err(error) => Err(IdentityError::Parse(error.to_string())),
+    }
+}
+
+/// The one node that an agent's certificate names.
+///
+/// # Errors
+/// [`IdentityError::NotAgent`] with the reason when the certificate is not exactly of an agent's shape: Subject
+/// `O=postern:agents` and one `CN=postern:node:<name>`, nothing else; extended key usage client authentication and
+/// no other; not a CA. Whether it is signed by a trusted root is the TLS handshake's matter.
+pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName, IdentityError> {
+    let parsed = parse(certificate)?;
+    let subject = parsed.subject();
+    let organization = single(subject, "organisation", subject.iter_organization())?;
+    if organization != AGENT_ORGANIZATION {
+        return Err(IdentityError::NotAgent(format!(
+            "its organisation is {organization:?}, not {AGENT_ORGANIZATION:?}"
+        )));
+    }
+    let common_name = single(subject, "common name", subject.iter_common_name())?;
+    if subject.iter_attributes().count() != 2 {
+        return Err(IdentityError::NotAgent(
+            "its subject has more than an organisation and a common name".into(),
+        ));
+    }
+    let node = node_of_common_name(common_name)?;
+    require_usage(&parsed, "client authentication", |usage| usage.client_auth)
+        .map_err(IdentityError::NotAgent)?;
+    Ok(node)
+}
+
+/// The node in `postern:node:<name>`.
+fn node_of_common_name(common_name: &str) -> Result<NodeName, IdentityError> {
+    let Some(name) = common_name.strip_prefix(AGENT_COMMON_NAME_PREFIX) else {
+        return Err(IdentityError::NotAgent(format!(
+            "its common name {common_name:?} does not begin with {AGENT_COMMON_NAME_PREFIX:?}"
+        )));
+    };
+    name.parse().map_err(|error: IdentityError| IdentityError::NotAgent(error.to_string()))
+}
+
+fn single<'a>(
+    subject: &X509Name<'a>,
+    what: &str,
+    mut attributes: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>,
+) -> Result<&'a str, IdentityError> {
+    let (Some(first), None) = (attributes.next(), attributes.next()) else {
+        return Err(IdentityError::NotAgent(format!("its subject \"{subject}\" has not exactly one {what}")));
+    };
+    first.as_str().map_err(|error| IdentityError::NotAgent(format!("its {what} is not text: {error}")))
+}
+
+/// The names (DNS names and addresses, as text) in a tunnel-server's certificate.
+///
+/// # Errors
+/// [`IdentityError::NotServer`] with the reason when the certificate is not exactly of a server's shape: it names
+/// [`SERVER_NAME`], its extended key usage is server authentication and no other, and it is not a CA.
+pub fn server_names_of_certificate(certificate: &CertificateDer<'_>) -> Result<Vec<String>, IdentityError> {
+    let parsed = parse(certificate)?;
+    let names: Vec<String> = match parsed.subject_alternative_name() {
+        Ok(Some(extension)) => extension.value.general_names.iter().filter_map(name_text).collect(),
+        Ok(None) => Vec::new(),
+        Err(error) => return Err(IdentityError::NotServer(format!("its alternative names: {error}"))),
+    };
+    if !names.iter().any(|name| name == SERVER_NAME) {
+        return Err(IdentityError::NotServer(format!("it does not name {SERVER_NAME}")));
+    }
+    require_usage(&parsed, "server authentication", |usage| usage.server_auth)
+        .map_err(IdentityError::NotServer)?;
+    Ok(names)
+}
+
+fn name_text(name: &GeneralName<'_>) -> Option<String> {
+    match name {
+        GeneralName::DNSName(name) => Some((*name).to_owned()),
+        GeneralName::IPAddress(bytes) => {
+            let v4 = <[u8; 4]>::try_from(*bytes).map(|octets| std::net::IpAddr::from(octets).to_string());
+            let v6 = <[u8; 16]>::try_from(*bytes).map(|octets| std::net::IpAddr::from(octets).to_string());
+            v4.or(v6).ok()
+        }
+        _ => None,
+    }
+}
+
+fn require_usage(
+    certificate: &X509Certificate<'_>,
+    wanted: &str,
+    has: impl Fn(&ExtendedKeyUsage<'_>) -> bool,
+) -> Result<(), String> {
+    if certificate.is_ca() {
+        return Err("it is a CA".into());
+    }
+    let extension = certificate
+        .extended_key_usage()
+        .map_err(|error| format!("its extended key usage: {error}"))?
+        .ok_or_else(|| format!("it has no extended key usage, want {wanted}"))?;
+    let usage = extension.value;
+    let others = [
+        usage.any,
+        usage.server_auth,
+        usage.client_auth,
+        usage.code_signing,
+        usage.email_protection,
+        usage.time_stamping,
+        usage.ocsp_signing,
+    ];
+    let count = others.iter().filter(|set| **set).count() + usage.other.len();
+    if has(usage) && count == 1 {
+        Ok(())
+    } else {
+        Err(format!("its extended key usage is not {wanted} alone"))
+    }
+}
+
+/// Whether a certificate may sign others (basic constraints, RFC 5280 §4.2.1.9).
+pub fn is_ca(certificate: &CertificateDer<'_>) -> bool {
+    parse(certificate).is_ok_and(|parsed| parsed.is_ca())
+}
+
+/// Whether `root` signed `certificate`. Neither's dates are looked at.
+pub(super) fn is_signed_by(certificate: &CertificateDer<'_>, root: &CertificateDer<'_>) -> bool {
+    let (Ok(certificate), Ok(root)) = (parse(certificate), parse(root)) else { return false };
+    certificate.issuer().as_raw() == root.subject().as_raw()
+        && certificate.verify_signature(Some(root.public_key())).is_ok()
+}
+
+/// `sha256:` and the hexadecimal SHA-256 of the certificate's SubjectPublicKeyInfo, as kubeadm's
+/// `--discovery-token-ca-cert-hash`: it names the CA's key, whatever certificate carries it.
+pub fn ca_hash(certificate: &CertificateDer<'_>) -> Result<String, IdentityError> {
+    Ok(public_key_hash(parse(certificate)?.public_key().raw))
+}
+
+/// `sha256:` and the hexadecimal SHA-256 of a DER SubjectPublicKeyInfo.
+pub fn public_key_hash(public_key_info: &[u8]) -> String {
+    format!("sha256:{:x}", Sha256::digest(public_key_info))
+}
+
+pub(super) fn public_key_info(certificate: &CertificateDer<'_>) -> Result<Vec<u8>, IdentityError> {
+    Ok(parse(certificate)?.public_key().raw.to_vec())
+}
+
+/// Checks a CA hash as [`ca_hash`] prints it and returns it in lower case.
+pub fn parse_ca_hash(text: &str) -> Result<String, IdentityError> {
+    let lower = text.trim().to_ascii_lowercase();
+    match lower.strip_prefix("sha256:") {
+        Some(hex) if hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()) => Ok(lower),
+        _ => Err(IdentityError::CaHash(text.chars().take(100).collect())),
+    }
+}
+
+/// From when until when a certificate is valid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Validity {
+    /// The certificate's `notBefore`, [`BACKDATE`] before its issue.
+    pub not_before: SystemTime,
+    /// The certificate's `notAfter`.
+    pub not_after: SystemTime,
+}
+
+impl Validity {
+    /// When the certificate was issued.
+    pub fn issued(&self) -> SystemTime {
+        // A certificate shorter than the backdating is not one of ours; then all of it counts as life.
+        Some(self.not_before + BACKDATE).filter(|issued| *issued < self.not_after).unwrap_or(self.not_before)
+    }
+
+    /// The certificate's life from its issue to its end.
+    pub fn life(&self) -> Duration {
+        self.not_after.duration_since(self.issued()).unwrap_or_default()
+    }
+
+    /// When 80 % of the life is over: the moment to renew.
+    pub fn renew_at(&self) -> SystemTime {
+        self.issued() + self.life() * RENEW_AFTER_PERCENT / 100
+    }
+
+    /// Whether the end has passed.
+    pub fn is_over(&self, now: SystemTime) -> bool {
+        now > self.not_after
+    }
+}
+
+/// A certificate's validity.
+pub fn validity(certificate: &CertificateDer<'_>) -> Result<Validity, IdentityError> {
+    let parsed = parse(certificate)?;
+    let time = |seconds: i64| match u64::try_from(seconds) {
+        Ok(seconds) => SystemTime::UNIX_EPOCH + Duration::from_secs(seconds),
+        Err(_) => SystemTime::UNIX_EPOCH,
+    };
+    let validity = parsed.validity();
+    Ok(Validity {
+        not_before: time(validity.not_before.timestamp()),
+        not_after: time(validity.not_after.timestamp()),
+    })
+}
+
+/// The certificates as PEM (RFC 7468), in order.
+pub fn pem_of_certificates(certificates: &[CertificateDer<'_>]) -> String {
+    let config = pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF);
+    certificates
+        .iter()
+        .map(|certificate| pem::encode_config(&pem::Pem::new("CERTIFICATE", certificate.as_ref()), config))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rcgen::{
+        BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose as Usage, IsCa, KeyPair,
+    };
+
+    use super::*;
+
+    fn certificate(
+        names: &[(DnType, &str)],
+        usages: &[Usage],
+        sans: &[&str],
+        ca: bool,
+    ) -> CertificateDer<'static> {
+        let sans: Vec<String> = sans.iter().map(|san| (*san).to_owned()).collect();
+        let mut params = CertificateParams::new(sans).unwrap();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        for (kind, value) in names {
+            params.distinguished_name.push(kind.clone(), *value);
+        }
+        params.extended_key_usages = usages.to_vec();
+        if ca {
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        }
+        params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone()
+    }
+
+    const O: DnType = DnType::OrganizationName;
+    const CN: DnType = DnType::CommonName;
+
+    #[test]
+    fn an_agents_certificate_names_its_node() {
+        let good = [(O, "postern:agents"), (CN, "postern:node:edge-1")];
+        let node = node_of_certificate(&certificate(&good, &[Usage::ClientAuth], &[], false)).unwrap();
+        assert_eq!(node.as_str(), "edge-1");
+    }
+
+    #[test]
+    fn anything_else_is_refused_with_the_reason() {
+        let good = vec![(O, "postern:agents"), (CN, "postern:node:edge-1")];
+        let client = vec![Usage::ClientAuth];
+        let cases = [
+            (vec![(CN, "postern:node:edge-1")], client.clone(), false, "organisation"),
+            (
+                vec![(O, "system:masters"), (CN, "postern:node:edge-1")],
+                client.clone(),
+                false,
+                "system:masters",
+            ),
+            (vec![(O, "postern:agents")], client.clone(), false, "common name"),
+            (vec![(O, "postern:agents"), (CN, "edge-1")], client.clone(), false, "does not begin with"),
+            (vec![(O, "postern:agents"), (CN, "postern:node:")], client.clone(), false, "empty"),
+            (vec![(O, "postern:agents"), (CN, "postern:node:a/b")], client.clone(), false, "only lower-case"),
+            (
+                vec![
+                    (O, "postern:agents"),
+                    (CN, "postern:node:edge-1"),
+                    (DnType::OrganizationalUnitName, "x"),
+                ],
+                client.clone(),
+                false,
+                "more than",
+            ),
+            (good.clone(), vec![], false, "no extended key usage"),
+            (good.clone(), vec![Usage::ServerAuth], false, "client authentication alone"),
+            (good.clone(), vec![Usage::ClientAuth, Usage::ServerAuth], false, "client authentication alone"),
+            (good.clone(), vec![Usage::ClientAuth, Usage::Any], false, "client authentication alone"),
+            (good.clone(), vec![Usage::ClientAuth, Usage::Other(vec![1, 2, 3])], false, "alone"),
+            (good, client, true, "it is a CA"),
+        ];
+        for (names, usages, ca, reason) in cases {
+            let error = node_of_certificate(&certificate(&names, &usages, &[], ca)).unwrap_err().to_string();
+            assert!(error.contains(reason), "{names:?} {usages:?}: {error}");
+        }
+        assert!(matches!(
+            node_of_certificate(&CertificateDer::from(vec![1, 2, 3])),
+            Err(IdentityError::Parse(_))
+        ));
+    }
+
+    /// rcgen keeps one value per attribute type, so the duplicate is made by patching a placeholder of equal length.
+    #[test]
+    fn two_common_names_are_refused() {
+        let names = [
+            (O, "postern:agents"),
+            (CN, "postern:node:edge-1"),
+            (DnType::CountryName, "postern:node:edge-2"),
+        ];
+        let mut der = certificate(&names, &[Usage::ClientAuth], &[], false).to_vec();
+        let country = [0x06, 0x03, 0x55, 0x04, 0x06];
+        let mut patched = 0;
+        for at in 0..der.len() - country.len() {
+            if der[at..at + country.len()] == country {
+                der[at + 4] = 0x03;
+                patched += 1;
+            }
+        }
+        assert_eq!(patched, 2, "issuer and subject");
+        let error = node_of_certificate(&CertificateDer::from(der)).unwrap_err().to_string();
+        assert!(error.contains("not exactly one common name"), "{error}");
+    }
+
+    #[test]
+    fn a_servers_certificate_has_its_name_and_usage() {
+        let server = [Usage::ServerAuth];
+        let names = ["a.example", SERVER_NAME, "10.0.0.1", "fd00::1"];
+        let found = server_names_of_certificate(&certificate(&[], &server, &names, false)).unwrap();
+        assert_eq!(found, names);
+        for (usages, names, ca, reason) in [
+            (&server[..], &["a.example"][..], false, "does not name"),
+            (&server, &[], false, "does not name"),
+            (&[Usage::ServerAuth, Usage::ClientAuth], &[SERVER_NAME], false, "alone"),
+            (&[Usage::ClientAuth], &[SERVER_NAME], false, "alone"),
+            (&server, &[SERVER_NAME], true, "it is a CA"),
+        ] {
+            let error = server_names_of_certificate(&certificate(&[], usages, names, ca)).unwrap_err();
+            assert!(error.to_string().contains(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn eighty_percent_counts_from_the_issue() {
+        let issued = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        let validity =
+            Validity { not_before: issued - BACKDATE, not_after: issued + Duration::from_secs(100) };
+        assert_eq!(validity.issued(), issued);
+        assert_eq!(validity.renew_at(), issued + Duration::from_secs(80));
+        assert!(!validity.is_over(validity.not_after));
+        assert!(validity.is_over(validity.not_after + Duration::from_secs(1)));
+        let short = Validity { not_before: issued, not_after: issued + Duration::from_secs(10) };
+        assert_eq!(short.renew_at(), issued + Duration::from_secs(8));
+    }
+
+    #[test]
+    fn ca_hashes_are_checked() {
+        let hash = ca_hash(&certificate(&[], &[], &[], true)).unwrap();
+        assert_eq!(parse_ca_hash(&hash).unwrap(), hash);
+        assert_eq!(parse_ca_hash(&format!(" {}\n", hash.to_uppercase())).unwrap(), hash);
+        for bad in
+            ["", "sha256:", "sha256:12", &hash[7..], &hash.replace("sha256", "sha512"), &format!("{hash}0")]
+        {
+            assert!(parse_ca_hash(bad).is_err(), "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn common_names_round_trip(name in "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\\.[a-z0-9]{1,5}){0,3}") {
+            let node = node_of_common_name(&format!("postern:node:{name}")).unwrap();
+            prop_assert_eq!(node.as_str(), name);
+        }
+
+        #[test]
+        fn common_names_never_panic(text in any::<String>()) {
+            if let Ok(node) = node_of_common_name(&text) {
+                prop_assert_eq!(format!("postern:node:{node}"), text);
+            }
+        }
+
+        #[test]
+        fn garbage_is_no_certificate(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            prop_assert!(node_of_certificate(&CertificateDer::from(bytes.clone())).is_err());
+            prop_assert!(server_names_of_certificate(&CertificateDer::from(bytes)).is_err());
+        }
+    }
+}

@@ -1,0 +1,92 @@
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::NodeName;
+
+/// Why a name, a certificate, a key or a file of the identity is not usable.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum IdentityError {
+    /// Not a DNS-1123 subdomain (RFC 1123, as Kubernetes names its nodes).
+    #[error("node name {name:?}: {reason}")]
+    NodeName {
+        /// The text that was given.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A certificate that cannot be parsed (RFC 5280).
+    #[error("certificate cannot be parsed: {0}")]
+    Parse(String),
+    /// A certificate that parses but is not an agent's.
+    #[error("not an agent's certificate: {0}")]
+    NotAgent(String),
+    /// A certificate that parses but is not a tunnel-server's.
+    #[error("not a tunnel-server's certificate: {0}")]
+    NotServer(String),
+    /// A bundle of roots that cannot be used.
+    #[error("trust bundle: {0}")]
+    Bundle(String),
+    /// Text that is not `sha256:` and 64 hex digits.
+    #[error(
+        "CA hash {0:?}: want \"sha256:\" and 64 hexadecimal digits, as `tunnel-server token create` prints it"
+    )]
+    CaHash(String),
+    /// The server did not present the CA that the enrolment was told to expect.
+    #[error(
+        "the server's CA is not the expected one: it presented {presented}, expected {expected}; \
+         either --ca-hash is not this installation's (see `tunnel-server ca status`) or something else answers there"
+    )]
+    CaMismatch {
+        /// The hash that was asked for.
+        expected: String,
+        /// The hashes of the CA certificates that were presented, or a word that there was none.
+        presented: String,
+    },
+    /// A signing request that is malformed or does not prove the possession of its key.
+    #[error("certificate signing request: {0}")]
+    Csr(String),
+    /// A private key that cannot be used.
+    #[error("private key: {0}")]
+    Key(String),
+    /// The TLS library refused the settings.
+    #[error("TLS settings: {0}")]
+    Tls(String),
+    /// A certificate of another node than the one asked for.
+    #[error("the certificate is for node {found}, not for {expected}")]
+    OtherNode {
+        /// The node that was asked for.
+        expected: NodeName,
+        /// The node that the certificate names.
+        found: NodeName,
+    },
+    /// A file that exists but cannot be used. It is never overwritten.
+    #[error("{path}: {reason}; {mend}", path = .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+        /// What the operator can do about it.
+        mend: String,
+    },
+    /// Reading or writing a file failed.
+    #[error("{path}: {source}", path = .path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+impl IdentityError {
+    pub(crate) fn io(path: &Path, source: io::Error) -> Self {
+        Self::Io { path: path.to_owned(), source }
+    }
+
+    /// An unusable file: what is wrong with it and what mends it.
+    pub fn file(path: &Path, reason: impl ToString, mend: impl Into<String>) -> Self {
+        Self::File { path: path.to_owned(), reason: reason.to_string(), mend: mend.into() }
+    }
+}

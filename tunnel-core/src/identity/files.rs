@@ -1,0 +1,164 @@
+//! Files that hold identities: written whole or not at all, private where they must be, never overwritten when they
+//! are not understood.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+use super::IdentityError;
+
+/// Mode of a file that holds a private key or the hash of a token.
+pub const PRIVATE_FILE: u32 = 0o600;
+/// Mode of a file that everybody may read, such as a certificate.
+pub const PUBLIC_FILE: u32 = 0o644;
+const PRIVATE_DIRECTORY: u32 = 0o700;
+
+/// Replaces a file in one step (a new file beside it, fsync, rename, fsync of the directory): a reader or a crash
+/// sees the old content or the new, never a part. The directory must exist.
+///
+/// `mode` is the file's permission bits, whatever the umask.
+///
+/// # Errors
+/// Those of creating, writing and renaming; the old content is still there then, and no temporary file.
+pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    // Created 0600 by tempfile, so a private key is at no moment readable by others.
+    let mut file = tempfile::Builder::new().prefix(".postern-").suffix(".tmp").tempfile_in(directory)?;
+    file.write_all(bytes)?;
+    file.as_file().set_permissions(Permissions::from_mode(mode))?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    File::open(directory)?.sync_all()
+}
+
+/// Makes a directory (and its parents) that only this user may enter. One that exists is left as it is: it may be
+/// the operator's own.
+pub fn create_private_directory(path: &Path) -> Result<(), IdentityError> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true).mode(PRIVATE_DIRECTORY);
+    builder.create(path).map_err(|error| IdentityError::io(path, error))
+}
+
+/// The file's text, or `None` when there is no such file. A file that is there but cannot be read is an error.
+pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
+    match fs::read(path) {
+        Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|_| {
+            IdentityError::file(path, "it is not text", "restore it from a backup, or move it out of the way")
+        }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(IdentityError::io(path, error)),
+    }
+}
+
+/// Like [`read_optional`], for a file that holds a private key: one that others may read is refused, because the key
+/// may already be known to them.
+pub fn read_optional_private(path: &Path) -> Result<Option<String>, IdentityError> {
+    match fs::metadata(path) {
+        Ok(metadata) if metadata.mode() & 0o077 != 0 => Err(IdentityError::file(
+            path,
+            format_args!("a private key that others may read (mode {:04o})", metadata.mode() & 0o7777),
+            format!("`chmod 600 {}`, and replace the key if somebody could have copied it", path.display()),
+        )),
+        _ => read_optional(path),
+    }
+}
+
+/// Removes a file; one that is not there is no error.
+pub fn remove_if_present(path: &Path) -> Result<(), IdentityError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(IdentityError::io(path, error)),
+        _ => Ok(()),
+    }
+}
+
+/// [`write_atomically`] with the path in the error.
+pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), IdentityError> {
+    write_atomically(path, bytes, mode).map_err(|error| IdentityError::io(path, error))
+}
+
+/// An exclusive lock that two processes share a directory by; released when dropped (and by the kernel when the
+/// process dies).
+#[derive(Debug)]
+pub struct DirectoryLock {
+    _file: File,
+}
+
+impl DirectoryLock {
+    /// Waits for the lock file `name` in `directory`. Blocks the thread; every holder keeps it for a few file
+    /// operations only.
+    pub fn acquire(directory: &Path, name: &str) -> Result<Self, IdentityError> {
+        let path = directory.join(name);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(PRIVATE_FILE)
+            .open(&path)
+            .map_err(|error| IdentityError::io(&path, error))?;
+        file.lock().map_err(|error| IdentityError::io(&path, error))?;
+        Ok(Self { _file: file })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().mode() & 0o7777
+    }
+
+    #[test]
+    fn writes_whole_files_with_their_mode() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        write_atomically(&path, b"one", PRIVATE_FILE).unwrap();
+        assert_eq!((fs::read(&path).unwrap().as_slice(), mode(&path)), (b"one".as_slice(), 0o600));
+        write_atomically(&path, b"two", PUBLIC_FILE).unwrap();
+        assert_eq!((fs::read(&path).unwrap().as_slice(), mode(&path)), (b"two".as_slice(), 0o644));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_content_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("taken");
+        fs::create_dir(&path).unwrap();
+        assert!(write_atomically(&path, b"x", PRIVATE_FILE).is_err());
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn refuses_a_key_that_others_may_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        assert!(read_optional_private(&path).unwrap().is_none());
+        write_atomically(&path, b"k", 0o640).unwrap();
+        let error = read_optional_private(&path).unwrap_err().to_string();
+        assert!(error.contains("0640") && error.contains("chmod 600"), "{error}");
+        write_atomically(&path, b"k", PRIVATE_FILE).unwrap();
+        assert_eq!(read_optional_private(&path).unwrap().as_deref(), Some("k"));
+    }
+
+    #[test]
+    fn directories_are_private() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/b");
+        create_private_directory(&path).unwrap();
+        assert_eq!(mode(&path), 0o700);
+    }
+
+    #[test]
+    fn the_lock_excludes() {
+        let directory = tempfile::tempdir().unwrap();
+        let held = DirectoryLock::acquire(directory.path(), "lock").unwrap();
+        let second = File::open(directory.path().join("lock")).unwrap();
+        assert!(second.try_lock().is_err());
+        drop(held);
+        second.try_lock().unwrap();
+    }
+}

@@ -1,0 +1,128 @@
+use rcgen::{CertificateParams, DistinguishedName, KeyPair, PublicKeyData, SubjectPublicKeyInfo};
+use rustls_pki_types::CertificateDer;
+use x509_parser::certification_request::X509CertificationRequest;
+use x509_parser::prelude::FromDer;
+
+use super::{IdentityError, public_key_hash};
+
+/// A request of ours has under 300 bytes.
+const MAX_CSR: usize = 4096;
+
+/// The public key of a signing request whose possession was proved.
+#[derive(Clone, Debug)]
+pub struct CsrKey {
+    /// What goes into the certificate.
+    pub public_key: SubjectPublicKeyInfo,
+    /// [`public_key_hash`] of it.
+    pub hash: String,
+}
+
+/// A fresh ECDSA P-256 key.
+pub fn generate_key() -> Result<KeyPair, IdentityError> {
+    KeyPair::generate().map_err(|error| IdentityError::Key(error.to_string()))
+}
+
+/// A PKCS #10 request (RFC 2986, DER) that proves the possession of `key` and says nothing else: who the key is for
+/// follows from the token or from the present certificate, never from the request.
+pub fn create_csr(key: &KeyPair) -> Result<Vec<u8>, IdentityError> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    let csr = params.serialize_request(key).map_err(|error| IdentityError::Csr(error.to_string()))?;
+    Ok(csr.der().to_vec())
+}
+
+/// Checks the request's signature by its own key and returns the key. Names and extensions in it are ignored.
+///
+/// # Errors
+/// [`IdentityError::Csr`] when it is malformed, longer than 4 KiB, not signed by its own key, or the key is not
+/// ECDSA P-256.
+pub fn public_key_of_csr(der: &[u8]) -> Result<CsrKey, IdentityError> {
+    if der.len() > MAX_CSR {
+        return Err(IdentityError::Csr(format!("it is longer than {MAX_CSR} bytes")));
+    }
+    let request = match X509CertificationRequest::from_der(der) {
+        Ok(([], request)) => request,
+        Ok(_) => return Err(IdentityError::Csr("bytes follow after its end".into())),
+        Err(error) => return Err(IdentityError::Csr(format!("it cannot be parsed: {error}"))),
+    };
+    request
+        .verify_signature()
+        .map_err(|_| IdentityError::Csr("it is not signed by the key that it names".into()))?;
+    let raw = request.certification_request_info.subject_pki.raw;
+    let public_key = SubjectPublicKeyInfo::from_der(raw)
+        .map_err(|error| IdentityError::Csr(format!("its public key: {error}")))?;
+    if public_key.algorithm() != &rcgen::PKCS_ECDSA_P256_SHA256 {
+        return Err(IdentityError::Csr("its key is not ECDSA P-256".into()));
+    }
+    Ok(CsrKey { public_key, hash: public_key_hash(raw) })
+}
+
+/// Whether the certificate is for this key.
+pub(super) fn matches(key: &KeyPair, certificate: &CertificateDer<'_>) -> Result<bool, IdentityError> {
+    Ok(super::certificate::public_key_info(certificate)? == key.subject_public_key_info())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_key_is_taken_and_nothing_else() {
+        let key = generate_key().unwrap();
+        let found = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
+        assert_eq!(found.public_key.subject_public_key_info(), key.subject_public_key_info());
+        assert_eq!(found.hash, public_key_hash(&key.subject_public_key_info()));
+        let mut params = CertificateParams::new(vec!["other.example".to_owned()]).unwrap();
+        params.distinguished_name.push(rcgen::DnType::OrganizationName, "system:masters");
+        let csr = params.serialize_request(&key).unwrap();
+        assert_eq!(public_key_of_csr(csr.der()).unwrap().hash, found.hash);
+    }
+
+    #[test]
+    fn without_proof_of_possession_it_is_refused() {
+        let mut csr = create_csr(&generate_key().unwrap()).unwrap();
+        let last = csr.len() - 1;
+        csr[last] ^= 1;
+        assert!(public_key_of_csr(&csr).unwrap_err().to_string().contains("not signed"));
+        // Another's public key under a signature of one's own: swap the key bits and keep the rest.
+        let mut stolen = create_csr(&generate_key().unwrap()).unwrap();
+        let victim = generate_key().unwrap();
+        let point = victim.public_key_raw();
+        let at = stolen.windows(2).position(|pair| pair == [0x00, 0x04]).unwrap() + 1;
+        stolen[at..at + point.len()].copy_from_slice(point);
+        assert!(public_key_of_csr(&stolen).unwrap_err().to_string().contains("not signed"));
+    }
+
+    #[test]
+    fn other_algorithms_and_sizes_are_refused() {
+        let key = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
+        assert!(public_key_of_csr(&create_csr(&key).unwrap()).is_err());
+        let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).unwrap();
+        assert!(public_key_of_csr(&create_csr(&key).unwrap()).unwrap_err().to_string().contains("P-256"));
+        assert!(public_key_of_csr(&[0x30; 5000]).unwrap_err().to_string().contains("longer"));
+        let mut csr = create_csr(&generate_key().unwrap()).unwrap();
+        csr.push(0);
+        assert!(public_key_of_csr(&csr).unwrap_err().to_string().contains("follow"));
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            prop_assert!(public_key_of_csr(&bytes).is_err());
+        }
+
+        #[test]
+        fn no_changed_byte_keeps_it_valid(at in any::<proptest::sample::Index>(), bit in 0u8..8) {
+            let key = generate_key().unwrap();
+            let mut csr = create_csr(&key).unwrap();
+            let at = at.index(csr.len());
+            csr[at] ^= 1 << bit;
+            if let Ok(found) = public_key_of_csr(&csr) {
+                // Bits that carry no meaning may change; the key never does.
+                prop_assert_eq!(found.public_key.subject_public_key_info(), key.subject_public_key_info());
+            }
+        }
+    }
+}
