@@ -1,1 +1,223 @@
+//! What the BPF programs and the server must agree on: the layout of map keys and values, the names
+//! and sizes of maps, the counters, and the [verdict](verdict::verdict) itself.
+//!
+//! Everything here is pure and `no_std`, so the decision that runs in the kernel is the one the
+//! property tests exercise on the host.
 #![no_std]
+#![cfg_attr(not(feature = "user"), forbid(unsafe_code))]
+#![cfg_attr(feature = "user", deny(unsafe_code))]
+#![deny(missing_docs)]
+
+pub mod counter;
+#[cfg(feature = "user")]
+mod pod;
+pub mod verdict;
+
+use core::net::{Ipv4Addr, Ipv6Addr};
+
+/// `SO_MARK` of the server's own sockets. A marked socket is never redirected, so the server can
+/// always reach an edge address directly (`"POST"` in ASCII).
+pub const SOCKET_MARK: u32 = 0x504f_5354;
+
+/// Entries that each of the route and origin tries holds.
+pub const ROUTE_CAPACITY: u32 = 131_072;
+/// Entries that each of the exclusion and client tries holds.
+pub const LIST_CAPACITY: u32 = 131_072;
+/// 64-bit words of the port bitmap: one bit per TCP port.
+pub const PORT_WORDS: u32 = 65_536 / 64;
+/// Slot of the IPv4 listener in `LISTENER`.
+pub const LISTENER_V4: u32 = 0;
+/// Slot of the IPv6 listener in `LISTENER`.
+pub const LISTENER_V6: u32 = 1;
+/// Slots of `LISTENER`.
+pub const LISTENER_SLOTS: u32 = 2;
+/// Index of loopback in every network namespace (`LOOPBACK_IFINDEX` in the kernel).
+pub const LOOPBACK_IFINDEX: u32 = 1;
+
+/// Names of maps, read-only globals and programs, as they appear in the object.
+pub mod names {
+    /// IPv4 networks that are never redirected.
+    pub const EXCLUDED_V4: &str = "EXCLUDED_V4";
+    /// IPv6 networks that are never redirected.
+    pub const EXCLUDED_V6: &str = "EXCLUDED_V6";
+    /// Edge IPv4 networks and their token blocks.
+    pub const ROUTES_V4: &str = "ROUTES_V4";
+    /// Edge IPv6 networks and their token blocks.
+    pub const ROUTES_V6: &str = "ROUTES_V6";
+    /// IPv4 token blocks and the networks they stand for.
+    pub const ORIGINS_V4: &str = "ORIGINS_V4";
+    /// IPv6 token blocks and the networks they stand for.
+    pub const ORIGINS_V6: &str = "ORIGINS_V6";
+    /// IPv4 networks that may connect to a token.
+    pub const CLIENTS_V4: &str = "CLIENTS_V4";
+    /// IPv6 networks that may connect to a token.
+    pub const CLIENTS_V6: &str = "CLIENTS_V6";
+    /// Bitmap of tunnelled TCP ports.
+    pub const PORTS: &str = "PORTS";
+    /// One word: is the server serving?
+    pub const STATE: &str = "STATE";
+    /// The listeners that accept redirected connections.
+    pub const LISTENER: &str = "LISTENER";
+    /// Per-CPU counters, see [`crate::counter`].
+    pub const COUNTERS: &str = "COUNTERS";
+
+    /// Global `u32`: mark of exempt sockets.
+    pub const MARK: &str = "MARK";
+    /// Global `u8`: `bpf_set_retval` exists (Linux 5.18), so a downed route fails at connect().
+    pub const SET_RETVAL: &str = "SET_RETVAL";
+    /// Global `u8`: `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
+    pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";
+    /// Global [`Prefix`](crate::Prefix)`<V4>`: the token range.
+    pub const TOKENS_V4: &str = "TOKENS_V4";
+    /// Global [`Prefix`](crate::Prefix)`<V6>`: the IPv6 token range.
+    pub const TOKENS_V6: &str = "TOKENS_V6";
+    /// Global `u8`: aya-log's level; 0 lets the verifier drop every log statement.
+    pub const LOG_LEVEL: &str = "AYA_LOG_LEVEL";
+
+    // The kernel keeps 15 characters of a program name.
+    /// Program at `connect()` of IPv4 sockets.
+    pub const CONNECT4: &str = "postern_conn4";
+    /// Program at `connect()` of IPv6 sockets.
+    pub const CONNECT6: &str = "postern_conn6";
+    /// Program at `getpeername()` of IPv4 sockets.
+    pub const GETPEERNAME4: &str = "postern_peer4";
+    /// Program at `getpeername()` of IPv6 sockets.
+    pub const GETPEERNAME6: &str = "postern_peer6";
+    /// Program at the lookup of a listener.
+    pub const SK_LOOKUP: &str = "postern_lookup";
+}
+
+/// An IPv4 address as the kernel keeps it: the four bytes in network order, read as one native word.
+#[repr(transparent)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct V4(pub u32);
+
+/// An IPv6 address as the kernel keeps it: four native words over the bytes in network order.
+#[repr(transparent)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct V6(pub [u32; 4]);
+
+impl From<Ipv4Addr> for V4 {
+    fn from(address: Ipv4Addr) -> Self {
+        Self(u32::from_ne_bytes(address.octets()))
+    }
+}
+
+impl From<V4> for Ipv4Addr {
+    fn from(address: V4) -> Self {
+        Self::from(address.0.to_ne_bytes())
+    }
+}
+
+impl From<Ipv6Addr> for V6 {
+    fn from(address: Ipv6Addr) -> Self {
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = address.octets();
+        Self([
+            u32::from_ne_bytes([a, b, c, d]),
+            u32::from_ne_bytes([e, f, g, h]),
+            u32::from_ne_bytes([i, j, k, l]),
+            u32::from_ne_bytes([m, n, o, p]),
+        ])
+    }
+}
+
+impl From<V6> for Ipv6Addr {
+    fn from(address: V6) -> Self {
+        let [a, b, c, d] = address.0.map(u32::from_be);
+        Self::from((u128::from(a) << 96) | (u128::from(b) << 64) | (u128::from(c) << 32) | u128::from(d))
+    }
+}
+
+impl V6 {
+    /// The IPv4 address inside an IPv4-mapped one (`::ffff:a.b.c.d`), which an IPv6 socket uses to
+    /// reach an IPv4 peer.
+    #[inline(always)]
+    pub fn mapped(self) -> Option<V4> {
+        let [a, b, c, d] = self.0;
+        if a == 0 && b == 0 && c == 0xffff_u32.to_be() { Some(V4(d)) } else { None }
+    }
+}
+
+/// Bitwise operations of an address family, enough to swap one block's prefix for another's.
+pub trait Address: Copy + PartialEq {
+    /// Bitwise and.
+    fn and(self, other: Self) -> Self;
+    /// Bitwise or.
+    fn or(self, other: Self) -> Self;
+}
+
+impl Address for V4 {
+    #[inline(always)]
+    fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+    #[inline(always)]
+    fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl Address for V6 {
+    #[inline(always)]
+    fn and(self, other: Self) -> Self {
+        let (a, b) = (self.0, other.0);
+        Self([a[0] & b[0], a[1] & b[1], a[2] & b[2], a[3] & b[3]])
+    }
+    #[inline(always)]
+    fn or(self, other: Self) -> Self {
+        let (a, b) = (self.0, other.0);
+        Self([a[0] | b[0], a[1] | b[1], a[2] | b[2], a[3] | b[3]])
+    }
+}
+
+/// A network as base and mask, for the programs' read-only globals.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Prefix<A> {
+    /// First address.
+    pub base: A,
+    /// Ones where addresses of the network agree with `base`.
+    pub mask: A,
+}
+
+impl<A: Address> Prefix<A> {
+    /// Whether `address` lies inside.
+    #[inline(always)]
+    pub fn contains(&self, address: A) -> bool {
+        address.and(self.mask) == self.base
+    }
+}
+
+/// [`Mapping::flags`]: no server holds a tunnel to this node, connects to it fail.
+pub const DOWN: u32 = 1;
+
+/// Value of `ROUTES_*` and `ORIGINS_*`: the block of addresses that a matching block is mapped to,
+/// one to one.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mapping<A> {
+    /// First address of the block mapped to.
+    pub base: A,
+    /// Ones where the address's own bits are kept: the host bits of both blocks.
+    pub host_mask: A,
+    /// [`DOWN`] or 0. Always 0 in `ORIGINS_*`.
+    pub flags: u32,
+}
+
+impl<A: Address> Mapping<A> {
+    /// The address that `address` is mapped to.
+    #[inline(always)]
+    pub fn apply(&self, address: A) -> A {
+        self.base.or(address.and(self.host_mask))
+    }
+}
+
+// The kernel compares these sizes with the map definitions; a change here is a change of the format.
+const _: () = {
+    assert!(size_of::<V4>() == 4 && align_of::<V4>() == 4);
+    assert!(size_of::<V6>() == 16 && align_of::<V6>() == 4);
+    assert!(size_of::<Prefix<V4>>() == 8);
+    assert!(size_of::<Prefix<V6>>() == 32);
+    assert!(size_of::<Mapping<V4>>() == 12);
+    assert!(size_of::<Mapping<V6>>() == 36);
+};

@@ -1,0 +1,282 @@
+//! The verdict against a naive model, over tables small and dense enough that prefixes overlap.
+#![expect(clippy::expect_used, reason = "test")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use proptest::prelude::*;
+use tunnel_abi::verdict::{Connect, Reason, State, Tables, Verdict, VerdictV6, verdict, verdict_v6};
+use tunnel_abi::{Address, DOWN, Mapping, V4, V6, counter};
+
+#[derive(Clone, Debug, Default)]
+struct World {
+    ports: BTreeSet<u16>,
+    excluded: BTreeSet<IpNet>,
+    routes: BTreeMap<IpNet, (IpAddr, bool)>,
+    serving: bool,
+}
+
+/// Host bits of a network as an address.
+fn host_mask(net: IpNet) -> IpAddr {
+    net.hostmask()
+}
+
+impl World {
+    fn longest(&self, address: IpAddr) -> Option<(IpNet, IpAddr, bool)> {
+        self.routes
+            .iter()
+            .filter(|(net, _)| net.contains(&address))
+            .max_by_key(|(net, _)| net.prefix_len())
+            .map(|(net, (token, up))| (*net, *token, *up))
+    }
+}
+
+impl State for World {
+    fn tunnelled(&self, port: u16) -> bool {
+        self.ports.contains(&port)
+    }
+    fn serving(&self) -> bool {
+        self.serving
+    }
+}
+
+impl Tables<V4> for World {
+    fn excluded(&self, address: V4) -> bool {
+        let address = IpAddr::V4(address.into());
+        self.excluded.iter().any(|net| net.contains(&address))
+    }
+    fn route(&self, address: V4) -> Option<Mapping<V4>> {
+        let (net, token, up) = self.longest(IpAddr::V4(address.into()))?;
+        match (token, host_mask(net)) {
+            (IpAddr::V4(token), IpAddr::V4(mask)) => {
+                Some(Mapping { base: token.into(), host_mask: mask.into(), flags: if up { 0 } else { DOWN } })
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Tables<V6> for World {
+    fn excluded(&self, address: V6) -> bool {
+        let address = IpAddr::V6(address.into());
+        self.excluded.iter().any(|net| net.contains(&address))
+    }
+    fn route(&self, address: V6) -> Option<Mapping<V6>> {
+        let (net, token, up) = self.longest(IpAddr::V6(address.into()))?;
+        match (token, host_mask(net)) {
+            (IpAddr::V6(token), IpAddr::V6(mask)) => {
+                Some(Mapping { base: token.into(), host_mask: mask.into(), flags: if up { 0 } else { DOWN } })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The rules in prose order, with plain integers, sharing nothing with the code under test.
+fn model(world: &World, address: IpAddr, port: u16, tcp: bool, marked: bool, bound: bool) -> Model {
+    if !tcp || marked || bound || !world.ports.contains(&port) {
+        return Model::Direct;
+    }
+    if world.excluded.iter().any(|net| net.contains(&address)) {
+        return Model::Direct;
+    }
+    let mut best: Option<(&IpNet, &(IpAddr, bool))> = None;
+    for (net, target) in &world.routes {
+        if net.contains(&address) && best.is_none_or(|(b, _)| net.prefix_len() > b.prefix_len()) {
+            best = Some((net, target));
+        }
+    }
+    let Some((net, (token, up))) = best else { return Model::Direct };
+    let number = |a: IpAddr| match a {
+        IpAddr::V4(a) => u128::from(u32::from(a)),
+        IpAddr::V6(a) => u128::from(a),
+    };
+    let sum = number(*token) + (number(address) - number(net.network()));
+    let token = match address {
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(u32::try_from(sum).expect("stays in the token range"))),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(sum)),
+    };
+    if *up && world.serving { Model::Redirect(token) } else { Model::Down(token) }
+}
+
+#[derive(Debug, PartialEq)]
+enum Model {
+    Direct,
+    Redirect(IpAddr),
+    Down(IpAddr),
+}
+
+fn as_model<A: Address + Into<B>, B: Into<IpAddr>>(verdict: Verdict<A>) -> Model {
+    match verdict {
+        Verdict::Direct(_) => Model::Direct,
+        Verdict::Redirect(a) => Model::Redirect(a.into().into()),
+        Verdict::Down(a) => Model::Down(a.into().into()),
+    }
+}
+
+fn address_v4() -> impl Strategy<Value = Ipv4Addr> {
+    // 64 addresses: prefixes collide often.
+    (0_u32..64).prop_map(|n| Ipv4Addr::from(0x0a08_0000 + n))
+}
+
+fn address_v6() -> impl Strategy<Value = Ipv6Addr> {
+    (0_u128..64).prop_map(|n| Ipv6Addr::from(0x2001_0db8_u128 << 96 | 7 << 64 | n))
+}
+
+fn net_v4() -> impl Strategy<Value = Ipv4Net> {
+    (address_v4(), 26_u8..=32).prop_map(|(a, len)| Ipv4Net::new(a, len).expect("valid length").trunc())
+}
+
+fn net_v6() -> impl Strategy<Value = Ipv6Net> {
+    (address_v6(), 122_u8..=128).prop_map(|(a, len)| Ipv6Net::new(a, len).expect("valid length").trunc())
+}
+
+fn world() -> impl Strategy<Value = World> {
+    let routes_v4 = prop::collection::btree_map(net_v4(), any::<bool>(), 0..8);
+    let routes_v6 = prop::collection::btree_map(net_v6(), any::<bool>(), 0..8);
+    let excluded_v4 = prop::collection::btree_set(net_v4(), 0..4);
+    let excluded_v6 = prop::collection::btree_set(net_v6(), 0..4);
+    let ports = prop::collection::btree_set(10250_u16..10253, 1..3);
+    (routes_v4, routes_v6, excluded_v4, excluded_v6, ports, prop::bool::weighted(0.8)).prop_map(
+        |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving)| {
+            let mut routes = BTreeMap::new();
+            // Each route owns a 64-address slot of the token range, so blocks of any size are aligned.
+            for (slot, (net, up)) in (0_u32..).zip(routes_v4) {
+                routes.insert(IpNet::V4(net), (IpAddr::V4(Ipv4Addr::from(0xc612_0000 + slot * 64)), up));
+            }
+            for (slot, (net, up)) in (0_u128..).zip(routes_v6) {
+                let token = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
+                routes.insert(IpNet::V6(net), (IpAddr::V6(token), up));
+            }
+            let excluded =
+                excluded_v4.into_iter().map(IpNet::V4).chain(excluded_v6.into_iter().map(IpNet::V6)).collect();
+            World { ports, excluded, routes, serving }
+        },
+    )
+}
+
+fn flags() -> impl Strategy<Value = (bool, bool, bool)> {
+    (prop::bool::weighted(0.9), prop::bool::weighted(0.1), prop::bool::weighted(0.1))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+    #[test]
+    fn v4_agrees_with_the_model(
+        world in world(), address in address_v4(), port in 10250_u16..10254, (tcp, marked, bound) in flags()
+    ) {
+        let connect = Connect { address: V4::from(address), port, tcp, marked, bound_device: bound };
+        let expected = model(&world, address.into(), port, tcp, marked, bound);
+        prop_assert_eq!(as_model::<V4, Ipv4Addr>(verdict(&world, &connect)), expected);
+    }
+
+    #[test]
+    fn v6_agrees_with_the_model(
+        world in world(), address in address_v6(), port in 10250_u16..10254, (tcp, marked, bound) in flags()
+    ) {
+        let connect = Connect { address: V6::from(address), port, tcp, marked, bound_device: bound };
+        let expected = model(&world, address.into(), port, tcp, marked, bound);
+        match verdict_v6(&world, &connect) {
+            VerdictV6::Native(v) => prop_assert_eq!(as_model::<V6, Ipv6Addr>(v), expected),
+            VerdictV6::Mapped(v) => prop_assert!(false, "{} taken for mapped: {:?}", address, v),
+        }
+    }
+
+    #[test]
+    fn mapped_is_decided_as_v4(
+        world in world(), address in address_v4(), port in 10250_u16..10254, (tcp, marked, bound) in flags()
+    ) {
+        let connect =
+            Connect { address: V6::from(address.to_ipv6_mapped()), port, tcp, marked, bound_device: bound };
+        let expected = model(&world, address.into(), port, tcp, marked, bound);
+        match verdict_v6(&world, &connect) {
+            VerdictV6::Mapped(v) => prop_assert_eq!(as_model::<V4, Ipv4Addr>(v), expected),
+            VerdictV6::Native(v) => prop_assert!(false, "{} not taken for mapped: {:?}", address, v),
+        }
+    }
+
+    #[test]
+    fn exclusion_wins(world in world(), address in address_v4()) {
+        let mut world = world;
+        world.excluded.insert(IpNet::V4(address.into()));
+        let connect =
+            Connect { address: V4::from(address), port: 10250, tcp: true, marked: false, bound_device: false };
+        prop_assert!(matches!(verdict(&world, &connect), Verdict::Direct(Reason::Excluded | Reason::Port)));
+    }
+
+    #[test]
+    fn blocks_map_one_to_one_and_back(net in net_v4(), slot in 0_u32..1000) {
+        let token = Ipv4Net::new(Ipv4Addr::from(0xc612_0000 + slot * 64), net.prefix_len()).expect("valid");
+        let mask = V4::from(net.hostmask());
+        let there = Mapping { base: V4::from(token.network()), host_mask: mask, flags: 0 };
+        let back = Mapping { base: V4::from(net.network()), host_mask: mask, flags: 0 };
+        let mut seen = BTreeSet::new();
+        for n in 0..(1_u32 << (32 - u32::from(net.prefix_len()))) {
+            let address = Ipv4Addr::from(u32::from(net.network()) + n);
+            let mapped = there.apply(V4::from(address));
+            prop_assert!(token.contains(&Ipv4Addr::from(mapped)));
+            prop_assert!(seen.insert(mapped.0), "{} shares a token", address);
+            prop_assert_eq!(Ipv4Addr::from(back.apply(mapped)), address);
+        }
+    }
+
+    #[test]
+    fn v6_blocks_map_one_to_one_and_back(net in net_v6(), slot in 0_u128..1000) {
+        let token = Ipv6Net::new(Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64), net.prefix_len()).expect("valid");
+        let mask = V6::from(net.hostmask());
+        let there = Mapping { base: V6::from(token.network()), host_mask: mask, flags: 0 };
+        let back = Mapping { base: V6::from(net.network()), host_mask: mask, flags: 0 };
+        let mut seen = BTreeSet::new();
+        for n in 0..(1_u128 << (128 - u32::from(net.prefix_len()))) {
+            let address = Ipv6Addr::from(u128::from(net.network()) + n);
+            let mapped = there.apply(V6::from(address));
+            prop_assert!(token.contains(&Ipv6Addr::from(mapped)));
+            prop_assert!(seen.insert(mapped.0), "{} shares a token", address);
+            prop_assert_eq!(Ipv6Addr::from(back.apply(mapped)), address);
+        }
+    }
+
+    #[test]
+    fn addresses_survive_the_wire_format(a in any::<u32>(), b in any::<u128>()) {
+        let (a, b) = (Ipv4Addr::from(a), Ipv6Addr::from(b));
+        prop_assert_eq!(Ipv4Addr::from(V4::from(a)), a);
+        prop_assert_eq!(Ipv6Addr::from(V6::from(b)), b);
+        prop_assert_eq!(V6::from(b).mapped().map(Ipv4Addr::from), b.to_ipv4_mapped());
+    }
+}
+
+#[test]
+fn every_counter_has_its_own_index() {
+    use counter::{Hook, Lookup, of_lookup, of_verdict};
+    let verdicts = [
+        (Verdict::Direct(Reason::NotTcp), "not_tcp"),
+        (Verdict::Direct(Reason::Marked), "marked"),
+        (Verdict::Direct(Reason::BoundDevice), "bound_device"),
+        (Verdict::Direct(Reason::Port), "port"),
+        (Verdict::Direct(Reason::Excluded), "excluded"),
+        (Verdict::Direct(Reason::NoRoute), "no_route"),
+        (Verdict::Redirect(()), "redirected"),
+        (Verdict::Down(()), "down"),
+    ];
+    let mut found = BTreeMap::new();
+    for (hook, prefix) in [(Hook::Connect4, "connect4"), (Hook::Connect6, "connect6")] {
+        for (verdict, name) in &verdicts {
+            found.insert(of_verdict(hook, verdict), format!("{prefix}/{name}"));
+        }
+    }
+    found.insert(counter::RESTORED_V4, "getpeername4/restored".into());
+    found.insert(counter::RESTORED_V6, "getpeername6/restored".into());
+    for (v6, prefix) in [(false, "lookup4"), (true, "lookup6")] {
+        for (lookup, name) in [
+            (Lookup::Steered, "steered"),
+            (Lookup::NoListener, "no_listener"),
+            (Lookup::ForeignClient, "foreign_client"),
+        ] {
+            found.insert(of_lookup(v6, lookup), format!("{prefix}/{name}"));
+        }
+    }
+    let named: BTreeMap<u32, String> = (0..).zip(counter::NAMES.map(String::from)).collect();
+    assert_eq!(found, named);
+}

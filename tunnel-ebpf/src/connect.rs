@@ -1,0 +1,56 @@
+//! What both connect hooks share: reading the socket, and failing a connect.
+
+use aya_ebpf::{bindings::bpf_sock_addr, helpers::generated::bpf_set_retval};
+use tunnel_abi::verdict::Connect;
+
+use crate::maps::{MARK, SET_RETVAL};
+
+const IPPROTO_TCP: u32 = 6;
+const EHOSTUNREACH: i32 = 113;
+
+/// Program result: go on with the (possibly rewritten) address.
+pub(crate) const ALLOW: i32 = 1;
+/// Program result: fail the system call.
+pub(crate) const REFUSE: i32 = 0;
+
+/// Describes the connect to `address` of the socket behind `ctx`.
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to a `cgroup/connect4|6` program.
+#[inline(always)]
+pub(crate) unsafe fn describe<A>(ctx: *mut bpf_sock_addr, address: A) -> Connect<A> {
+    // SAFETY: the kernel's context is valid for the whole program; volatile, because the verifier
+    // accepts context loads only in the fields' own sizes and LLVM would merge them.
+    let (port, protocol, sk) = unsafe {
+        (
+            (&raw const (*ctx).user_port).read_volatile(),
+            (&raw const (*ctx).protocol).read_volatile(),
+            (&raw const (*ctx).__bindgen_anon_1.sk).read_volatile(),
+        )
+    };
+    let (marked, bound_device) = if sk.is_null() {
+        (false, false)
+    } else {
+        // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
+        unsafe {
+            let mark = (&raw const (*sk).mark).read_volatile();
+            let device = (&raw const (*sk).bound_dev_if).read_volatile();
+            (mark == MARK.load(), device != 0)
+        }
+    };
+    // The port is a big-endian u16 in the low half of a u32.
+    Connect { address, port: u16::from_be(port as u16), tcp: protocol == IPPROTO_TCP, marked, bound_device }
+}
+
+/// Makes the connect fail with EHOSTUNREACH where the kernel can (5.18); false where it cannot.
+#[inline(always)]
+pub(crate) fn fail_unreachable() -> bool {
+    if SET_RETVAL.load() == 0 {
+        // The verifier knows the global's value and drops the branch with the helper that this
+        // kernel may not have.
+        return false;
+    }
+    // SAFETY: the helper only sets the system call's result.
+    unsafe { bpf_set_retval(-EHOSTUNREACH) };
+    true
+}

@@ -1,0 +1,103 @@
+//! Every map and every load-time constant of the programs.
+
+use core::arch::asm;
+
+use aya_ebpf::{
+    Global,
+    macros::map,
+    maps::{
+        Array, LpmTrie, PerCpuArray, SockMap,
+        lpm_trie::Key,
+    },
+};
+use tunnel_abi::{
+    LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix, ROUTE_CAPACITY, SOCKET_MARK, V4, V6, counter,
+    verdict::{State, Tables},
+};
+
+#[map]
+pub(crate) static EXCLUDED_V4: LpmTrie<V4, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+#[map]
+pub(crate) static EXCLUDED_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+#[map]
+pub(crate) static ROUTES_V4: LpmTrie<V4, Mapping<V4>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+#[map]
+pub(crate) static ROUTES_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+#[map]
+pub(crate) static ORIGINS_V4: LpmTrie<V4, Mapping<V4>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+#[map]
+pub(crate) static ORIGINS_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+#[map]
+pub(crate) static CLIENTS_V4: LpmTrie<V4, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+#[map]
+pub(crate) static CLIENTS_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+#[map]
+pub(crate) static PORTS: Array<u64> = Array::with_max_entries(PORT_WORDS, 0);
+#[map]
+pub(crate) static STATE: Array<u32> = Array::with_max_entries(1, 0);
+#[map]
+pub(crate) static LISTENER: SockMap = SockMap::with_max_entries(LISTENER_SLOTS, 0);
+#[map]
+pub(crate) static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::COUNT, 0);
+
+#[unsafe(no_mangle)]
+pub(crate) static MARK: Global<u32> = Global::new(SOCKET_MARK);
+/// Off by default, so that a kernel before 5.18 never meets the helper unless the loader says so.
+#[unsafe(no_mangle)]
+pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
+#[unsafe(no_mangle)]
+pub(crate) static INGRESS_IFINDEX: Global<u8> = Global::new(0);
+#[unsafe(no_mangle)]
+pub(crate) static TOKENS_V4: Global<Prefix<V4>> = Global::new(Prefix { base: V4(0), mask: V4(!0) });
+#[unsafe(no_mangle)]
+pub(crate) static TOKENS_V6: Global<Prefix<V6>> = Global::new(Prefix { base: V6([0; 4]), mask: V6([!0; 4]) });
+
+/// Adds one to a counter.
+#[inline(always)]
+pub(crate) fn count(index: u32) {
+    if let Some(slot) = COUNTERS.get_ptr_mut(index) {
+        // SAFETY: the pointer is to a live, aligned u64 of this CPU's slot; the instruction adds to it
+        // and touches nothing else. Atomic, because a process in a cgroup hook may be preempted by
+        // another one on the same CPU; in assembly, because the target declares no atomics to Rust.
+        unsafe { asm!("lock *(u64 *)({slot} + 0) += {one}", slot = in(reg) slot, one = in(reg) 1_u64) };
+    }
+}
+
+/// The verdict's lookups, answered by the maps.
+pub(crate) struct KernelTables;
+
+impl State for KernelTables {
+    #[inline(always)]
+    fn tunnelled(&self, port: u16) -> bool {
+        PORTS.get(u32::from(port >> 6)).is_some_and(|word| word >> (port & 63) & 1 == 1)
+    }
+
+    #[inline(always)]
+    fn serving(&self) -> bool {
+        STATE.get(0).is_some_and(|state| *state != 0)
+    }
+}
+
+impl Tables<V4> for KernelTables {
+    #[inline(always)]
+    fn excluded(&self, address: V4) -> bool {
+        EXCLUDED_V4.get(Key::new(32, address)).is_some()
+    }
+
+    #[inline(always)]
+    fn route(&self, address: V4) -> Option<Mapping<V4>> {
+        ROUTES_V4.get(Key::new(32, address)).copied()
+    }
+}
+
+impl Tables<V6> for KernelTables {
+    #[inline(always)]
+    fn excluded(&self, address: V6) -> bool {
+        EXCLUDED_V6.get(Key::new(128, address)).is_some()
+    }
+
+    #[inline(always)]
+    fn route(&self, address: V6) -> Option<Mapping<V6>> {
+        ROUTES_V6.get(Key::new(128, address)).copied()
+    }
+}

@@ -1,0 +1,123 @@
+//! The lookup of a listener: a connection to any port of the token range belongs to the server, if its
+//! source may use the range.
+
+use aya_ebpf::{
+    bindings::{
+        bpf_sk_lookup,
+        sk_action::{SK_DROP, SK_PASS},
+    },
+    macros::sk_lookup,
+    maps::lpm_trie::Key,
+    programs::SkLookupContext,
+};
+use tunnel_abi::{
+    LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
+    counter::{Lookup, of_lookup},
+};
+
+use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, TOKENS_V4, TOKENS_V6, count};
+
+const IPPROTO_TCP: u32 = 6;
+const AF_INET: u32 = 2;
+/// `bpf_sk_assign`: another program of the chain has chosen already.
+const EEXIST: i32 = 17;
+
+#[sk_lookup]
+pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
+    let raw = ctx.lookup;
+    // SAFETY: the kernel's own context, valid for the whole program; volatile so that each load keeps
+    // its size.
+    let (protocol, family) =
+        unsafe { ((&raw const (*raw).protocol).read_volatile(), (&raw const (*raw).family).read_volatile()) };
+    if protocol != IPPROTO_TCP {
+        return SK_PASS;
+    }
+    if family == AF_INET {
+        // SAFETY: as above.
+        let local = V4(unsafe { (&raw const (*raw).local_ip4).read_volatile() });
+        let tokens = TOKENS_V4.load();
+        if !tokens.contains(local) {
+            return SK_PASS;
+        }
+        // SAFETY: as above.
+        let remote = V4(unsafe { (&raw const (*raw).remote_ip4).read_volatile() });
+        // The host's own connects come from the token itself: a `local` route without a preferred
+        // source takes the destination for the source.
+        let allowed = if tokens.contains(remote) {
+            // SAFETY: as above.
+            unsafe { came_over_loopback(raw) }
+        } else {
+            CLIENTS_V4.get(Key::new(32, remote)).is_some()
+        };
+        return finish(&ctx, allowed, false);
+    }
+    // SAFETY: as above.
+    let (local, remote) = unsafe {
+        (
+            V6([
+                (&raw const (*raw).local_ip6[0]).read_volatile(),
+                (&raw const (*raw).local_ip6[1]).read_volatile(),
+                (&raw const (*raw).local_ip6[2]).read_volatile(),
+                (&raw const (*raw).local_ip6[3]).read_volatile(),
+            ]),
+            V6([
+                (&raw const (*raw).remote_ip6[0]).read_volatile(),
+                (&raw const (*raw).remote_ip6[1]).read_volatile(),
+                (&raw const (*raw).remote_ip6[2]).read_volatile(),
+                (&raw const (*raw).remote_ip6[3]).read_volatile(),
+            ]),
+        )
+    };
+    let tokens = TOKENS_V6.load();
+    if !tokens.contains(local) {
+        return SK_PASS;
+    }
+    let allowed = if tokens.contains(remote) {
+        // SAFETY: as above.
+        unsafe { came_over_loopback(raw) }
+    } else {
+        CLIENTS_V6.get(Key::new(128, remote)).is_some()
+    };
+    finish(&ctx, allowed, true)
+}
+
+/// Steers or drops. Never passes: behind an empty slot the connection would go to whatever listens on
+/// `*:port` of this host, such as the local kubelet.
+#[inline(always)]
+fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
+    if !allowed {
+        count(of_lookup(v6, Lookup::ForeignClient));
+        return SK_DROP;
+    }
+    // No F_REPLACE: while an older server still runs, its programs also come first in the connect hook,
+    // so the tokens are its own and the connection belongs to it.
+    match LISTENER.redirect_sk_lookup(ctx, if v6 { LISTENER_V6 } else { LISTENER_V4 }, 0) {
+        Ok(()) => {
+            count(of_lookup(v6, Lookup::Steered));
+            SK_PASS
+        }
+        Err(error) if error == -EEXIST => {
+            count(of_lookup(v6, Lookup::Steered));
+            SK_PASS
+        }
+        Err(_) => {
+            count(of_lookup(v6, Lookup::NoListener));
+            SK_DROP
+        }
+    }
+}
+
+/// Whether the packet came from this host itself. Before Linux 5.17 the program cannot tell and relies
+/// on the kernel: a packet from outside with a source that is local here is a martian (IPv4), and the
+/// answer to it stays on this host, so no such handshake ends (IPv4 and IPv6).
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to the program.
+#[inline(always)]
+unsafe fn came_over_loopback(ctx: *mut bpf_sk_lookup) -> bool {
+    if INGRESS_IFINDEX.load() == 0 {
+        return true;
+    }
+    // SAFETY: the caller's promise; the verifier drops this load where the field does not exist.
+    unsafe { (&raw const (*ctx).ingress_ifindex).read_volatile() == LOOPBACK_IFINDEX }
+}
