@@ -1,1 +1,67 @@
-fn main() {}
+//! The project's only entry point: `cargo xtask COMMAND`. CI runs exactly these commands.
+#![forbid(unsafe_code)]
+
+mod build_ebpf;
+mod command;
+mod demo;
+mod ebpf_sources;
+mod fuzz;
+mod lint;
+mod packages;
+mod test;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Builds, shows and tests Postern.
+#[derive(Parser)]
+#[command(name = "cargo xtask", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Builds the eBPF programs that tunnel-server embeds; installs what is missing for that.
+    BuildEbpf,
+    /// A real Prometheus scrapes node exporters on two edges behind NAT, through the redirect and the tunnel (root).
+    Demo(demo::Options),
+    /// Every test: unit, property and doc tests, the redirect on the real kernel, scenarios, fuzz targets (root).
+    Test(test::Options),
+    /// rustfmt --check, clippy -D warnings, cargo deny.
+    Lint,
+    /// What CI runs: lint, then test.
+    Ci,
+    /// Runs fuzz targets.
+    Fuzz(fuzz::Options),
+}
+
+fn main() -> ExitCode {
+    match dispatch(Cli::parse().command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::BuildEbpf => build_ebpf::run().map(|object| {
+            println!("{}", object.display());
+            ExitCode::SUCCESS
+        }),
+        Command::Demo(options) => demo::run_demo(&options),
+        Command::Test(options) => test::run_tests(&options),
+        Command::Lint => lint::run_lint().map(|()| ExitCode::SUCCESS),
+        Command::Ci => {
+            lint::run_lint()?;
+            test::run_tests(&test::Options::default())
+        }
+        Command::Fuzz(options) => fuzz::run_all(&options),
+    }
+}

@@ -1,0 +1,49 @@
+//! The scenarios, by subject.
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::testbed::Testbed;
+
+mod testbed_itself;
+
+/// A running scenario.
+pub type Run<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
+
+/// One scenario.
+#[derive(Debug, Clone, Copy)]
+pub struct Scenario {
+    /// Its name, `subject::what_is_true`.
+    pub name: &'static str,
+    /// Whether `--quick` includes it.
+    pub quick: bool,
+    /// Edge hosts that it needs.
+    pub edges: u8,
+    /// When its process is killed.
+    pub limit: Duration,
+    /// The scenario itself, run inside the cloud's cgroup and namespace.
+    pub run: for<'a> fn(&'a Testbed) -> Run<'a>,
+}
+
+impl Scenario {
+    const fn new(name: &'static str, edges: u8, run: for<'a> fn(&'a Testbed) -> Run<'a>) -> Self {
+        Self { name, quick: false, edges, limit: Duration::from_secs(120), run }
+    }
+
+    const fn quick(mut self) -> Self {
+        self.quick = true;
+        self
+    }
+
+    const fn limit(mut self, seconds: u64) -> Self {
+        self.limit = Duration::from_secs(seconds);
+        self
+    }
+}
+
+/// Every scenario.
+pub fn all() -> impl Iterator<Item = &'static Scenario> {
+    [testbed_itself::ALL].into_iter().flatten()
+}

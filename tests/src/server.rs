@@ -1,0 +1,251 @@
+//! The real tunnel-server on the cloud host.
+use std::process::{Command, ExitStatus, Output};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::Signal;
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::access_log::{self, AccessLine};
+use crate::client;
+use crate::inventory::Inventory;
+use crate::metrics::Metrics;
+use crate::testbed::process::{self, Process};
+use crate::testbed::{CLOUD, Testbed};
+use crate::wait::{wait_for, wait_until};
+
+/// How long a server may take until /readyz says 200.
+pub const START: Duration = Duration::from_secs(20);
+/// The ports that the redirect of a testbed serves.
+pub const PORTS: &str = "10250,10255,9100,9101,9102,9103,9104,9105";
+const ADMIN: &str = "127.0.0.1:10265";
+
+/// What `tunnel-server token create -o json` prints.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Token {
+    /// The secret.
+    pub token: String,
+    /// Hash of the CA, `sha256:HEX`.
+    pub ca_hash: String,
+    /// The node it is for.
+    pub node: String,
+    /// Until when (RFC 3339).
+    pub expires: String,
+    /// The agent's whole command line.
+    pub command: String,
+}
+
+/// How a server is started.
+#[derive(Debug, Clone)]
+pub struct Builder<'a> {
+    testbed: &'a Testbed,
+    flags: Vec<String>,
+    ports: String,
+    name: String,
+}
+
+impl<'a> Builder<'a> {
+    /// A server of this testbed with the flags that every scenario needs.
+    pub fn new(testbed: &'a Testbed) -> Self {
+        Self { testbed, flags: Vec::new(), ports: PORTS.to_owned(), name: "tunnel-server".to_owned() }
+    }
+
+    /// A further flag.
+    #[must_use]
+    pub fn flag(mut self, flag: impl Into<String>) -> Self {
+        self.flags.push(flag.into());
+        self
+    }
+
+    /// Other ports for the redirect.
+    #[must_use]
+    pub fn ports(mut self, ports: &str) -> Self {
+        ports.clone_into(&mut self.ports);
+        self
+    }
+
+    /// Writes the inventory if there is none, starts the server and waits until it is ready.
+    pub async fn start(self) -> Result<Server<'a>> {
+        if !self.testbed.dir().join("nodes.yaml").exists() {
+            Inventory::of(self.testbed)?;
+        }
+        let process = self.spawn()?;
+        let mut server = Server { builder: self, process };
+        server.wait_ready().await?;
+        Ok(server)
+    }
+
+    /// Starts the program and waits for nothing.
+    pub fn spawn(&self) -> Result<Process> {
+        Process::spawn(self.testbed, &self.name, self.command()?)
+    }
+
+    fn command(&self) -> Result<Command> {
+        let dir = self.testbed.dir();
+        let mut command = self.testbed.on_cloud().command(&process::program("tunnel-server")?);
+        command
+            .arg(format!("--inventory={}", dir.join("nodes.yaml").display()))
+            .arg(format!("--state-dir={}", dir.join("server").display()))
+            .arg(format!("--redirect-cgroup={}", self.testbed.cloud_cgroup.path().display()))
+            .arg(format!("--redirect-ports={}", self.ports))
+            .arg("--log-format=json")
+            .args(&self.flags);
+        Ok(command)
+    }
+}
+
+/// A running tunnel-server.
+#[derive(Debug)]
+pub struct Server<'a> {
+    builder: Builder<'a>,
+    /// Its process.
+    pub process: Process,
+}
+
+impl<'a> Server<'a> {
+    /// Starts the same server again, after it has ended.
+    pub async fn start_again(&mut self) -> Result<()> {
+        ensure!(self.process.ended()?.is_some(), "the server still runs");
+        self.process = self.builder.spawn()?;
+        self.wait_ready().await
+    }
+
+    async fn wait_ready(&mut self) -> Result<()> {
+        wait_for("/readyz of the server to say 200", START, async || {
+            if let Some(status) = self.process.ended()? {
+                bail!("tunnel-server ended with {status} instead of becoming ready");
+            }
+            Ok(matches!(get("/readyz").await, Ok((200, _))).then_some(()))
+        })
+        .await
+    }
+
+    /// An admin page: status and body.
+    pub async fn get(&self, path: &str) -> Result<(u16, String)> {
+        get(path).await
+    }
+
+    /// Its metrics.
+    pub async fn metrics(&self) -> Result<Metrics> {
+        let (status, body) = get("/metrics").await?;
+        ensure!(status == 200, "/metrics answered {status}: {body}");
+        Metrics::parse(&body)
+    }
+
+    /// Its /status page.
+    pub async fn status(&self) -> Result<Value> {
+        let (status, body) = get("/status").await?;
+        ensure!(status == 200, "/status answered {status}: {body}");
+        serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
+    }
+
+    /// Whether /status shows a live tunnel to `node`; an error when it does not know the node.
+    pub async fn is_connected(&self, node: &str) -> Result<bool> {
+        let status = self.status().await?;
+        let nodes =
+            status["nodes"].as_array().with_context(|| format!("no list `nodes` in /status: {status}"))?;
+        let entry = nodes.iter().find(|entry| entry["name"] == node);
+        let entry = entry.with_context(|| format!("/status does not know {node}: {status}"))?;
+        entry["connected"].as_bool().with_context(|| format!("no flag `connected` in {entry}"))
+    }
+
+    /// Waits until a tunnel to `node` is there (or gone).
+    pub async fn wait_connected(&self, node: &str, connected: bool, limit: Duration) -> Result<()> {
+        let what = format!("{node} to be {}", if connected { "connected" } else { "disconnected" });
+        wait_until(&what, limit, async || self.is_connected(node).await, |seen| *seen == connected).await?;
+        Ok(())
+    }
+
+    /// The access log so far.
+    pub fn access_log(&self) -> Result<Vec<AccessLine>> {
+        Ok(access_log::parse(&self.process.output()?))
+    }
+
+    /// Waits for an access line that fits; the error shows the last lines.
+    pub async fn wait_access(&self, what: &str, accept: impl Fn(&AccessLine) -> bool) -> Result<AccessLine> {
+        let lines = wait_until(
+            &format!("an access line: {what}"),
+            Duration::from_secs(10),
+            async || {
+                let mut lines = self.access_log()?;
+                let fits = lines.iter().position(&accept);
+                let shown = lines.len().saturating_sub(5);
+                Ok(match fits {
+                    Some(at) => (Some(lines.swap_remove(at)), Vec::new()),
+                    None => (None, lines.split_off(shown)),
+                })
+            },
+            |(found, _)| found.is_some(),
+        )
+        .await?;
+        lines.0.context("an accepted line")
+    }
+
+    /// Waits until its log contains `text`.
+    pub async fn wait_log(&self, text: &str) -> Result<()> {
+        wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
+            Ok(self.process.output()?.contains(text).then_some(()))
+        })
+        .await
+    }
+
+    /// A token for a node, by the real command.
+    pub fn token(&self, node: &str) -> Result<Token> {
+        self.token_with(node, &[])
+    }
+
+    /// A token with further flags.
+    pub fn token_with(&self, node: &str, flags: &[&str]) -> Result<Token> {
+        let mut args = vec!["token", "create", "--node", node, "-o", "json"];
+        args.extend(flags);
+        let text = self.run(&args)?;
+        serde_json::from_str(&text).with_context(|| format!("`token create -o json` printed {text:?}"))
+    }
+
+    /// Runs `tunnel-server ARGS --state-dir …`; an exit code other than 0 is an error.
+    pub fn run(&self, args: &[&str]) -> Result<String> {
+        let state = format!("--state-dir={}", self.builder.testbed.dir().join("server").display());
+        let output = run(self.builder.testbed, &[args, &[state.as_str()]].concat())?;
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        if !output.status.success() {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            bail!("tunnel-server {args:?} ended with {}: {stdout}{stderr}", output.status);
+        }
+        Ok(stdout)
+    }
+
+    /// SIGKILL, as a crash.
+    pub async fn kill(&mut self) -> Result<()> {
+        self.process.signal(Signal::SIGKILL)?;
+        self.process.wait_exit(Duration::from_secs(10)).await?;
+        Ok(())
+    }
+
+    /// SIGTERM, and the exit status it ends with.
+    pub async fn stop(&mut self) -> Result<ExitStatus> {
+        self.process.signal(Signal::SIGTERM)?;
+        self.process.wait_exit(Duration::from_secs(45)).await
+    }
+
+    /// Where agents dial.
+    pub fn agent_address(&self) -> String {
+        format!("{CLOUD}:10262")
+    }
+
+    /// The testbed it runs on.
+    pub fn testbed(&self) -> &'a Testbed {
+        self.builder.testbed
+    }
+}
+
+/// Runs `tunnel-server ARGS` on the cloud host to its end.
+pub fn run(testbed: &Testbed, args: &[&str]) -> Result<Output> {
+    let mut command = testbed.on_cloud().command(&process::program("tunnel-server")?);
+    command.args(args).output().with_context(|| format!("running tunnel-server {args:?}"))
+}
+
+async fn get(path: &str) -> Result<(u16, String)> {
+    let address: std::net::SocketAddr = ADMIN.parse().context("the admin address")?;
+    client::http(client::connect(address).await?, "GET", path, "").await
+}

@@ -1,0 +1,81 @@
+//! Removing what a run made, by its name, from whatever process: the way that also works after `kill -9`.
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result};
+
+use super::cgroup;
+use super::id::{Id, Kind};
+use super::netns;
+
+const NETNS: &str = "/run/netns";
+
+/// Marks the folder of a demo that was left up on purpose.
+pub const KEPT: &str = "KEPT";
+
+/// Kills the run's processes, removes its cgroups and its namespaces (and with them all links, routes and rules).
+pub fn namespaces_and_cgroups(id: &Id) -> Result<()> {
+    cgroup::destroy(&cgroup::unified_mount()?.join(id.to_string()))?;
+    for name in names_in(Path::new(NETNS)) {
+        if Id::of_name(&name).as_ref() == Some(id) {
+            netns::run(Command::new("ip").args(["netns", "delete", &name]))?;
+        }
+    }
+    Ok(())
+}
+
+/// Everything: as above, and the run's folder.
+pub fn remove(id: &Id) -> Result<()> {
+    namespaces_and_cgroups(id)?;
+    match fs::remove_dir_all(id.dir()) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", id.dir().display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What is still there of a run, apart from its folder; empty is what a clean end looks like.
+pub fn leftovers(id: &Id) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    let group = cgroup::unified_mount()?.join(id.to_string());
+    if group.exists() {
+        found.push(format!("cgroup {}", group.display()));
+    }
+    for name in names_in(Path::new(NETNS)) {
+        if Id::of_name(&name).as_ref() == Some(id) {
+            found.push(format!("network namespace {name}"));
+        }
+    }
+    Ok(found)
+}
+
+/// Every run of this kind that left something and whose owner is dead. A demo that was kept counts too.
+pub fn dead_runs(kind: Kind) -> Result<Vec<Id>> {
+    let mount = cgroup::unified_mount()?;
+    let mut runs = BTreeSet::new();
+    for place in [Path::new(NETNS), mount.as_path(), std::env::temp_dir().as_path()] {
+        for name in names_in(place) {
+            if let Some(id) = Id::of_name(&name)
+                && id.kind() == kind
+                && !id.owner_is_alive()
+            {
+                runs.insert(id.to_string());
+            }
+        }
+    }
+    runs.iter().map(|name| name.parse()).collect()
+}
+
+/// Whether somebody asked for this run to stay up.
+pub fn is_kept(id: &Id) -> bool {
+    id.dir().join(KEPT).exists()
+}
+
+fn names_in(dir: &Path) -> Vec<String> {
+    // A folder that does not exist (no namespace was ever made) holds nothing.
+    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}

@@ -1,0 +1,55 @@
+//! `cargo xtask demo`: builds everything, then runs the `demo` program of postern-tests.
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::{SigSet, Signal};
+
+use crate::command::{built, cargo, is_root, run};
+use crate::{build_ebpf, packages};
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Leave everything up at the end, and say how to look around.
+    #[arg(long, conflicts_with = "remove")]
+    keep: bool,
+    /// Remove what an earlier `--keep` left up, and do nothing else.
+    #[arg(long)]
+    remove: bool,
+}
+
+pub(crate) fn run_demo_program(arguments: &[&str]) -> Result<ExitCode> {
+    let path = built("demo")?;
+    // Ctrl-C reaches the whole foreground group: the demo removes everything, this process only waits for it.
+    let mut mask = SigSet::empty();
+    mask.add(Signal::SIGINT);
+    let previous =
+        mask.thread_swap_mask(nix::sys::signal::SigmaskHow::SIG_BLOCK).context("holding back SIGINT")?;
+    let child = std::process::Command::new(&path)
+        .args(arguments)
+        .spawn()
+        .with_context(|| format!("starting {}", path.display()));
+    let status = child?.wait().context("waiting for the demo")?;
+    previous.thread_set_mask().context("taking SIGINT again")?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
+    ensure!(
+        is_root(),
+        "the demo needs root: it makes network namespaces and a cgroup, attaches eBPF programs to that cgroup and namespace, and sets iptables rules in its router. Run `sudo -E cargo xtask demo`."
+    );
+    if options.remove {
+        run(cargo().args(["build", "--quiet", "-p", "postern-tests", "--bin", "demo"]))?;
+        return run_demo_program(&["--remove"]);
+    }
+    packages::install(&[packages::TESTBED, packages::DEMO])?;
+    build_ebpf::run()?;
+    build_programs()?;
+    run_demo_program(if options.keep { &["--keep"] } else { &[] })
+}
+
+/// Builds the two programs and everything of postern-tests.
+pub(crate) fn build_programs() -> Result<()> {
+    run(cargo().args(["build", "-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests"]))?;
+    Ok(())
+}

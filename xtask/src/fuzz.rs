@@ -1,0 +1,97 @@
+//! Fuzz targets: one per parser that meets the network, in fuzz/ (cargo-fuzz's layout).
+use std::fs;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::command::{need_cargo_tool, program, root, run, succeeds};
+use crate::{build_ebpf, packages};
+
+const VERSION: &str = "0.13.2";
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Only this target (`--list` names them).
+    target: Option<String>,
+    /// How long each target runs.
+    #[arg(long, default_value_t = 60, value_name = "N")]
+    seconds: u32,
+    /// Names the targets and does nothing else.
+    #[arg(long)]
+    list: bool,
+}
+
+pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
+    let targets = targets()?;
+    if options.list {
+        println!("{}", targets.join("\n"));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let chosen: Vec<String> = match &options.target {
+        Some(name) => {
+            ensure!(targets.contains(name), "no fuzz target {name:?}: there are {}", targets.join(", "));
+            vec![name.clone()]
+        }
+        None => targets,
+    };
+    prepare()?;
+    for target in chosen {
+        run_target(&target, options.seconds)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The targets, by their files.
+pub(crate) fn targets() -> Result<Vec<String>> {
+    let dir = root().join("fuzz/fuzz_targets");
+    let entries = fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))?;
+    let mut names: Vec<String> =
+        entries.flatten().filter_map(|entry| entry.path().file_stem()?.to_str().map(str::to_owned)).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Installs what is missing and compiles all targets.
+pub(crate) fn prepare() -> Result<()> {
+    packages::install(&[packages::TESTBED])?;
+    need_cargo_tool("cargo-fuzz", VERSION)?;
+    run(cargo_fuzz("build")?.args(["--sanitizer", "none"]))
+}
+
+/// Runs one target from its checked-in seeds; what it finds stays in fuzz/artifacts.
+pub(crate) fn run_target(target: &str, seconds: u32) -> Result<()> {
+    // New inputs go to the first folder, which is not checked in.
+    let corpus = root().join("fuzz/corpus").join(target);
+    let seeds = root().join("fuzz/seeds").join(target);
+    fs::create_dir_all(&corpus).with_context(|| format!("creating {}", corpus.display()))?;
+    ensure!(seeds.is_dir(), "{} is missing: every target has seeds", seeds.display());
+    run(cargo_fuzz("run")?.args(["--sanitizer", "none", target]).args([&corpus, &seeds]).args([
+        "--",
+        &format!("-max_total_time={seconds}"),
+        "-print_final_stats=1",
+        "-verbosity=0",
+        "-timeout=10",
+        "-rss_limit_mb=2048",
+    ]))
+}
+
+/// The parsers are safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer: panics, endless loops
+/// and memory use are what they can do wrong.
+fn cargo_fuzz(subcommand: &str) -> Result<Command> {
+    // Its own folder: another toolchain and other flags.
+    let target_dir = build_ebpf::target_dir(&root())?.join("fuzz");
+    let mut command = if succeeds(program("cargo").args(["+nightly", "--version"])) {
+        let mut command = program("cargo");
+        command.arg("+nightly");
+        command
+    } else {
+        let mut command = program("cargo");
+        command.env("RUSTC_BOOTSTRAP", "1");
+        command
+    };
+    // Set by the cargo that runs xtask, and meant for that toolchain only.
+    command.env_remove("RUSTUP_TOOLCHAIN").env_remove("RUSTC").env_remove("CARGO");
+    command.env("CARGO_TARGET_DIR", target_dir);
+    command.args(["fuzz", subcommand]);
+    Ok(command)
+}

@@ -1,0 +1,26 @@
+//! `cargo xtask lint`.
+use anyhow::Result;
+
+use crate::build_ebpf;
+use crate::command::{cargo, need_cargo_tool, run, succeeds};
+
+const DENY_VERSION: &str = "0.19";
+
+pub(crate) fn run_lint() -> Result<()> {
+    run(cargo().args(["fmt", "--all", "--", "--check"]))?;
+    run(cargo().args(["fmt", "--manifest-path", "fuzz/Cargo.toml", "--", "--check"]))?;
+    run(cargo().args(["clippy", "--all-targets", "--", "-D", "warnings"]))?;
+    build_ebpf::clippy()?;
+    deny()
+}
+
+fn deny() -> Result<()> {
+    need_cargo_tool("cargo-deny", DENY_VERSION)?;
+    if succeeds(cargo().args(["deny", "fetch", "db"])) {
+        return run(cargo().args(["deny", "--all-features", "check"]));
+    }
+    println!(
+        "cargo deny: the advisory database cannot be fetched from here (it needs the network); checking bans, licenses and sources without it"
+    );
+    run(cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))
+}

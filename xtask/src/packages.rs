@@ -1,0 +1,101 @@
+//! Debian packages that tests and demo use.
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::command::{is_root, program, run, succeeds};
+
+/// A program and the package that brings it.
+pub(crate) struct Need {
+    program: &'static str,
+    package: &'static str,
+}
+
+/// What the testbed is made with, and what fuzz targets are compiled with.
+pub(crate) const TESTBED: &[Need] = &[
+    Need { program: "ip", package: "iproute2" },
+    Need { program: "iptables", package: "iptables" },
+    Need { program: "nsenter", package: "util-linux" },
+    Need { program: "g++", package: "g++" },
+];
+
+/// What the demo shows.
+pub(crate) const DEMO: &[Need] = &[
+    Need { program: "prometheus", package: "prometheus" },
+    Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
+];
+
+/// Debian asks this program whether a service may start; 101 means no (invoke-rc.d).
+const POLICY: &str = "/usr/sbin/policy-rc.d";
+
+/// Installs what is missing through apt-get, saying so. Nothing that is installed gets started: the demo starts its
+/// own processes in its own namespaces.
+pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
+    let missing: Vec<&str> = needs
+        .iter()
+        .copied()
+        .flatten()
+        .filter(|need| !on_path(need.program))
+        .map(|need| need.package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let list = missing.join(" ");
+    println!("installing Debian packages that are missing: {list}");
+    ensure!(
+        succeeds(program("apt-get").arg("--version")),
+        "this machine has no apt-get: install {list} yourself"
+    );
+    ensure!(is_root(), "installing packages needs root: run as root, or `apt-get install {list}` first");
+    let no_services = NoServices::put()?;
+    let apt = |args: &[&str]| {
+        let mut command = program("apt-get");
+        command.env("DEBIAN_FRONTEND", "noninteractive").args(args);
+        run(&mut command)
+    };
+    let install = [&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat();
+    if apt(&install).is_err() {
+        println!("that failed, perhaps because the package lists are old: updating them");
+        apt(&["update"])?;
+        apt(&install)?;
+    }
+    drop(no_services);
+    for need in needs.iter().copied().flatten() {
+        ensure!(on_path(need.program), "{} is still missing after installing {}", need.program, need.package);
+    }
+    Ok(())
+}
+
+fn on_path(name: &str) -> bool {
+    succeeds(program("sh").args(["-c", &format!("command -v {name}")]))
+}
+
+/// While it lives, installing a package starts no service.
+struct NoServices {
+    ours: bool,
+}
+
+impl NoServices {
+    fn put() -> Result<Self> {
+        if Path::new(POLICY).exists() {
+            return Ok(Self { ours: false });
+        }
+        fs::write(POLICY, "#!/bin/sh\nexit 101\n").with_context(|| format!("writing {POLICY}"))?;
+        fs::set_permissions(POLICY, fs::Permissions::from_mode(0o755))
+            .with_context(|| format!("making {POLICY} executable"))?;
+        Ok(Self { ours: true })
+    }
+}
+
+impl Drop for NoServices {
+    fn drop(&mut self) {
+        if self.ours
+            && let Err(error) = fs::remove_file(POLICY)
+        {
+            eprintln!("xtask: remove {POLICY} yourself: {error}");
+        }
+    }
+}
