@@ -56,8 +56,8 @@ impl TrustBundle {
     pub fn from_file(path: &Path) -> Result<Self, IdentityError> {
         let mend = "restore it from a backup";
         let pem = files::read_optional(path)?
-            .ok_or_else(|| IdentityError::file(path, "there is no such file", mend))?;
-        Self::from_pem(&pem).map_err(|error| IdentityError::file(path, error, mend))
+            .ok_or_else(|| IdentityError::file(path, &"there is no such file", mend))?;
+        Self::from_pem(&pem).map_err(|error| IdentityError::file(path, &error, mend))
     }
 
     /// The certificates as PEM and nothing else.

@@ -86,7 +86,7 @@ impl IdentityError {
     }
 
     /// An unusable file: what is wrong with it and what mends it.
-    pub fn file(path: &Path, reason: impl ToString, mend: impl Into<String>) -> Self {
+    pub fn file(path: &Path, reason: &dyn std::fmt::Display, mend: impl Into<String>) -> Self {
         Self::File { path: path.to_owned(), reason: reason.to_string(), mend: mend.into() }
     }
 }

@@ -47,7 +47,7 @@ pub fn create_private_directory(path: &Path) -> Result<(), IdentityError> {
 pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
     match fs::read(path) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|_| {
-            IdentityError::file(path, "it is not text", "restore it from a backup, or move it out of the way")
+            IdentityError::file(path, &"it is not text", "restore it from a backup, or move it out of the way")
         }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(IdentityError::io(path, error)),
@@ -60,7 +60,7 @@ pub fn read_optional_private(path: &Path) -> Result<Option<String>, IdentityErro
     match fs::metadata(path) {
         Ok(metadata) if metadata.mode() & 0o077 != 0 => Err(IdentityError::file(
             path,
-            format_args!("a private key that others may read (mode {:04o})", metadata.mode() & 0o7777),
+            &format_args!("a private key that others may read (mode {:04o})", metadata.mode() & 0o7777),
             format!("`chmod 600 {}`, and replace the key if somebody could have copied it", path.display()),
         )),
         _ => read_optional(path),

@@ -1,0 +1,104 @@
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rcgen::KeyPair;
+use tunnel_core::identity::files::{self, PRIVATE_FILE, PUBLIC_FILE};
+use tunnel_core::identity::{AgentIdentity, IdentityError, TrustBundle, generate_key, pem_of_certificates};
+
+const MEND: &str = "restore it from a backup, or move agent.key, agent.crt and ca.crt away and enrol again with a \
+                    new token (`tunnel-server token create`)";
+
+/// What the state directory holds.
+pub(super) enum Stored {
+    /// No certificate.
+    Nothing,
+    /// An identity whose parts fit together. It may have ended or be another node's.
+    Identity(Box<AgentIdentity>),
+}
+
+/// The identity's files.
+#[derive(Clone, Debug)]
+pub(super) struct IdentityFiles {
+    directory: PathBuf,
+}
+
+impl IdentityFiles {
+    pub(super) fn new(state_dir: &Path) -> Self {
+        Self { directory: state_dir.to_owned() }
+    }
+
+    pub(super) fn certificate(&self) -> PathBuf {
+        self.directory.join("agent.crt")
+    }
+
+    fn key(&self) -> PathBuf {
+        self.directory.join("agent.key")
+    }
+
+    fn next_key(&self) -> PathBuf {
+        self.directory.join("agent.key.next")
+    }
+
+    fn roots(&self) -> PathBuf {
+        self.directory.join("ca.crt")
+    }
+
+    pub(super) fn prepare(&self) -> Result<(), IdentityError> {
+        files::create_private_directory(&self.directory)
+    }
+
+    /// Reads the identity, and finishes a [`IdentityFiles::store`] that a crash cut short.
+    pub(super) fn load(&self) -> Result<Stored, IdentityError> {
+        let path = self.certificate();
+        // Without a certificate a key is worth nothing, so there is nothing to lose by enrolling.
+        let Some(chain) = files::read_optional(&path)? else { return Ok(Stored::Nothing) };
+        let roots = self.roots();
+        let bundle = files::read_optional(&roots)?
+            .ok_or_else(|| IdentityError::file(&roots, &"there is no such file", MEND))?;
+        let bundle =
+            TrustBundle::from_pem(&bundle).map_err(|error| IdentityError::file(&roots, &error, MEND))?;
+        let of_key = |key: &str| AgentIdentity::from_pem(&chain, key, bundle.clone());
+        let next = files::read_optional_private(&self.next_key())?;
+        if let Some(identity) = next.as_deref().and_then(|key| of_key(key).ok()) {
+            self.promote_next_key()?;
+            return Ok(Stored::Identity(Box::new(identity)));
+        }
+        let key_path = self.key();
+        let key = files::read_optional_private(&key_path)?
+            .ok_or_else(|| IdentityError::file(&key_path, &"there is no such file", MEND))?;
+        match of_key(&key) {
+            Ok(identity) => Ok(Stored::Identity(Box::new(identity))),
+            Err(error @ IdentityError::Key(_)) => Err(IdentityError::file(&key_path, &error, MEND)),
+            Err(error) => Err(IdentityError::file(&path, &error, MEND)),
+        }
+    }
+
+    /// The key to ask a certificate for: the one of an earlier try, whose answer may have been lost, or a new one.
+    pub(super) fn pending_key(&self) -> Result<KeyPair, IdentityError> {
+        let path = self.next_key();
+        if let Some(pem) = files::read_optional_private(&path)? {
+            let mend = "remove it; a new key is made then (a token that was used with it must be replaced)";
+            return KeyPair::from_pem(&pem).map_err(|error| IdentityError::file(&path, &error, mend));
+        }
+        let key = generate_key()?;
+        files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE_FILE)?;
+        Ok(key)
+    }
+
+    /// Keeps an identity that was issued for [`IdentityFiles::pending_key`]. After a crash between any two of the
+    /// steps [`IdentityFiles::load`] finds the old identity or the new one.
+    pub(super) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
+        self.store_bundle(&identity.bundle)?;
+        files::replace(&self.certificate(), pem_of_certificates(&identity.chain).as_bytes(), PUBLIC_FILE)?;
+        self.promote_next_key()
+    }
+
+    fn promote_next_key(&self) -> Result<(), IdentityError> {
+        let path = self.key();
+        fs::rename(self.next_key(), &path).map_err(|source| IdentityError::Io { path, source })
+    }
+
+    pub(super) fn store_bundle(&self, bundle: &TrustBundle) -> Result<(), IdentityError> {
+        files::replace(&self.roots(), bundle.to_pem().as_bytes(), PUBLIC_FILE)
+    }
+}

@@ -1,0 +1,148 @@
+//! The agent's side of identity without Kubernetes: the first enrolment by a token, the files, and the renewals.
+//!
+//! | file of the state directory | mode | |
+//! |---|---|---|
+//! | `agent.key` | 0600 | the private key, which never leaves the node |
+//! | `agent.crt` | 0644 | the certificate |
+//! | `ca.crt` | 0644 | the roots that a server must come from, the one that signs at present first |
+//! | `agent.key.next` | 0600 | the key that a certificate is being asked for; written before the request, so a lost answer can be asked for again |
+
+mod backoff;
+mod client;
+mod error;
+mod files;
+mod keeper;
+mod metrics;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use rustls::ClientConfig;
+use tunnel_core::identity::{
+    ALPN_GRPC, AgentIdentity, NodeName, Secret, TrustBundle, anonymous_tls, create_csr, pinned_tls,
+};
+use tunnel_core::proto::EnrollRequest;
+
+use backoff::Backoff;
+use client::{Connection, Failure};
+pub use error::EnrollError;
+use files::{IdentityFiles, Stored};
+pub use keeper::IdentityKeeper;
+pub use metrics::IdentityMetrics;
+
+/// What an agent needs to get an identity and to keep it.
+#[derive(Clone, Debug)]
+pub struct EnrollConfig {
+    /// `host:port` of each server.
+    pub servers: Vec<String>,
+    /// The node that this agent is for.
+    pub node: NodeName,
+    /// Where the identity is kept.
+    pub state_dir: PathBuf,
+    /// For the first enrolment.
+    pub token: Option<Secret>,
+    /// `sha256:HEX` of the CA's key, for the first enrolment.
+    pub ca_hash: Option<String>,
+}
+
+/// The identity on disk when it is this node's and has not ended, without any token; else a new one by enrolling.
+///
+/// Tries every server, again and again with growing pauses while none can be reached. The future may be dropped at
+/// any time: the next call goes on with the same key.
+///
+/// # Errors
+/// What only the operator can mend: unusable files, another node's identity, a token that is missing or that a
+/// server refused, a server with another CA than the expected one.
+pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {
+    let files = IdentityFiles::new(&config.state_dir);
+    let known = match files.load()? {
+        Stored::Identity(identity) => {
+            if identity.node != config.node {
+                return Err(EnrollError::OtherNode {
+                    path: files.certificate(),
+                    found: identity.node,
+                    expected: config.node.clone(),
+                });
+            }
+            if !identity.validity().is_over(SystemTime::now()) {
+                return Ok(*identity);
+            }
+            if config.token.is_none() {
+                return Err(EnrollError::Expired { path: files.certificate(), node: config.node.clone() });
+            }
+            tracing::warn!(node = %config.node, "the certificate has ended; enrolling again");
+            Some(identity.bundle)
+        }
+        Stored::Nothing => None,
+    };
+    let token = config.token.as_ref().ok_or_else(|| EnrollError::NoToken {
+        state_dir: config.state_dir.clone(),
+        node: config.node.clone(),
+    })?;
+    let tls = enrollment_tls(config, known.as_ref())?;
+    if config.servers.is_empty() {
+        return Err(EnrollError::NoServers);
+    }
+    files.prepare()?;
+    let key = files.pending_key()?;
+    let csr = create_csr(&key)?;
+    let mut backoff = Backoff::default();
+    loop {
+        let mut refusal = None;
+        for server in &config.servers {
+            let request = EnrollRequest {
+                node: config.node.to_string(),
+                token: token.expose().to_owned(),
+                csr: csr.clone(),
+            };
+            match enroll_at(server, &tls, request, &key, &config.node).await {
+                Ok(identity) => {
+                    files.store(&identity)?;
+                    tracing::info!(node = %config.node, server, "enrolled");
+                    return Ok(identity);
+                }
+                Err(Failure::Definite(reason)) => {
+                    tracing::error!(server, reason, "enrolment refused");
+                    refusal = Some(EnrollError::Refused {
+                        server: server.clone(),
+                        reason,
+                        node: config.node.clone(),
+                    });
+                }
+                Err(Failure::Transient(reason)) => {
+                    tracing::warn!(server, reason, "enrolment failed, will try again");
+                }
+            }
+        }
+        // The other servers had their chance, but asking this one again would not change its answer.
+        if let Some(refusal) = refusal {
+            return Err(refusal);
+        }
+        tokio::time::sleep(backoff.next_delay()).await;
+    }
+}
+
+/// A given hash is what the operator trusts now; else the roots of the ended identity are still good.
+fn enrollment_tls(
+    config: &EnrollConfig,
+    known: Option<&TrustBundle>,
+) -> Result<Arc<ClientConfig>, EnrollError> {
+    match (&config.ca_hash, known) {
+        (Some(hash), _) => Ok(pinned_tls(hash)?),
+        (None, Some(bundle)) => Ok(anonymous_tls(bundle, ALPN_GRPC)?),
+        (None, None) => Err(EnrollError::NoCaHash { node: config.node.clone() }),
+    }
+}
+
+async fn enroll_at(
+    server: &str,
+    tls: &Arc<ClientConfig>,
+    request: EnrollRequest,
+    key: &rcgen::KeyPair,
+    node: &NodeName,
+) -> Result<AgentIdentity, Failure> {
+    let mut connection = Connection::open(server, tls).await?;
+    let response = connection.client.enroll(request).await.map_err(|status| Failure::of_status(&status))?;
+    connection.identity_of(&response.into_inner(), key, node)
+}

@@ -1,0 +1,291 @@
+use std::net::IpAddr;
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use serde::Serialize;
+use tunnel_core::identity::{
+    BACKDATE, CsrKey, NodeName, SERVER_NAME, TrustBundle, Validity, agent_distinguished_name, generate_key,
+    public_key_hash, validity,
+};
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use super::PkiError;
+
+const DAY: Duration = Duration::from_secs(86_400);
+/// A root outlives the machines; rotation is an operator's act.
+const ROOT_LIFE: Duration = Duration::from_secs(10 * 365 * 86_400);
+
+/// How long the certificates live that the CA signs.
+#[derive(Clone, Copy, Debug)]
+pub struct Lifetimes {
+    /// An agent's certificate.
+    pub agent: Duration,
+    /// The server's own certificate.
+    pub server: Duration,
+}
+
+impl Default for Lifetimes {
+    fn default() -> Self {
+        Self { agent: 30 * DAY, server: 30 * DAY }
+    }
+}
+
+impl Lifetimes {
+    /// The defaults, unless the environment says otherwise: `POSTERN_AGENT_CERTIFICATE_LIFE` and
+    /// `POSTERN_SERVER_CERTIFICATE_LIFE` (such as `90s`) let a test or a drill watch renewals.
+    pub fn from_environment() -> Result<Self, PkiError> {
+        let read = |key: &str, default: Duration| match std::env::var(key) {
+            Ok(text) => super::parse_ttl(&text),
+            Err(_) => Ok(default),
+        };
+        let default = Self::default();
+        Ok(Self {
+            agent: read("POSTERN_AGENT_CERTIFICATE_LIFE", default.agent)?,
+            server: read("POSTERN_SERVER_CERTIFICATE_LIFE", default.server)?,
+        })
+    }
+}
+
+/// What a root does at present.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// It signs.
+    Issuing,
+    /// It is newer than the one that signs: trusted, and to be activated.
+    Introduced,
+    /// It is older than the one that signs: still trusted, and to be retired.
+    Retiring,
+}
+
+/// A root certificate and, when it is here, its key.
+pub struct Root {
+    /// The certificate.
+    pub certificate: CertificateDer<'static>,
+    /// Hash of its key, as agents pin it.
+    pub hash: String,
+    /// 1 for the installation's first root; every introduction adds 1. It is the certificate's serial number.
+    pub generation: u64,
+    signer: Option<Issuer<'static, KeyPair>>,
+}
+
+impl Root {
+    /// Makes a new root.
+    pub(super) fn create(generation: u64) -> Result<(Self, KeyPair), PkiError> {
+        let key = generate_key()?;
+        let mut params = ca_params(&key, 1);
+        params.serial_number = Some(SerialNumber::from(generation));
+        set_validity(&mut params, ROOT_LIFE);
+        let certificate = params.self_signed(&key).map_err(|error| PkiError::sign(&error))?.der().clone();
+        let pair = KeyPair::try_from(&PrivateKeyDer::Pkcs8(key.serialize_der().into()))
+            .map_err(|error| PkiError::sign(&error))?;
+        Ok((Self::new(certificate, Some(pair))?, key))
+    }
+
+    /// `key` must be the certificate's.
+    pub(super) fn new(certificate: CertificateDer<'static>, key: Option<KeyPair>) -> Result<Self, PkiError> {
+        let parsed = match X509Certificate::from_der(&certificate) {
+            Ok((_, parsed)) => parsed,
+            Err(error) => return Err(PkiError::Sign(format!("root certificate: {error}"))),
+        };
+        let hash = public_key_hash(parsed.public_key().raw);
+        let generation = parsed
+            .tbs_certificate
+            .serial
+            .to_u64_digits()
+            .first()
+            .copied()
+            .filter(|_| parsed.tbs_certificate.serial.bits() <= 64)
+            .ok_or_else(|| {
+                PkiError::Sign("root certificate: its serial number is not a generation".into())
+            })?;
+        let signer = match key {
+            Some(key) if public_key_hash(&key.subject_public_key_info()) != hash => {
+                return Err(PkiError::Sign("it is not the key of the root certificate".into()));
+            }
+            Some(key) => {
+                Some(Issuer::from_ca_cert_der(&certificate, key).map_err(|error| PkiError::sign(&error))?)
+            }
+            None => None,
+        };
+        Ok(Self { certificate, hash, generation, signer })
+    }
+
+    /// Whether the key is here too.
+    pub fn has_key(&self) -> bool {
+        self.signer.is_some()
+    }
+
+    /// From when until when it is valid.
+    pub fn validity(&self) -> Result<Validity, PkiError> {
+        Ok(validity(&self.certificate)?)
+    }
+}
+
+/// A certificate that the CA has signed.
+pub struct IssuedCertificate {
+    /// Leaf first; what the other end has to be sent.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// When the leaf ends.
+    pub not_after: SystemTime,
+    /// [`Root::hash`] of the root that signed it.
+    pub root: String,
+}
+
+/// The CA at one moment: its roots, and the keys to sign with.
+pub struct CaState {
+    roots: Vec<Root>,
+    bundle: TrustBundle,
+    lifetimes: Lifetimes,
+}
+
+impl CaState {
+    /// The first root must have its key.
+    pub(super) fn new(roots: Vec<Root>, lifetimes: Lifetimes) -> Result<Self, PkiError> {
+        let bundle = TrustBundle::new(roots.iter().map(|root| root.certificate.clone()).collect())?;
+        Ok(Self { roots, bundle, lifetimes })
+    }
+
+    /// The roots that are trusted, the one that signs first.
+    pub fn bundle(&self) -> &TrustBundle {
+        &self.bundle
+    }
+
+    /// The hash of the root that signs, for `--ca-hash`.
+    pub fn hash(&self) -> &str {
+        // A bundle, and so the list, has at least one root.
+        self.roots.first().map_or("", |root| &root.hash)
+    }
+
+    /// The roots, the one that signs first.
+    pub fn roots(&self) -> &[Root] {
+        &self.roots
+    }
+
+    /// What a root of this state does.
+    pub fn role(&self, root: &Root) -> Role {
+        match self.roots.first() {
+            Some(first) if root.generation > first.generation => Role::Introduced,
+            Some(first) if root.generation < first.generation => Role::Retiring,
+            _ => Role::Issuing,
+        }
+    }
+
+    fn signer(&self) -> Result<(&Root, &Issuer<'static, KeyPair>), PkiError> {
+        self.roots
+            .first()
+            .and_then(|root| Some((root, root.signer.as_ref()?)))
+            .ok_or_else(|| PkiError::Sign("the key of the signing root is not here".into()))
+    }
+
+    /// Signs a certificate for the node and this key: `O=postern:agents`, `CN=postern:node:<node>`, client
+    /// authentication only.
+    pub fn issue_agent(&self, node: &NodeName, key: &CsrKey) -> Result<IssuedCertificate, PkiError> {
+        let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
+        params.distinguished_name = agent_distinguished_name(node);
+        set_validity(&mut params, self.lifetimes.agent);
+        self.sign(&params, &key.public_key)
+    }
+
+    /// Makes a key and a certificate for the server: [`SERVER_NAME`] and the given names, server authentication only.
+    ///
+    /// The chain also holds the signing root (a first enrolment pins it by hash), and for every other root whose key
+    /// is here that root and the signing root as signed by it: an agent that slept through the introduction of the
+    /// signing root still verifies the server by the root that it knows.
+    pub fn issue_server(
+        &self,
+        dns: &[String],
+        addresses: &[IpAddr],
+    ) -> Result<(IssuedCertificate, PrivateKeyDer<'static>), PkiError> {
+        let key = generate_key()?;
+        let mut params = leaf_params(ExtendedKeyUsagePurpose::ServerAuth);
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, SERVER_NAME);
+        let own = std::iter::once(SERVER_NAME);
+        for name in own.chain(dns.iter().map(String::as_str).filter(|name| *name != SERVER_NAME)) {
+            let dns_name = dns_name(name)?;
+            params.subject_alt_names.push(SanType::DnsName(dns_name));
+        }
+        params.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
+        set_validity(&mut params, self.lifetimes.server);
+        let mut issued = self.sign(&params, &key)?;
+        let (signing, issuer) = self.signer()?;
+        issued.chain.push(signing.certificate.clone());
+        for other in self.roots.iter().skip(1) {
+            if let Some(signer) = &other.signer {
+                let mut params = ca_params(issuer.key(), 0);
+                params.serial_number = Some(random_serial());
+                set_validity(&mut params, ROOT_LIFE);
+                let cross = params.signed_by(issuer.key(), signer).map_err(|error| PkiError::sign(&error))?;
+                issued.chain.push(cross.der().clone());
+            }
+            issued.chain.push(other.certificate.clone());
+        }
+        Ok((issued, PrivateKeyDer::Pkcs8(key.serialize_der().into())))
+    }
+
+    fn sign(
+        &self,
+        params: &CertificateParams,
+        key: &impl PublicKeyData,
+    ) -> Result<IssuedCertificate, PkiError> {
+        let (root, signer) = self.signer()?;
+        let certificate = params.signed_by(key, signer).map_err(|error| PkiError::sign(&error))?;
+        let leaf = certificate.der().clone();
+        let not_after = validity(&leaf)?.not_after;
+        Ok(IssuedCertificate { chain: vec![leaf], not_after, root: root.hash.clone() })
+    }
+}
+
+/// A name that TLS clients can match: the checks are rustls', which are those of the clients.
+fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError> {
+    let refuse = |reason: String| PkiError::Name { name: name.chars().take(260).collect(), reason };
+    let plain = name.strip_prefix("*.").unwrap_or(name);
+    rustls_pki_types::DnsName::try_from(plain).map_err(|_| refuse("it is not a DNS name".into()))?;
+    rcgen::string::Ia5String::try_from(name).map_err(|error| refuse(error.to_string()))
+}
+
+/// The name follows from the key, so a cross-signed twin of a root has the same name.
+fn ca_params(key: &KeyPair, path_length: u8) -> CertificateParams {
+    let hash = public_key_hash(&key.subject_public_key_info());
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::OrganizationName, "postern");
+    params.distinguished_name.push(DnType::CommonName, format!("postern CA {}", short_hash(&hash)));
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(path_length));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params
+}
+
+fn leaf_params(usage: ExtendedKeyUsagePurpose) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = vec![usage];
+    params.use_authority_key_identifier_extension = true;
+    params.serial_number = Some(random_serial());
+    params
+}
+
+fn set_validity(params: &mut CertificateParams, life: Duration) {
+    let now = SystemTime::now();
+    params.not_before = (now - BACKDATE).into();
+    params.not_after = (now + life).into();
+}
+
+/// 127 random bits, positive (RFC 5280 §4.1.2.2).
+fn random_serial() -> SerialNumber {
+    let mut bytes: [u8; 16] = rand::random();
+    bytes[0] &= 0x7f;
+    SerialNumber::from_slice(&bytes)
+}
+
+/// The first 16 hexadecimal digits of `sha256:…`.
+pub(super) fn short_hash(hash: &str) -> &str {
+    let hex = hash.strip_prefix("sha256:").unwrap_or(hash);
+    hex.get(..16).unwrap_or(hex)
+}

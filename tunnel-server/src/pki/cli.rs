@@ -1,0 +1,317 @@
+//! `tunnel-server token …` and `tunnel-server ca …`. They work on the files, whether the server runs or not.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand, ValueEnum};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tunnel_core::identity::NodeName;
+
+use super::{
+    Ca, DEFAULT_STATE_DIR, IssuedLedger, Lifetimes, PkiError, Role, ServerFile, TokenRecord, TokenStore,
+    parse_ttl,
+};
+
+/// What to print.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs: one JSON document.
+    Json,
+}
+
+#[derive(Args, Clone, Debug)]
+struct Common {
+    /// The server's state directory.
+    #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR, global = true)]
+    state_dir: PathBuf,
+    /// Output format.
+    #[arg(short, long, value_enum, default_value_t, global = true)]
+    output: Output,
+}
+
+/// Make, list and revoke the tokens by which agents enrol.
+#[derive(Args, Clone, Debug)]
+pub struct TokenCommand {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    action: TokenAction,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+enum TokenAction {
+    /// Make a token for one node and print it with the agent's command line. Makes the CA when there is none yet.
+    Create {
+        /// The node that may enrol with it.
+        #[arg(long, value_name = "NAME")]
+        node: NodeName,
+        /// How long it can be used, such as 24h, 90m or 2d; at most 366d.
+        #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = parse_ttl)]
+        ttl: std::time::Duration,
+        /// Where the agent reaches the server, HOST:PORT[,…] [default: what the running server has noted].
+        #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = parse_server_address)]
+        server_address: Vec<String>,
+    },
+    /// List the tokens; never their secrets.
+    List,
+    /// Revoke a token. Certificates that were issued by it stay valid.
+    Revoke {
+        /// The token's id: the six characters before the dot.
+        id: String,
+    },
+}
+
+fn parse_server_address(text: &str) -> Result<String, String> {
+    let (host, port) = text.rsplit_once(':').ok_or("want HOST:PORT")?;
+    let bare_v6 = host.contains(':') && !(host.starts_with('[') && host.ends_with(']'));
+    if host.is_empty() || host.contains(char::is_whitespace) || bare_v6 {
+        return Err("want HOST:PORT, an IPv6 address in brackets".into());
+    }
+    match port.parse::<u16>() {
+        Ok(port) if port != 0 => Ok(text.to_owned()),
+        _ => Err(format!("port {port:?} is not in 1..65535")),
+    }
+}
+
+fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
+    out.write_all(text.as_bytes()).map_err(|error| PkiError::io(Path::new("standard output"), error))
+}
+
+fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiError> {
+    print(out, &format!("{value:#}\n"))
+}
+
+fn note(text: &str) {
+    // Nothing can be done about a closed stderr.
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+impl TokenCommand {
+    /// Carries it out, printing to standard output.
+    pub fn run(&self) -> Result<(), PkiError> {
+        self.run_to(&mut io::stdout().lock())
+    }
+
+    fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
+        let store = TokenStore::new(&self.common.state_dir);
+        match &self.action {
+            TokenAction::Create { node, ttl, server_address } => {
+                self.create(&store, node, *ttl, server_address, out)
+            }
+            TokenAction::List => self.list(&store, out),
+            TokenAction::Revoke { id } => {
+                let id = store.revoke(id)?;
+                match self.common.output {
+                    Output::Text => print(out, &format!("token {id} revoked\n")),
+                    Output::Json => print_json(out, &json!({ "revoked": id })),
+                }
+            }
+        }
+    }
+
+    fn create(
+        &self,
+        store: &TokenStore,
+        node: &NodeName,
+        ttl: std::time::Duration,
+        given: &[String],
+        out: &mut dyn Write,
+    ) -> Result<(), PkiError> {
+        let state_dir = &self.common.state_dir;
+        let ca = Ca::load_or_create(state_dir, Lifetimes::default())?.state()?;
+        let mut addresses = given.to_vec();
+        if addresses.is_empty() {
+            addresses = ServerFile::read(state_dir)?.unwrap_or_default().agent_addresses;
+        }
+        let known = !addresses.is_empty();
+        if !known {
+            note(
+                "note: no server has run with this state directory yet, so its address is not known: replace \
+                 SERVER:10262 in the command, or give --server-address HOST:PORT",
+            );
+            addresses.push("SERVER:10262".into());
+        }
+        let (token, record) = store.create(node, ttl, Timestamp::now())?;
+        let servers = addresses.join(",");
+        let command = format!(
+            "tunnel-agent --server {servers} --node-name {node} --token {} --ca-hash {}",
+            token.expose(),
+            ca.hash()
+        );
+        match self.common.output {
+            Output::Text => print(
+                out,
+                &format!(
+                    "token:    {}\nnode:     {node}\nexpires:  {:.0}\nca hash:  {}\n\nOn the node run, once:\n\n  {command}\n",
+                    token.expose(),
+                    record.expires,
+                    ca.hash()
+                ),
+            ),
+            Output::Json => print_json(
+                out,
+                &json!({
+                    "id": record.id,
+                    "token": token.expose(),
+                    "node": node,
+                    "expires": record.expires,
+                    "ca_hash": ca.hash(),
+                    "server_addresses": addresses,
+                    "server_addresses_known": known,
+                    "command": command,
+                }),
+            ),
+        }
+    }
+
+    fn list(&self, store: &TokenStore, out: &mut dyn Write) -> Result<(), PkiError> {
+        let (records, broken) = store.list()?;
+        let now = Timestamp::now();
+        match self.common.output {
+            Output::Json => {
+                let rows: Vec<_> = records.iter().map(|record| token_json(record, now)).collect();
+                print_json(out, &Value::from(rows))?;
+            }
+            Output::Text if records.is_empty() => print(out, "no tokens\n")?,
+            Output::Text => {
+                let mut table = comfy_table::Table::new();
+                table
+                    .load_style(comfy_table::presets::NOTHING)
+                    .set_header(["ID", "NODE", "STATE", "EXPIRES", "USED"]);
+                for record in &records {
+                    let used = record.used_at.map(|at| format!("{at:.0}")).unwrap_or_default();
+                    let state = format!("{:?}", record.state(now)).to_lowercase();
+                    table.add_row([
+                        &record.id,
+                        record.node.as_str(),
+                        &state,
+                        &format!("{:.0}", record.expires),
+                        &used,
+                    ]);
+                }
+                print(out, &format!("{table}\n"))?;
+            }
+        }
+        // The others were listed; the command fails all the same.
+        let mut broken = broken.into_iter();
+        let first = broken.next();
+        for error in broken {
+            note(&format!("error: {error}"));
+        }
+        first.map_or(Ok(()), Err)
+    }
+}
+
+fn token_json(record: &TokenRecord, now: Timestamp) -> Value {
+    json!({
+        "id": record.id,
+        "node": record.node,
+        "state": record.state(now),
+        "created": record.created,
+        "expires": record.expires,
+        "used_at": record.used_at,
+        "used_by": record.used_by,
+    })
+}
+
+/// Show and rotate the CA. A rotation is: introduce, wait until the agents are connected, activate, wait until they
+/// have renewed (`ca status` counts), retire.
+#[derive(Args, Clone, Debug)]
+pub struct CaCommand {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    action: CaAction,
+}
+
+#[derive(Subcommand, Clone, Copy, Debug)]
+enum CaAction {
+    /// Show the roots, what each does, and how many nodes hold a certificate of it.
+    Status,
+    /// Make a new root that is trusted besides the one that signs. A running server tells its agents.
+    Introduce,
+    /// Let the introduced root sign from now on. Agents renew early.
+    Activate,
+    /// Trust the old root no longer, once no node holds a certificate of it.
+    Retire {
+        /// Even if nodes hold a certificate of it: they must enrol again with a token.
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+impl CaCommand {
+    /// Carries it out, printing to standard output.
+    pub fn run(&self) -> Result<(), PkiError> {
+        self.run_to(&mut io::stdout().lock())
+    }
+
+    fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
+        let ca = Ca::open(&self.common.state_dir, Lifetimes::default())?;
+        let (key, hash, next) = match self.action {
+            CaAction::Status => return self.status(&ca, out),
+            CaAction::Introduce => (
+                "introduced",
+                ca.introduce()?,
+                "trusted besides the old root; a running server tells its agents within seconds. Next: ca activate",
+            ),
+            CaAction::Activate => (
+                "activated",
+                ca.activate()?,
+                "it signs from now on, and connected agents renew within minutes. Tokens that are not used yet stay \
+                 good until the old root is retired. Next: ca status, and ca retire once no node is left on the old root",
+            ),
+            CaAction::Retire { force } => (
+                "retired",
+                ca.retire(force)?,
+                "trusted no longer. Tokens that were made before the activation carry its hash: make new ones",
+            ),
+        };
+        match self.common.output {
+            Output::Text => print(out, &format!("root {hash} {key}: {next}\n")),
+            Output::Json => print_json(out, &json!({ key: hash })),
+        }
+    }
+
+    fn status(&self, ca: &Ca, out: &mut dyn Write) -> Result<(), PkiError> {
+        let state = ca.state()?;
+        let ledger = IssuedLedger::new(ca.state_dir());
+        let mut rows = Vec::new();
+        let mut text = String::new();
+        for root in state.roots() {
+            let role = state.role(root);
+            let nodes: Vec<_> =
+                ledger.live_of_root(&root.hash)?.into_iter().map(|issued| issued.node).collect();
+            let not_after = Timestamp::try_from(root.validity()?.not_after)
+                .map_err(|error| PkiError::Sign(format!("a root's end is out of range: {error}")))?;
+            let does = match role {
+                Role::Issuing => "signs",
+                Role::Introduced => "introduced: trusted, does not sign yet (next: ca activate)",
+                Role::Retiring => "old: trusted, signs no more (next: ca retire)",
+            };
+            let key = if root.has_key() { "" } else { ", key not here" };
+            text += &format!("{}\n  {does}{key}\n  ends {not_after:.0}, {} node(s)", root.hash, nodes.len());
+            if role == Role::Retiring && !nodes.is_empty() {
+                let names: Vec<_> = nodes.iter().take(20).map(NodeName::as_str).collect();
+                text += &format!(": {}{}", names.join(", "), if nodes.len() > 20 { ", …" } else { "" });
+            }
+            text.push('\n');
+            rows.push(json!({
+                "hash": root.hash,
+                "role": role,
+                "generation": root.generation,
+                "has_key": root.has_key(),
+                "expires": not_after,
+                "nodes": nodes,
+            }));
+        }
+        match self.common.output {
+            Output::Text => print(out, &text),
+            Output::Json => print_json(out, &json!({ "roots": rows })),
+        }
+    }
+}

@@ -1,0 +1,251 @@
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime};
+
+use jiff::Timestamp;
+use rustls_pki_types::CertificateDer;
+use tokio::sync::{Semaphore, watch};
+use tonic::{Code, Request, Response, Status};
+use tunnel_core::identity::{
+    CsrKey, IdentityError, NodeName, node_of_certificate, pem_of_certificates, public_key_of_csr, validity,
+};
+use tunnel_core::proto::enrollment_server::{Enrollment, EnrollmentServer};
+use tunnel_core::proto::{EnrollRequest, EnrollResponse, RenewRequest};
+
+use super::limit::FailureLimit;
+use super::{CaState, IssuedLedger, PkiError, PkiMetrics, Refusal, Token, TokenStore};
+
+/// Request extension: the certificate that the client showed in the TLS handshake, which verified it.
+#[derive(Clone, Debug, Default)]
+pub struct PeerCertificate(pub Option<CertificateDer<'static>>);
+
+/// Request extension: where the connection comes from.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerAddress(pub SocketAddr);
+
+/// Requests are a few hundred bytes.
+const MAX_MESSAGE: usize = 16 * 1024;
+/// Signing and the files are quick; more at once would only wait for each other's lock.
+const CONCURRENT: usize = 4;
+
+/// The Enrollment service: trades tokens for certificates, and certificates for fresh ones.
+#[derive(Clone)]
+pub struct EnrollService {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    ca: watch::Receiver<Arc<CaState>>,
+    tokens: TokenStore,
+    ledger: IssuedLedger,
+    metrics: PkiMetrics,
+    failures: Mutex<FailureLimit>,
+    permits: Arc<Semaphore>,
+}
+
+/// Why a call was not answered with a certificate.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error("too many failed enrolments from this address; try again later")]
+    RateLimited,
+    #[error("{0}")]
+    Invalid(String),
+    #[error(transparent)]
+    Token(#[from] Refusal),
+    #[error("{0}")]
+    Certificate(String),
+    /// The detail is for the server's log: it may name files.
+    #[error("the server cannot issue certificates at present; its log says why")]
+    Internal(#[from] PkiError),
+    #[error("the server cannot issue certificates at present; its log says why")]
+    Wiring(&'static str),
+}
+
+impl Failure {
+    fn outcome(&self) -> &'static str {
+        match self {
+            Self::RateLimited => "rate_limited",
+            Self::Invalid(_) => "invalid",
+            Self::Token(Refusal::Unknown) => "unknown_token",
+            Self::Token(Refusal::Expired(_)) => "expired_token",
+            Self::Token(Refusal::Used(_)) => "used_token",
+            Self::Token(Refusal::OtherNode { .. }) => "other_node",
+            Self::Certificate(_) => "bad_certificate",
+            Self::Internal(_) | Self::Wiring(_) => "internal",
+        }
+    }
+
+    fn code(&self) -> Code {
+        match self {
+            Self::RateLimited => Code::ResourceExhausted,
+            Self::Invalid(_) => Code::InvalidArgument,
+            Self::Token(Refusal::Unknown | Refusal::Expired(_)) | Self::Certificate(_) => {
+                Code::Unauthenticated
+            }
+            Self::Token(Refusal::Used(_) | Refusal::OtherNode { .. }) => Code::PermissionDenied,
+            Self::Internal(_) | Self::Wiring(_) => Code::Internal,
+        }
+    }
+
+    /// Whether the caller is to blame, and so may be slowed down.
+    fn counts(&self) -> bool {
+        !matches!(self, Self::RateLimited | Self::Internal(_) | Self::Wiring(_))
+    }
+}
+
+impl EnrollService {
+    /// Signs with whatever CA `ca` holds at the moment of a call; reads the tokens of `state_dir` on each call.
+    pub fn new(ca: watch::Receiver<Arc<CaState>>, state_dir: &std::path::Path, metrics: PkiMetrics) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                ca,
+                tokens: TokenStore::new(state_dir),
+                ledger: IssuedLedger::new(state_dir),
+                metrics,
+                failures: Mutex::default(),
+                permits: Arc::new(Semaphore::new(CONCURRENT)),
+            }),
+        }
+    }
+
+    /// The gRPC service. Each request needs the extensions [`PeerAddress`] and [`PeerCertificate`].
+    pub fn into_service(self) -> EnrollmentServer<Self> {
+        EnrollmentServer::new(self).max_decoding_message_size(MAX_MESSAGE)
+    }
+
+    async fn call<T: Send + 'static>(
+        &self,
+        call: &'static str,
+        request: Request<T>,
+        work: impl FnOnce(&Inner, T, PeerCertificate) -> Result<(NodeName, EnrollResponse), Failure>
+        + Send
+        + 'static,
+    ) -> Result<Response<EnrollResponse>, Status> {
+        let address = request.extensions().get::<PeerAddress>().copied();
+        let certificate = request.extensions().get::<PeerCertificate>().cloned().unwrap_or_default();
+        let message = request.into_inner();
+        let source = address.map(|address| address.0.ip());
+        let result = match source {
+            None => Err(Failure::Wiring("the request carries no peer address")),
+            Some(source) if !self.inner.failures().allows(source, Instant::now()) => {
+                Err(Failure::RateLimited)
+            }
+            Some(_) => {
+                let inner = Arc::clone(&self.inner);
+                // Never closed.
+                let permit = Arc::clone(&self.inner.permits).acquire_owned().await;
+                // Also when the caller gives up: what was begun is finished, and a retry gets the same answer.
+                tokio::task::spawn_blocking(move || {
+                    let _permit = permit;
+                    work(&inner, message, certificate)
+                })
+                .await
+                .unwrap_or(Err(Failure::Wiring("the call panicked")))
+            }
+        };
+        self.inner.finish(call, source, result)
+    }
+}
+
+impl Inner {
+    fn failures(&self) -> MutexGuard<'_, FailureLimit> {
+        // Plain numbers: a panic while they were held leaves nothing half done.
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Logs and counts.
+    fn finish(
+        &self,
+        call: &'static str,
+        source: Option<IpAddr>,
+        result: Result<(NodeName, EnrollResponse), Failure>,
+    ) -> Result<Response<EnrollResponse>, Status> {
+        let source_text = source.map(|address| address.to_canonical().to_string()).unwrap_or_default();
+        let failure = match result {
+            Ok((node, response)) => {
+                self.metrics.count(call, "issued");
+                tracing::info!(call, %node, source = source_text, "certificate issued");
+                return Ok(Response::new(response));
+            }
+            Err(failure) => failure,
+        };
+        self.metrics.count(call, failure.outcome());
+        if let Some(source) = source.filter(|_| failure.counts()) {
+            self.failures().failed(source, Instant::now());
+        }
+        match &failure {
+            // Each refusal before the limit was logged already.
+            Failure::RateLimited => {
+                tracing::debug!(call, source = source_text, "enrolment refused: rate limited")
+            }
+            Failure::Internal(error) => {
+                tracing::error!(call, source = source_text, %error, "enrolment failed")
+            }
+            Failure::Wiring(error) => tracing::error!(call, source = source_text, error, "enrolment failed"),
+            other => tracing::warn!(
+                call,
+                source = source_text,
+                outcome = other.outcome(),
+                reason = %other,
+                "enrolment refused"
+            ),
+        }
+        Err(Status::new(failure.code(), failure.to_string()))
+    }
+
+    fn issue(&self, node: NodeName, key: &CsrKey) -> Result<(NodeName, EnrollResponse), Failure> {
+        let ca = Arc::clone(&self.ca.borrow());
+        let issued = ca.issue_agent(&node, key)?;
+        self.ledger.record(&node, &issued)?;
+        let response = EnrollResponse {
+            certificate_chain: pem_of_certificates(&issued.chain),
+            trust_bundle: ca.bundle().to_pem(),
+        };
+        Ok((node, response))
+    }
+
+    fn enroll(&self, request: &EnrollRequest) -> Result<(NodeName, EnrollResponse), Failure> {
+        // The form of the request first: its answer does not depend on the token.
+        let invalid = |error: IdentityError| Failure::Invalid(error.to_string());
+        let node: NodeName = request.node.parse().map_err(invalid)?;
+        let key = public_key_of_csr(&request.csr).map_err(invalid)?;
+        let token: Token = request.token.parse().map_err(|_| Refusal::Unknown)?;
+        self.tokens.redeem(&token, &node, &key.hash, Timestamp::now())??;
+        tracing::debug!(token_id = token.id(), %node, "token accepted");
+        self.issue(node, &key)
+    }
+
+    fn renew(
+        &self,
+        request: &RenewRequest,
+        peer: &PeerCertificate,
+    ) -> Result<(NodeName, EnrollResponse), Failure> {
+        let certificate = peer.0.as_ref().ok_or_else(|| {
+            Failure::Certificate("a renewal needs the present certificate; enrol with a token instead".into())
+        })?;
+        let refuse = |error: IdentityError| Failure::Certificate(error.to_string());
+        let node = node_of_certificate(certificate).map_err(refuse)?;
+        // The handshake checked both, but a connection may outlive the certificate's end or its root.
+        if validity(certificate).map_err(refuse)?.is_over(SystemTime::now()) {
+            return Err(Failure::Certificate("the certificate has ended; enrol with a new token".into()));
+        }
+        if self.ca.borrow().bundle().issuer_of(certificate).is_none() {
+            return Err(Failure::Certificate(
+                "the certificate's root is trusted no longer; enrol with a new token".into(),
+            ));
+        }
+        let key = public_key_of_csr(&request.csr).map_err(|error| Failure::Invalid(error.to_string()))?;
+        self.issue(node, &key)
+    }
+}
+
+#[tonic::async_trait]
+impl Enrollment for EnrollService {
+    async fn enroll(&self, request: Request<EnrollRequest>) -> Result<Response<EnrollResponse>, Status> {
+        self.call("enroll", request, |inner, message, _| inner.enroll(&message)).await
+    }
+
+    async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<EnrollResponse>, Status> {
+        self.call("renew", request, |inner, message, peer| inner.renew(&message, &peer)).await
+    }
+}

@@ -1,0 +1,59 @@
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EnrollmentLabels {
+    call: &'static str,
+    outcome: &'static str,
+}
+
+/// Metrics of the CA and of enrolment. A clone counts into the same metrics.
+#[derive(Clone, Debug, Default)]
+pub struct PkiMetrics {
+    enrollments: Family<EnrollmentLabels, Counter>,
+    server_not_after: Gauge,
+    roots: Gauge,
+}
+
+impl PkiMetrics {
+    /// Makes the metrics and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
+        let metrics = Self::default();
+        registry.register(
+            "postern_enrollments",
+            "Enroll and Renew calls of agents by outcome",
+            metrics.enrollments.clone(),
+        );
+        registry.register(
+            "postern_server_certificate_expiry_timestamp_seconds",
+            "End of the server's own certificate, Unix time",
+            metrics.server_not_after.clone(),
+        );
+        registry.register(
+            "postern_ca_roots",
+            "Trusted roots; more than one while the CA is rotated",
+            metrics.roots.clone(),
+        );
+        metrics
+    }
+
+    pub(super) fn count(&self, call: &'static str, outcome: &'static str) {
+        self.enrollments.get_or_create(&EnrollmentLabels { call, outcome }).inc();
+    }
+
+    /// How often a call (`enroll`, `renew`) had an outcome (`issued`, `unknown_token`, …).
+    pub fn enrollments(&self, call: &'static str, outcome: &'static str) -> u64 {
+        self.enrollments.get_or_create(&EnrollmentLabels { call, outcome }).get()
+    }
+
+    pub(super) fn set_server_not_after(&self, seconds: i64) {
+        self.server_not_after.set(seconds);
+    }
+
+    pub(super) fn set_roots(&self, count: usize) {
+        self.roots.set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+}

@@ -1,0 +1,43 @@
+//! The server's side of identity without Kubernetes: the CA, the tokens by which agents enrol, the Enrollment
+//! service, and the server's own certificate.
+//!
+//! Everything lives under the state directory, and the command line and a running server share it: a lock file
+//! orders their writes, every write is atomic, and the server follows what the command line changes.
+//!
+//! | path | mode | |
+//! |---|---|---|
+//! | `ca/ca.crt` | 0644 | the roots, the one that signs first; its replacement is the one step of every change |
+//! | `ca/<16 hex>.key` | 0600 | the key of the root whose hash begins so |
+//! | `tokens/<id>.json` | 0600 | a token: hash, node, dates, the key that it was used by |
+//! | `issued/<node>` | 0600 | root and end of the node's latest certificate, so that no root is retired too early |
+//! | `server.json` | 0644 | where agents reach the running server |
+//! | `lock` | 0600 | the lock of the writers |
+
+mod authority;
+mod ca;
+pub mod cli;
+mod enroll;
+mod error;
+mod issued;
+mod keeper;
+mod limit;
+mod metrics;
+mod server_file;
+mod store;
+mod token;
+
+pub use authority::{CaState, IssuedCertificate, Lifetimes, Role, Root};
+pub use ca::Ca;
+pub use enroll::{EnrollService, PeerAddress, PeerCertificate};
+pub use error::PkiError;
+pub use issued::{Issued, IssuedLedger};
+pub use keeper::{ServerCertificate, ServerNames};
+pub use metrics::PkiMetrics;
+pub use server_file::ServerFile;
+pub use store::{Refusal, TokenRecord, TokenState, TokenStore};
+pub use token::{Token, parse_ttl};
+
+/// Where the server keeps its state unless told otherwise.
+pub const DEFAULT_STATE_DIR: &str = "/var/lib/postern/server";
+
+const LOCK: &str = "lock";

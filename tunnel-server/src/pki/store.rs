@@ -1,0 +1,341 @@
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+use tunnel_core::identity::NodeName;
+use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
+
+use super::token::is_id;
+use super::{LOCK, PkiError, Token};
+
+/// How long an ended token is still listed.
+const KEEP_ENDED: SignedDuration = SignedDuration::from_hours(7 * 24);
+
+/// What is stored of a token: everything but the secret.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenRecord {
+    /// The part before the dot.
+    pub id: String,
+    /// Hexadecimal SHA-256 of the secret.
+    pub secret_sha256: String,
+    /// The one node that it is good for.
+    pub node: NodeName,
+    /// When it was made.
+    pub created: Timestamp,
+    /// When it ends.
+    pub expires: Timestamp,
+    /// Hash of the public key that it was used with. That key may use it again: its answer may have been lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used_by: Option<String>,
+    /// When it was first used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used_at: Option<Timestamp>,
+}
+
+/// What a token is good for at a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenState {
+    /// It can be used.
+    Valid,
+    /// It was used, and only that key may repeat it.
+    Used,
+    /// Its time is over.
+    Expired,
+}
+
+impl TokenRecord {
+    /// What it is good for at `now`.
+    pub fn state(&self, now: Timestamp) -> TokenState {
+        if self.used_by.is_some() {
+            TokenState::Used
+        } else if now >= self.expires {
+            TokenState::Expired
+        } else {
+            TokenState::Valid
+        }
+    }
+}
+
+/// Why a token was not accepted. All but the first are told only to who knows the secret.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// There is no such token, or its secret is another: never made, revoked, or removed long after its end.
+    #[error("unknown token: it was never made here, was revoked, or is mistyped")]
+    Unknown,
+    /// Its time is over.
+    #[error("the token expired at {0}")]
+    Expired(Timestamp),
+    /// Another key has used it.
+    #[error("the token was already used with another key at {0}")]
+    Used(Timestamp),
+    /// It was made for another node.
+    #[error("the token is for node {token}, not for {asked}")]
+    OtherNode {
+        /// The node that the token is for.
+        token: NodeName,
+        /// The node that wanted to use it.
+        asked: NodeName,
+    },
+}
+
+/// The tokens of a state directory. Nothing is cached: what the command line changes counts at once.
+#[derive(Clone, Debug)]
+pub struct TokenStore {
+    state_dir: PathBuf,
+}
+
+impl TokenStore {
+    /// The tokens of a state directory.
+    pub fn new(state_dir: &Path) -> Self {
+        Self { state_dir: state_dir.to_owned() }
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.state_dir.join("tokens")
+    }
+
+    /// `id` must have the form of an id.
+    fn path(&self, id: &str) -> PathBuf {
+        self.directory().join(format!("{id}.json"))
+    }
+
+    fn lock(&self) -> Result<DirectoryLock, PkiError> {
+        files::create_private_directory(&self.state_dir)?;
+        Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
+    }
+
+    fn read(&self, id: &str) -> Result<Option<TokenRecord>, PkiError> {
+        let path = self.path(id);
+        let Some(text) = files::read_optional(&path)? else { return Ok(None) };
+        let mend = "remove it and make a new token";
+        let record: TokenRecord =
+            serde_json::from_str(&text).map_err(|error| PkiError::file(&path, &error, mend))?;
+        if record.id != id {
+            let reason = format!("it holds token {:?}", record.id);
+            return Err(PkiError::file(&path, &reason, mend));
+        }
+        Ok(Some(record))
+    }
+
+    fn write(&self, record: &TokenRecord) -> Result<(), PkiError> {
+        let path = self.path(&record.id);
+        let json = serde_json::to_vec_pretty(record)
+            .map_err(|error| PkiError::file(&path, &error, "report this"))?;
+        Ok(files::replace(&path, &json, PRIVATE_FILE)?)
+    }
+
+    /// Makes a token for a node. Tokens that ended more than a week ago are removed on the way.
+    pub fn create(
+        &self,
+        node: &NodeName,
+        ttl: Duration,
+        now: Timestamp,
+    ) -> Result<(Token, TokenRecord), PkiError> {
+        let expires = now.checked_add(ttl).map_err(|error| PkiError::Duration {
+            text: format!("{}s", ttl.as_secs()),
+            reason: error.to_string(),
+        })?;
+        let _lock = self.lock()?;
+        files::create_private_directory(&self.directory())?;
+        let (records, _broken) = self.list()?;
+        for old in records.iter().filter(|record| now.duration_since(record.expires) > KEEP_ENDED) {
+            files::remove_if_present(&self.path(&old.id))?;
+        }
+        let mut token = Token::generate();
+        while self.path(token.id()).exists() {
+            token = Token::generate();
+        }
+        let record = TokenRecord {
+            id: token.id().to_owned(),
+            secret_sha256: token.hash(),
+            node: node.clone(),
+            created: now,
+            expires,
+            used_by: None,
+            used_at: None,
+        };
+        self.write(&record)?;
+        Ok((token, record))
+    }
+
+    /// All tokens, oldest first, and an error for each file that cannot be understood.
+    pub fn list(&self) -> Result<(Vec<TokenRecord>, Vec<PkiError>), PkiError> {
+        let directory = self.directory();
+        let entries = match fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((Vec::new(), Vec::new())),
+            Err(error) => return Err(PkiError::io(&directory, error)),
+        };
+        let (mut records, mut broken) = (Vec::new(), Vec::new());
+        for entry in entries {
+            let path = entry.map_err(|error| PkiError::io(&directory, error))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let Some(id) = name.strip_suffix(".json").filter(|id| is_id(id)) else { continue };
+            match self.read(id) {
+                Ok(record) => records.extend(record),
+                Err(error) => broken.push(error),
+            }
+        }
+        records.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
+        Ok((records, broken))
+    }
+
+    /// Removes a token, by its id or by the whole token. Certificates that were issued by it stay valid.
+    pub fn revoke(&self, id_or_token: &str) -> Result<String, PkiError> {
+        let id = id_or_token.split('.').next().unwrap_or_default();
+        if !is_id(id) {
+            // Not shown in whole: it could be a token with a slip in it.
+            return Err(PkiError::NoSuchToken(id.chars().take(6).collect()));
+        }
+        let _lock = self.lock()?;
+        if !self.path(id).exists() {
+            return Err(PkiError::NoSuchToken(id.to_owned()));
+        }
+        files::remove_if_present(&self.path(id))?;
+        Ok(id.to_owned())
+    }
+
+    /// Uses a token for a node and the key with this hash. The first use binds it to the key.
+    ///
+    /// # Errors
+    /// The outer error is the store's own; the inner one is the reason to give to the caller.
+    pub fn redeem(
+        &self,
+        token: &Token,
+        node: &NodeName,
+        key_hash: &str,
+        now: Timestamp,
+    ) -> Result<Result<(), Refusal>, PkiError> {
+        let _lock = self.lock()?;
+        let Some(mut record) = self.read(token.id())? else { return Ok(Err(Refusal::Unknown)) };
+        if !token.matches(&record.secret_sha256) {
+            return Ok(Err(Refusal::Unknown));
+        }
+        if record.node != *node {
+            return Ok(Err(Refusal::OtherNode { token: record.node, asked: node.clone() }));
+        }
+        if now >= record.expires {
+            return Ok(Err(Refusal::Expired(record.expires)));
+        }
+        match &record.used_by {
+            Some(key) if key == key_hash => {}
+            Some(_) => return Ok(Err(Refusal::Used(record.used_at.unwrap_or(record.created)))),
+            None => {
+                record.used_by = Some(key_hash.to_owned());
+                record.used_at = Some(now);
+                self.write(&record)?;
+            }
+        }
+        Ok(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn node(name: &str) -> NodeName {
+        name.parse().unwrap()
+    }
+
+    fn store() -> (tempfile::TempDir, TokenStore, Timestamp) {
+        let directory = tempfile::tempdir().unwrap();
+        let store = TokenStore::new(&directory.path().join("server"));
+        (directory, store, "2026-01-01T00:00:00Z".parse().unwrap())
+    }
+
+    #[test]
+    fn a_token_is_bound_to_its_first_key() {
+        let (_directory, store, now) = store();
+        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let redeem = |key| store.redeem(&token, &node("edge-1"), key, now).unwrap();
+        assert_eq!(redeem("a"), Ok(()));
+        assert_eq!(redeem("a"), Ok(()), "a lost answer can be asked for again");
+        assert_eq!(redeem("b"), Err(Refusal::Used(now)));
+        let (records, broken) = store.list().unwrap();
+        assert_eq!((records[0].state(now), broken.len()), (TokenState::Used, 0));
+    }
+
+    #[test]
+    fn refusals() {
+        let (_directory, store, now) = store();
+        let (token, record) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let at = |seconds| now + SignedDuration::from_secs(seconds);
+        let redeem = |token: &Token, name: &str, at| store.redeem(token, &node(name), "k", at).unwrap();
+        let other = Refusal::OtherNode { token: node("edge-1"), asked: node("edge-2") };
+        assert_eq!(redeem(&token, "edge-2", now), Err(other));
+        assert_eq!(redeem(&token, "edge-1", at(3600)), Err(Refusal::Expired(record.expires)));
+        assert_eq!(record.state(at(3600)), TokenState::Expired);
+        let guessed: Token = format!("{}.{}", token.id(), "a".repeat(26)).parse().unwrap();
+        // Without the secret neither the node nor the end can be learnt.
+        assert_eq!(redeem(&guessed, "edge-2", at(3600)), Err(Refusal::Unknown));
+        assert_eq!(redeem(&Token::generate(), "edge-1", now), Err(Refusal::Unknown));
+        assert_eq!(redeem(&token, "edge-1", at(3599)), Ok(()));
+        store.revoke(token.id()).unwrap();
+        assert_eq!(redeem(&token, "edge-1", now), Err(Refusal::Unknown));
+        assert!(matches!(store.revoke(token.id()), Err(PkiError::NoSuchToken(_))));
+        assert!(store.revoke("../../etc").is_err());
+    }
+
+    #[test]
+    fn the_secret_is_nowhere_on_disk() {
+        let (_directory, store, now) = store();
+        let (token, record) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let path = store.path(&record.id);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(!text.contains(&token.expose()[7..]));
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(store.directory()).unwrap().mode() & 0o777, 0o700);
+    }
+
+    #[test]
+    fn ended_tokens_go_after_a_week() {
+        let (_directory, store, now) = store();
+        let (old, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let later = now + SignedDuration::from_hours(24);
+        let (recent, _) = store.create(&node("edge-1"), HOUR, later).unwrap();
+        store.create(&node("edge-1"), HOUR, now + SignedDuration::from_hours(7 * 24 + 2)).unwrap();
+        let ids: Vec<_> = store.list().unwrap().0.into_iter().map(|record| record.id).collect();
+        assert!(!ids.contains(&old.id().to_owned()) && ids.contains(&recent.id().to_owned()), "{ids:?}");
+    }
+
+    #[test]
+    fn a_broken_file_is_reported_and_kept() {
+        let (_directory, store, now) = store();
+        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let path = store.path(token.id());
+        fs::write(&path, "{\"id\":").unwrap();
+        let error = store.redeem(&token, &node("edge-1"), "k", now).unwrap_err().to_string();
+        assert!(error.contains(path.to_str().unwrap()) && error.contains("make a new token"), "{error}");
+        let (records, broken) = store.list().unwrap();
+        assert_eq!((records.len(), broken.len()), (0, 1));
+        assert_eq!(fs::read_to_string(&path).unwrap(), "{\"id\":");
+    }
+
+    #[test]
+    fn racing_keys_have_one_winner() {
+        let (_directory, store, now) = store();
+        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let wins = std::thread::scope(|scope| {
+            let racers: Vec<_> = (0..8)
+                .map(|key| {
+                    let (store, token) = (&store, &token);
+                    scope.spawn(move || {
+                        store.redeem(token, &node("edge-1"), &key.to_string(), now).unwrap().is_ok()
+                    })
+                })
+                .collect();
+            racers.into_iter().map(|racer| racer.join().unwrap()).filter(|won| *won).count()
+        });
+        assert_eq!(wins, 1);
+    }
+}
