@@ -1,0 +1,46 @@
+//! The nodes there are: read from a file that is a NodeList as Kubernetes prints it.
+
+mod file;
+mod parse;
+mod selector;
+
+#[cfg(test)]
+mod parse_tests;
+
+pub use file::{FileSource, SourceStatus};
+pub use parse::{InventoryError, MAX_BYTES, parse};
+pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use tunnel_core::identity::NodeName;
+
+/// The kubelet's port when a Node does not name another.
+pub const DEFAULT_KUBELET_PORT: u16 = 10250;
+
+/// Every node, edge or cloud.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inventory {
+    pub nodes: Vec<InventoryNode>,
+}
+
+/// A node as far as the tunnel is concerned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InventoryNode {
+    pub name: NodeName,
+    /// Reached through the tunnel; otherwise never redirected.
+    pub edge: bool,
+    /// InternalIPs first, then ExternalIPs; IPv4 not as v4-mapped IPv6.
+    pub addresses: Vec<IpAddr>,
+    pub kubelet_port: u16,
+    pub pod_cidrs: Vec<IpNet>,
+}
+
+impl Inventory {
+    /// Numbers of edge and of cloud nodes.
+    pub fn counts(&self) -> (usize, usize) {
+        let edge = self.nodes.iter().filter(|node| node.edge).count();
+        (edge, self.nodes.len() - edge)
+    }
+}

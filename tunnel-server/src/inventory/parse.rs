@@ -1,0 +1,317 @@
+//! The text of `kubectl get nodes -o yaml` (or json) as an inventory.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use serde::{Deserialize, Deserializer};
+use serde_saphyr::Spanned;
+use tunnel_core::identity::NodeName;
+
+use super::{DEFAULT_KUBELET_PORT, Inventory, InventoryNode, Selector};
+
+/// Larger files are refused. 100,000 nodes with their conditions and without their images are some 200 MiB.
+pub const MAX_BYTES: usize = 256 << 20;
+/// Deeper nesting is refused; a Node has some 10 levels.
+const MAX_DEPTH: usize = 64;
+
+/// What is wrong with an inventory, and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InventoryError {
+    /// From 1; None when it is the file as a whole.
+    pub line: Option<u64>,
+    /// Such as `items[3].metadata.name`; empty when it is the file as a whole.
+    pub key: String,
+    pub reason: String,
+}
+
+impl InventoryError {
+    pub(super) fn whole(reason: impl Into<String>) -> Self {
+        Self { line: None, key: String::new(), reason: reason.into() }
+    }
+}
+
+impl fmt::Display for InventoryError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(line) = self.line {
+            write!(f, "line {line}: ")?;
+        }
+        if !self.key.is_empty() {
+            write!(f, "{}: ", self.key)?;
+        }
+        f.write_str(&self.reason)
+    }
+}
+
+impl std::error::Error for InventoryError {}
+
+/// Reads a List of Nodes, a NodeList, a single Node, or several of these as YAML documents. JSON is YAML. Unknown
+/// keys are left alone: the format is Kubernetes', and grows.
+///
+/// # Errors
+/// Names the line, the key and the reason. Node names must be unique.
+pub fn parse(text: &str, selector: &Selector) -> Result<Inventory, InventoryError> {
+    if text.len() > MAX_BYTES {
+        return Err(InventoryError::whole(format!("{} bytes; at most {MAX_BYTES} are read", text.len())));
+    }
+    PATH.take();
+    let documents: Vec<Traced> =
+        serde_saphyr::from_str_multiple_with_options(text, options()).map_err(|error| structural(&error))?;
+    if documents.is_empty() {
+        return Err(InventoryError::whole(
+            "it is empty; a List of Nodes is expected, as `kubectl get nodes -o yaml` prints it",
+        ));
+    }
+    let several = documents.len() > 1;
+    let mut reader = Reader { selector, nodes: Vec::new(), seen: HashMap::new() };
+    for (number, Traced(document)) in documents.into_iter().enumerate() {
+        let prefix = if several { format!("document {}: ", number + 1) } else { String::new() };
+        reader.document(document, &prefix)?;
+    }
+    Ok(Inventory { nodes: reader.nodes })
+}
+
+fn options() -> serde_saphyr::Options {
+    serde_saphyr::options! {
+        with_snippet: false,
+        budget: serde_saphyr::budget! {
+            // The size of the text bounds these; the defaults are for small configurations.
+            max_events: MAX_BYTES,
+            max_nodes: MAX_BYTES,
+            max_documents: MAX_BYTES,
+            max_total_scalar_bytes: MAX_BYTES,
+            max_total_comment_bytes: MAX_BYTES,
+            max_depth: MAX_DEPTH,
+            // Kubernetes prints no aliases; a few are harmless, a bomb is not.
+            max_aliases: 1000,
+            max_anchors: 1000,
+        },
+    }
+}
+
+thread_local! {
+    /// The path of the value that could not be read: serde's errors have no room for it, and the deserializer is
+    /// driven by the library, document by document.
+    static PATH: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+fn structural(error: &serde_saphyr::Error) -> InventoryError {
+    let error = error.without_snippet();
+    let location = error.location();
+    let mut reason = error.to_string();
+    // The location has its own field.
+    if let Some(at) = reason.find(" at line ") {
+        reason.truncate(at);
+    } else if let Some((head, rest)) = reason.split_once(": ")
+        && head.starts_with("line ")
+    {
+        reason = rest.to_owned();
+    }
+    let key = PATH.take();
+    InventoryError {
+        line: location.map(|location| location.line()).filter(|line| *line > 0),
+        key: if key == "." { String::new() } else { key },
+        reason,
+    }
+}
+
+struct Traced(Document);
+
+impl<'de> Deserialize<'de> for Traced {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut track = serde_path_to_error::Track::new();
+        let traced = serde_path_to_error::Deserializer::new(deserializer, &mut track);
+        match Document::deserialize(traced) {
+            Ok(document) => Ok(Self(document)),
+            Err(error) => {
+                PATH.set(track.path().to_string());
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A List, a NodeList or a Node.
+#[derive(Deserialize)]
+struct Document {
+    kind: Spanned<String>,
+    items: Option<Vec<Item>>,
+    metadata: Option<Spanned<Metadata>>,
+    spec: Option<Spec>,
+    status: Option<Status>,
+}
+
+#[derive(Deserialize)]
+struct Item {
+    /// A NodeList's items need none.
+    kind: Option<Spanned<String>>,
+    metadata: Spanned<Metadata>,
+    spec: Option<Spec>,
+    status: Option<Status>,
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    /// A List has none.
+    name: Option<Spanned<String>>,
+    /// A label without a value is an empty one.
+    labels: Option<BTreeMap<String, Option<String>>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Spec {
+    #[serde(rename = "podCIDR")]
+    pod_cidr: Option<Spanned<String>>,
+    #[serde(rename = "podCIDRs")]
+    pod_cidrs: Option<Vec<Spanned<String>>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Status {
+    addresses: Option<Vec<Address>>,
+    daemon_endpoints: Option<DaemonEndpoints>,
+}
+
+#[derive(Deserialize)]
+struct Address {
+    r#type: String,
+    address: Spanned<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct DaemonEndpoints {
+    kubelet_endpoint: Option<DaemonEndpoint>,
+}
+
+#[derive(Deserialize)]
+struct DaemonEndpoint {
+    #[serde(rename = "Port")]
+    port: Option<u16>,
+}
+
+struct Reader<'a> {
+    selector: &'a Selector,
+    nodes: Vec<InventoryNode>,
+    /// Where each name was first seen.
+    seen: HashMap<NodeName, String>,
+}
+
+impl Reader<'_> {
+    fn document(&mut self, document: Document, prefix: &str) -> Result<(), InventoryError> {
+        let kind = &document.kind.value;
+        match kind.as_str() {
+            "Node" => {
+                let Some(metadata) = document.metadata else {
+                    let key = format!("{prefix}metadata");
+                    return Err(at(&document.kind, key, "a Node without metadata"));
+                };
+                self.node(metadata, document.spec, document.status, prefix)
+            }
+            "List" | "NodeList" => {
+                for (index, item) in document.items.unwrap_or_default().into_iter().enumerate() {
+                    let prefix = format!("{prefix}items[{index}].");
+                    if let Some(kind) = item.kind.as_ref().filter(|kind| kind.value != "Node") {
+                        return Err(at(
+                            kind,
+                            format!("{prefix}kind"),
+                            format!("{:?} is not a Node", kind.value),
+                        ));
+                    }
+                    self.node(item.metadata, item.spec, item.status, &prefix)?;
+                }
+                Ok(())
+            }
+            _ => {
+                let reason = format!("{kind:?} is not List, NodeList or Node");
+                Err(at(&document.kind, format!("{prefix}kind"), reason))
+            }
+        }
+    }
+
+    fn node(
+        &mut self,
+        metadata: Spanned<Metadata>,
+        spec: Option<Spec>,
+        status: Option<Status>,
+        prefix: &str,
+    ) -> Result<(), InventoryError> {
+        let key = format!("{prefix}metadata.name");
+        let line = metadata.referenced.line();
+        let Metadata { name: Some(text), labels } = metadata.value else {
+            return Err(at_line(line, key, "missing"));
+        };
+        let name: NodeName =
+            text.value.parse().map_err(|error| at(&text, key.clone(), format!("{error}")))?;
+        if let Some(first) = self.seen.insert(name.clone(), key.clone()) {
+            return Err(at(&text, key, format!("node {name} is there twice, first at {first}")));
+        }
+        let labels: BTreeMap<String, String> = labels
+            .unwrap_or_default()
+            .into_iter()
+            .map(|(key, value)| (key, value.unwrap_or_default()))
+            .collect();
+        let (listed, endpoints) =
+            status.map_or((None, None), |status| (status.addresses, status.daemon_endpoints));
+        let port =
+            endpoints.and_then(|endpoints| endpoints.kubelet_endpoint).and_then(|endpoint| endpoint.port);
+        self.nodes.push(InventoryNode {
+            edge: self.selector.matches(&labels),
+            addresses: addresses(&listed.unwrap_or_default(), prefix)?,
+            // Kubernetes writes 0 for "not known".
+            kubelet_port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_KUBELET_PORT),
+            pod_cidrs: spec.map_or_else(|| Ok(Vec::new()), |spec| pod_cidrs(spec, prefix))?,
+            name,
+        });
+        Ok(())
+    }
+}
+
+/// InternalIPs, then ExternalIPs, each once. Host names are not routed.
+fn addresses(listed: &[Address], prefix: &str) -> Result<Vec<IpAddr>, InventoryError> {
+    let mut addresses = Vec::new();
+    for wanted in ["InternalIP", "ExternalIP"] {
+        for (index, entry) in listed.iter().enumerate().filter(|(_, entry)| entry.r#type == wanted) {
+            let address = entry.address.value.parse::<IpAddr>().map_err(|_| {
+                let key = format!("{prefix}status.addresses[{index}].address");
+                at(&entry.address, key, format!("{:?} is not an IP address", entry.address.value))
+            })?;
+            let address = address.to_canonical();
+            if !addresses.contains(&address) {
+                addresses.push(address);
+            }
+        }
+    }
+    Ok(addresses)
+}
+
+fn pod_cidrs(spec: Spec, prefix: &str) -> Result<Vec<IpNet>, InventoryError> {
+    let many = spec.pod_cidrs.unwrap_or_default();
+    // podCIDR repeats the first of podCIDRs.
+    let single = spec.pod_cidr.filter(|_| many.is_empty());
+    let keyed =
+        many.into_iter().enumerate().map(|(index, cidr)| (format!("{prefix}spec.podCIDRs[{index}]"), cidr));
+    let single = single.map(|cidr| (format!("{prefix}spec.podCIDR"), cidr));
+    single
+        .into_iter()
+        .chain(keyed)
+        .filter(|(_, cidr)| !cidr.value.is_empty())
+        .map(|(key, cidr)| {
+            let net = cidr.value.parse::<IpNet>();
+            net.map(|net| net.trunc())
+                .map_err(|_| at(&cidr, key, format!("{:?} is not an address range", cidr.value)))
+        })
+        .collect()
+}
+
+fn at<T>(value: &Spanned<T>, key: String, reason: impl Into<String>) -> InventoryError {
+    at_line(value.referenced.line(), key, reason)
+}
+
+fn at_line(line: u64, key: String, reason: impl Into<String>) -> InventoryError {
+    InventoryError { line: Some(line).filter(|line| *line > 0), key, reason: reason.into() }
+}

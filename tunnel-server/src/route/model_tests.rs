@@ -1,0 +1,358 @@
+//! The router against a naive model: for each address, ask the rules one after the other.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::inventory::InventoryNode;
+
+fn config() -> RouterConfig {
+    RouterConfig {
+        token_range: "198.18.0.0/15".parse().unwrap(),
+        token_range_v6: "fd00:706f::/64".parse().unwrap(),
+        ports: BTreeSet::from([10250, 10255]),
+        exclude: vec!["10.0.0.8/29".parse().unwrap()],
+        clients: vec!["192.0.2.0/24".parse().unwrap()],
+        host_addresses: || HashSet::from([IpAddr::from([10, 0, 0, 1])]),
+    }
+}
+
+fn router() -> (Router, Registry) {
+    let mut registry = Registry::default();
+    (Router::new(config(), &mut registry), registry)
+}
+
+fn node(name: &str, edge: bool, addresses: &[&str]) -> InventoryNode {
+    InventoryNode {
+        name: name.parse().unwrap(),
+        edge,
+        addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
+        kubelet_port: 10250,
+        pod_cidrs: Vec::new(),
+    }
+}
+
+fn inventory(nodes: Vec<InventoryNode>) -> Inventory {
+    Inventory { nodes }
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn route(desired: &Desired, address: &str) -> Option<RouteTarget> {
+    desired.routes.get(&IpNet::from(ip(address))).copied()
+}
+
+fn metrics(registry: &Registry) -> String {
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
+    text
+}
+
+#[test]
+fn a_node_is_found_by_token_name_and_address() {
+    let (router, _) = router();
+    router.set_inventory(inventory(vec![
+        node("edge-1", true, &["10.8.0.7", "fd00:8::7"]),
+        node("cloud", false, &["10.0.0.2"]),
+    ]));
+    let desired = router.desired();
+    assert_eq!(desired.ports, BTreeSet::from([10250, 10255]));
+    assert!(desired.excluded.contains(&"10.0.0.2/32".parse().unwrap()));
+    let snapshot = router.snapshot();
+    for address in ["10.8.0.7", "fd00:8::7"] {
+        let target = route(&desired, address).unwrap();
+        assert!(!target.up);
+        assert_eq!(target.token.is_ipv4(), ip(address).is_ipv4());
+        let destination = snapshot.by_token(target.token).unwrap();
+        assert_eq!((destination.node.as_str(), destination.address), ("edge-1", ip(address)));
+        assert_eq!(snapshot.by_address(ip(address)), ByAddress::Unique(destination));
+    }
+    assert_eq!(snapshot.by_name("edge-1").unwrap().address, ip("10.8.0.7"));
+    assert_eq!(snapshot.by_address(ip("::ffff:10.8.0.7")), snapshot.by_address(ip("10.8.0.7")));
+    assert_eq!(snapshot.by_name("cloud"), None);
+    assert_eq!(snapshot.by_address(ip("10.0.0.2")), ByAddress::Unknown);
+    assert_eq!(snapshot.by_token(ip("198.18.255.255")), None);
+    assert_eq!(snapshot.nodes().count(), 1);
+}
+
+#[test]
+fn only_this_hosts_pods_and_the_operators_clients_may_use_it() {
+    let (router, _) = router();
+    let mut here = node("cloud-1", false, &["10.0.0.1"]);
+    here.pod_cidrs.push("10.244.0.0/24".parse().unwrap());
+    let mut other = node("cloud-2", false, &["10.0.0.2"]);
+    other.pod_cidrs.push("10.244.1.0/24".parse().unwrap());
+    router.set_inventory(inventory(vec![here, other]));
+    let clients: Vec<_> = router.desired().clients.iter().map(ToString::to_string).collect();
+    assert_eq!(clients, ["10.244.0.0/24", "192.0.2.0/24"]);
+}
+
+#[test]
+fn contradictions_are_defined_and_counted() {
+    let (router, registry) = router();
+    router.set_inventory(inventory(vec![
+        node("twin-a", true, &["10.8.0.7"]),
+        node("twin-b", true, &["10.8.0.7", "10.8.0.8"]),
+        node("shared", true, &["10.0.0.2"]),
+        node("cloud", false, &["10.0.0.2"]),
+        node("excluded", true, &["10.0.0.9"]),
+        node("odd", true, &["127.0.0.1", "198.19.0.1", "fe80::1"]),
+        node("none", true, &[]),
+    ]));
+    for name in ["twin-a", "twin-b", "shared", "excluded"] {
+        router.set_live(&name.parse().unwrap(), true);
+    }
+    let (desired, snapshot) = (router.desired(), router.snapshot());
+    // Ambiguous: connect fails although both are live, and its token leads nowhere.
+    let target = route(&desired, "10.8.0.7").unwrap();
+    assert!(!target.up);
+    assert_eq!(snapshot.by_token(target.token), None);
+    let names = vec!["twin-a".parse().unwrap(), "twin-b".parse().unwrap()];
+    assert_eq!(snapshot.by_address(ip("10.8.0.7")), ByAddress::Ambiguous(names));
+    assert_eq!(
+        snapshot.by_name("twin-b").unwrap().address,
+        ip("10.8.0.7"),
+        "by its name it can be told apart"
+    );
+    assert!(route(&desired, "10.8.0.8").unwrap().up);
+    // The cloud wins.
+    assert_eq!(route(&desired, "10.0.0.2"), None);
+    assert!(desired.excluded.contains(&"10.0.0.2/32".parse().unwrap()));
+    assert_eq!(snapshot.by_address(ip("10.0.0.2")), ByAddress::Unknown);
+    // The operator wins, in the kernel.
+    assert_eq!(route(&desired, "10.0.0.9"), None);
+    assert!(matches!(snapshot.by_address(ip("10.0.0.9")), ByAddress::Unique(_)));
+    assert!(["127.0.0.1", "198.19.0.1", "fe80::1"].iter().all(|a| route(&desired, a).is_none()));
+    assert_eq!(snapshot.by_name("none"), None);
+    let metrics = metrics(&registry);
+    for (kind, count) in [
+        ("ambiguous", 1),
+        ("cloud_and_edge", 1),
+        ("excluded", 1),
+        ("unroutable", 3),
+        ("no_address", 1),
+        ("no_token", 0),
+    ] {
+        let line = format!("inventory_conflicts{{kind=\"{kind}\"}} {count}\n");
+        assert!(metrics.contains(&line), "{line}{metrics}");
+    }
+    assert_eq!(
+        snapshot.conflicts().iter().find(|c| c.kind == ConflictKind::Ambiguous).unwrap().to_string(),
+        "address 10.8.0.7 of twin-a, twin-b: several edge nodes have it; connections to it fail, use their names"
+    );
+    router.set_inventory(Inventory::default());
+    assert!(router.snapshot().conflicts().is_empty());
+}
+
+#[test]
+fn a_used_up_token_range_fails_closed() {
+    let mut registry = Registry::default();
+    let small = RouterConfig { token_range: "198.18.0.0/29".parse().unwrap(), ..config() };
+    let router = Router::new(small, &mut registry);
+    let nodes = (1..=7).map(|i| node(&format!("edge-{i}"), true, &[&format!("10.8.0.{i}")])).collect();
+    (1..=7).for_each(|i| router.set_live(&format!("edge-{i}").parse().unwrap(), true));
+    router.set_inventory(inventory(nodes));
+    let desired = router.desired();
+    assert_eq!(desired.routes.len(), 7);
+    let down: Vec<_> = desired.routes.values().filter(|target| !target.up).collect();
+    assert_eq!(down.len(), 2);
+    assert!(down.iter().all(|target| router.snapshot().by_token(target.token).is_none()));
+    assert_eq!(router.snapshot().conflicts().iter().filter(|c| c.kind == ConflictKind::NoToken).count(), 2);
+}
+
+/// Collects what is logged by this thread.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let (router, _) = router();
+        let twins = || inventory(vec![node("a", true, &["10.8.0.7"]), node("b", true, &["10.8.0.7"])]);
+        let count = || {
+            let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+            text.matches("several edge nodes have it").count()
+        };
+        router.set_inventory(twins());
+        router.set_inventory(twins());
+        let mut third = twins();
+        third.nodes.push(node("c", true, &["10.8.0.9"]));
+        router.set_inventory(third);
+        assert_eq!(count(), 1);
+        router.set_inventory(Inventory::default());
+        router.set_inventory(twins());
+        assert_eq!(count(), 2);
+        // A thousand of them are not a thousand lines.
+        let many =
+            (0..2000).map(|i| node(&format!("n{i}"), true, &[&format!("10.9.{}.{}", i / 512, i / 2 % 256)]));
+        router.set_inventory(inventory(many.collect()));
+        assert_eq!(count(), 2 + MAX_LOGGED);
+        let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        assert!(text.contains("980 more conflicts"), "{text}");
+    });
+}
+
+#[test]
+fn changes_are_announced_only_when_something_changes() {
+    let (router, _) = router();
+    let mut changed = router.changed();
+    let nodes = || inventory(vec![node("edge-1", true, &["10.8.0.7"])]);
+    router.set_inventory(nodes());
+    assert!(changed.has_changed().unwrap());
+    changed.mark_unchanged();
+    router.set_inventory(nodes());
+    router.set_live(&"edge-2".parse().unwrap(), true);
+    router.set_live(&"edge-1".parse().unwrap(), false);
+    assert!(!changed.has_changed().unwrap());
+    router.set_live(&"edge-1".parse().unwrap(), true);
+    assert!(changed.has_changed().unwrap());
+    assert!(route(&router.desired(), "10.8.0.7").unwrap().up);
+    // A node may attach before the inventory knows it.
+    router.set_inventory(inventory(vec![node("edge-2", true, &["10.8.0.8"])]));
+    assert!(route(&router.desired(), "10.8.0.8").unwrap().up);
+}
+
+#[test]
+fn a_flip_among_100_000_nodes_touches_only_its_own_routes() {
+    let (router, _) = router();
+    let nodes: Vec<_> = (0..100_000u32)
+        .map(|i| {
+            node(
+                &format!("edge-{i}"),
+                true,
+                &[&format!("10.{}.{}.{}", 16 + (i >> 16), i >> 8 & 255, i & 255)],
+            )
+        })
+        .collect();
+    let names: Vec<_> = nodes.iter().map(|node| node.name.clone()).collect();
+    let started = Instant::now();
+    router.set_inventory(inventory(nodes));
+    let loaded = started.elapsed();
+    let before = router.desired();
+    assert_eq!(before.routes.len(), 100_000);
+    let started = Instant::now();
+    for name in &names {
+        router.set_live(name, true);
+    }
+    let flips = started.elapsed();
+    let started = Instant::now();
+    let after = router.desired();
+    println!(
+        "100,000 nodes: set_inventory {loaded:?}, all flips {flips:?}, desired() {:?}",
+        started.elapsed()
+    );
+    assert!(after.routes.values().all(|target| target.up));
+    // Nothing was made anew: the snapshot is the same one, the tokens too.
+    assert!(after.routes.iter().all(|(net, target)| before.routes[net].token == target.token));
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Inventory(Vec<(u8, bool, Vec<u8>)>),
+    Live(u8, bool),
+    Wait(u64),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let nodes = prop::collection::btree_map(
+        0u8..8,
+        (prop::bool::weighted(0.7), prop::collection::vec(0u8..16, 0..3)),
+        0..8,
+    );
+    let step = prop_oneof![
+        3 => nodes.prop_map(|nodes| Step::Inventory(nodes.into_iter().map(|(n, (edge, a))| (n, edge, a)).collect())),
+        2 => (0u8..8, any::<bool>()).prop_map(|(n, live)| Step::Live(n, live)),
+        1 => (1u64..400).prop_map(Step::Wait),
+    ];
+    prop::collection::vec(step, 1..30)
+}
+
+/// What the rules say of one address.
+#[derive(Debug, PartialEq)]
+enum Expect {
+    Direct,
+    Down,
+    To(NodeName, bool),
+}
+
+fn expect(address: IpAddr, nodes: &[InventoryNode], live: &HashSet<NodeName>) -> Expect {
+    let claims: Vec<_> = nodes.iter().filter(|node| node.addresses.contains(&address)).collect();
+    let edges: Vec<_> = claims.iter().filter(|node| node.edge).collect();
+    if claims.iter().any(|node| !node.edge) || config().exclude.iter().any(|net| net.contains(&address)) {
+        return Expect::Direct;
+    }
+    match edges[..] {
+        [] => Expect::Direct,
+        [node] => Expect::To(node.name.clone(), live.contains(&node.name)),
+        _ => Expect::Down,
+    }
+}
+
+proptest! {
+    #[test]
+    fn agrees_with_the_rules(steps in steps()) {
+        let (router, _) = router();
+        let (mut nodes, mut live, mut now) = (Vec::new(), HashSet::new(), Instant::now());
+        for step in steps {
+            match step {
+                Step::Wait(seconds) => now += Duration::from_secs(seconds),
+                Step::Live(n, up) => {
+                    let name: NodeName = format!("n{n}").parse().unwrap();
+                    router.set_live(&name, up);
+                    if up { live.insert(name); } else { live.remove(&name); }
+                }
+                Step::Inventory(list) => {
+                    nodes = list
+                        .into_iter()
+                        .map(|(n, edge, a)| {
+                            let addresses: Vec<_> = a.iter().map(|a| format!("10.0.0.{a}")).collect();
+                            node(&format!("n{n}"), edge, &addresses.iter().map(String::as_str).collect::<Vec<_>>())
+                        })
+                        .collect();
+                    router.set_inventory_at(inventory(nodes.clone()), now);
+                }
+            }
+            let (desired, snapshot) = (router.desired(), router.snapshot());
+            let mut tokens = HashSet::new();
+            for a in 0..16u8 {
+                let address = IpAddr::from([10, 0, 0, a]);
+                let target = desired.routes.get(&IpNet::from(address));
+                match expect(address, &nodes, &live) {
+                    Expect::Direct => prop_assert_eq!(target, None),
+                    Expect::Down => {
+                        let target = target.unwrap();
+                        prop_assert!(!target.up && snapshot.by_token(target.token).is_none());
+                        prop_assert!(tokens.insert(target.token));
+                    }
+                    Expect::To(name, up) => {
+                        let target = target.unwrap();
+                        prop_assert_eq!(target.up, up);
+                        let destination = snapshot.by_token(target.token).unwrap();
+                        prop_assert_eq!((&destination.node, destination.address), (&name, address));
+                        prop_assert!(tokens.insert(target.token), "one token, two routes");
+                    }
+                }
+            }
+            // Excluded is exactly the operator's ranges and the cloud's addresses.
+            let expected: BTreeSet<IpNet> = config().exclude.into_iter()
+                .chain(nodes.iter().filter(|n| !n.edge).flat_map(|n| n.addresses.iter().copied().map(IpNet::from)))
+                .collect();
+            prop_assert_eq!(&desired.excluded, &expected);
+        }
+    }
+}

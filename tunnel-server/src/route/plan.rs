@@ -1,0 +1,178 @@
+//! From an inventory to what is routed: pure, so that a test can hold it against a naive model.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fmt;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+use tunnel_core::identity::NodeName;
+
+use crate::inventory::Inventory;
+
+/// Something in the inventory that cannot be as it stands. Everything else is routed all the same.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Conflict {
+    pub kind: ConflictKind,
+    /// None only for [`ConflictKind::NoAddress`].
+    pub address: Option<IpAddr>,
+    /// Sorted; the edge nodes for [`ConflictKind::CloudAndEdge`].
+    pub nodes: Vec<NodeName>,
+}
+
+/// What is wrong; also the metric's label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ConflictKind {
+    /// Several edge nodes have the address: connecting to it fails, each is reachable by its name.
+    Ambiguous,
+    /// A cloud node has the address too: it is never redirected.
+    CloudAndEdge,
+    /// The operator excluded the address: it is never redirected.
+    Excluded,
+    /// No address of a host on a network (loopback, multicast, link-local, …), or one of the token range.
+    Unroutable,
+    /// An edge node without any address.
+    NoAddress,
+    /// The token range is used up: connecting to the address fails.
+    NoToken,
+}
+
+impl ConflictKind {
+    pub const ALL: [Self; 6] = [
+        Self::Ambiguous,
+        Self::CloudAndEdge,
+        Self::Excluded,
+        Self::Unroutable,
+        Self::NoAddress,
+        Self::NoToken,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Ambiguous => "ambiguous",
+            Self::CloudAndEdge => "cloud_and_edge",
+            Self::Excluded => "excluded",
+            Self::Unroutable => "unroutable",
+            Self::NoAddress => "no_address",
+            Self::NoToken => "no_token",
+        }
+    }
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(address) = self.address {
+            write!(f, "address {address} of ")?;
+        }
+        for (i, node) in self.nodes.iter().enumerate() {
+            write!(f, "{}{node}", if i == 0 { "" } else { ", " })?;
+        }
+        f.write_str(match self.kind {
+            ConflictKind::Ambiguous => {
+                ": several edge nodes have it; connections to it fail, use their names"
+            }
+            ConflictKind::CloudAndEdge => ": a cloud node has it too; it is not redirected",
+            ConflictKind::Excluded => ": it lies in --exclude; it is not redirected",
+            ConflictKind::Unroutable => {
+                ": it is not the address of a host on a network; it is not redirected"
+            }
+            ConflictKind::NoAddress => ": the node has no address; only others can be reached",
+            ConflictKind::NoToken => {
+                ": the token range is used up; connections to it fail (widen --token-range)"
+            }
+        })
+    }
+}
+
+/// Which of the inventory's nodes an address leads to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Holder {
+    /// Index into the inventory.
+    One(usize),
+    Several(Vec<usize>),
+}
+
+/// What follows from an inventory.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    /// Operator's ranges and cloud nodes' addresses.
+    pub(super) excluded: BTreeSet<IpNet>,
+    /// Addresses of edge nodes by which doors other than the redirect may name them.
+    pub(super) holders: HashMap<IpAddr, Holder>,
+    /// Those that the redirect routes; the key is in `holders`.
+    pub(super) routed: BTreeSet<IpAddr>,
+    pub(super) conflicts: BTreeSet<Conflict>,
+}
+
+impl Plan {
+    pub(super) fn new(inventory: &Inventory, exclude: &[IpNet], token_ranges: &[IpNet]) -> Self {
+        let cloud: HashSet<IpAddr> = inventory
+            .nodes
+            .iter()
+            .filter(|node| !node.edge)
+            .flat_map(|node| node.addresses.iter().copied())
+            .collect();
+        let mut plan = Self {
+            excluded: exclude.iter().copied().chain(cloud.iter().copied().map(IpNet::from)).collect(),
+            ..Self::default()
+        };
+        let mut claims: BTreeMap<IpAddr, Vec<usize>> = BTreeMap::new();
+        for (index, node) in inventory.nodes.iter().enumerate().filter(|(_, node)| node.edge) {
+            if node.addresses.is_empty() {
+                plan.conflict(ConflictKind::NoAddress, None, inventory, &[index]);
+            }
+            for address in &node.addresses {
+                let claim = claims.entry(*address).or_default();
+                // A node that lists an address twice is not two nodes.
+                if claim.last() != Some(&index) {
+                    claim.push(index);
+                }
+            }
+        }
+        for (address, claim) in claims {
+            if !is_host(address) || token_ranges.iter().any(|range| range.contains(&address)) {
+                plan.conflict(ConflictKind::Unroutable, Some(address), inventory, &claim);
+                continue;
+            }
+            if cloud.contains(&address) {
+                plan.conflict(ConflictKind::CloudAndEdge, Some(address), inventory, &claim);
+                continue;
+            }
+            if claim.len() > 1 {
+                plan.conflict(ConflictKind::Ambiguous, Some(address), inventory, &claim);
+            }
+            if exclude.iter().any(|range| range.contains(&address)) {
+                plan.conflict(ConflictKind::Excluded, Some(address), inventory, &claim);
+            } else {
+                plan.routed.insert(address);
+            }
+            let holder = if let [index] = claim[..] { Holder::One(index) } else { Holder::Several(claim) };
+            plan.holders.insert(address, holder);
+        }
+        plan
+    }
+
+    pub(super) fn conflict(
+        &mut self,
+        kind: ConflictKind,
+        address: Option<IpAddr>,
+        inventory: &Inventory,
+        nodes: &[usize],
+    ) {
+        let mut nodes: Vec<_> = nodes.iter().map(|index| inventory.nodes[*index].name.clone()).collect();
+        nodes.sort_unstable();
+        self.conflicts.insert(Conflict { kind, address, nodes });
+    }
+}
+
+/// Whether an address can be that of one host on a network that others reach.
+fn is_host(address: IpAddr) -> bool {
+    if address.is_unspecified() || address.is_loopback() || address.is_multicast() {
+        return false;
+    }
+    match address {
+        IpAddr::V4(v4) => !v4.is_link_local() && !v4.is_broadcast(),
+        IpAddr::V6(v6) => !v6.is_unicast_link_local() && v6.to_ipv4_mapped().is_none(),
+    }
+}

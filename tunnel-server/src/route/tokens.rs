@@ -1,0 +1,252 @@
+//! Token addresses: which are whose, and when one may become another's.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::{Duration, Instant};
+
+use ipnet::{Ipv4Net, Ipv6Net};
+use tunnel_core::identity::NodeName;
+
+/// How long the token of a departed owner stays unused: a client may still hold a connection, or a resolved
+/// destination, to it.
+pub const QUARANTINE: Duration = Duration::from_secs(600);
+
+/// Whom a token belongs to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Owner {
+    /// A node's address. Another node with the same address has another token.
+    Node(NodeName, IpAddr),
+    /// An address that several nodes claim: it leads nowhere, and a claimant that remains has a token of its own.
+    Nobody(IpAddr),
+}
+
+impl Owner {
+    fn address(&self) -> IpAddr {
+        match self {
+            Self::Node(_, address) | Self::Nobody(address) => *address,
+        }
+    }
+}
+
+/// Both families' tokens.
+#[derive(Debug)]
+pub(super) struct Tokens {
+    v4: Pool,
+    v6: Pool,
+}
+
+impl Tokens {
+    pub(super) fn new(v4: Ipv4Net, v6: Ipv6Net) -> Self {
+        let size = |host_bits: u32| 1u128.checked_shl(host_bits).unwrap_or(u128::MAX);
+        Self {
+            v4: Pool::new(u128::from(u32::from(v4.network())), size(32 - u32::from(v4.prefix_len()))),
+            v6: Pool::new(u128::from(v6.network()), size(128 - u32::from(v6.prefix_len()))),
+        }
+    }
+
+    /// A token for each owner: the one that it has, or had within the quarantine, else another. Owners that are not
+    /// named lose theirs. None when the range is used up.
+    pub(super) fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> HashMap<Owner, Option<IpAddr>> {
+        let (v4, v6): (Vec<_>, Vec<_>) = owners.into_iter().partition(|owner| owner.address().is_ipv4());
+        let mut tokens: HashMap<_, _> = HashMap::with_capacity(v4.len() + v6.len());
+        for (owner, number) in self.v4.assign(v4, now) {
+            // The pool numbers addresses of an IPv4 range, so the cast loses nothing.
+            tokens.insert(owner, number.map(|number| IpAddr::V4(Ipv4Addr::from(number as u32))));
+        }
+        for (owner, number) in self.v6.assign(v6, now) {
+            tokens.insert(owner, number.map(|number| IpAddr::V6(Ipv6Addr::from(number))));
+        }
+        tokens
+    }
+
+    /// A token of that family that is never assigned to anybody.
+    pub(super) fn nowhere(&self, like: IpAddr) -> IpAddr {
+        match like {
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(self.v4.nowhere as u32)),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(self.v6.nowhere)),
+        }
+    }
+}
+
+/// The numbers of one range's addresses.
+#[derive(Debug)]
+struct Pool {
+    nowhere: u128,
+    /// The lowest number that was never given out.
+    fresh: u128,
+    end: u128,
+    live: HashMap<Owner, u128>,
+    departed: HashMap<Owner, (u128, Instant)>,
+    /// The departed, oldest first. An entry is stale when `departed` does not say the same.
+    order: VecDeque<(Owner, Instant)>,
+}
+
+impl Pool {
+    /// The first address of a range is also its network's, and the last its broadcast address; the second stands
+    /// for nowhere.
+    fn new(first: u128, size: u128) -> Self {
+        let end = first.saturating_add(size - 1);
+        Self {
+            nowhere: first + 1,
+            fresh: first + 2,
+            end,
+            live: HashMap::new(),
+            departed: HashMap::new(),
+            order: VecDeque::new(),
+        }
+    }
+
+    fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> Vec<(Owner, Option<u128>)> {
+        let mut before = std::mem::take(&mut self.live);
+        let mut assigned = Vec::with_capacity(owners.len());
+        let mut wanting = Vec::new();
+        for owner in owners {
+            let kept =
+                before.remove(&owner).or_else(|| self.departed.remove(&owner).map(|(number, _)| number));
+            match kept {
+                Some(number) => {
+                    self.live.insert(owner.clone(), number);
+                    assigned.push((owner, Some(number)));
+                }
+                None => wanting.push(owner),
+            }
+        }
+        for (owner, number) in before {
+            self.departed.insert(owner.clone(), (number, now));
+            self.order.push_back((owner, now));
+        }
+        for owner in wanting {
+            let number = self.take(now);
+            if let Some(number) = number {
+                self.live.insert(owner.clone(), number);
+            }
+            assigned.push((owner, number));
+        }
+        assigned
+    }
+
+    /// One that left its quarantine, so that the tables stay as small as the cluster was large, else a fresh one.
+    fn take(&mut self, now: Instant) -> Option<u128> {
+        while let Some((owner, since)) = self.order.front() {
+            let number = match self.departed.get(owner) {
+                Some((number, at)) if at == since => *number,
+                // Back in the meantime, and perhaps gone again: that is a later entry.
+                _ => {
+                    self.order.pop_front();
+                    continue;
+                }
+            };
+            if now.saturating_duration_since(*since) < QUARANTINE {
+                break;
+            }
+            self.departed.remove(owner);
+            self.order.pop_front();
+            return Some(number);
+        }
+        (self.fresh < self.end).then(|| {
+            self.fresh += 1;
+            self.fresh - 1
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{HashMap, HashSet};
+
+    use proptest::prelude::*;
+
+    fn tokens(v4: &str) -> Tokens {
+        Tokens::new(v4.parse().unwrap(), "fd00::/64".parse().unwrap())
+    }
+
+    fn owner(number: u8) -> Owner {
+        Owner::Node(format!("edge-{number}").parse().unwrap(), IpAddr::from([10, 0, 0, number]))
+    }
+
+    fn one(tokens: &mut Tokens, number: u8, now: Instant) -> Option<String> {
+        tokens.assign(vec![owner(number)], now)[&owner(number)].map(|token| token.to_string())
+    }
+
+    #[test]
+    fn a_departed_owners_token_rests_for_ten_minutes() {
+        // /29: 8 addresses, of which 5 are given out.
+        let mut tokens = tokens("198.18.0.0/29");
+        let start = Instant::now();
+        let first = one(&mut tokens, 1, start);
+        assert_eq!(first.as_deref(), Some("198.18.0.2"));
+        assert_eq!(one(&mut tokens, 2, start).as_deref(), Some("198.18.0.3"));
+        let almost = start + QUARANTINE - Duration::from_millis(1);
+        assert_eq!(one(&mut tokens, 3, almost).as_deref(), Some("198.18.0.4"));
+        assert_eq!(one(&mut tokens, 4, start + QUARANTINE), first, "the oldest departed one is free again");
+    }
+
+    #[test]
+    fn who_returns_in_time_gets_the_token_back() {
+        let mut tokens = tokens("198.18.0.0/29");
+        let start = Instant::now();
+        let first = one(&mut tokens, 1, start);
+        one(&mut tokens, 2, start);
+        let later = start + Duration::from_secs(599);
+        assert_eq!(one(&mut tokens, 1, later), first);
+        // It departs again now, so its quarantine begins again.
+        one(&mut tokens, 2, later);
+        assert_ne!(one(&mut tokens, 3, start + QUARANTINE + Duration::from_secs(1)), first);
+    }
+
+    #[test]
+    fn a_used_up_range_says_so_and_recovers() {
+        let mut tokens = tokens("198.18.0.0/29");
+        let start = Instant::now();
+        let all: Vec<_> = (0..6).map(owner).collect();
+        let assigned = tokens.assign(all, start);
+        assert_eq!(assigned.values().flatten().collect::<HashSet<_>>().len(), 5);
+        assert_eq!(assigned.values().filter(|token| token.is_none()).count(), 1);
+        assert!(!assigned.values().flatten().any(|token| *token == tokens.nowhere(*token)));
+        assert_eq!(one(&mut tokens, 100, start), None);
+        assert!(one(&mut tokens, 101, start + QUARANTINE).is_some());
+    }
+
+    #[test]
+    fn whole_address_spaces_do_not_overflow() {
+        let mut tokens = Tokens::new("128.0.0.0/1".parse().unwrap(), "::/0".parse().unwrap());
+        let v6 = Owner::Nobody("fd00::1".parse().unwrap());
+        let assigned = tokens.assign(vec![owner(1), v6.clone()], Instant::now());
+        assert_eq!(assigned[&v6], Some("::2".parse().unwrap()));
+        assert_eq!(assigned[&owner(1)], Some("128.0.0.2".parse().unwrap()));
+    }
+
+    proptest! {
+        /// Against the definition: unique among the living, stable while living, not another's within the quarantine.
+        #[test]
+        fn holds_what_it_promises(rounds in prop::collection::vec((0u64..400, prop::collection::hash_set(0u8..12, 0..10)), 1..40)) {
+            let mut tokens = tokens("198.18.0.0/27");
+            let mut now = Instant::now();
+            let mut last_use: HashMap<IpAddr, (Owner, Instant)> = HashMap::new();
+            let mut before: HashMap<Owner, IpAddr> = HashMap::new();
+            for (seconds, present) in rounds {
+                // Whoever was there until now departs now at the earliest.
+                now += Duration::from_secs(seconds);
+                for (owner, token) in &before {
+                    last_use.insert(*token, (owner.clone(), now));
+                }
+                let assigned = tokens.assign(present.iter().map(|n| owner(*n)).collect(), now);
+                prop_assert_eq!(assigned.len(), present.len());
+                let mut seen = HashSet::new();
+                for (owner, token) in &assigned {
+                    // 12 owners that rest for 600 s always fit into 29 tokens.
+                    let token = token.unwrap();
+                    prop_assert!(seen.insert(token), "{token} twice");
+                    if let Some(kept) = before.get(owner) {
+                        prop_assert_eq!(*kept, token);
+                    }
+                    if let Some((other, until)) = last_use.get(&token) {
+                        prop_assert!(other == owner || now - *until >= QUARANTINE, "{} too early", token);
+                    }
+                }
+                before = assigned.into_iter().map(|(owner, token)| (owner, token.unwrap())).collect();
+            }
+        }
+    }
+}
