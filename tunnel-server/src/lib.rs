@@ -1,1 +1,11 @@
+//! The cloud side of the tunnel: redirect, doors, routing, sessions and identity.
+#![deny(unsafe_code)]
 
+mod accept;
+pub mod door;
+pub mod inventory;
+pub mod metrics;
+pub mod pki;
+pub mod redirect;
+pub mod route;
+pub mod session;

@@ -13,5 +13,3 @@ pub use stall::{Abort, StallBound, StallTicket};
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
 /// Request metadata: where the agent shall dial, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
-/// Response metadata of a dial that failed: the reason as text, percent-encoded like `grpc-message`.
-pub const ERROR_HEADER: &str = "postern-error";

@@ -11,6 +11,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
+use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
@@ -136,6 +137,8 @@ impl Carriage<'_> {
         send: &mut SendStream<Bytes>,
         inbound: impl Future<Output = Result<RecvStream, Broken>>,
     ) -> Result<(), Broken> {
+        // Armed first: a task that is cancelled, or a process that is killed, must not look like an end of file either.
+        reset_on_drop(socket);
         let ended = {
             let (read, write) = socket.split();
             let out = self.pump_out(read, send, prefix);
@@ -146,9 +149,9 @@ impl Carriage<'_> {
                 ended = async { tokio::try_join!(out, back) } => ended.map(|_| ()),
             }
         };
-        if let Err(broken) = &ended {
-            send.send_reset(broken.outcome(self.side).reset_reason());
-            reset_on_drop(socket);
+        match &ended {
+            Ok(()) => linger(socket, None),
+            Err(broken) => send.send_reset(broken.outcome(self.side).reset_reason()),
         }
         ended
     }
@@ -290,7 +293,11 @@ async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
 
 /// Makes the socket's close a TCP RST, so that its peer cannot mistake a failure for an end of file.
 pub fn reset_on_drop(socket: &TcpStream) {
-    if let Err(error) = SockRef::from(socket).set_linger(Some(std::time::Duration::ZERO)) {
-        tracing::debug!(%error, "cannot make the close a reset");
+    linger(socket, Some(Duration::ZERO));
+}
+
+fn linger(socket: &TcpStream, time: Option<Duration>) {
+    if let Err(error) = SockRef::from(socket).set_linger(time) {
+        tracing::debug!(%error, "cannot say how the socket shall close");
     }
 }

@@ -1,0 +1,71 @@
+//! The agent's metrics (`postern_agent_*`), recorded where things happen.
+
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+use tunnel_core::outcome::Outcome;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabel {
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DirectionLabel {
+    direction: &'static str,
+}
+
+/// Handles to the agent's metrics; clones share them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    dials: Family<OutcomeLabel, Counter>,
+    dial_seconds: Histogram,
+    connections: Family<OutcomeLabel, Counter>,
+    pub(crate) connections_active: Gauge,
+    bytes: Family<DirectionLabel, Counter>,
+    pub(crate) sessions_started: Counter,
+    pub(crate) sessions_ended: Counter,
+}
+
+impl Metrics {
+    /// Registers the metrics under `postern_agent`.
+    pub fn new(registry: &mut Registry) -> Self {
+        let registry = registry.sub_registry_with_prefix("postern_agent");
+        let metrics = Self {
+            dials: Family::default(),
+            dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
+            connections: Family::default(),
+            connections_active: Gauge::default(),
+            bytes: Family::default(),
+            sessions_started: Counter::default(),
+            sessions_ended: Counter::default(),
+        };
+        registry.register("dials", "Dials to targets by outcome", metrics.dials.clone());
+        registry.register_with_unit("dial", "Time that dials took", Unit::Seconds, metrics.dial_seconds.clone());
+        registry.register("connections", "Carried connections that ended, by outcome", metrics.connections.clone());
+        registry.register("connections_active", "Connections carried now", metrics.connections_active.clone());
+        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, metrics.bytes.clone());
+        registry.register("sessions_started", "Sessions that a server attached", metrics.sessions_started.clone());
+        registry.register("sessions_ended", "Sessions, or attempts, that ended", metrics.sessions_ended.clone());
+        for outcome in Outcome::ALL {
+            let _ = metrics.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
+        }
+        metrics
+    }
+
+    pub(crate) fn dialled(&self, outcome: &'static str, took: Duration) {
+        self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.dial_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn carried(&self, outcome: Outcome, to_target: u64, from_target: u64) {
+        self.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
+        self.bytes.get_or_create(&DirectionLabel { direction: "to_target" }).inc_by(to_target);
+        self.bytes.get_or_create(&DirectionLabel { direction: "from_target" }).inc_by(from_target);
+    }
+}

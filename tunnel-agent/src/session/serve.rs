@@ -1,0 +1,195 @@
+//! One session, from the TCP dial to its end.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use h2::server::Connection;
+use rustls_pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio::sync::watch;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::{TlsConnector, rustls};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::carry::CARRY_PATH;
+use tunnel_core::grpc;
+use tunnel_core::identity::SERVER_NAME;
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+use tunnel_core::proto::agent_server::AgentServer;
+use tunnel_core::proto::{Addresses, AgentEvent, Draining, Load, agent_event};
+
+use super::service::AgentService;
+use super::{Notice, SessionState};
+use crate::dial;
+
+/// How long the server may take to hear the last frames of a session that ends.
+const GOODBYE: Duration = Duration::from_secs(1);
+/// Time between two reports of load.
+const LOAD_INTERVAL: Duration = Duration::from_secs(15);
+
+/// How a session ended, or why there was none.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionEnd {
+    /// The name does not resolve or nothing accepts there.
+    #[error("cannot connect: {0}")]
+    Connect(#[source] io::Error),
+    /// A step of the start took too long.
+    #[error("no {0} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    Slow(&'static str),
+    /// The server's certificate is not one of ours, or it refused ours.
+    #[error("TLS failed: {0}")]
+    Tls(#[source] io::Error),
+    /// HTTP/2 failed: the link broke.
+    #[error("link lost: {0}")]
+    Link(#[source] h2::Error),
+    /// The link went silent.
+    #[error("link lost: {0}")]
+    Dead(#[from] link::LinkDead),
+    /// The server closed the connection.
+    #[error("the server closed the connection")]
+    Closed,
+    /// The server said that it stops.
+    #[error("the server is draining")]
+    Draining,
+    /// The server does not take this session.
+    #[error("the server refused this session: {0}")]
+    Refused(String),
+    /// Another agent took over.
+    #[error("a newer session of this node took over, from {0}: is a second agent running with this node's identity?")]
+    Replaced(String),
+    /// This agent stops.
+    #[error("this agent stops")]
+    Stopping,
+}
+
+pub(super) type LinkConnection = Connection<TlsStream<TcpStream>, bytes::Bytes>;
+
+/// TCP, TLS and HTTP/2 up to the first frames.
+pub(super) async fn connect(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<LinkConnection, SessionEnd> {
+    let socket = within("TCP connection", TcpStream::connect(server)).await?.map_err(SessionEnd::Connect)?;
+    link::tune_link(&socket).map_err(SessionEnd::Connect)?;
+    // Every server of ours proves this name, whatever address or load balancer leads to it.
+    let name = ServerName::try_from(SERVER_NAME).map_err(|error| SessionEnd::Tls(io::Error::other(error)))?;
+    let stream = within("TLS handshake", TlsConnector::from(tls).connect(name, socket)).await?.map_err(SessionEnd::Tls)?;
+    within("HTTP/2 preface", link::server_builder().handshake(stream)).await?.map_err(SessionEnd::Link)
+}
+
+async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {
+    tokio::time::timeout(HANDSHAKE_TIMEOUT, work).await.map_err(|_| SessionEnd::Slow(step))
+}
+
+/// Serves one link until it ends. When the server drains, `on_draining` fires at once, and serving goes on until what
+/// is carried has ended.
+pub(super) async fn serve(
+    session: Arc<SessionState>,
+    mut link: LinkConnection,
+    on_draining: CancellationToken,
+) -> SessionEnd {
+    let Some(pings) = link.ping_pong() else { return SessionEnd::Closed };
+    let service = AgentServer::new(AgentService(session.clone()));
+    let mut notices = session.notices.subscribe();
+    let end = {
+        let attached = async {
+            let attached = notices.clone().wait_for(|notice| *notice != Notice::Connecting).await.is_ok();
+            if attached { std::future::pending().await }
+        };
+        let mut attach_deadline = std::pin::pin!(within("Attach from the server", attached));
+        let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
+        let mut reports = std::pin::pin!(report(session.clone()));
+        let mut drained = std::pin::pin!(drained(&session, &on_draining));
+        loop {
+            tokio::select! {
+                accepted = link.accept() => match accepted {
+                    Some(Ok((request, respond))) => {
+                        if request.uri().path() == CARRY_PATH {
+                            tokio::spawn(dial::carry(session.clone(), request, respond));
+                        } else {
+                            tokio::spawn(grpc::serve(service.clone(), request, respond));
+                        }
+                    }
+                    Some(Err(error)) => break SessionEnd::Link(error),
+                    None => break SessionEnd::Closed,
+                },
+                late = &mut attach_deadline, if *session.notices.borrow() == Notice::Connecting => {
+                    if let Err(end) = late { break end }
+                }
+                dead = &mut alive => break dead.into(),
+                () = &mut reports => {}
+                end = told(&mut notices, &on_draining) => break end,
+                end = &mut drained => break end,
+                () = session.stop.cancelled() => break SessionEnd::Stopping,
+            }
+        }
+    };
+    // Whatever is still carried is reset; the GOAWAY tells the server that this was on purpose.
+    session.stop.cancel();
+    link.graceful_shutdown();
+    let goodbye = async { while let Some(Ok(_)) = link.accept().await {} };
+    if tokio::time::timeout(GOODBYE, goodbye).await.is_err() {
+        tracing::debug!(server = %session.server, "the server did not close the link in time");
+    }
+    end
+}
+
+/// Ends when the server says that this session is over; passes its drain on.
+async fn told(notices: &mut watch::Receiver<Notice>, on_draining: &CancellationToken) -> SessionEnd {
+    loop {
+        if notices.changed().await.is_err() {
+            return SessionEnd::Closed;
+        }
+        match &*notices.borrow_and_update() {
+            Notice::Draining => on_draining.cancel(),
+            Notice::Refused(reason) => return SessionEnd::Refused(reason.clone()),
+            Notice::Replaced { peer } => return SessionEnd::Replaced(peer.clone()),
+            Notice::Connecting | Notice::Attached { .. } => {}
+        }
+    }
+}
+
+/// Once this agent or the server drains, waits until nothing is carried any more.
+async fn drained(session: &SessionState, server_draining: &CancellationToken) -> SessionEnd {
+    let end = tokio::select! {
+        () = session.shared.draining.cancelled() => {
+            let event = AgentEvent { event: Some(agent_event::Event::Draining(Draining {})) };
+            let _ = session.events.send(Ok(event)).await;
+            SessionEnd::Stopping
+        }
+        () = server_draining.cancelled() => SessionEnd::Draining,
+    };
+    let mut tick = tokio::time::interval(Duration::from_millis(50));
+    // The server may have opened a stream before it knew; two quiet looks in a row are enough.
+    let mut quiet = 0;
+    while quiet < 2 {
+        tick.tick().await;
+        quiet = if session.connections() == 0 { quiet + 1 } else { 0 };
+    }
+    end
+}
+
+/// Tells the server about this node's addresses and load as they change. Never ends by itself.
+async fn report(session: Arc<SessionState>) {
+    let mut addresses = session.shared.addresses.clone();
+    let mut tick = tokio::time::interval(LOAD_INTERVAL);
+    let mut told = Load::default();
+    loop {
+        let event = tokio::select! {
+            changed = addresses.changed() => {
+                if changed.is_err() { return std::future::pending().await }
+                let now = addresses.borrow_and_update().iter().map(ToString::to_string).collect();
+                agent_event::Event::Addresses(Addresses { addresses: now })
+            }
+            _ = tick.tick() => {
+                let pending = super::PENDING_DIALS - session.pending.available_permits();
+                let now = Load { connections: session.connections(), pending_dials: u32::try_from(pending).unwrap_or(u32::MAX) };
+                if now == told { continue }
+                told = now;
+                agent_event::Event::Load(now)
+            }
+        };
+        if *session.notices.borrow() == Notice::Connecting {
+            continue;
+        }
+        // A full queue means that the server does not read its events; the next report says the same again.
+        let _ = session.events.try_send(Ok(AgentEvent { event: Some(event) }));
+    }
+}

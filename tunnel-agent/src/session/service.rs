@@ -1,0 +1,67 @@
+//! The control calls that a server makes: Attach and Notify.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::proto::agent_server::Agent;
+use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
+
+use super::{Notice, SessionState};
+
+pub(super) struct AgentService(pub(super) Arc<SessionState>);
+
+#[tonic::async_trait]
+impl Agent for AgentService {
+    type AttachStream = ReceiverStream<Result<AgentEvent, Status>>;
+    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+
+    async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
+        let session = &self.0;
+        let welcome = request.into_inner();
+        let events = session
+            .take_event_stream()
+            .ok_or_else(|| Status::failed_precondition("this session is attached already"))?;
+        let ports: BTreeSet<u16> =
+            welcome.loopback_ports.iter().filter_map(|port| u16::try_from(*port).ok()).collect();
+        session.loopback_ports.store(Arc::new(ports));
+        if !welcome.trust_bundle.is_empty() {
+            let _ = session.shared.bundles.send(welcome.trust_bundle).await;
+        }
+        let hello = Hello {
+            node: session.shared.node.to_string(),
+            epoch: session.epoch,
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            addresses: session.shared.addresses.borrow().iter().map(ToString::to_string).collect(),
+            features: Vec::new(),
+        };
+        // The channel is new and has room.
+        let _ = session.events.send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).await;
+        session.metrics.sessions_started.inc();
+        tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
+        session.notices.send_replace(Notice::Attached { server_id: welcome.server_id, since: SystemTime::now() });
+        Ok(Response::new(ReceiverStream::new(events)))
+    }
+
+    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
+        // The session takes Carry streams apart before tonic sees them.
+        Err(Status::internal("Carry is served without a codec"))
+    }
+
+    async fn notify(&self, request: Request<proto::Notice>) -> Result<Response<NoticeAck>, Status> {
+        let notice = match request.into_inner().notice {
+            Some(notice::Notice::Draining(_)) => Notice::Draining,
+            Some(notice::Notice::Refused(refused)) => Notice::Refused(refused.reason),
+            Some(notice::Notice::Replaced(replaced)) => Notice::Replaced { peer: replaced.peer },
+            Some(notice::Notice::TrustBundle(bundle)) => {
+                let _ = self.0.shared.bundles.send(bundle.pem).await;
+                return Ok(Response::new(NoticeAck {}));
+            }
+            None => return Err(Status::invalid_argument("a notice of a kind that this agent does not know")),
+        };
+        self.0.notices.send_replace(notice);
+        Ok(Response::new(NoticeAck {}))
+    }
+}

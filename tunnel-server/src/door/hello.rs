@@ -1,0 +1,230 @@
+//! Finds the server name in a TLS ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) without answering it.
+
+/// The longest ClientHello that is waited for, in bytes on the wire.
+pub const MAX_HELLO: usize = 64 << 10;
+
+const RECORD_HEADER: usize = 5;
+const HANDSHAKE: u8 = 22;
+/// Largest plaintext record (RFC 8446 §5.1).
+const MAX_RECORD: usize = 1 << 14;
+const HANDSHAKE_HEADER: usize = 4;
+const CLIENT_HELLO: u8 = 1;
+const EXTENSION_SERVER_NAME: u16 = 0;
+const NAME_TYPE_HOST: u8 = 0;
+/// The longest host name (RFC 1035 §3.1, in text).
+const MAX_NAME: usize = 255;
+
+/// What the bytes so far are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Parsed {
+    /// A beginning of a ClientHello: more must come.
+    Incomplete,
+    /// A whole ClientHello, and the name that it asks for, as sent.
+    Hello(Option<String>),
+}
+
+/// Why bytes are no ClientHello; each has the alert that says so (RFC 8446 §6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HelloError {
+    /// Something else than TLS, HTTP for example.
+    #[error("not TLS")]
+    NotTls,
+    /// TLS, but it does not begin with a ClientHello.
+    #[error("not a ClientHello")]
+    NotHello,
+    /// Too long to wait for.
+    #[error("a ClientHello of more than {MAX_HELLO} bytes")]
+    TooLong,
+    /// Lengths do not add up.
+    #[error("a malformed ClientHello: {0}")]
+    Malformed(&'static str),
+}
+
+impl HelloError {
+    /// The TLS alert description to answer with.
+    pub const fn alert(self) -> u8 {
+        match self {
+            Self::NotTls | Self::NotHello => 10,
+            Self::TooLong => 22,
+            Self::Malformed(_) => 50,
+        }
+    }
+}
+
+/// Reads the ClientHello at the beginning of `bytes`, in however many records it comes.
+///
+/// # Errors
+/// The bytes are not, and cannot become, a ClientHello.
+pub fn parse_client_hello(bytes: &[u8]) -> Result<Parsed, HelloError> {
+    let mut message = Vec::new();
+    let mut rest = bytes;
+    loop {
+        // Told from the first byte on, so that nobody waits for the rest of an HTTP request.
+        match rest {
+            [] => return Ok(Parsed::Incomplete),
+            [HANDSHAKE] => return Ok(Parsed::Incomplete),
+            [HANDSHAKE, 3, ..] => {}
+            _ => return Err(HelloError::NotTls),
+        }
+        let [_, _, _, high, low, body @ ..] = rest else { return Ok(Parsed::Incomplete) };
+        let length = usize::from(u16::from_be_bytes([*high, *low]));
+        if length == 0 || length > MAX_RECORD {
+            return Err(HelloError::Malformed("record length"));
+        }
+        message.extend_from_slice(&body[..length.min(body.len())]);
+        if let Some(whole) = whole_message(&message)? {
+            return client_hello(whole).map(Parsed::Hello);
+        }
+        if bytes.len() >= MAX_HELLO {
+            return Err(HelloError::TooLong);
+        }
+        if body.len() < length {
+            return Ok(Parsed::Incomplete);
+        }
+        rest = &rest[RECORD_HEADER + length..];
+    }
+}
+
+/// The ClientHello's body, once it is all there.
+fn whole_message(message: &[u8]) -> Result<Option<&[u8]>, HelloError> {
+    if message.first().is_some_and(|kind| *kind != CLIENT_HELLO) {
+        return Err(HelloError::NotHello);
+    }
+    let [_, a, b, c, body @ ..] = message else { return Ok(None) };
+    let length = u32::from_be_bytes([0, *a, *b, *c]) as usize;
+    if length + HANDSHAKE_HEADER > MAX_HELLO {
+        return Err(HelloError::TooLong);
+    }
+    Ok(body.get(..length))
+}
+
+fn client_hello(body: &[u8]) -> Result<Option<String>, HelloError> {
+    let mut body = Reader(body);
+    body.take(2 + 32).ok_or(HelloError::Malformed("version and random"))?;
+    body.vector8().ok_or(HelloError::Malformed("session id"))?;
+    body.vector16().ok_or(HelloError::Malformed("cipher suites"))?;
+    body.vector8().ok_or(HelloError::Malformed("compression methods"))?;
+    if body.0.is_empty() {
+        return Ok(None);
+    }
+    let mut extensions = Reader(body.vector16().ok_or(HelloError::Malformed("extensions"))?);
+    while !extensions.0.is_empty() {
+        let kind = extensions.u16().ok_or(HelloError::Malformed("extension type"))?;
+        let data = extensions.vector16().ok_or(HelloError::Malformed("extension length"))?;
+        if kind == EXTENSION_SERVER_NAME {
+            return server_name(data);
+        }
+    }
+    Ok(None)
+}
+
+fn server_name(data: &[u8]) -> Result<Option<String>, HelloError> {
+    const BAD: HelloError = HelloError::Malformed("server_name");
+    let mut names = Reader(Reader(data).vector16().ok_or(BAD)?);
+    while !names.0.is_empty() {
+        let kind = names.u8().ok_or(BAD)?;
+        let name = names.vector16().ok_or(BAD)?;
+        if kind == NAME_TYPE_HOST {
+            if name.is_empty() || name.len() > MAX_NAME || !name.iter().all(u8::is_ascii_graphic) {
+                return Err(BAD);
+            }
+            return Ok(Some(name.iter().copied().map(char::from).collect()));
+        }
+    }
+    Ok(None)
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn u8(&mut self) -> Option<u8> {
+        self.take(1).map(|byte| byte[0])
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        self.take(2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]))
+    }
+
+    fn vector8(&mut self) -> Option<&'a [u8]> {
+        let length = self.u8()?;
+        self.take(usize::from(length))
+    }
+
+    fn vector16(&mut self) -> Option<&'a [u8]> {
+        let length = self.u16()?;
+        self.take(usize::from(length))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use rustls::pki_types::ServerName;
+    use std::sync::Arc;
+
+    /// What rustls, as a client, sends first.
+    fn hello(name: &str) -> Vec<u8> {
+        let config = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(rustls::RootCertStore::empty())
+            .with_no_client_auth();
+        let name = ServerName::try_from(name.to_owned()).unwrap();
+        let mut client = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+        let mut bytes = Vec::new();
+        client.write_tls(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// The same message in records of at most `size` bytes.
+    fn in_records(hello: &[u8], size: usize) -> Vec<u8> {
+        hello[RECORD_HEADER..]
+            .chunks(size)
+            .flat_map(|part| {
+                let length = u16::try_from(part.len()).unwrap().to_be_bytes();
+                [&[HANDSHAKE, 3, 1, length[0], length[1]][..], part].concat()
+            })
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn the_name_is_found_in_any_number_of_records_and_segments(name in "[a-z]([a-z0-9-]{0,20}[a-z0-9])?(\\.[a-z]{1,8}){0,3}", size in 1usize..600) {
+            let bytes = in_records(&hello(&name), size);
+            for end in 0..bytes.len() {
+                prop_assert_eq!(parse_client_hello(&bytes[..end]), Ok(Parsed::Incomplete), "{} of {}", end, bytes.len());
+            }
+            prop_assert_eq!(parse_client_hello(&bytes), Ok(Parsed::Hello(Some(name))));
+        }
+
+        #[test]
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = parse_client_hello(&bytes);
+        }
+
+        #[test]
+        fn a_damaged_hello_never_panics(at in any::<prop::sample::Index>(), value in any::<u8>()) {
+            let mut bytes = hello("edge-1");
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+            let _ = parse_client_hello(&bytes);
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_hello_is_told_at_once() {
+        assert_eq!(parse_client_hello(b"G"), Err(HelloError::NotTls));
+        assert_eq!(parse_client_hello(b"GET / HTTP/1.1\r\n"), Err(HelloError::NotTls));
+        assert_eq!(parse_client_hello(&[22, 3, 1, 0, 1, 2]), Err(HelloError::NotHello));
+        assert_eq!(parse_client_hello(&[22, 3, 1, 0, 0]), Err(HelloError::Malformed("record length")));
+        assert_eq!(parse_client_hello(&[22, 3, 1, 0, 4, 1, 0xff, 0xff, 0xff]), Err(HelloError::TooLong));
+        assert_eq!(parse_client_hello(&hello("10.0.0.7")), Ok(Parsed::Hello(None)), "rustls sends no address as SNI");
+    }
+}

@@ -1,0 +1,162 @@
+//! The doors: where connections come in, and how each finds its node.
+//!
+//! A door is one module behind [`Door`]: it looks at an accepted connection and names the destination. Everything
+//! after that (the session, the bytes, the access log, the metrics) is the same for all.
+
+pub mod hello;
+mod https;
+mod record;
+mod redirect;
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytes::Bytes;
+use tokio::net::{TcpListener, TcpStream};
+use tunnel_core::carry::{Abort, Broken, Side, Traffic, reset_on_drop};
+use tunnel_core::identity::NodeName;
+use tunnel_core::lifecycle::Drain;
+use tunnel_core::link;
+use tunnel_core::outcome::Outcome;
+
+pub use https::Https;
+pub use redirect::Redirected;
+
+use crate::accept::accept;
+use crate::metrics::Metrics;
+use crate::route::Router;
+use crate::session::{Session, Sessions};
+use record::Record;
+
+/// Where a caller wants to go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Opening {
+    /// The node whose agent shall dial.
+    pub node: NodeName,
+    /// What it shall dial.
+    pub target: SocketAddr,
+    /// What was read from the caller meanwhile, to be carried first.
+    pub prefix: Bytes,
+}
+
+/// The door turned the caller away: the connection is closed, or will be reset.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    /// Not a caller at all: nothing is logged.
+    #[error("a connection of the server to itself")]
+    Own,
+    /// What the caller wants is not served.
+    #[error("{0}")]
+    Caller(String),
+    /// The caller's socket failed.
+    #[error("{0}")]
+    Socket(#[from] std::io::Error),
+}
+
+/// Names the destination of a connection.
+pub trait Door: Send + Sync + 'static {
+    /// The door's name in logs and metrics.
+    const NAME: &'static str;
+
+    /// Finds out where the caller wants to go.
+    fn open(&self, socket: &mut TcpStream, router: &Router) -> impl Future<Output = Result<Opening, Refusal>> + Send;
+}
+
+/// What every door works with.
+#[derive(Clone)]
+pub struct Hall {
+    /// Who is where.
+    pub router: Arc<Router>,
+    /// Which nodes have a session.
+    pub sessions: Arc<Sessions>,
+    /// Counters.
+    pub metrics: Metrics,
+    /// Connections in flight.
+    pub drain: Drain,
+}
+
+/// Serves a door until the drain starts.
+pub async fn serve<D: Door>(door: D, listener: TcpListener, hall: Hall) {
+    let door = Arc::new(door);
+    hall.metrics.door(D::NAME);
+    loop {
+        let (socket, client) = tokio::select! {
+            accepted = accept(&listener, D::NAME) => accepted,
+            () = hall.drain.shutdown().draining() => return,
+        };
+        hall.drain.spawn(receive(door.clone(), socket, client, hall.clone()));
+    }
+}
+
+async fn receive<D: Door>(door: Arc<D>, mut socket: TcpStream, client: SocketAddr, hall: Hall) {
+    // Whatever goes wrong from here on, the caller sees a reset and no clean end.
+    reset_on_drop(&socket);
+    let opening = match door.open(&mut socket, &hall.router).await {
+        Ok(opening) => opening,
+        Err(Refusal::Own) => return,
+        Err(refusal) => {
+            hall.metrics.turned_away(D::NAME);
+            tracing::warn!(door = D::NAME, %client, reason = %refusal, "caller turned away");
+            return;
+        }
+    };
+    let record = Record::new(D::NAME, client, &opening, &hall);
+    let Some(session) = hall.sessions.of(&opening.node) else {
+        record.end(Outcome::NoTunnel, &no_tunnel(&hall.sessions, &opening.node));
+        return;
+    };
+    // From the accepting thread to the one that owns the link; both sides of the pump stay there.
+    let worker = session.worker().clone();
+    match socket.into_std() {
+        Ok(socket) => {
+            worker.spawn(carry(socket, opening, session, record));
+        }
+        Err(error) => record.end(Outcome::ClientReset, &error),
+    }
+}
+
+async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Session>, mut record: Record) {
+    let mut socket = match TcpStream::from_std(socket).and_then(|socket| link::tune_carried(&socket).map(|()| socket)) {
+        Ok(socket) => socket,
+        Err(error) => return record.end(Outcome::ClientReset, &error),
+    };
+    let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+    let ended = {
+        let forced = record.forced();
+        let carrying =
+            session.carry(&mut socket, opening.prefix, opening.target, &abort, &traffic, |took| record.dialled(took));
+        let mut carrying = std::pin::pin!(carrying);
+        tokio::select! {
+            biased;
+            ended = &mut carrying => ended,
+            () = forced.cancelled() => {
+                abort.trigger(Outcome::Shutdown);
+                carrying.await
+            }
+            () = session.closed.cancelled() => {
+                abort.trigger(Outcome::TunnelLost);
+                carrying.await
+            }
+        }
+    };
+    record.carried(&session, &traffic);
+    match ended {
+        Ok(()) => record.end(Outcome::Ok, &""),
+        Err(broken @ Broken::Aborted(_)) => record.end(broken.outcome(Side::Server), &""),
+        Err(broken) => record.end(broken.outcome(Side::Server), &broken),
+    }
+}
+
+fn no_tunnel(sessions: &Sessions, node: &NodeName) -> String {
+    match sessions.last_seen(node) {
+        Some(ago) => format!("no tunnel to node {node} (last seen {} s ago)", ago.as_secs()),
+        None => format!("no tunnel to node {node} (not seen since this server started)"),
+    }
+}
+
+/// How long ago something started, for logs.
+fn millis_since(started: Instant) -> u64 {
+    u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,163 @@
+//! The agent port: mutual TLS, and by ALPN either an agent's link or ordinary gRPC (enrolment).
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio_rustls::server::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::service::Routes;
+use tower::ServiceExt as _;
+use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, TrustBundle, node_of_certificate};
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, PING_INTERVAL, PING_TIMEOUT};
+use tunnel_core::proto::enrollment_server::EnrollmentServer;
+
+use super::admission::{Admission, Admitted};
+use super::attach;
+use super::{Sessions, Workers};
+use crate::accept::accept;
+use crate::metrics::Metrics;
+use crate::pki::{EnrollService, PeerCertificate};
+
+/// The largest gRPC message of an enrolment: a CSR is under 2 KiB.
+const MAX_MESSAGE: usize = 64 << 10;
+/// Streams at once on an enrolment connection.
+const MAX_GRPC_STREAMS: u32 = 16;
+/// How long a connection for enrolment may last.
+const GRPC_LIFETIME: std::time::Duration = std::time::Duration::from_secs(60);
+
+/// What the agent port needs.
+pub struct AgentPortConfig {
+    /// This server's name for itself.
+    pub server_id: String,
+    /// TLS settings of the moment.
+    pub tls: Arc<ServerTls>,
+    /// The roots to announce.
+    pub bundle: watch::Receiver<Arc<TrustBundle>>,
+    /// Where sessions are registered.
+    pub sessions: Arc<Sessions>,
+    /// The data path's threads.
+    pub workers: Arc<Workers>,
+    /// Enrolment.
+    pub enroll: EnrollService,
+    /// Counters.
+    pub metrics: Metrics,
+    /// Take nothing new; tell the agents.
+    pub draining: CancellationToken,
+    /// How long the drain may last, for the agents to know.
+    pub drain_timeout: std::time::Duration,
+}
+
+/// The agent port.
+pub struct AgentPort {
+    pub(super) config: AgentPortConfig,
+    admission: Admission,
+    routes: Routes,
+    /// Links, until their end.
+    pub(super) links: TaskTracker,
+}
+
+impl AgentPort {
+    /// Takes nothing yet.
+    pub fn new(config: AgentPortConfig) -> Arc<Self> {
+        let service = EnrollmentServer::new(config.enroll.clone()).max_decoding_message_size(MAX_MESSAGE);
+        let routes = Routes::new(service).prepare();
+        Arc::new(Self { config, admission: Admission::default(), routes, links: TaskTracker::new() })
+    }
+
+    /// Takes connections until the drain starts.
+    pub async fn serve(self: Arc<Self>, listener: TcpListener) {
+        loop {
+            let (socket, peer) = tokio::select! {
+                accepted = accept(&listener, "agents") => accepted,
+                () = self.config.draining.cancelled() => return,
+            };
+            let Some(admitted) = self.admission.admit(peer.ip()) else {
+                self.config.metrics.handshake("turned_away");
+                continue;
+            };
+            let socket = match socket.into_std() {
+                Ok(socket) => socket,
+                Err(error) => {
+                    tracing::debug!(%peer, %error, "connection lost before its handshake");
+                    continue;
+                }
+            };
+            let (port, worker) = (self.clone(), self.config.workers.next().clone());
+            let on_worker = worker.clone();
+            worker.spawn(self.links.track_future(async move {
+                if let Err(error) = port.take(socket, peer, admitted, on_worker).await {
+                    port.config.metrics.handshake("failed");
+                    tracing::info!(%peer, %error, "handshake failed on the agent port");
+                }
+            }));
+        }
+    }
+
+    /// Waits until every link has ended.
+    pub async fn closed(&self) {
+        self.links.close();
+        self.links.wait().await;
+    }
+
+    async fn take(
+        self: &Arc<Self>,
+        socket: std::net::TcpStream,
+        peer: SocketAddr,
+        admitted: Admitted,
+        worker: tokio::runtime::Handle,
+    ) -> io::Result<()> {
+        let socket = TcpStream::from_std(socket)?;
+        link::tune_link(&socket)?;
+        let handshake = self.config.tls.acceptor().accept(socket);
+        let stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake)
+            .await
+            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
+        let connection = stream.get_ref().1;
+        let certificate = connection.peer_certificates().and_then(|chain| chain.first()).cloned();
+        match connection.alpn_protocol() {
+            Some(ALPN_TUNNEL) => {
+                let certificate = certificate.ok_or_else(|| {
+                    io::Error::new(io::ErrorKind::PermissionDenied, "an agent's link needs a client certificate")
+                })?;
+                let node = node_of_certificate(&certificate)
+                    .map_err(|error| io::Error::new(io::ErrorKind::PermissionDenied, error))?;
+                attach::run(self.clone(), stream, peer, node, worker, admitted).await;
+                Ok(())
+            }
+            Some(ALPN_GRPC) => {
+                self.config.metrics.handshake("grpc");
+                self.grpc(stream, peer, PeerCertificate(certificate)).await;
+                drop(admitted);
+                Ok(())
+            }
+            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "the client offered neither postern/1 nor h2")),
+        }
+    }
+
+    async fn grpc(&self, stream: TlsStream<TcpStream>, peer: SocketAddr, certificate: PeerCertificate) {
+        let routes = self.routes.clone().map_request(move |mut request: http::Request<hyper::body::Incoming>| {
+            request.extensions_mut().insert(certificate.clone());
+            request.extensions_mut().insert(crate::pki::PeerAddress(peer));
+            request.map(tonic::body::Body::new)
+        });
+        let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(MAX_GRPC_STREAMS)
+            .max_header_list_size(16 << 10)
+            .keep_alive_interval(PING_INTERVAL)
+            .keep_alive_timeout(PING_TIMEOUT)
+            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
+        tokio::select! {
+            served = tokio::time::timeout(GRPC_LIFETIME, served) => if let Ok(Err(error)) = served {
+                tracing::debug!(%peer, %error, "gRPC connection ended");
+            },
+            () = self.config.draining.cancelled() => {}
+        }
+    }
+}

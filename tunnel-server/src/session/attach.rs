@@ -1,0 +1,298 @@
+//! One agent's link, from the end of its TLS handshake to its end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use h2::PingPong;
+use h2::client::SendRequest;
+use tokio::net::TcpStream;
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
+use tokio_rustls::server::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, Streaming};
+use tunnel_core::carry::StallBound;
+use tunnel_core::grpc::{Channel, origin};
+use tunnel_core::identity::NodeName;
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, Rtt};
+use tunnel_core::proto::agent_client::AgentClient;
+use tunnel_core::proto::{
+    AgentEvent, Hello, Notice, Refused, Replaced, ServerDraining, TrustBundle, Welcome, agent_event, notice,
+};
+
+use super::admission::Admitted;
+use super::agent_port::AgentPort;
+use super::registry::Fenced;
+use super::Session;
+
+/// The largest control message taken from an agent.
+const MAX_MESSAGE: usize = 64 << 10;
+/// How long an agent may take to acknowledge a notice.
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Events that an agent may send in [`EVENT_SPAN`]; more is a flood.
+const MAX_EVENTS: u32 = 200;
+const EVENT_SPAN: Duration = Duration::from_secs(10);
+
+/// Why a session ended.
+#[derive(Debug, thiserror::Error)]
+enum End {
+    #[error("HTTP/2 failed: {0}")]
+    Link(#[from] h2::Error),
+    #[error("the agent closed the connection")]
+    Closed,
+    #[error(transparent)]
+    Dead(#[from] link::LinkDead),
+    #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    NoHello,
+    #[error("Attach failed: {0}")]
+    Attach(Box<Status>),
+    #[error("the agent's first event is not Hello")]
+    NotHello,
+    #[error("the certificate names node {certified}, but Hello says {claimed:?}")]
+    Impostor { certified: NodeName, claimed: String },
+    #[error(transparent)]
+    Fenced(#[from] Fenced),
+    #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
+    Flood,
+    #[error("replaced by a newer session, or this server stops")]
+    Ended,
+}
+
+impl From<Status> for End {
+    fn from(status: Status) -> Self {
+        Self::Attach(Box::new(status))
+    }
+}
+
+/// Drives the link until it ends.
+pub(super) async fn run(
+    port: Arc<AgentPort>,
+    stream: TlsStream<TcpStream>,
+    peer: SocketAddr,
+    node: NodeName,
+    worker: Handle,
+    admitted: Admitted,
+) {
+    let started = Instant::now();
+    let end = drive(&port, stream, peer, node.clone(), worker, admitted).await;
+    let lasted_s = started.elapsed().as_secs();
+    match end {
+        End::Ended => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
+        End::Impostor { .. } | End::Flood | End::Fenced(_) => {
+            port.config.metrics.session_refused(end.label());
+            tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
+        }
+        _ => tracing::warn!(%node, %peer, lasted_s, "session ended: {end}"),
+    }
+}
+
+impl End {
+    const fn label(&self) -> &'static str {
+        match self {
+            Self::Impostor { .. } => "impostor",
+            Self::Flood => "flood",
+            Self::Fenced(_) => "older",
+            _ => "failed",
+        }
+    }
+}
+
+async fn drive(
+    port: &Arc<AgentPort>,
+    stream: TlsStream<TcpStream>,
+    peer: SocketAddr,
+    node: NodeName,
+    worker: Handle,
+    admitted: Admitted,
+) -> End {
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(stream)).await;
+    let (send, mut connection) = match handshake {
+        Ok(Ok(link)) => link,
+        Ok(Err(error)) => return End::Link(error),
+        Err(_) => return End::NoHello,
+    };
+    let Some(pings) = connection.ping_pong() else { return End::Closed };
+    // A task of its own: carried bytes wake it, and nothing else then has to look.
+    let mut driver = JoinSet::new();
+    driver.spawn(connection);
+    tokio::select! {
+        biased;
+        end = session(port, send, pings, peer, node, worker, admitted) => end,
+        Some(ended) = driver.join_next() => match ended {
+            Ok(Err(error)) => End::Link(error),
+            _ => End::Closed,
+        },
+    }
+}
+
+/// Takes the session out of the registry, however its task ends.
+struct Registered<'a> {
+    port: &'a AgentPort,
+    session: Arc<Session>,
+}
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        self.port.config.sessions.unregister(&self.session);
+        self.session.closed.cancel();
+    }
+}
+
+async fn session(
+    port: &Arc<AgentPort>,
+    send: SendRequest<Bytes>,
+    pings: PingPong,
+    peer: SocketAddr,
+    node: NodeName,
+    worker: Handle,
+    admitted: Admitted,
+) -> End {
+    let mut client =
+        AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
+    let (hello, mut events) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, greet(port, &mut client)).await {
+        Ok(Ok(greeting)) => greeting,
+        Ok(Err(end)) => return end,
+        Err(_) => return End::NoHello,
+    };
+    if hello.node != node.as_str() {
+        let end = End::Impostor { certified: node, claimed: hello.node };
+        tell(&mut client, notice::Notice::Refused(Refused { reason: end.to_string() })).await;
+        return end;
+    }
+    let session = Arc::new(Session {
+        id: port.config.sessions.next_id(),
+        node,
+        epoch: hello.epoch,
+        peer,
+        since: Instant::now(),
+        agent_version: hello.agent_version.chars().take(64).collect(),
+        rtt: Rtt::default(),
+        stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
+        connections: AtomicU32::new(0),
+        to_node: AtomicU64::new(0),
+        from_node: AtomicU64::new(0),
+        closed: CancellationToken::new(),
+        send,
+        worker,
+    });
+    match port.config.sessions.register(session.clone()) {
+        Ok(older) => retire(older, &session),
+        Err(fenced) => {
+            tell(&mut client, notice::Notice::Refused(Refused { reason: fenced.to_string() })).await;
+            return fenced.into();
+        }
+    }
+    let registered = Registered { port, session: session.clone() };
+    drop(admitted);
+    port.config.metrics.handshake("attached");
+    tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
+    let end = follow(port, &session, &mut client, &mut events, pings).await;
+    if matches!(end, End::Ended) && !port.config.draining.is_cancelled() {
+        let reason = notice::Notice::Replaced(Replaced {
+            epoch: session.epoch,
+            peer: port.config.sessions.of(&session.node).map_or_else(String::new, |newer| newer.peer.to_string()),
+        });
+        tell(&mut client, reason).await;
+    }
+    drop(registered);
+    end
+}
+
+/// The older session of the same node has to go: its agent is gone, or is a second one with the same identity.
+fn retire(older: Option<Arc<Session>>, newer: &Session) {
+    if let Some(older) = older {
+        tracing::warn!(
+            node = %newer.node, old_peer = %older.peer, old_epoch = older.epoch,
+            new_peer = %newer.peer, new_epoch = newer.epoch,
+            "a newer session replaces the live one"
+        );
+        older.closed.cancel();
+    }
+}
+
+async fn greet(
+    port: &AgentPort,
+    client: &mut AgentClient<Channel>,
+) -> Result<(Hello, Streaming<AgentEvent>), End> {
+    let bundle = port.config.bundle.borrow().to_pem();
+    let welcome = Welcome {
+        server_id: port.config.server_id.clone(),
+        server_version: env!("CARGO_PKG_VERSION").to_owned(),
+        trust_bundle: bundle,
+        ..Welcome::default()
+    };
+    let mut events = client.attach(welcome).await?.into_inner();
+    match events.message().await? {
+        Some(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }) => Ok((hello, events)),
+        _ => Err(End::NotHello),
+    }
+}
+
+/// Follows a registered session until it ends.
+async fn follow(
+    port: &AgentPort,
+    session: &Session,
+    client: &mut AgentClient<Channel>,
+    events: &mut Streaming<AgentEvent>,
+    pings: PingPong,
+) -> End {
+    let mut bundle = port.config.bundle.clone();
+    bundle.mark_unchanged();
+    let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
+    let mut span = (Instant::now(), 0u32);
+    let mut told_draining = false;
+    loop {
+        tokio::select! {
+            event = events.message() => {
+                let event = match event {
+                    Ok(Some(event)) => event,
+                    Ok(None) => return End::Closed,
+                    Err(status) => return status.into(),
+                };
+                if span.0.elapsed() > EVENT_SPAN {
+                    span = (Instant::now(), 0);
+                }
+                span.1 += 1;
+                if span.1 > MAX_EVENTS {
+                    return End::Flood;
+                }
+                match event.event {
+                    Some(agent_event::Event::Draining(_)) => {
+                        tracing::info!(node = %session.node, "the agent is draining");
+                        port.config.sessions.unregister(session);
+                    }
+                    Some(agent_event::Event::Hello(_)) => return End::NotHello,
+                    // For an operator's eyes only: routes come from the inventory.
+                    Some(agent_event::Event::Addresses(addresses)) => {
+                        tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "the node's addresses changed");
+                    }
+                    Some(agent_event::Event::Load(_)) | None => {}
+                }
+            }
+            dead = &mut alive => return dead.into(),
+            changed = bundle.changed(), if !told_draining => {
+                if changed.is_err() { return End::Ended }
+                let pem = bundle.borrow_and_update().to_pem();
+                tell(client, notice::Notice::TrustBundle(TrustBundle { pem })).await;
+            }
+            () = port.config.draining.cancelled(), if !told_draining => {
+                told_draining = true;
+                let timeout_seconds = u32::try_from(port.config.drain_timeout.as_secs()).unwrap_or(u32::MAX);
+                tell(client, notice::Notice::Draining(ServerDraining { timeout_seconds })).await;
+            }
+            () = session.closed.cancelled() => return End::Ended,
+        }
+    }
+}
+
+async fn tell(client: &mut AgentClient<Channel>, notice: notice::Notice) {
+    let notice = Notice { notice: Some(notice) };
+    match tokio::time::timeout(NOTICE_TIMEOUT, client.notify(notice)).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(status)) => tracing::debug!(%status, "a notice was not taken"),
+        Err(_) => tracing::debug!("a notice was not acknowledged in time"),
+    }
+}

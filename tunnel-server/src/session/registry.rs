@@ -1,0 +1,109 @@
+//! Which node has a live session.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use tunnel_core::identity::NodeName;
+
+use super::Session;
+use crate::metrics::Metrics;
+use crate::route::Router;
+
+/// Nodes remembered as "last seen"; beyond it the oldest are forgotten.
+const REMEMBERED: usize = 1 << 17;
+
+/// A session was refused because a newer one is live.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("node {node} has a newer session (number {live} from {peer}; this one is number {offered})")]
+pub struct Fenced {
+    node: NodeName,
+    live: u64,
+    offered: u64,
+    peer: SocketAddr,
+}
+
+/// The live sessions by node.
+pub struct Sessions {
+    live: RwLock<HashMap<NodeName, Arc<Session>>>,
+    departed: Mutex<HashMap<NodeName, Instant>>,
+    ids: AtomicU64,
+    router: Arc<Router>,
+    metrics: Metrics,
+}
+
+impl Sessions {
+    /// No session yet; liveness is told to `router`.
+    pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
+        Self { live: RwLock::default(), departed: Mutex::default(), ids: AtomicU64::new(1), router, metrics }
+    }
+
+    /// A number for a session or a connection, unique in this process.
+    pub fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The node's live session.
+    pub fn of(&self, node: &NodeName) -> Option<Arc<Session>> {
+        self.live.read().unwrap_or_else(PoisonError::into_inner).get(node).cloned()
+    }
+
+    /// Every live session.
+    pub fn all(&self) -> Vec<Arc<Session>> {
+        self.live.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// How long ago the node's last session ended.
+    pub fn last_seen(&self, node: &NodeName) -> Option<Duration> {
+        self.departed().get(node).map(Instant::elapsed)
+    }
+
+    /// Puts a session to use, in place of an older one of the same node, which is returned.
+    ///
+    /// # Errors
+    /// A newer one is live: the epoch fences the offered one off.
+    pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
+        let node = session.node.clone();
+        let older = {
+            let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
+            if let Some(current) = live.get(&node)
+                && current.epoch >= session.epoch
+            {
+                return Err(Fenced { node, live: current.epoch, offered: session.epoch, peer: current.peer });
+            }
+            let older = live.insert(node.clone(), session);
+            self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
+            // Under the lock, so that liveness follows the map in the same order.
+            self.router.set_live(&node, true);
+            older
+        };
+        self.departed().remove(&node);
+        Ok(older)
+    }
+
+    /// Takes a session out of use. The end of an old one never removes its successor.
+    pub fn unregister(&self, session: &Session) {
+        {
+            let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
+            if live.get(&session.node).is_none_or(|current| current.id != session.id) {
+                return;
+            }
+            live.remove(&session.node);
+            self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
+            self.router.set_live(&session.node, false);
+        }
+        let mut departed = self.departed();
+        if departed.len() >= REMEMBERED
+            && let Some(oldest) = departed.iter().min_by_key(|(_, since)| **since).map(|(node, _)| node.clone())
+        {
+            departed.remove(&oldest);
+        }
+        departed.insert(session.node.clone(), Instant::now());
+    }
+
+    fn departed(&self) -> MutexGuard<'_, HashMap<NodeName, Instant>> {
+        self.departed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
