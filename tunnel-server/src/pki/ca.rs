@@ -1,5 +1,6 @@
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rcgen::KeyPair;
@@ -42,6 +43,13 @@ impl Ca {
     /// The CA of a state directory, which must be there.
     pub fn open(state_dir: &Path, lifetimes: Lifetimes) -> Result<Self, PkiError> {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
+        if !ca.directory().exists() {
+            return Err(PkiError::file(
+                &ca.directory(),
+                &"there is no CA",
+                "mend --state-dir, or make a CA by starting the server or by `tunnel-server token create`",
+            ));
+        }
         ca.state()?;
         Ok(ca)
     }
@@ -70,7 +78,11 @@ impl Ca {
     /// Made under another name and moved into place: a crash leaves no half of a CA.
     fn create(&self) -> Result<(), PkiError> {
         let fail = |error: io::Error| PkiError::io(&self.directory(), error);
-        let new = tempfile::Builder::new().prefix(".ca-").tempdir_in(&self.state_dir).map_err(fail)?;
+        let new = tempfile::Builder::new()
+            .prefix(".ca-")
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir_in(&self.state_dir)
+            .map_err(fail)?;
         let (root, key) = Root::create(1)?;
         let key_path = new.path().join(format!("{}.key", short_hash(&root.hash)));
         files::replace(&key_path, key.serialize_pem().as_bytes(), PRIVATE_FILE)?;

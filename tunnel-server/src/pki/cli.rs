@@ -96,7 +96,7 @@ impl TokenCommand {
         self.run_to(&mut io::stdout().lock())
     }
 
-    fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
+    pub(super) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
         let store = TokenStore::new(&self.common.state_dir);
         match &self.action {
             TokenAction::Create { node, ttl, server_address } => {
@@ -250,7 +250,7 @@ impl CaCommand {
         self.run_to(&mut io::stdout().lock())
     }
 
-    fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
+    pub(super) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
         let ca = Ca::open(&self.common.state_dir, Lifetimes::default())?;
         let (key, hash, next) = match self.action {
             CaAction::Status => return self.status(&ca, out),

@@ -24,6 +24,8 @@ mod limit;
 mod metrics;
 mod server_file;
 mod store;
+#[cfg(test)]
+mod tests;
 mod token;
 
 pub use authority::{CaState, IssuedCertificate, Lifetimes, Role, Root};

@@ -1,0 +1,309 @@
+//! The CA's files, its rotation, and the command line.
+
+use std::fs;
+use std::net::IpAddr;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use clap::Parser;
+use serde_json::Value;
+use tunnel_core::identity::{
+    IdentityError, NodeName, SERVER_NAME, create_csr, generate_key, node_of_certificate, public_key_of_csr,
+    server_names_of_certificate, validity,
+};
+
+use super::cli::{CaCommand, TokenCommand};
+use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role, ServerFile, Token, TokenState, TokenStore};
+
+fn node(name: &str) -> NodeName {
+    name.parse().unwrap()
+}
+
+fn new_ca() -> (tempfile::TempDir, PathBuf, Ca) {
+    let directory = tempfile::tempdir().unwrap();
+    let state_dir = directory.path().join("server");
+    let ca = Ca::load_or_create(&state_dir, Lifetimes::default()).unwrap();
+    (directory, state_dir, ca)
+}
+
+fn only_key(state_dir: &Path) -> PathBuf {
+    let keys: Vec<_> = fs::read_dir(state_dir.join("ca"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "key"))
+        .collect();
+    assert_eq!(keys.len(), 1, "{keys:?}");
+    keys[0].clone()
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().mode() & 0o777
+}
+
+fn issue(ca: &Ca, name: &str) -> super::IssuedCertificate {
+    let key = public_key_of_csr(&create_csr(&generate_key().unwrap()).unwrap()).unwrap();
+    let issued = ca.state().unwrap().issue_agent(&node(name), &key).unwrap();
+    IssuedLedger::new(ca.state_dir()).record(&node(name), &issued).unwrap();
+    issued
+}
+
+#[test]
+fn a_new_ca_is_private_and_stays_the_same() {
+    let (_directory, state_dir, ca) = new_ca();
+    let hash = ca.state().unwrap().hash().to_owned();
+    assert_eq!(mode(&state_dir), 0o700);
+    assert_eq!(mode(&state_dir.join("ca")), 0o700);
+    assert_eq!(mode(&only_key(&state_dir)), 0o600);
+    let again = Ca::load_or_create(&state_dir, Lifetimes::default()).unwrap();
+    assert_eq!(again.state().unwrap().hash(), hash);
+    let left: Vec<_> = fs::read_dir(&state_dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 2, "only `ca` and `lock`: {left:?}");
+}
+
+#[test]
+fn racing_starts_make_one_ca() {
+    let directory = tempfile::tempdir().unwrap();
+    let state_dir = directory.path().join("server");
+    let hashes: std::collections::BTreeSet<_> = std::thread::scope(|scope| {
+        let starts: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    let ca = Ca::load_or_create(&state_dir, Lifetimes::default()).unwrap();
+                    ca.state().unwrap().hash().to_owned()
+                })
+            })
+            .collect();
+        starts.into_iter().map(|start| start.join().unwrap()).collect()
+    });
+    assert_eq!(hashes.len(), 1);
+}
+
+/// Each broken state is refused with the file, the reason and the mend, and nothing is written over it.
+#[test]
+fn a_broken_ca_is_never_replaced() {
+    type Break = fn(&Path, &Path);
+    let cases: [(Break, &str, &str); 8] = [
+        (|roots, _| fs::write(roots, "").unwrap(), "ca.crt", "no certificate"),
+        (|roots, _| fs::write(roots, "-----BEGIN CERTIFICATE-----\nMIIB").unwrap(), "ca.crt", "not PEM"),
+        (|roots, _| fs::write(roots, [0xff, 0xfe]).unwrap(), "ca.crt", "not text"),
+        (|roots, _| fs::remove_file(roots).unwrap(), "ca.crt", "no such file"),
+        (|_, key| fs::remove_file(key).unwrap(), ".key", "key is missing"),
+        (|_, key| fs::write(key, "garbage").unwrap(), ".key", ""),
+        (|_, key| fs::write(key, generate_key().unwrap().serialize_pem()).unwrap(), ".key", "not the key of"),
+        (|_, key| fs::set_permissions(key, fs::Permissions::from_mode(0o644)).unwrap(), ".key", "chmod 600"),
+    ];
+    for (index, (damage, file, reason)) in cases.into_iter().enumerate() {
+        let (_directory, state_dir, _) = new_ca();
+        let (roots, key) = (state_dir.join("ca/ca.crt"), only_key(&state_dir));
+        damage(&roots, &key);
+        let before = (fs::read(&roots).ok(), fs::read(&key).ok());
+        let error = Ca::load_or_create(&state_dir, Lifetimes::default()).unwrap_err().to_string();
+        assert!(error.contains(file) && error.contains(reason), "case {index}: {error}");
+        assert!(error.contains("backup") || error.contains("chmod"), "case {index} names no mend: {error}");
+        assert_eq!((fs::read(&roots).ok(), fs::read(&key).ok()), before, "case {index}");
+    }
+}
+
+#[test]
+fn certificates_have_their_shape() {
+    let (_directory, _, ca) = new_ca();
+    let issued = issue(&ca, "edge-1");
+    let leaf = &issued.chain[0];
+    assert_eq!(node_of_certificate(leaf).unwrap(), node("edge-1"));
+    assert!(matches!(server_names_of_certificate(leaf), Err(IdentityError::NotServer(_))));
+    let life = validity(leaf).unwrap().life();
+    assert_eq!(life, Duration::from_secs(30 * 86_400));
+    assert!(validity(leaf).unwrap().not_before < SystemTime::now() - Duration::from_secs(290));
+
+    let dns = ["cloud.example".to_owned(), "*.cloud.example".to_owned(), SERVER_NAME.to_owned()];
+    let addresses: [IpAddr; 2] = ["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()];
+    let state = ca.state().unwrap();
+    let (server, _) = state.issue_server(&dns, &addresses).unwrap();
+    assert_eq!(
+        server_names_of_certificate(&server.chain[0]).unwrap(),
+        [SERVER_NAME, "cloud.example", "*.cloud.example", "10.0.0.1", "fd00::1"]
+    );
+    assert!(node_of_certificate(&server.chain[0]).is_err());
+    state.bundle().verify_server(&server.chain).unwrap();
+    state.bundle().verify_server(&issued.chain).unwrap_err();
+    for bad in ["", "a b", "é.example", "a..b", &"a".repeat(300)] {
+        let error = state.issue_server(&[bad.to_owned()], &[]).map(|_| ()).unwrap_err();
+        assert!(matches!(error, PkiError::Name { .. }), "{bad}: {error}");
+    }
+}
+
+#[test]
+fn a_rotation_goes_step_by_step() {
+    let (_directory, state_dir, ca) = new_ca();
+    let old = ca.state().unwrap().hash().to_owned();
+    let before = issue(&ca, "edge-1");
+    assert!(matches!(ca.activate(), Err(PkiError::Rotation(_))));
+    assert!(matches!(ca.retire(true), Err(PkiError::Rotation(_))));
+
+    let new = ca.introduce().unwrap();
+    let state = ca.state().unwrap();
+    assert_eq!((state.hash(), state.roots().len()), (old.as_str(), 2));
+    assert_eq!(state.role(&state.roots()[1]), Role::Introduced);
+    assert!(ca.introduce().unwrap_err().to_string().contains("ca activate"));
+    assert!(matches!(ca.retire(true), Err(PkiError::Rotation(_))));
+
+    assert_eq!(ca.activate().unwrap(), new);
+    let state = ca.state().unwrap();
+    assert_eq!(state.hash(), new);
+    assert_eq!(state.role(&state.roots()[1]), Role::Retiring);
+    assert!(matches!(ca.activate(), Err(PkiError::Rotation(_))), "it does not go back");
+    assert!(ca.introduce().unwrap_err().to_string().contains("ca retire"));
+    // An agent that knows only the old root still accepts the server.
+    let (server, _) = state.issue_server(&[], &[]).unwrap();
+    let old_only =
+        tunnel_core::identity::TrustBundle::new(vec![state.roots()[1].certificate.clone()]).unwrap();
+    old_only.verify_server(&server.chain).unwrap();
+    assert_eq!(state.bundle().issuer_of(&before.chain[0]), Some(1));
+
+    let error = ca.retire(false).unwrap_err().to_string();
+    assert!(error.contains("edge-1") && error.contains("--force"), "{error}");
+    assert_eq!(state.bundle().issuer_of(&issue(&ca, "edge-1").chain[0]), Some(0));
+    assert_eq!(ca.retire(false).unwrap(), old);
+    let state = ca.state().unwrap();
+    assert_eq!((state.hash(), state.roots().len()), (new.as_str(), 1));
+    assert_eq!(state.roots()[0].generation, 2);
+    only_key(&state_dir);
+    old_only.verify_server(&state.issue_server(&[], &[]).unwrap().0.chain).unwrap_err();
+}
+
+#[test]
+fn an_old_root_can_be_given_up() {
+    let (_directory, _, ca) = new_ca();
+    issue(&ca, "edge-1");
+    ca.introduce().unwrap();
+    ca.activate().unwrap();
+    ca.retire(false).unwrap_err();
+    ca.retire(true).unwrap();
+    assert_eq!(ca.state().unwrap().roots().len(), 1);
+}
+
+#[derive(Parser)]
+enum Program {
+    Token(TokenCommand),
+    Ca(CaCommand),
+}
+
+fn run(state_dir: &Path, line: &str) -> Result<String, String> {
+    let words = ["tunnel-server"].into_iter().chain(line.split_whitespace());
+    let words = words.chain(["--state-dir", state_dir.to_str().unwrap()]);
+    let program = Program::try_parse_from(words).map_err(|error| error.to_string())?;
+    let mut out = Vec::new();
+    match program {
+        Program::Token(command) => command.run_to(&mut out),
+        Program::Ca(command) => command.run_to(&mut out),
+    }
+    .map_err(|error| error.to_string())?;
+    Ok(String::from_utf8(out).unwrap())
+}
+
+fn run_json(state_dir: &Path, line: &str) -> Value {
+    serde_json::from_str(&run(state_dir, &format!("{line} -o json")).unwrap()).unwrap()
+}
+
+#[test]
+fn token_commands_work_before_the_first_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let state_dir = directory.path().join("server");
+    let made = run_json(&state_dir, "token create --node edge-1 --ttl 2h");
+    let text = made["token"].as_str().unwrap();
+    let token: Token = text.parse().unwrap();
+    let hash = Ca::open(&state_dir, Lifetimes::default()).unwrap().state().unwrap().hash().to_owned();
+    assert_eq!(made["ca_hash"], hash);
+    assert_eq!(made["server_addresses_known"], false);
+    let command = made["command"].as_str().unwrap();
+    assert_eq!(
+        command,
+        format!("tunnel-agent --server SERVER:10262 --node-name edge-1 --token {text} --ca-hash {hash}")
+    );
+    let (records, _) = TokenStore::new(&state_dir).list().unwrap();
+    assert_eq!(records[0].expires.duration_since(records[0].created).as_secs(), 7200);
+
+    ServerFile { agent_addresses: vec!["a.example:1".into(), "b.example:2".into()] }
+        .write(&state_dir)
+        .unwrap();
+    let shown = run(&state_dir, "token create --node edge-2").unwrap();
+    assert!(shown.contains("--server a.example:1,b.example:2 ") && shown.contains(&hash), "{shown}");
+    let given = run_json(&state_dir, "token create --node edge-2 --server-address [fd00::1]:10262");
+    assert!(given["command"].as_str().unwrap().contains("--server [fd00::1]:10262 "));
+
+    let listed = run(&state_dir, "token list").unwrap();
+    assert!(
+        listed.contains("edge-1") && listed.contains("valid") && !listed.contains(&text[7..]),
+        "{listed}"
+    );
+    let rows = run_json(&state_dir, "token list");
+    assert_eq!(rows.as_array().unwrap().len(), 3);
+    assert_eq!(rows[0]["state"], serde_json::to_value(TokenState::Valid).unwrap());
+    assert!(!rows.to_string().contains("secret"));
+
+    run(&state_dir, &format!("token revoke {}", token.id())).unwrap();
+    assert!(run(&state_dir, &format!("token revoke {}", token.id())).unwrap_err().contains("token list"));
+    assert_eq!(run_json(&state_dir, "token list").as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn token_commands_refuse_bad_values_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let state_dir = directory.path().join("server");
+    for (line, parts) in [
+        ("token create --node Edge_1", ["--node", "Edge_1"]),
+        ("token create --node edge-1 --ttl 5", ["--ttl", "want for example 24h"]),
+        ("token create --node edge-1 --ttl 0s", ["--ttl", "zero"]),
+        ("token create --node edge-1 --server-address cloud", ["--server-address", "HOST:PORT"]),
+        ("token create --node edge-1 --server-address cloud:0", ["--server-address", "1..65535"]),
+        ("token create --node edge-1 --server-address fd00::1:80", ["--server-address", "brackets"]),
+    ] {
+        let error = run(&state_dir, line).unwrap_err();
+        assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
+    }
+    assert!(!state_dir.exists(), "a refused command makes nothing");
+}
+
+#[test]
+fn a_broken_token_file_does_not_hide_the_others() {
+    let directory = tempfile::tempdir().unwrap();
+    let state_dir = directory.path().join("server");
+    let made = run_json(&state_dir, "token create --node edge-1");
+    run(&state_dir, "token create --node edge-2").unwrap();
+    let path = state_dir.join(format!("tokens/{}.json", made["id"].as_str().unwrap()));
+    fs::write(&path, "{}").unwrap();
+    let error = run(&state_dir, "token list").unwrap_err();
+    assert!(error.contains(path.to_str().unwrap()), "{error}");
+    run(&state_dir, "token create --node edge-3").unwrap();
+    assert_eq!(fs::read_to_string(&path).unwrap(), "{}");
+}
+
+#[test]
+fn ca_commands_rotate() {
+    let (_directory, state_dir, ca) = new_ca();
+    issue(&ca, "edge-1");
+    let status = run_json(&state_dir, "ca status");
+    assert_eq!(
+        (status["roots"][0]["role"].as_str(), status["roots"][0]["nodes"][0].as_str()),
+        (Some("issuing"), Some("edge-1"))
+    );
+    let introduced = run_json(&state_dir, "ca introduce");
+    let activated = run_json(&state_dir, "ca activate");
+    assert_eq!(introduced["introduced"], activated["activated"]);
+    let text = run(&state_dir, "ca status").unwrap();
+    assert!(
+        text.contains("signs") && text.contains("ca retire") && text.contains("1 node(s): edge-1"),
+        "{text}"
+    );
+    assert!(run(&state_dir, "ca retire").unwrap_err().contains("edge-1"));
+    assert!(run(&state_dir, "ca retire --force").unwrap().contains("retired"));
+    assert_eq!(run_json(&state_dir, "ca status")["roots"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn ca_commands_need_a_ca() {
+    let directory = tempfile::tempdir().unwrap();
+    let error = run(directory.path(), "ca status").unwrap_err();
+    assert!(error.contains("there is no CA") && error.contains("--state-dir"), "{error}");
+}
