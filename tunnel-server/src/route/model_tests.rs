@@ -150,15 +150,15 @@ fn contradictions_are_defined_and_counted() {
 #[test]
 fn a_used_up_token_range_fails_closed() {
     let mut registry = Registry::default();
-    let small = RouterConfig { token_range: "198.18.0.0/29".parse().unwrap(), ..config() };
+    let small = RouterConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..config() };
     let router = Router::new(small, &mut registry);
-    let nodes = (1..=7).map(|i| node(&format!("edge-{i}"), true, &[&format!("10.8.0.{i}")])).collect();
-    (1..=7).for_each(|i| router.set_live(&format!("edge-{i}").parse().unwrap(), true));
+    let nodes = (0..240).map(|i| node(&format!("edge-{i}"), true, &[&format!("10.8.0.{i}")])).collect();
+    (0..240).for_each(|i| router.set_live(&format!("edge-{i}").parse().unwrap(), true));
     router.set_inventory(inventory(nodes));
     let desired = router.desired();
-    assert_eq!(desired.routes.len(), 7);
+    assert_eq!(desired.routes.len(), 240);
     let down: Vec<_> = desired.routes.values().filter(|target| !target.up).collect();
-    assert_eq!(down.len(), 2);
+    assert_eq!(down.len(), 2, "256 without the network's, nowhere and the redirect's own 16");
     assert!(down.iter().all(|target| router.snapshot().by_token(target.token).is_none()));
     assert_eq!(router.snapshot().conflicts().iter().filter(|c| c.kind == ConflictKind::NoToken).count(), 2);
 }

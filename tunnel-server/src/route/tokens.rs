@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use ipnet::{Ipv4Net, Ipv6Net};
 use tunnel_core::identity::NodeName;
 
+use crate::redirect::{reserved_tokens, reserved_tokens_v6};
+
 /// How long the token of a departed owner stays unused: a client may still hold a connection, or a resolved
 /// destination, to it.
 pub const QUARANTINE: Duration = Duration::from_secs(600);
@@ -36,11 +38,12 @@ pub(super) struct Tokens {
 }
 
 impl Tokens {
+    /// The ends of the ranges are reserved for the redirect's tests of itself.
     pub(super) fn new(v4: Ipv4Net, v6: Ipv6Net) -> Self {
-        let size = |host_bits: u32| 1u128.checked_shl(host_bits).unwrap_or(u128::MAX);
+        let (reserved, reserved_v6) = (reserved_tokens(v4).network(), reserved_tokens_v6(v6).network());
         Self {
-            v4: Pool::new(u128::from(u32::from(v4.network())), size(32 - u32::from(v4.prefix_len()))),
-            v6: Pool::new(u128::from(v6.network()), size(128 - u32::from(v6.prefix_len()))),
+            v4: Pool::new(u128::from(u32::from(v4.network())), u128::from(u32::from(reserved))),
+            v6: Pool::new(u128::from(v6.network()), u128::from(reserved_v6)),
         }
     }
 
@@ -82,10 +85,9 @@ struct Pool {
 }
 
 impl Pool {
-    /// The first address of a range is also its network's, and the last its broadcast address; the second stands
-    /// for nowhere.
-    fn new(first: u128, size: u128) -> Self {
-        let end = first.saturating_add(size - 1);
+    /// From `first` up to and without `end`. The first address of a range is also its network's, and the second
+    /// stands for nowhere.
+    fn new(first: u128, end: u128) -> Self {
         Self {
             nowhere: first + 1,
             fresh: first + 2,
@@ -157,55 +159,56 @@ mod tests {
 
     use proptest::prelude::*;
 
-    fn tokens(v4: &str) -> Tokens {
-        Tokens::new(v4.parse().unwrap(), "fd00::/64".parse().unwrap())
+    /// 198.18.0.0 and as many addresses as are given; one is the network's and one is nowhere.
+    fn pool(size: u128) -> Pool {
+        let first = u128::from(u32::from(Ipv4Addr::new(198, 18, 0, 0)));
+        Pool::new(first, first + size)
     }
 
     fn owner(number: u8) -> Owner {
         Owner::Node(format!("edge-{number}").parse().unwrap(), IpAddr::from([10, 0, 0, number]))
     }
 
-    fn one(tokens: &mut Tokens, number: u8, now: Instant) -> Option<String> {
-        tokens.assign(vec![owner(number)], now)[&owner(number)].map(|token| token.to_string())
+    fn one(pool: &mut Pool, number: u8, now: Instant) -> Option<String> {
+        let assigned = pool.assign(vec![owner(number)], now);
+        assigned[0].1.map(|token| Ipv4Addr::from(token as u32).to_string())
     }
 
     #[test]
     fn a_departed_owners_token_rests_for_ten_minutes() {
-        // /29: 8 addresses, of which 5 are given out.
-        let mut tokens = tokens("198.18.0.0/29");
+        let mut pool = pool(5);
         let start = Instant::now();
-        let first = one(&mut tokens, 1, start);
+        let first = one(&mut pool, 1, start);
         assert_eq!(first.as_deref(), Some("198.18.0.2"));
-        assert_eq!(one(&mut tokens, 2, start).as_deref(), Some("198.18.0.3"));
+        assert_eq!(one(&mut pool, 2, start).as_deref(), Some("198.18.0.3"));
         let almost = start + QUARANTINE - Duration::from_millis(1);
-        assert_eq!(one(&mut tokens, 3, almost).as_deref(), Some("198.18.0.4"));
-        assert_eq!(one(&mut tokens, 4, start + QUARANTINE), first, "the oldest departed one is free again");
+        assert_eq!(one(&mut pool, 3, almost).as_deref(), Some("198.18.0.4"));
+        assert_eq!(one(&mut pool, 4, start + QUARANTINE), first, "the oldest departed one is free again");
     }
 
     #[test]
     fn who_returns_in_time_gets_the_token_back() {
-        let mut tokens = tokens("198.18.0.0/29");
+        let mut pool = pool(6);
         let start = Instant::now();
-        let first = one(&mut tokens, 1, start);
-        one(&mut tokens, 2, start);
+        let first = one(&mut pool, 1, start);
+        one(&mut pool, 2, start);
         let later = start + Duration::from_secs(599);
-        assert_eq!(one(&mut tokens, 1, later), first);
+        assert_eq!(one(&mut pool, 1, later), first);
         // It departs again now, so its quarantine begins again.
-        one(&mut tokens, 2, later);
-        assert_ne!(one(&mut tokens, 3, start + QUARANTINE + Duration::from_secs(1)), first);
+        one(&mut pool, 2, later);
+        assert_ne!(one(&mut pool, 3, start + QUARANTINE + Duration::from_secs(1)), first);
     }
 
     #[test]
     fn a_used_up_range_says_so_and_recovers() {
-        let mut tokens = tokens("198.18.0.0/29");
+        let mut pool = pool(7);
         let start = Instant::now();
-        let all: Vec<_> = (0..6).map(owner).collect();
-        let assigned = tokens.assign(all, start);
-        assert_eq!(assigned.values().flatten().collect::<HashSet<_>>().len(), 5);
-        assert_eq!(assigned.values().filter(|token| token.is_none()).count(), 1);
-        assert!(!assigned.values().flatten().any(|token| *token == tokens.nowhere(*token)));
-        assert_eq!(one(&mut tokens, 100, start), None);
-        assert!(one(&mut tokens, 101, start + QUARANTINE).is_some());
+        let assigned = pool.assign((0..6).map(owner).collect(), start);
+        assert_eq!(assigned.iter().filter_map(|(_, token)| *token).collect::<HashSet<_>>().len(), 5);
+        assert_eq!(assigned.iter().filter(|(_, token)| token.is_none()).count(), 1);
+        assert!(assigned.iter().all(|(_, token)| *token != Some(pool.nowhere)));
+        assert_eq!(one(&mut pool, 100, start), None);
+        assert!(one(&mut pool, 101, start + QUARANTINE).is_some());
     }
 
     #[test]
@@ -217,21 +220,35 @@ mod tests {
         assert_eq!(assigned[&owner(1)], Some("128.0.0.2".parse().unwrap()));
     }
 
+    #[test]
+    fn the_redirects_own_tokens_are_nobodys() {
+        let mut tokens = Tokens::new("198.18.0.0/24".parse().unwrap(), "fd00::/112".parse().unwrap());
+        let assigned = tokens.assign((0..=255).map(owner).collect(), Instant::now());
+        let given: HashSet<_> = assigned.values().flatten().collect();
+        assert_eq!(given.len(), 256 - 16 - 2);
+        assert!(!given.iter().any(|token| reserved_tokens("198.18.0.0/24".parse().unwrap()).contains(
+            match token {
+                IpAddr::V4(v4) => v4,
+                IpAddr::V6(_) => panic!("{token}"),
+            }
+        )));
+    }
+
     proptest! {
         /// Against the definition: unique among the living, stable while living, not another's within the quarantine.
         #[test]
         fn holds_what_it_promises(rounds in prop::collection::vec((0u64..400, prop::collection::hash_set(0u8..12, 0..10)), 1..40)) {
-            let mut tokens = tokens("198.18.0.0/27");
+            let mut pool = pool(31);
             let mut now = Instant::now();
-            let mut last_use: HashMap<IpAddr, (Owner, Instant)> = HashMap::new();
-            let mut before: HashMap<Owner, IpAddr> = HashMap::new();
+            let mut last_use: HashMap<u128, (Owner, Instant)> = HashMap::new();
+            let mut before: HashMap<Owner, u128> = HashMap::new();
             for (seconds, present) in rounds {
                 // Whoever was there until now departs now at the earliest.
                 now += Duration::from_secs(seconds);
                 for (owner, token) in &before {
                     last_use.insert(*token, (owner.clone(), now));
                 }
-                let assigned = tokens.assign(present.iter().map(|n| owner(*n)).collect(), now);
+                let assigned = pool.assign(present.iter().map(|n| owner(*n)).collect(), now);
                 prop_assert_eq!(assigned.len(), present.len());
                 let mut seen = HashSet::new();
                 for (owner, token) in &assigned {
