@@ -1,7 +1,7 @@
 //! Keeps one session with one server, for as long as the agent lives.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
@@ -133,11 +133,11 @@ impl LinkLoop {
             Ok(epoch) => epoch,
             Err(error) => return SessionEnd::Connect(std::io::Error::other(error)),
         };
-        let link = match connect(&self.server, tls).await {
-            Ok(link) => link,
+        let (link, chain) = match connect(&self.server, tls).await {
+            Ok(connected) => connected,
             Err(end) => return end,
         };
-        let state = Arc::new(SessionState::new(self.shared.clone(), self.server.clone(), epoch));
+        let state = Arc::new(SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain));
         self.observe(|observed| observed.session = Some(state.clone()));
         let server_drains = CancellationToken::new();
         let mut serving = leftovers.spawn(serve(state, link, server_drains.clone()));

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
+use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::StallBound;
@@ -39,14 +40,23 @@ pub struct Shared {
     pub policy: Arc<Policy>,
     /// The node's addresses, as told to the servers.
     pub addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
-    /// Takes the trust bundle that a server announces.
-    pub bundles: mpsc::Sender<String>,
+    /// Takes the trust bundles that servers announce.
+    pub bundles: mpsc::Sender<Announced>,
     /// Counters.
     pub metrics: Metrics,
     /// Take nothing new, finish what is carried.
     pub draining: CancellationToken,
     /// End everything.
     pub forced: CancellationToken,
+}
+
+/// A trust bundle that a server announced over its session.
+#[derive(Debug)]
+pub struct Announced {
+    /// PEM.
+    pub bundle: String,
+    /// What the server showed in its TLS handshake, leaf first.
+    pub server_chain: Arc<[CertificateDer<'static>]>,
 }
 
 /// One session with one server.
@@ -61,6 +71,7 @@ pub struct SessionState {
     pub(crate) pending: Semaphore,
     pub(crate) stop: CancellationToken,
     pub(crate) rtt: Rtt,
+    server_chain: Arc<[CertificateDer<'static>]>,
     connections: Arc<AtomicU32>,
     loopback_ports: ArcSwap<BTreeSet<u16>>,
     notices: watch::Sender<Notice>,
@@ -94,7 +105,7 @@ pub enum Notice {
 }
 
 impl SessionState {
-    fn new(shared: Arc<Shared>, server: String, epoch: u64) -> Self {
+    fn new(shared: Arc<Shared>, server: String, epoch: u64, server_chain: Arc<[CertificateDer<'static>]>) -> Self {
         let (events, event_stream) = mpsc::channel(64);
         Self {
             policy: shared.policy.clone(),
@@ -106,6 +117,7 @@ impl SessionState {
             stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
             pending: Semaphore::new(PENDING_DIALS),
             rtt: Rtt::default(),
+            server_chain,
             connections: Arc::default(),
             loopback_ports: ArcSwap::default(),
             notices: watch::Sender::new(Notice::default()),
@@ -131,6 +143,11 @@ impl SessionState {
 
     pub(crate) const fn pending_limit(&self) -> usize {
         PENDING_DIALS
+    }
+
+    /// Hands a bundle on to whoever keeps the identity.
+    async fn announce(&self, bundle: String) {
+        let _ = self.shared.bundles.send(Announced { bundle, server_chain: self.server_chain.clone() }).await;
     }
 
     fn take_event_stream(&self) -> Option<mpsc::Receiver<Result<AgentEvent, tonic::Status>>> {

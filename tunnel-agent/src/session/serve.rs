@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use h2::server::Connection;
-use rustls_pki_types::ServerName;
+use rustls_pki_types::CertificateDer;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio_rustls::client::TlsStream;
@@ -13,7 +13,7 @@ use tokio_rustls::{TlsConnector, rustls};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::CARRY_PATH;
 use tunnel_core::grpc;
-use tunnel_core::identity::SERVER_NAME;
+use tunnel_core::identity::server_name;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
 use tunnel_core::proto::agent_server::AgentServer;
 use tunnel_core::proto::{Addresses, AgentEvent, Draining, Load, agent_event};
@@ -65,13 +65,18 @@ pub enum SessionEnd {
 pub(super) type LinkConnection = Connection<TlsStream<TcpStream>, bytes::Bytes>;
 
 /// TCP, TLS and HTTP/2 up to the first frames.
-pub(super) async fn connect(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<LinkConnection, SessionEnd> {
+pub(super) async fn connect(
+    server: &str,
+    tls: Arc<rustls::ClientConfig>,
+) -> Result<(LinkConnection, Arc<[CertificateDer<'static>]>), SessionEnd> {
     let socket = within("TCP connection", TcpStream::connect(server)).await?.map_err(SessionEnd::Connect)?;
     link::tune_link(&socket).map_err(SessionEnd::Connect)?;
     // Every server of ours proves this name, whatever address or load balancer leads to it.
-    let name = ServerName::try_from(SERVER_NAME).map_err(|error| SessionEnd::Tls(io::Error::other(error)))?;
-    let stream = within("TLS handshake", TlsConnector::from(tls).connect(name, socket)).await?.map_err(SessionEnd::Tls)?;
-    within("HTTP/2 preface", link::server_builder().handshake(stream)).await?.map_err(SessionEnd::Link)
+    let handshake = TlsConnector::from(tls).connect(server_name(), socket);
+    let stream = within("TLS handshake", handshake).await?.map_err(SessionEnd::Tls)?;
+    let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().into();
+    let link = within("HTTP/2 preface", link::server_builder().handshake(stream)).await?.map_err(SessionEnd::Link)?;
+    Ok((link, chain))
 }
 
 async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {

@@ -28,7 +28,7 @@ impl Agent for AgentService {
             welcome.loopback_ports.iter().filter_map(|port| u16::try_from(*port).ok()).collect();
         session.loopback_ports.store(Arc::new(ports));
         if !welcome.trust_bundle.is_empty() {
-            let _ = session.shared.bundles.send(welcome.trust_bundle).await;
+            session.announce(welcome.trust_bundle).await;
         }
         let hello = Hello {
             node: session.shared.node.to_string(),
@@ -56,7 +56,7 @@ impl Agent for AgentService {
             Some(notice::Notice::Refused(refused)) => Notice::Refused(refused.reason),
             Some(notice::Notice::Replaced(replaced)) => Notice::Replaced { peer: replaced.peer },
             Some(notice::Notice::TrustBundle(bundle)) => {
-                let _ = self.0.shared.bundles.send(bundle.pem).await;
+                self.0.announce(bundle.pem).await;
                 return Ok(Response::new(NoticeAck {}));
             }
             None => return Err(Status::invalid_argument("a notice of a kind that this agent does not know")),
