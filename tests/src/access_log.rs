@@ -21,6 +21,16 @@ impl AccessLine {
         let text = self.text(field);
         text.parse().with_context(|| format!("field {field} of the access line {:?}", self.0))
     }
+
+    /// Bytes that went to the node.
+    pub fn bytes_to_node(&self) -> Result<u64> {
+        self.number("to_node")
+    }
+
+    /// Bytes that came from the node.
+    pub fn bytes_from_node(&self) -> Result<u64> {
+        self.number("from_node")
+    }
 }
 
 /// The access lines of a JSON log: those with a door and an outcome.

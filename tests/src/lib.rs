@@ -8,6 +8,7 @@
 
 pub mod access_log;
 pub mod agent;
+pub mod authority;
 pub mod client;
 pub mod demo;
 pub mod evil;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use libtest_mimic::{Arguments, Failed, Trial};
+use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, Uid};
 
@@ -21,6 +22,8 @@ use crate::testbed::{Shape, Testbed, sweep};
 const FIGURE: &str = "figure: ";
 /// How much of each log a failure shows.
 const LINES_SHOWN: usize = 60;
+/// Open files that a scenario may have, and every program that it starts.
+const OPEN_FILES: u64 = 20_000;
 /// Scenarios that run side by side: most of their time is waiting.
 const SIDE_BY_SIDE: usize = 2;
 
@@ -88,6 +91,8 @@ fn run_here(name: &str, id: Id) -> Result<()> {
     let scenario = scenarios::all()
         .find(|scenario| scenario.name == name)
         .with_context(|| format!("no scenario {name}"))?;
+    // Thousands of connections have two ends in this process.
+    setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES).context("raising the limit of open files")?;
     let testbed = Testbed::new(id, Shape { edges: scenario.edges })?;
     testbed.enter_cloud()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()

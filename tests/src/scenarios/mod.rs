@@ -7,6 +7,15 @@ use anyhow::Result;
 
 use crate::testbed::Testbed;
 
+mod common;
+mod hostile;
+mod https;
+mod identity;
+mod load;
+mod operating;
+mod path;
+mod reload;
+mod restart;
 mod testbed_itself;
 
 /// A running scenario.
@@ -45,5 +54,17 @@ impl Scenario {
 
 /// Every scenario.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
-    [testbed_itself::ALL].into_iter().flatten()
+    [
+        testbed_itself::ALL,
+        path::ALL,
+        load::ALL,
+        restart::ALL,
+        identity::ALL,
+        https::ALL,
+        reload::ALL,
+        hostile::ALL,
+        operating::ALL,
+    ]
+    .into_iter()
+    .flatten()
 }

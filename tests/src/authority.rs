@@ -1,0 +1,43 @@
+//! Certificates signed with the real server's CA key, for what the server itself would never issue.
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, Result};
+use rcgen::{
+    CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair, KeyUsagePurpose,
+};
+
+/// The CA in a server's state folder.
+#[derive(Debug)]
+pub struct Authority(Issuer<'static, KeyPair>);
+
+impl Authority {
+    /// Opens it; there must be one root only.
+    pub fn open(state_dir: &Path) -> Result<Self> {
+        let dir = state_dir.join("ca");
+        let certificate = fs::read_to_string(dir.join("ca.crt")).context("reading ca.crt")?;
+        let mut keys =
+            fs::read_dir(&dir).context("reading the CA's folder")?.flatten().map(|entry| entry.path());
+        let key = keys
+            .find(|path| path.extension().is_some_and(|kind| kind == "key"))
+            .context("no key of the CA")?;
+        let key = KeyPair::from_pem(&fs::read_to_string(&key)?).context("the CA's key")?;
+        Ok(Self(Issuer::from_ca_cert_pem(&certificate, key).context("the CA's certificate")?))
+    }
+
+    /// Signs a certificate (PEM) of an agent of `node`, valid from `age` ago until `left` from now.
+    pub fn agent(&self, node: &str, key: &KeyPair, age: Duration, left: Duration) -> Result<String> {
+        let mut name = DistinguishedName::new();
+        name.push(DnType::OrganizationName, "postern:agents");
+        name.push(DnType::CommonName, format!("postern:node:{node}"));
+        let mut params = CertificateParams::default();
+        params.distinguished_name = name;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let now = SystemTime::now();
+        params.not_before = (now - age).into();
+        params.not_after = (now + left).into();
+        Ok(params.signed_by(key, &self.0).context("signing")?.pem())
+    }
+}

@@ -1,0 +1,98 @@
+//! What several scenarios do alike.
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use tokio::io::AsyncReadExt as _;
+
+use crate::agent::Agent;
+use crate::client::{self, Latencies, visit};
+use crate::runner::figure;
+use crate::server::{Builder, Server};
+use crate::target::{Behaviour, Target};
+use crate::testbed::Testbed;
+
+/// Port of the healthy echo beside which something else goes wrong.
+pub(super) const HEALTHY: u16 = 10255;
+
+/// A server with the default flags.
+pub(super) async fn server(testbed: &Testbed) -> Result<Server<'_>> {
+    Builder::new(testbed).start().await
+}
+
+/// A server, and an agent on edge 1.
+pub(super) async fn server_and_agent(testbed: &Testbed) -> Result<(Server<'_>, Agent<'_>)> {
+    let server = server(testbed).await?;
+    let agent = Agent::enrol(&server, 1).await?;
+    Ok((server, agent))
+}
+
+/// A target on edge `n`.
+pub(super) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviour) -> Result<Target> {
+    let edge = testbed.edge(n);
+    Target::start(&edge.ns, edge.address, port, behaviour)
+}
+
+/// Visits `address` over and over while `work` runs; every visit must succeed. Prints the visits' times.
+pub(super) async fn beside<T>(
+    what: &str,
+    address: SocketAddr,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let mut work = std::pin::pin!(work);
+    let mut latencies = Latencies::default();
+    loop {
+        tokio::select! {
+            biased;
+            result = &mut work => {
+                let result = result?;
+                // At least a few visits, however short the work was.
+                while latencies.count() < 20 {
+                    latencies.add(visit(address).await.with_context(|| format!("healthy traffic after {what}"))?);
+                }
+                figure(&format!("healthy traffic beside {what}: {}", latencies.report()));
+                return Ok(result);
+            }
+            latency = visit(address) => {
+                latencies.add(latency.with_context(|| format!("healthy traffic beside {what}"))?);
+            }
+        }
+    }
+}
+
+/// Connects, and reads nothing: the reset or end that the tunnel's failure must bring.
+pub(super) async fn expect_reset(address: SocketAddr) -> Result<()> {
+    let mut stream = client::connect(address).await?;
+    let end = client::end_of(&mut stream, client::PATIENCE).await?;
+    ensure!(end == client::End::Reset, "{address} ended with {end:?}, expected a reset");
+    Ok(())
+}
+
+/// Reads until `count` bytes are there, in any pieces, throwing them away.
+pub(super) async fn skip(stream: &mut tokio::net::TcpStream, count: usize) -> Result<()> {
+    let mut left = count;
+    let mut buffer = vec![0; 64 * 1024];
+    while left > 0 {
+        let part = left.min(buffer.len());
+        let n = tokio::time::timeout(client::PATIENCE, stream.read(&mut buffer[..part]))
+            .await
+            .context("no bytes came")??;
+        ensure!(n > 0, "ended {left} bytes early");
+        left -= n;
+    }
+    Ok(())
+}
+
+/// Fails if the condition holds at any moment of `span`: for things that must not happen.
+pub(super) async fn never(
+    what: &str,
+    span: Duration,
+    mut happened: impl AsyncFnMut() -> Result<bool>,
+) -> Result<()> {
+    let deadline = std::time::Instant::now() + span;
+    while std::time::Instant::now() < deadline {
+        ensure!(!happened().await?, "{what} happened");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Ok(())
+}

@@ -1,0 +1,323 @@
+//! Much at once, and much that goes wrong beside healthy traffic.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+
+use super::Scenario;
+use super::common::{HEALTHY, beside, server_and_agent, target};
+use crate::client::{self, Pattern, connect, digest, echo, pattern_digest, visit};
+use crate::runner::figure;
+use crate::target::Behaviour;
+use crate::testbed::Testbed;
+use crate::wait::wait_until;
+
+pub(super) const ALL: &[Scenario] = &[
+    Scenario::new("load::bulk_both_ways", 1, |t| Box::pin(bulk_both_ways(t))).limit(180),
+    Scenario::new("load::stalled_reader_beside_healthy", 1, |t| Box::pin(stalled_reader(t))),
+    Scenario::new("load::black_holed_dial_beside_healthy", 1, |t| Box::pin(black_holed_dial(t))),
+    Scenario::new("load::refused_dials_beside_healthy", 1, |t| Box::pin(refused_dials(t))),
+    Scenario::new("load::slow_target_beside_healthy", 1, |t| Box::pin(slow_target(t))),
+    Scenario::new("load::bulk_beside_healthy", 1, |t| Box::pin(bulk_beside_healthy(t))),
+    Scenario::new("load::hundred_stalled_readers_of_one_node", 2, |t| Box::pin(hundred_stalled_readers(t)))
+        .limit(180),
+    Scenario::new("load::targets_that_never_read", 1, |t| Box::pin(targets_that_never_read(t))).limit(180),
+    Scenario::new("load::two_thousand_connections_at_once", 1, |t| Box::pin(two_thousand(t))).limit(180),
+];
+
+const BULK: u64 = 200_000_000;
+
+fn rate(bytes: u64, start: Instant) -> String {
+    // Megabytes fit a f64 exactly.
+    #[expect(clippy::cast_precision_loss, reason = "for printing")]
+    let megabytes = bytes as f64 / 1e6;
+    format!("{megabytes:.0} MB at {:.0} MB/s", megabytes / start.elapsed().as_secs_f64())
+}
+
+async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<()> {
+    let mut stream = connect(address).await?;
+    let got = digest(&mut stream).await?;
+    ensure!(
+        got == (length, pattern_digest(seed, length)),
+        "downloaded {} bytes, changed or incomplete",
+        got.0
+    );
+    Ok(())
+}
+
+async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(11, BULK))?;
+    let start = Instant::now();
+    download(source.address, 11, BULK).await?;
+    figure(&format!("download, generators and checksums included: {}", rate(BULK, start)));
+
+    let sink = target(testbed, 1, 9101, Behaviour::Sink)?;
+    let start = Instant::now();
+    let mut stream = connect(sink.address).await?;
+    let mut pattern = Pattern::new(12, BULK);
+    pattern.write_to(&mut stream).await?;
+    stream.shutdown().await?;
+    let mut answer = String::new();
+    tokio::time::timeout(client::PATIENCE, stream.read_to_string(&mut answer))
+        .await
+        .context("no checksum came")??;
+    ensure!(answer == format!("{BULK} {}", pattern.digest()), "uploaded bytes arrived as {answer}");
+    figure(&format!("upload, generators and checksums included: {}", rate(BULK, start)));
+
+    let line = server
+        .wait_access("of the download", |line| line.text("target") == source.address.to_string())
+        .await?;
+    ensure!(line.bytes_from_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
+    let line =
+        server.wait_access("of the upload", |line| line.text("target") == sink.address.to_string()).await?;
+    ensure!(line.bytes_to_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
+    let metrics = server.metrics().await?;
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+    let bulk = BULK as f64;
+    ensure!(
+        metrics.sum("postern_carried_bytes_total", &[("direction", "from_node")]) >= bulk,
+        "bytes from the node"
+    );
+    ensure!(
+        metrics.sum("postern_carried_bytes_total", &[("direction", "to_node")]) >= bulk,
+        "bytes to the node"
+    );
+    Ok(())
+}
+
+async fn stalled_reader(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let length = 64_000_000;
+    let source = target(testbed, 1, 9100, Behaviour::Source(5, length))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let mut stalled = connect(source.address).await?;
+    beside("a stalled reader", healthy.address, async {
+        // Visits go on for a while with nobody reading.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        Ok(())
+    })
+    .await?;
+    // Once it reads again, everything is there.
+    let got = digest(&mut stalled).await?;
+    ensure!(
+        got == (length, pattern_digest(5, length)),
+        "after the stall {} bytes came, changed or incomplete",
+        got.0
+    );
+    Ok(())
+}
+
+async fn black_holed_dial(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    testbed.black_hole(1, 9105)?;
+    let hole = SocketAddr::new(testbed.edge(1).ip(), 9105);
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let start = Instant::now();
+    let ends = beside("ten black-holed dials", healthy.address, async {
+        let mut dials = JoinSet::new();
+        for _ in 0..10 {
+            dials.spawn(async move {
+                let mut stream = connect(hole).await?;
+                client::end_of(&mut stream, client::PATIENCE).await
+            });
+        }
+        dials.join_all().await.into_iter().collect::<Result<Vec<_>>>()
+    })
+    .await?;
+    ensure!(ends.iter().all(|end| *end == client::End::Reset), "black-holed dials ended with {ends:?}");
+    figure(&format!("black-holed dials were given up after {:.1?}", start.elapsed()));
+    server
+        .wait_access("timed out", |line| {
+            line.text("outcome") == "timed_out" && line.text("target") == hole.to_string()
+        })
+        .await?;
+    Ok(())
+}
+
+async fn refused_dials(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let nobody = SocketAddr::new(testbed.edge(1).ip(), 9104);
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    beside("500 refused dials", healthy.address, async {
+        for _ in 0..50 {
+            let mut dials = JoinSet::new();
+            for _ in 0..10 {
+                dials.spawn(super::common::expect_reset(nobody));
+            }
+            dials.join_all().await.into_iter().collect::<Result<Vec<_>>>()?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+async fn slow_target(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let slow = target(testbed, 1, 9100, Behaviour::Slow(Duration::from_secs(2)))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    beside("20 connections to a slow target", healthy.address, async {
+        let mut visits = JoinSet::new();
+        for _ in 0..20 {
+            visits.spawn(visit(slow.address));
+        }
+        visits.join_all().await.into_iter().collect::<Result<Vec<_>>>()
+    })
+    .await?;
+    Ok(())
+}
+
+async fn bulk_beside_healthy(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let length = 50_000_000;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, length))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    beside("four bulk downloads", healthy.address, async {
+        let mut downloads = JoinSet::new();
+        for _ in 0..4 {
+            downloads.spawn(download(source.address, 3, length));
+        }
+        downloads.join_all().await.into_iter().collect::<Result<Vec<_>>>()
+    })
+    .await?;
+    Ok(())
+}
+
+async fn hundred_stalled_readers(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let _other = crate::agent::Agent::enrol(&server, 2).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(4, 20_000_000))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let other_node = target(testbed, 2, HEALTHY, Behaviour::Echo)?;
+    let before = server.process.resident_bytes()?;
+    let mut stalled = Vec::new();
+    for _ in 0..100 {
+        stalled.push(connect(source.address).await?);
+    }
+    wait_until(
+        "100 connections at the target",
+        client::PATIENCE,
+        async || Ok(source.connections()),
+        |seen| *seen == 100,
+    )
+    .await?;
+    beside("100 stalled readers of the same node", healthy.address, async {
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        Ok(())
+    })
+    .await?;
+    beside("100 stalled readers of another node", other_node.address, async { Ok(()) }).await?;
+    let megabytes = |bytes: u64| bytes / 1_000_000;
+    let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
+    figure(&format!(
+        "100 stalled readers hold: server {} MB (before {} MB), agent {} MB",
+        megabytes(server_now),
+        megabytes(before),
+        megabytes(agent_now)
+    ));
+    ensure!(
+        server_now < before + 600_000_000,
+        "stalled readers took {} MB of the server",
+        megabytes(server_now - before)
+    );
+    // One of them wakes up and gets everything.
+    let mut first = stalled.swap_remove(0);
+    let got = digest(&mut first).await?;
+    ensure!(got == (20_000_000, pattern_digest(4, 20_000_000)), "{} bytes after the stall", got.0);
+    Ok(())
+}
+
+async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let never_reads = target(testbed, 1, 9100, Behaviour::NeverReads)?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let chunk = vec![7; 256 * 1024];
+    let mut stuck = Vec::new();
+    for _ in 0..30 {
+        let mut stream = connect(never_reads.address).await?;
+        // Until nothing more is taken for half a second, 64 MB at most.
+        for _ in 0..256 {
+            let write = tokio::time::timeout(Duration::from_millis(500), stream.write_all(&chunk)).await;
+            if write.is_err() {
+                break;
+            }
+        }
+        stuck.push(stream);
+    }
+    beside("30 targets that never read", healthy.address, async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        Ok(())
+    })
+    .await?;
+    let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
+    figure(&format!(
+        "30 targets that never read hold: server {} MB, agent {} MB",
+        server_now / 1_000_000,
+        agent_now / 1_000_000
+    ));
+    ensure!(agent_now < 600_000_000 && server_now < 600_000_000, "memory is not bounded");
+    Ok(())
+}
+
+async fn two_thousand(testbed: &Testbed) -> Result<()> {
+    const COUNT: usize = 2_000;
+    let (server, agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let (server_before, agent_before) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
+    let start = Instant::now();
+    let mut opening = JoinSet::new();
+    let mut open = Vec::new();
+    for number in 0..COUNT {
+        let address = on_edge.address;
+        opening.spawn(async move {
+            let mut stream = connect(address).await?;
+            echo(&mut stream, format!("connection {number}").as_bytes()).await?;
+            anyhow::Ok(stream)
+        });
+        // The target's backlog and the agent's bound on pending dials are not what is tested here.
+        if opening.len() >= 100 {
+            open.extend(opening.join_next().await.transpose()?.transpose()?);
+        }
+    }
+    while let Some(stream) = opening.join_next().await {
+        open.push(stream??);
+    }
+    figure(&format!("{COUNT} connections opened and used in {:.1?}", start.elapsed()));
+    #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
+    let count = COUNT as f64;
+    ensure!(
+        agent.metrics().await?.sum("postern_agent_connections_active", &[]) == count,
+        "the agent counts others"
+    );
+    ensure!(
+        server.metrics().await?.sum("postern_connections_active", &[]) == count,
+        "the server counts others"
+    );
+    let kib = |now: u64, before: u64| now.saturating_sub(before) / 1024 / COUNT as u64;
+    figure(&format!(
+        "each open connection holds {} KiB in the server and {} KiB in the agent",
+        kib(server.process.resident_bytes()?, server_before),
+        kib(agent.process.resident_bytes()?, agent_before)
+    ));
+    for stream in &mut open {
+        echo(stream, b"still there").await?;
+    }
+    drop(open);
+    wait_until(
+        "all connections to be closed",
+        client::PATIENCE,
+        async || Ok(on_edge.open()),
+        |open| *open == 0,
+    )
+    .await?;
+    wait_until(
+        "the server to count none",
+        client::PATIENCE,
+        async || server.metrics().await,
+        |metrics| metrics.sum("postern_connections_active", &[]) == 0.0,
+    )
+    .await?;
+    Ok(())
+}
