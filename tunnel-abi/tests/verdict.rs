@@ -149,8 +149,11 @@ fn world() -> impl Strategy<Value = World> {
                 let token = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
                 routes.insert(IpNet::V6(net), (IpAddr::V6(token), up));
             }
-            let excluded =
-                excluded_v4.into_iter().map(IpNet::V4).chain(excluded_v6.into_iter().map(IpNet::V6)).collect();
+            let excluded = excluded_v4
+                .into_iter()
+                .map(IpNet::V4)
+                .chain(excluded_v6.into_iter().map(IpNet::V6))
+                .collect();
             World { ports, excluded, routes, serving }
         },
     )

@@ -5,10 +5,7 @@ use core::arch::asm;
 use aya_ebpf::{
     Global,
     macros::map,
-    maps::{
-        Array, LpmTrie, PerCpuArray, SockMap,
-        lpm_trie::Key,
-    },
+    maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
 use tunnel_abi::{
     LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix, ROUTE_CAPACITY, SOCKET_MARK, V4, V6, counter,

@@ -1,0 +1,178 @@
+//! Finding the cgroup to attach to, and being sure that it is the right one.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
+
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
+
+use super::RedirectError;
+
+/// A cgroup v2 directory.
+#[derive(Debug)]
+pub(super) struct Cgroup {
+    pub(super) path: PathBuf,
+    pub(super) dir: File,
+}
+
+/// A cgroup2 mount of this mount namespace.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    /// The cgroup that is mounted, as seen from this cgroup namespace.
+    root: PathBuf,
+    point: PathBuf,
+}
+
+impl Cgroup {
+    /// The one given, or the host's root.
+    pub(super) fn find(given: Option<&Path>) -> Result<Self, RedirectError> {
+        let mounts = mounts()?;
+        let found = match given {
+            Some(path) => Self::open(path)?,
+            None => Self::host_root(&mounts)?,
+        };
+        if let Some(own) = own_directory(&mounts)? {
+            let path = found.path.canonicalize().unwrap_or_else(|_| found.path.clone());
+            if !own.starts_with(&path) {
+                return Err(RedirectError::Outside { path, own });
+            }
+        }
+        Ok(found)
+    }
+
+    fn open(path: &Path) -> Result<Self, RedirectError> {
+        let refuse = |reason: String| RedirectError::NotCgroup { path: path.to_path_buf(), reason };
+        let dir = File::open(path).map_err(|error| refuse(error.to_string()))?;
+        let magic = fstatfs(&dir).map_err(|error| refuse(error.to_string()))?.filesystem_type();
+        if magic != CGROUP2_SUPER_MAGIC {
+            return Err(refuse("it is not on a cgroup v2 file system".into()));
+        }
+        if !dir.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+            return Err(refuse("it is not a directory".into()));
+        }
+        Ok(Self { path: path.to_path_buf(), dir })
+    }
+
+    fn host_root(mounts: &[Mount]) -> Result<Self, RedirectError> {
+        // Only the true root lacks these files; the root of a cgroup namespace looks like `/` otherwise.
+        let is_root = |mount: &&Mount| {
+            !mount.point.join("cgroup.type").exists() && !mount.point.join("cgroup.events").exists()
+        };
+        let Some(first) = mounts.first() else { return Err(RedirectError::NoCgroup) };
+        match mounts.iter().find(is_root) {
+            Some(mount) => Self::open(&mount.point),
+            None => Err(RedirectError::NotRoot { path: first.point.clone() }),
+        }
+    }
+}
+
+fn mounts() -> Result<Vec<Mount>, RedirectError> {
+    let path = "/proc/self/mountinfo";
+    let text = fs::read_to_string(path)
+        .map_err(|source| RedirectError::Io { what: format!("cannot read {path}"), source })?;
+    Ok(parse_mounts(&text))
+}
+
+/// The cgroup2 lines of mountinfo (proc(5)): `id parent maj:min root point options… - type source options`.
+fn parse_mounts(text: &str) -> Vec<Mount> {
+    text.lines()
+        .filter_map(|line| {
+            let (left, right) = line.split_once(" - ")?;
+            if right.split(' ').next()? != "cgroup2" {
+                return None;
+            }
+            let mut fields = left.split(' ').skip(3);
+            Some(Mount { root: unescape(fields.next()?), point: unescape(fields.next()?) })
+        })
+        .collect()
+}
+
+/// Undoes mountinfo's `\040` for space, tab, newline and backslash.
+fn unescape(field: &str) -> PathBuf {
+    let bytes = field.as_bytes();
+    let mut out = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let octal = bytes.get(at + 1..at + 4).filter(|_| bytes[at] == b'\\');
+        let value = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        match value {
+            Some(byte) => {
+                out.push(byte);
+                at += 4;
+            }
+            None => {
+                out.push(bytes[at]);
+                at += 1;
+            }
+        }
+    }
+    PathBuf::from(std::ffi::OsString::from_vec(out))
+}
+
+/// Where this process's own cgroup is visible. None when it is not (it lies outside the namespace or the
+/// mounts): then only the verification can tell.
+fn own_directory(mounts: &[Mount]) -> Result<Option<PathBuf>, RedirectError> {
+    let path = "/proc/self/cgroup";
+    let text = fs::read_to_string(path)
+        .map_err(|source| RedirectError::Io { what: format!("cannot read {path}"), source })?;
+    let Some(own) = text.lines().find_map(|line| line.strip_prefix("0::")) else { return Ok(None) };
+    let own = Path::new(own);
+    if own.components().any(|part| part == Component::ParentDir) {
+        return Ok(None);
+    }
+    for mount in mounts {
+        if let Ok(below) = own.strip_prefix(&mount.root) {
+            let dir = mount.point.join(below);
+            match dir.canonicalize() {
+                Ok(dir) => return Ok(Some(dir)),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => {
+                    return Err(RedirectError::Io {
+                        what: format!("cannot look at {}", dir.display()),
+                        source,
+                    });
+                }
+            }
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_cgroup2_among_the_mounts_of_a_hybrid_host() {
+        let text = "\
+24 1 0:22 / /proc rw - proc proc rw
+30 24 0:26 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory
+31 24 0:27 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw,nsdelegate
+32 24 0:27 /kube\\040pods /mnt/a\\134b rw - cgroup2 none rw
+";
+        assert_eq!(
+            parse_mounts(text),
+            [
+                Mount { root: "/".into(), point: "/sys/fs/cgroup/unified".into() },
+                Mount { root: "/kube pods".into(), point: "/mnt/a\\b".into() },
+            ]
+        );
+    }
+
+    #[test]
+    fn broken_lines_and_escapes_do_no_harm() {
+        assert_eq!(parse_mounts("1 2 3 - cgroup2\n - cgroup2 x\n\n1 2 0:1 /"), []);
+        assert_eq!(unescape("a\\0"), PathBuf::from("a\\0"));
+        assert_eq!(unescape("\\999"), PathBuf::from("\\999"));
+    }
+
+    #[test]
+    fn a_directory_elsewhere_is_no_cgroup() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Cgroup::open(dir.path()).unwrap_err();
+        assert!(error.to_string().contains("not on a cgroup v2 file system"), "{error}");
+        let error = Cgroup::open(&dir.path().join("nothing")).unwrap_err();
+        assert!(error.to_string().contains("No such file"), "{error}");
+    }
+}

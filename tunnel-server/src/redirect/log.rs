@@ -1,0 +1,68 @@
+//! The programs' own log lines (aya-log), at debug level only.
+#![expect(unsafe_code, reason = "tokio's AsyncFd wants a promise about the descriptor")]
+
+use aya::Ebpf;
+use aya_log::EbpfLogger;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::RedirectError;
+
+/// Target of the programs' lines in the server's log.
+const TARGET: &str = "tunnel_ebpf";
+
+/// Whether the log level asks for them. Decided once: without it the verifier removes the log statements,
+/// so a later change of the level has no effect on the programs.
+pub(super) fn wanted() -> bool {
+    tracing::enabled!(target: TARGET, tracing::Level::DEBUG)
+}
+
+/// Passes on to tracing; aya-log speaks the log crate's language.
+struct ToTracing;
+
+impl ::log::Log for ToTracing {
+    fn enabled(&self, _: &::log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &::log::Record<'_>) {
+        tracing::debug!(target: TARGET, "{}", record.args());
+    }
+
+    fn flush(&self) {}
+}
+
+/// Reads the programs' ring buffer.
+pub(super) struct Logger(EbpfLogger<ToTracing>);
+
+impl Logger {
+    pub(super) fn new(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
+        EbpfLogger::init_with_logger(ebpf, ToTracing)
+            .map(Self)
+            .map_err(|error| RedirectError::Map { map: "AYA_LOGS", reason: error.to_string() })
+    }
+
+    /// Runs until dropped.
+    pub(super) async fn run(self) {
+        // SAFETY: the logger owns its map's descriptor, keeps it open and never changes it while it lives.
+        let mut ring = match unsafe { AsyncFd::register_with_interest(self.0, Interest::READABLE) } {
+            Ok(ring) => ring,
+            Err(error) => {
+                tracing::warn!(%error, "the programs' log cannot be read");
+                return;
+            }
+        };
+        loop {
+            match ring.readable_mut().await {
+                Ok(mut guard) => {
+                    guard.get_inner_mut().flush();
+                    guard.clear_ready();
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the programs' log ended");
+                    return;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The token routes and this host's addresses, by rtnetlink.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::thread;
+
+use futures_util::TryStreamExt;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use netlink_packet_route::address::{AddressAttribute, AddressMessage};
+use netlink_packet_route::route::{RouteMessage, RouteProtocol, RouteScope, RouteType};
+use nix::libc;
+use rtnetlink::{Handle, RouteMessageBuilder};
+use tunnel_abi::LOOPBACK_IFINDEX;
+
+use super::RedirectError;
+
+/// Runs `work` with a netlink connection on a thread of its own, so that it can be called from anywhere,
+/// inside a runtime or not. The thread inherits the caller's network namespace.
+pub(super) fn blocking<T, F, W>(work: W) -> Result<T, RedirectError>
+where
+    T: Send,
+    F: Future<Output = Result<T, RedirectError>>,
+    W: FnOnce(Handle) -> F + Send,
+{
+    let failed = |reason: String| RedirectError::Netlink { operation: "open a connection".into(), reason };
+    thread::scope(|scope| {
+        let run = || {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_io()
+                .build()
+                .map_err(|error| failed(error.to_string()))?;
+            runtime.block_on(async {
+                let (connection, handle, _) =
+                    rtnetlink::new_connection().map_err(|error| failed(error.to_string()))?;
+                let connection = tokio::spawn(connection);
+                let result = work(handle).await;
+                connection.abort();
+                result
+            })
+        };
+        scope.spawn(run).join().unwrap_or_else(|_| Err(failed("its thread panicked".into())))
+    })
+}
+
+/// `local <range> dev lo`: every address of the range belongs to this host.
+fn message(range: IpNet) -> RouteMessage {
+    match range {
+        IpNet::V4(range) => v4(range),
+        IpNet::V6(range) => v6(range),
+    }
+}
+
+fn v4(range: Ipv4Net) -> RouteMessage {
+    RouteMessageBuilder::<Ipv4Addr>::new()
+        .destination_prefix(range.network(), range.prefix_len())
+        .output_interface(LOOPBACK_IFINDEX)
+        .table_id(u32::from(libc::RT_TABLE_LOCAL))
+        .protocol(RouteProtocol::Boot)
+        .scope(RouteScope::Host)
+        .kind(RouteType::Local)
+        .build()
+}
+
+fn v6(range: Ipv6Net) -> RouteMessage {
+    RouteMessageBuilder::<Ipv6Addr>::new()
+        .destination_prefix(range.network(), range.prefix_len())
+        .output_interface(LOOPBACK_IFINDEX)
+        .table_id(u32::from(libc::RT_TABLE_LOCAL))
+        .protocol(RouteProtocol::Boot)
+        .scope(RouteScope::Universe)
+        .kind(RouteType::Local)
+        .build()
+}
+
+/// Adds the token route. False: it was there, left by a server that was killed, and is taken over.
+pub(super) async fn add_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
+    match handle.route().add(message(range)).execute().await {
+        Ok(()) => Ok(true),
+        Err(error) if errno(&error) == Some(libc::EEXIST) => Ok(false),
+        Err(error) => Err(RedirectError::Netlink {
+            operation: format!("add the route `local {range} dev lo`"),
+            reason: error.to_string(),
+        }),
+    }
+}
+
+/// Removes the token route. False: it was not there.
+pub(super) async fn remove_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
+    match handle.route().del(message(range)).execute().await {
+        Ok(()) => Ok(true),
+        Err(error) if errno(&error) == Some(libc::ESRCH) => Ok(false),
+        Err(error) => Err(RedirectError::Netlink {
+            operation: format!("remove the route `local {range} dev lo`"),
+            reason: error.to_string(),
+        }),
+    }
+}
+
+fn errno(error: &rtnetlink::Error) -> Option<i32> {
+    match error {
+        rtnetlink::Error::NetlinkError(message) => message.to_io().raw_os_error(),
+        _ => None,
+    }
+}
+
+/// Every address of this network namespace.
+pub(super) async fn own_addresses(handle: &Handle) -> Result<BTreeSet<IpAddr>, RedirectError> {
+    let failed = |error: rtnetlink::Error| RedirectError::Netlink {
+        operation: "list this host's addresses".into(),
+        reason: error.to_string(),
+    };
+    let mut addresses = BTreeSet::new();
+    let mut messages = handle.address().get().execute();
+    while let Some(message) = messages.try_next().await.map_err(failed)? {
+        addresses.extend(own_address(&message));
+    }
+    Ok(addresses)
+}
+
+/// IFA_LOCAL is the own address; IFA_ADDRESS is the same, or a point-to-point peer's.
+fn own_address(message: &AddressMessage) -> Option<IpAddr> {
+    let local = message.attributes.iter().find_map(|attribute| match attribute {
+        AddressAttribute::Local(address) => Some(*address),
+        _ => None,
+    });
+    local.or_else(|| {
+        message.attributes.iter().find_map(|attribute| match attribute {
+            AddressAttribute::Address(address) => Some(*address),
+            _ => None,
+        })
+    })
+}

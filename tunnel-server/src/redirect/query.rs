@@ -1,0 +1,138 @@
+//! Which programs are attached where, in the kernel's own words. aya has no query for cgroups and
+//! network namespaces, hence one raw system call.
+#![expect(unsafe_code, reason = "bpf(2) has no safe wrapper for BPF_PROG_QUERY")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use aya::programs::loaded_programs;
+use nix::libc;
+
+const BPF_PROG_QUERY: libc::c_int = 16;
+const BPF_F_ALLOW_OVERRIDE: u32 = 1;
+const BPF_F_ALLOW_MULTI: u32 = 2;
+/// Programs that one hook can hold (the kernel's BPF_CGROUP_MAX_PROGS).
+const MAX_PROGRAMS: usize = 64;
+
+/// A hook that the redirect attaches to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Hook {
+    Connect4,
+    Connect6,
+    Getpeername4,
+    Getpeername6,
+    SkLookup,
+}
+
+impl Hook {
+    pub(super) const CGROUP: [Self; 4] =
+        [Self::Connect4, Self::Connect6, Self::Getpeername4, Self::Getpeername6];
+
+    /// `enum bpf_attach_type`.
+    fn attach_type(self) -> u32 {
+        match self {
+            Self::Connect4 => 10,
+            Self::Connect6 => 11,
+            Self::Getpeername4 => 29,
+            Self::Getpeername6 => 30,
+            Self::SkLookup => 36,
+        }
+    }
+
+    /// bpftool's name for it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Connect4 => "connect4",
+            Self::Connect6 => "connect6",
+            Self::Getpeername4 => "getpeername4",
+            Self::Getpeername6 => "getpeername6",
+            Self::SkLookup => "sk_lookup",
+        }
+    }
+}
+
+/// Answer to a query.
+pub(super) struct Attached {
+    pub(super) ids: Vec<u32>,
+    flags: u32,
+}
+
+/// `union bpf_attr` for BPF_PROG_QUERY, padded: newer kernels write fields back beyond `prog_cnt`.
+#[repr(C, align(8))]
+struct QueryAttr {
+    target_fd: u32,
+    attach_type: u32,
+    query_flags: u32,
+    attach_flags: u32,
+    prog_ids: u64,
+    prog_cnt: u32,
+    rest: [u32; 25],
+}
+
+const _: () = assert!(size_of::<QueryAttr>() == 128);
+
+/// Programs attached to `hook` of `target`, a cgroup directory or a network namespace. Needs CAP_NET_ADMIN.
+pub(super) fn attached(target: &File, hook: Hook) -> io::Result<Attached> {
+    let mut ids = [0_u32; MAX_PROGRAMS];
+    let mut attr = QueryAttr {
+        target_fd: u32::try_from(target.as_raw_fd())
+            .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?,
+        attach_type: hook.attach_type(),
+        query_flags: 0,
+        attach_flags: 0,
+        prog_ids: ids.as_mut_ptr() as u64,
+        prog_cnt: MAX_PROGRAMS as u32,
+        rest: [0; 25],
+    };
+    // SAFETY: `attr` is a live, zero-padded bpf_attr of the size passed, `prog_ids` points to `prog_cnt`
+    // live words, and the kernel writes to nothing else.
+    let result =
+        unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, &raw mut attr, size_of::<QueryAttr>()) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let count = (attr.prog_cnt as usize).min(MAX_PROGRAMS);
+    Ok(Attached { ids: ids[..count].to_vec(), flags: attr.attach_flags })
+}
+
+/// Name of a loaded program, empty when it is gone or may not be read.
+pub(super) fn program_name(id: u32) -> String {
+    loaded_programs()
+        .filter_map(Result::ok)
+        .find(|program| program.id() == id)
+        .and_then(|program| program.name_as_str().map(str::to_owned))
+        .unwrap_or_default()
+}
+
+/// A program that forbids ours.
+pub(super) struct Exclusive {
+    pub(super) path: PathBuf,
+    pub(super) id: u32,
+}
+
+/// Looks from `cgroup` upwards for a program that was attached so that no other may be.
+pub(super) fn exclusive(cgroup: &Path, hook: Hook) -> Option<Exclusive> {
+    for (depth, dir) in cgroup.ancestors().enumerate() {
+        // Above the mount point the query fails: not a cgroup.
+        let attached = File::open(dir).and_then(|file| attached(&file, hook)).ok()?;
+        // In the very cgroup an overridable program excludes ours as well.
+        let tolerant = if depth == 0 { BPF_F_ALLOW_MULTI } else { BPF_F_ALLOW_MULTI | BPF_F_ALLOW_OVERRIDE };
+        if let Some(&id) = attached.ids.first()
+            && attached.flags & tolerant == 0
+        {
+            return Some(Exclusive { path: dir.to_path_buf(), id });
+        }
+    }
+    None
+}
+
+/// An sk_lookup program of another Postern server in this network namespace.
+pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<u32>> {
+    let ids = attached(netns, Hook::SkLookup)?.ids;
+    Ok(ids
+        .into_iter()
+        .filter(|id| Some(*id) != own)
+        .find(|id| program_name(*id) == tunnel_abi::names::SK_LOOKUP))
+}

@@ -1,0 +1,297 @@
+//! What the maps hold, what they should hold, and the ordered difference between the two. No kernel here.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use tunnel_abi::{LIST_CAPACITY, ROUTE_CAPACITY};
+
+use super::self_test::SelfTest;
+use super::{Desired, RedirectConfig, RedirectError, RouteTarget};
+
+/// Contents of all tables that change while running.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tables {
+    pub(super) ports: BTreeSet<u16>,
+    pub(super) excluded: BTreeSet<IpNet>,
+    pub(super) clients: BTreeSet<IpNet>,
+    pub(super) routes: BTreeMap<IpNet, RouteTarget>,
+    /// Token block to the network that it stands for.
+    pub(super) origins: BTreeMap<IpNet, IpNet>,
+}
+
+/// One map write or delete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    Exclude(IpNet),
+    Include(IpNet),
+    Admit(IpNet),
+    Dismiss(IpNet),
+    OpenPort(u16),
+    ClosePort(u16),
+    Route(IpNet, RouteTarget),
+    Unroute(IpNet),
+    Origin(IpNet, IpNet),
+    Forget(IpNet),
+}
+
+impl Change {
+    pub(super) fn is_delete(&self) -> bool {
+        matches!(
+            self,
+            Self::Include(_) | Self::Dismiss(_) | Self::ClosePort(_) | Self::Unroute(_) | Self::Forget(_)
+        )
+    }
+}
+
+/// What is added to every [`Desired`].
+pub(super) struct Fixed<'a> {
+    pub(super) config: &'a RedirectConfig,
+    /// This host's own addresses.
+    pub(super) own: &'a BTreeSet<IpAddr>,
+    pub(super) self_test: &'a SelfTest,
+    /// Without it IPv6 entries are left out.
+    pub(super) ipv6: bool,
+}
+
+impl Tables {
+    /// Checks `desired` and completes it. An error changes nothing.
+    pub(super) fn complete(desired: &Desired, fixed: &Fixed<'_>) -> Result<Self, RedirectError> {
+        let mut tables = Self::default();
+        let loopback = [
+            IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
+            IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
+        ];
+        let ranges =
+            [IpNet::V4(fixed.config.token_range.trunc()), IpNet::V6(fixed.config.token_range_v6.trunc())];
+        // Somebody may have put a token on an interface; as a client it would be let in from outside.
+        let own = || {
+            fixed
+                .own
+                .iter()
+                .filter(|a| !ranges.iter().any(|r| r.contains(*a)))
+                .map(|a| IpNet::from(*a))
+                .chain(loopback)
+        };
+        let wanted = |net: &IpNet| fixed.ipv6 || matches!(net, IpNet::V4(_));
+        tables.excluded = own().chain(desired.excluded.iter().map(normalize)).filter(wanted).collect();
+        tables.clients = own()
+            .chain(desired.clients.iter().map(normalize))
+            .chain(fixed.config.clients.iter().map(normalize))
+            .filter(wanted)
+            .collect();
+
+        for (net, target) in fixed.self_test.routes(fixed.ipv6) {
+            tables.add_route(net, target)?;
+        }
+        if desired.ports.is_empty() {
+            // Nothing is tunnelled; one port stays open for the self-test, whose address is the only route.
+            tables.ports.insert(super::self_test::DEFAULT_PORT);
+        } else {
+            tables.ports.clone_from(&desired.ports);
+            for (net, target) in &desired.routes {
+                let net = normalize(net);
+                if !wanted(&net) {
+                    continue;
+                }
+                check_route(net, *target, &ranges, fixed.config)?;
+                tables.add_route(net, *target)?;
+            }
+        }
+        tables.check_sizes()?;
+        tables.check_origins()?;
+        Ok(tables)
+    }
+
+    fn add_route(&mut self, net: IpNet, target: RouteTarget) -> Result<(), RedirectError> {
+        let refuse = |reason: String| RedirectError::Route { net, token: target.token, reason };
+        let block = IpNet::new(target.token, net.prefix_len())
+            .map_err(|_| refuse("its token is of the other address family".into()))?;
+        if let Some(other) = self.origins.insert(block, net) {
+            let other_up = self.routes.get(&other).is_some_and(|route| route.up);
+            if target.up || other_up {
+                return Err(refuse(format!("{other} has the same token")));
+            }
+        }
+        if self.routes.insert(net, target).is_some() {
+            return Err(refuse("given twice (as IPv4 and as IPv4-mapped IPv6)".into()));
+        }
+        Ok(())
+    }
+
+    /// Token blocks must not overlap: a token must stand for one address only.
+    fn check_origins(&self) -> Result<(), RedirectError> {
+        let mut before: Option<(&IpNet, &IpNet)> = None;
+        for (block, net) in &self.origins {
+            if let Some((previous, previous_net)) = before
+                && previous.contains(block)
+            {
+                return Err(RedirectError::Route {
+                    net: *net,
+                    token: block.network(),
+                    reason: format!(
+                        "its token block {block} lies inside {previous}, which stands for {previous_net}"
+                    ),
+                });
+            }
+            before = Some((block, net));
+        }
+        Ok(())
+    }
+
+    fn check_sizes(&self) -> Result<(), RedirectError> {
+        let count = |nets: &mut dyn Iterator<Item = &IpNet>| {
+            nets.fold([0_usize; 2], |[v4, v6], net| match net {
+                IpNet::V4(_) => [v4 + 1, v6],
+                IpNet::V6(_) => [v4, v6 + 1],
+            })
+        };
+        let tables: [(_, _, u32); 3] = [
+            ("routes", count(&mut self.routes.keys()), ROUTE_CAPACITY),
+            ("excluded networks", count(&mut self.excluded.iter()), LIST_CAPACITY),
+            ("client networks", count(&mut self.clients.iter()), LIST_CAPACITY),
+        ];
+        for (what, counts, capacity) in tables {
+            let capacity = capacity as usize;
+            if let Some(&wanted) = counts.iter().find(|count| **count > capacity) {
+                return Err(RedirectError::Full { what, wanted, capacity });
+            }
+        }
+        Ok(())
+    }
+
+    /// The changes that turn `self` into `want`, in an order that leaves no window in which an excluded
+    /// address is redirected, a redirected one has no origin, or a token leads to two origins.
+    pub(super) fn changes_to(&self, want: &Self) -> Vec<Change> {
+        let mut changes = Vec::new();
+        changes.extend(want.excluded.difference(&self.excluded).map(|net| Change::Exclude(*net)));
+        changes.extend(self.ports.difference(&want.ports).map(|port| Change::ClosePort(*port)));
+        changes.extend(self.clients.difference(&want.clients).map(|net| Change::Dismiss(*net)));
+        changes.extend(want.clients.difference(&self.clients).map(|net| Change::Admit(*net)));
+        changes.extend(
+            self.routes.keys().filter(|net| !want.routes.contains_key(net)).map(|net| Change::Unroute(*net)),
+        );
+        // A token that passes from one network to another: the old route goes before the origin changes.
+        changes.extend(self.origins.iter().filter_map(|(block, net)| {
+            let passed_on = want.origins.get(block).is_some_and(|other| other != net);
+            let still_routed = want.routes.contains_key(net);
+            (passed_on && still_routed).then_some(Change::Unroute(*net))
+        }));
+        let unrouted: BTreeSet<IpNet> = changes
+            .iter()
+            .filter_map(|change| if let Change::Unroute(net) = change { Some(*net) } else { None })
+            .collect();
+        changes.extend(
+            want.origins
+                .iter()
+                .filter(|(block, net)| self.origins.get(block) != Some(net))
+                .map(|(block, net)| Change::Origin(*block, *net)),
+        );
+        changes.extend(
+            want.routes
+                .iter()
+                .filter(|(net, target)| unrouted.contains(net) || self.routes.get(net) != Some(target))
+                .map(|(net, target)| Change::Route(*net, *target)),
+        );
+        changes.extend(
+            self.origins
+                .keys()
+                .filter(|block| !want.origins.contains_key(block))
+                .map(|block| Change::Forget(*block)),
+        );
+        changes.extend(want.ports.difference(&self.ports).map(|port| Change::OpenPort(*port)));
+        changes.extend(self.excluded.difference(&want.excluded).map(|net| Change::Include(*net)));
+        changes
+    }
+
+    /// Notes that `change` was written.
+    pub(super) fn record(&mut self, change: &Change) {
+        match *change {
+            Change::Exclude(net) => {
+                self.excluded.insert(net);
+            }
+            Change::Include(net) => {
+                self.excluded.remove(&net);
+            }
+            Change::Admit(net) => {
+                self.clients.insert(net);
+            }
+            Change::Dismiss(net) => {
+                self.clients.remove(&net);
+            }
+            Change::OpenPort(port) => {
+                self.ports.insert(port);
+            }
+            Change::ClosePort(port) => {
+                self.ports.remove(&port);
+            }
+            Change::Route(net, target) => {
+                self.routes.insert(net, target);
+            }
+            Change::Unroute(net) => {
+                self.routes.remove(&net);
+            }
+            Change::Origin(block, net) => {
+                self.origins.insert(block, net);
+            }
+            Change::Forget(block) => {
+                self.origins.remove(&block);
+            }
+        }
+    }
+}
+
+/// Without host bits, and IPv4-mapped networks as IPv4: that is how the programs look them up.
+fn normalize(net: &IpNet) -> IpNet {
+    let net = net.trunc();
+    if let IpNet::V6(v6) = net
+        && v6.prefix_len() >= 96
+        && let Some(address) = v6.network().to_ipv4_mapped()
+        && let Ok(v4) = Ipv4Net::new(address, v6.prefix_len() - 96)
+    {
+        return IpNet::V4(v4);
+    }
+    net
+}
+
+fn check_route(
+    net: IpNet,
+    target: RouteTarget,
+    ranges: &[IpNet; 2],
+    config: &RedirectConfig,
+) -> Result<(), RedirectError> {
+    let refuse = |reason: &str| RedirectError::Route { net, token: target.token, reason: reason.to_owned() };
+    let block = IpNet::new(target.token, net.prefix_len())
+        .ok()
+        .filter(|block| block.network().is_ipv4() == net.network().is_ipv4())
+        .ok_or_else(|| refuse("its token is of the other address family"))?;
+    if block.trunc() != block {
+        return Err(refuse("its token is not the first address of a block of the network's size"));
+    }
+    if !ranges.iter().any(|range| range.contains(&block)) {
+        return Err(refuse("its token block lies outside the token range"));
+    }
+    if ranges.iter().any(|range| range.contains(&net) || net.contains(range)) {
+        return Err(refuse("the network overlaps the token range"));
+    }
+    let reserved = [
+        IpNet::V4(super::reserved_tokens(config.token_range)),
+        IpNet::V6(super::reserved_tokens_v6(config.token_range_v6)),
+    ];
+    if reserved.iter().any(|reserved| reserved.contains(&block) || block.contains(reserved)) {
+        return Err(refuse(
+            "its token block overlaps the end of the range, which is reserved for the self-test",
+        ));
+    }
+    Ok(())
+}
+
+/// The part of an IPv4 token range that is never given to a destination.
+pub(super) fn last_block(range: Ipv4Net, prefix_len: u8) -> Ipv4Net {
+    Ipv4Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
+}
+
+/// As [`last_block`], for IPv6.
+pub(super) fn last_block_v6(range: Ipv6Net, prefix_len: u8) -> Ipv6Net {
+    Ipv6Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
+}
