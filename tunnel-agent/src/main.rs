@@ -1,1 +1,40 @@
-fn main() {}
+//! `tunnel-agent`: see `--help`.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use tunnel_agent::app;
+use tunnel_agent::config::{Cli, Command, Config};
+use tunnel_core::config::{exit, parse_command_line, report_error};
+use tunnel_core::lifecycle::Shutdown;
+use tunnel_core::logging;
+
+fn main() -> ExitCode {
+    let cli = match parse_command_line::<Cli>() {
+        Ok(cli) => cli,
+        Err(code) => return code,
+    };
+    match run(cli) {
+        Ok(()) => ExitCode::from(exit::OK),
+        Err(error) => ExitCode::from(report_error("tunnel-agent", error.as_ref())),
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<()> {
+    // One thread is enough for an edge node's connections, and leaves the rest to the workload.
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("making the runtime")?;
+    match cli.command {
+        Some(Command::Status(command)) => runtime.block_on(command.run()),
+        None => {
+            let config = Config::new(&cli.run)?;
+            let log = logging::init(config.log_format, config.log_level)?;
+            tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "tunnel-agent starts");
+            runtime.block_on(async {
+                let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
+                app::run(config, log, shutdown).await
+            })
+        }
+    }
+}

@@ -63,6 +63,14 @@ impl BindError {
     }
 }
 
+/// This host's name (uname(2)'s nodename) in lower case, as Kubernetes names nodes.
+///
+/// # Errors
+/// When `/proc` does not tell.
+pub fn host_name() -> io::Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/hostname")?.trim().to_lowercase())
+}
+
 fn bind_reason(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::AddrInUse => {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -134,11 +134,15 @@ pub fn parse_door(key: &str, value: &str) -> Result<Option<SocketAddr>, ConfigEr
     Ok(Some(parse_address(key, value)?).filter(|address| address.port() != 0))
 }
 
-/// [`parse_door`] for an endpoint without authentication: the address must be a loopback one.
+/// [`parse_door`] for an endpoint without authentication: the address must be a loopback one. A bare port stands for
+/// 127.0.0.1, as other systems' flags have it.
 ///
 /// # Errors
 /// Also for an address that others could reach.
 pub fn parse_loopback_door(key: &str, value: &str) -> Result<Option<SocketAddr>, ConfigError> {
+    if let Ok(port) = value.trim().parse::<u16>() {
+        return Ok(Some(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).filter(|address| address.port() != 0));
+    }
     let door = parse_door(key, value)?;
     if door.is_some_and(|address| !address.ip().to_canonical().is_loopback()) {
         return Err(ConfigError::new(
@@ -271,6 +275,8 @@ mod tests {
     #[test]
     fn addresses() {
         assert_eq!(parse_door("--a", "127.0.0.1:0").unwrap(), None);
+        assert_eq!(parse_loopback_door("--a", "9").unwrap(), Some("127.0.0.1:9".parse().unwrap()));
+        assert_eq!(parse_loopback_door("--a", "0").unwrap(), None);
         assert_eq!(parse_loopback_door("--a", "[::1]:9").unwrap(), Some("[::1]:9".parse().unwrap()));
         assert_eq!(
             text(parse_address("--admin-address", "localhost:1")),

@@ -1,0 +1,351 @@
+//! The agent's command line and what becomes of it.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use tunnel_core::config::{
+    ConfigError, HostPort, TargetRule, host_name, parse_duration, parse_ip, parse_loopback_door,
+    parse_target_rules, parse_with,
+};
+use tunnel_core::identity::{NodeName, Secret, parse_ca_hash};
+use tunnel_core::logging;
+
+use crate::status::StatusCommand;
+
+/// Where the key and the certificate are kept by default.
+pub const DEFAULT_STATE_DIR: &str = "/var/lib/postern/agent";
+/// Where the admin endpoints are by default.
+pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10266";
+
+/// Runs on an edge node, dials the tunnel-servers, and lets them reach this node.
+#[derive(Debug, Parser)]
+#[command(
+    name = "tunnel-agent",
+    version,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// What else than running it can do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show the running agent's servers, certificate and connections.
+    Status(StatusCommand),
+}
+
+/// The flags as text: [`Config::new`] makes values of them, so that every error has the same form.
+#[derive(Args, Clone, Debug)]
+pub struct RunArgs {
+    /// The tunnel-servers to dial, comma-separated or repeated; all of them are kept connected.
+    #[arg(long, value_name = "HOST:PORT[,…]", alias = "tunnelserver-addr")]
+    pub server: Vec<String>,
+    /// This node's name [default: the host name in lower case].
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node_name: Option<String>,
+    /// This node's own address, named first to the servers [default: from the route to the server].
+    #[arg(long, value_name = "IP", env = "NODE_IP")]
+    pub node_ip: Option<String>,
+    /// Token of `tunnel-server token create`; for the first enrolment only.
+    #[arg(long, value_name = "TOKEN")]
+    pub token: Option<Secret>,
+    /// File with the token; it may be gone once the agent has enrolled.
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Hash of the server's CA, as `tunnel-server token create` prints it; for the first enrolment only.
+    #[arg(long, value_name = "sha256:HEX")]
+    pub ca_hash: Option<String>,
+    /// Enrolment through the API server; not in this build yet.
+    #[arg(long, value_name = "FILE", alias = "kube-config")]
+    pub kubeconfig: Option<PathBuf>,
+    /// Where the key and the certificate are kept.
+    #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
+    pub state_dir: PathBuf,
+    /// Where /metrics, /healthz, /readyz and /status answer: a loopback address and a port, or a port; port 0: nowhere.
+    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-server-port", "health-server-port"],
+          default_value = DEFAULT_ADMIN_ADDRESS)]
+    pub admin_address: String,
+    /// What the servers may reach through this agent, as CIDR:PORTS or node:PORTS, PORTS being ports and ranges such as
+    /// 22,8000-8099 or *; repeatable [default: this node's own addresses on any port; its loopback on the ports that
+    /// the server's configuration names].
+    #[arg(long, value_name = "CIDR:PORTS")]
+    pub allow_target: Vec<String>,
+    /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
+    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    pub drain_timeout: String,
+    /// text or json, one line per event on standard error.
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: String,
+    /// off, error, warn, info, debug, trace, or klog's number.
+    #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
+    pub log_level: String,
+}
+
+/// A configuration that is whole and free of contradictions.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// At least one, each once.
+    pub servers: Vec<HostPort>,
+    pub node_name: NodeName,
+    /// None: from the route to the server.
+    pub node_ip: Option<IpAddr>,
+    pub token: Option<Secret>,
+    /// `sha256:HEX`.
+    pub ca_hash: Option<String>,
+    pub state_dir: PathBuf,
+    /// None: off.
+    pub admin_address: Option<SocketAddr>,
+    /// Empty: the default policy.
+    pub allow_targets: Vec<TargetRule>,
+    pub drain_timeout: Duration,
+    pub log_format: logging::Format,
+    pub log_level: logging::Level,
+}
+
+impl Config {
+    /// # Errors
+    /// Names the flag, its value and the reason.
+    pub fn new(args: &RunArgs) -> Result<Self, ConfigError> {
+        let servers = servers(args)?;
+        let node_name = match &args.node_name {
+            Some(name) => parse_with("--node-name", name)?,
+            None => node_of_host()?,
+        };
+        let ca_hash = args.ca_hash.as_deref().map(str::trim);
+        if let Some(hash) = ca_hash {
+            parse_ca_hash(hash).map_err(|error| ConfigError::new("--ca-hash", hash, error.to_string()))?;
+        }
+        let token = token(args)?;
+        if token.is_some() && ca_hash.is_none() {
+            let reason = "needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it";
+            return Err(ConfigError::without_value("--ca-hash", reason));
+        }
+        if args.state_dir.as_os_str().is_empty() {
+            return Err(ConfigError::new("--state-dir", "", "empty; name a directory"));
+        }
+        Ok(Self {
+            servers,
+            node_name,
+            node_ip: args.node_ip.as_deref().map(node_ip).transpose()?,
+            token,
+            ca_hash: ca_hash.map(str::to_owned),
+            state_dir: args.state_dir.clone(),
+            admin_address: parse_loopback_door("--admin-address", &args.admin_address)?,
+            allow_targets: parse_target_rules("--allow-target", &args.allow_target)?,
+            drain_timeout: parse_duration("--drain-timeout", &args.drain_timeout)?,
+            log_format: parse_with("--log-format", &args.log_format)?,
+            log_level: parse_with("--log-level", &args.log_level)?,
+        })
+    }
+}
+
+fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
+    if let Some(path) = &args.kubeconfig {
+        let reason = "Kubernetes mode is not in this build yet; use --server, --token and --ca-hash";
+        return Err(ConfigError::new("--kubeconfig", path.to_string_lossy(), reason));
+    }
+    let mut servers: Vec<HostPort> = Vec::new();
+    for value in &args.server {
+        for entry in value.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+            let server = entry.parse().map_err(|reason| ConfigError::new("--server", entry, reason))?;
+            if !servers.contains(&server) {
+                servers.push(server);
+            }
+        }
+    }
+    if servers.is_empty() {
+        let reason = "needed: HOST:PORT of each tunnel-server (finding them through the API server is not in this build yet)";
+        return Err(ConfigError::without_value("--server", reason));
+    }
+    Ok(servers)
+}
+
+fn node_ip(value: &str) -> Result<IpAddr, ConfigError> {
+    let address = parse_ip("--node-ip", value)?;
+    if address.is_unspecified() || address.is_multicast() {
+        return Err(ConfigError::new("--node-ip", value, "not the address of a node"));
+    }
+    Ok(address)
+}
+
+fn node_of_host() -> Result<NodeName, ConfigError> {
+    let missing = |reason: String| ConfigError::without_value("--node-name", format!("needed: {reason}"));
+    let name = host_name().map_err(|error| missing(format!("the host name cannot be read: {error}")))?;
+    name.parse().map_err(|error| missing(format!("the host name does not do as a node's: {error}")))
+}
+
+fn token(args: &RunArgs) -> Result<Option<Secret>, ConfigError> {
+    let (key, token) = match (&args.token, &args.token_file) {
+        (Some(_), Some(path)) => {
+            let reason = "--token is given too; use one of them";
+            return Err(ConfigError::new("--token-file", path.to_string_lossy(), reason));
+        }
+        (Some(token), None) => ("--token", Secret::new(token.expose().trim())),
+        (None, Some(path)) => match std::fs::read_to_string(path) {
+            Ok(text) => ("--token-file", Secret::new(text.trim())),
+            // The token was for the first enrolment, and a tidy operator removes it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && is_enrolled(&args.state_dir) => {
+                return Ok(None);
+            }
+            Err(error) => {
+                return Err(ConfigError::new("--token-file", path.to_string_lossy(), error.to_string()));
+            }
+        },
+        (None, None) => return Ok(None),
+    };
+    if token.expose().is_empty() || token.expose().chars().any(char::is_whitespace) {
+        return Err(ConfigError::without_value(key, "not a token: empty, or with blanks in it"));
+    }
+    Ok(Some(token))
+}
+
+fn is_enrolled(state_dir: &Path) -> bool {
+    state_dir.join("agent.crt").exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    fn config(args: &[&str]) -> Result<Config, ConfigError> {
+        let base = ["tunnel-agent", "--node-name=edge-1"];
+        Config::new(&Cli::try_parse_from(base.iter().chain(args)).unwrap().run)
+    }
+
+    fn error(args: &[&str]) -> String {
+        config(args).expect_err(&format!("{args:?}")).to_string()
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_design() {
+        let config = config(&["--server=tunnel.example.org:10262"]).unwrap();
+        assert_eq!(config.state_dir, Path::new("/var/lib/postern/agent"));
+        assert_eq!(config.admin_address, Some("127.0.0.1:10266".parse().unwrap()));
+        assert_eq!(config.drain_timeout, Duration::from_secs(30));
+        assert_eq!((config.log_format, config.log_level), (logging::Format::Text, logging::Level::Info));
+        assert_eq!((config.node_ip, config.allow_targets.len()), (None, 0));
+        assert!(config.token.is_none() && config.ca_hash.is_none());
+    }
+
+    #[test]
+    fn other_systems_names_are_taken() {
+        let config = config(&[
+            "--tunnelserver-addr=a:1,b:2",
+            "--server=b:2",
+            "--meta-port=0",
+            "--cert-dir=/x",
+            "--v=4",
+        ])
+        .unwrap();
+        assert_eq!(config.servers.iter().map(ToString::to_string).collect::<Vec<_>>(), ["a:1", "b:2"]);
+        assert_eq!((config.admin_address, config.state_dir), (None, PathBuf::from("/x")));
+        assert_eq!(config.log_level, logging::Level::Debug);
+    }
+
+    #[test]
+    fn the_token_is_masked_and_needs_the_ca() {
+        let config = config(&["--server=a:1", "--token=abc.def", &format!("--ca-hash={HASH}")]).unwrap();
+        assert_eq!(config.token.as_ref().unwrap().expose(), "abc.def");
+        assert!(!format!("{config:?}").contains("abc.def"));
+        assert_eq!(
+            error(&["--server=a:1", "--token=abc.def"]),
+            "--ca-hash: needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it"
+        );
+    }
+
+    #[test]
+    fn the_token_file_may_be_gone_once_enrolled() {
+        let directory = tempfile::tempdir().unwrap();
+        let (file, state) = (directory.path().join("token"), directory.path().join("state"));
+        let flags = [
+            "--server=a:1".to_owned(),
+            format!("--ca-hash={HASH}"),
+            format!("--token-file={}", file.display()),
+            format!("--state-dir={}", state.display()),
+        ];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        assert_eq!(
+            error(&flags),
+            format!("--token-file={}: No such file or directory (os error 2)", file.display())
+        );
+        std::fs::write(&file, " \n").unwrap();
+        assert_eq!(error(&flags), "--token-file: not a token: empty, or with blanks in it");
+        std::fs::write(&file, "abc.def\n").unwrap();
+        assert_eq!(config(&flags).unwrap().token.unwrap().expose(), "abc.def");
+        std::fs::remove_file(&file).unwrap();
+        std::fs::create_dir(&state).unwrap();
+        std::fs::write(state.join("agent.crt"), "").unwrap();
+        assert!(config(&flags).unwrap().token.is_none());
+    }
+
+    #[test]
+    fn errors_name_key_value_and_reason() {
+        for (args, expected) in [
+            (
+                &[][..],
+                "--server: needed: HOST:PORT of each tunnel-server (finding them through the API server is not in this build yet)",
+            ),
+            (
+                &["--server=a:1,b"],
+                "--server=b: not HOST:PORT; use one such as tunnel.example.org:10262 or [fd00::1]:10262",
+            ),
+            (
+                &["--kubeconfig=/k", "--server=a:1"],
+                "--kubeconfig=/k: Kubernetes mode is not in this build yet; use --server, --token and --ca-hash",
+            ),
+            (
+                &["--server=a:1", "--node-ip=edge"],
+                "--node-ip=edge: not an IP address; use one such as 10.8.0.7 or fd00::7",
+            ),
+            (&["--server=a:1", "--node-ip=0.0.0.0"], "--node-ip=0.0.0.0: not the address of a node"),
+            (
+                &["--server=a:1", "--ca-hash=sha256:12"],
+                "--ca-hash=sha256:12: CA hash \"sha256:12\": want \"sha256:\" and 64 hexadecimal digits, as `tunnel-server token create` prints it",
+            ),
+            (
+                &["--server=a:1", "--token=a", "--token-file=/t"],
+                "--token-file=/t: --token is given too; use one of them",
+            ),
+            (
+                &["--server=a:1", "--admin-address=0.0.0.0:1"],
+                "--admin-address=0.0.0.0:1: not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
+            ),
+            (
+                &["--server=a:1", "--allow-target=10.0.0.1"],
+                "--allow-target=10.0.0.1: not CIDR:PORTS; use one such as 10.8.0.0/24:22,80, [fd00::/64]:443 or node:*",
+            ),
+            (
+                &["--server=a:1", "--drain-timeout=30"],
+                "--drain-timeout=30: not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m",
+            ),
+            (&["--server=a:1", "--log-format=xml"], "--log-format=xml: not a log format; use text or json"),
+            (
+                &["--server=a:1", "--log-level=loud"],
+                "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
+            ),
+        ] {
+            assert_eq!(error(args), expected, "{args:?}");
+        }
+        let named = Cli::try_parse_from(["tunnel-agent", "--server=a:1", "--node-name=Edge_1"]).unwrap();
+        assert_eq!(
+            Config::new(&named.run).unwrap_err().to_string(),
+            "--node-name=Edge_1: node name \"Edge_1\": it has an upper-case letter; a node's name is lower-case"
+        );
+    }
+}

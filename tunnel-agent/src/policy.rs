@@ -1,0 +1,276 @@
+//! What the agent may dial on behalf of a server.
+//!
+//! A server that was taken over must not turn the agent into a way into the edge's network: without
+//! `--allow-target`, only the node itself can be reached.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use tunnel_core::config::{TargetNet, TargetRule};
+
+/// Decides whether a target may be dialled.
+#[derive(Debug)]
+pub struct Policy {
+    /// None given: the node's own addresses on any port, and its loopback on the ports that the server names.
+    rules: Vec<TargetRule>,
+    addresses: Arc<ArcSwap<Vec<IpAddr>>>,
+}
+
+/// Why a target may not be dialled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Denied {
+    #[error("port 0 is no port")]
+    Port,
+    #[error("it is no address of one host")]
+    NotAHost,
+    #[error("it is link-local; only an --allow-target that lies within the link-local range allows it")]
+    LinkLocal,
+    #[error(
+        "it is loopback, and the port is not one that the server's configuration names (localhost-proxy-ports)"
+    )]
+    Loopback,
+    #[error("it is loopback, and no --allow-target within the loopback range allows it")]
+    LoopbackRule,
+    #[error("it is not an address of this node; --allow-target would allow it")]
+    Foreign,
+    #[error("no --allow-target of the agent allows it")]
+    NoRule,
+}
+
+impl Policy {
+    /// `rules` replace the default; `addresses` are the node's at each moment.
+    pub fn new(rules: Vec<TargetRule>, addresses: Arc<ArcSwap<Vec<IpAddr>>>) -> Self {
+        Self { rules, addresses }
+    }
+
+    /// `loopback_ports` are those that the asking server's Welcome names; they count only without rules.
+    ///
+    /// # Errors
+    /// The reason of the refusal.
+    pub fn check(&self, target: SocketAddr, loopback_ports: &BTreeSet<u16>) -> Result<(), Denied> {
+        // ::ffff:127.0.0.1 connects to 127.0.0.1 (RFC 4291 §2.5.5.2).
+        let (address, port) = (target.ip().to_canonical(), target.port());
+        if port == 0 {
+            return Err(Denied::Port);
+        }
+        let reach = Reach::of(address);
+        let allowed = match reach {
+            Reach::Nothing => return Err(Denied::NotAHost),
+            Reach::Loopback if self.rules.is_empty() => loopback_ports.contains(&port),
+            Reach::Host if self.rules.is_empty() => self.is_own(address),
+            Reach::LinkLocal if self.rules.is_empty() => false,
+            _ => self.rules.iter().any(|rule| self.allows(rule, address, port, reach)),
+        };
+        if allowed {
+            return Ok(());
+        }
+        Err(match (reach, self.rules.is_empty()) {
+            (Reach::LinkLocal, _) => Denied::LinkLocal,
+            (Reach::Loopback, true) => Denied::Loopback,
+            (Reach::Loopback, false) => Denied::LoopbackRule,
+            (_, true) => Denied::Foreign,
+            (_, false) => Denied::NoRule,
+        })
+    }
+
+    fn is_own(&self, address: IpAddr) -> bool {
+        self.addresses.load().iter().any(|own| own.to_canonical() == address)
+    }
+
+    fn allows(&self, rule: &TargetRule, address: IpAddr, port: u16, reach: Reach) -> bool {
+        match &rule.net {
+            TargetNet::Node => reach == Reach::Host && self.is_own(address) && rule.ports.contains(port),
+            // 0.0.0.0/0 must not open the loopback or a cloud's metadata service (169.254.169.254): there the range has
+            // to be meant.
+            TargetNet::Net(net) => {
+                let meant = || Reach::of(net.network()) == reach && Reach::of(net.broadcast()) == reach;
+                rule.names(address, port) && (reach == Reach::Host || meant())
+            }
+        }
+    }
+}
+
+/// What an address can reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reach {
+    /// No single host, or one by accident: unspecified, multicast, broadcast, 0.0.0.0/8.
+    Nothing,
+    Loopback,
+    LinkLocal,
+    Host,
+}
+
+impl Reach {
+    fn of(address: IpAddr) -> Self {
+        if address.is_loopback() {
+            return Self::Loopback;
+        }
+        let (nothing, link_local) = match address {
+            IpAddr::V4(v4) => {
+                (v4.octets()[0] == 0 || v4.is_multicast() || v4.is_broadcast(), v4.is_link_local())
+            }
+            IpAddr::V6(v6) => (v6.is_unspecified() || v6.is_multicast(), v6.is_unicast_link_local()),
+        };
+        if nothing {
+            Self::Nothing
+        } else if link_local {
+            Self::LinkLocal
+        } else {
+            Self::Host
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ipnet::IpNet;
+    use proptest::prelude::*;
+
+    fn policy(rules: &[&str], own: &[&str]) -> Policy {
+        let rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+        let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
+        Policy::new(rules, Arc::new(ArcSwap::from_pointee(own)))
+    }
+
+    fn check(policy: &Policy, target: &str) -> Result<(), Denied> {
+        policy.check(target.parse().unwrap(), &BTreeSet::from([10266]))
+    }
+
+    #[test]
+    fn by_default_only_the_node_itself() {
+        let policy = policy(&[], &["10.8.0.7", "fd00:8::7"]);
+        for target in [
+            "10.8.0.7:10250",
+            "10.8.0.7:22",
+            "[fd00:8::7]:1",
+            "[::ffff:10.8.0.7]:80",
+            "127.0.0.1:10266",
+            "[::1]:10266",
+        ] {
+            assert_eq!(check(&policy, target), Ok(()), "{target}");
+        }
+        for (target, reason) in [
+            ("10.8.0.8:22", Denied::Foreign),
+            ("8.8.8.8:53", Denied::Foreign),
+            ("127.0.0.1:22", Denied::Loopback),
+            ("[::ffff:127.0.0.1]:22", Denied::Loopback),
+            ("127.9.9.9:22", Denied::Loopback),
+            ("169.254.169.254:80", Denied::LinkLocal),
+            ("[fe80::1]:80", Denied::LinkLocal),
+            ("0.0.0.0:22", Denied::NotAHost),
+            ("0.1.2.3:22", Denied::NotAHost),
+            ("[::]:22", Denied::NotAHost),
+            ("224.0.0.1:22", Denied::NotAHost),
+            ("255.255.255.255:22", Denied::NotAHost),
+            ("[ff02::1]:22", Denied::NotAHost),
+            ("10.8.0.7:0", Denied::Port),
+        ] {
+            assert_eq!(check(&policy, target), Err(reason), "{target}");
+        }
+    }
+
+    #[test]
+    fn the_nodes_addresses_are_those_of_the_moment() {
+        let addresses = Arc::new(ArcSwap::from_pointee(vec![IpAddr::from([10, 8, 0, 7])]));
+        let policy = Policy::new(Vec::new(), Arc::clone(&addresses));
+        assert_eq!(check(&policy, "10.8.0.9:22"), Err(Denied::Foreign));
+        addresses.store(Arc::new(vec![IpAddr::from([10, 8, 0, 9])]));
+        assert_eq!(check(&policy, "10.8.0.9:22"), Ok(()));
+        assert_eq!(check(&policy, "10.8.0.7:22"), Err(Denied::Foreign));
+    }
+
+    #[test]
+    fn rules_replace_the_default() {
+        let narrow = policy(&["node:10250,10255"], &["10.8.0.7"]);
+        assert_eq!(check(&narrow, "10.8.0.7:10250"), Ok(()));
+        assert_eq!(check(&narrow, "10.8.0.7:22"), Err(Denied::NoRule));
+        assert_eq!(check(&narrow, "127.0.0.1:10266"), Err(Denied::LoopbackRule));
+
+        let wide = policy(&["0.0.0.0/0:22", "192.168.1.0/24:8000-8099"], &["10.8.0.7"]);
+        assert_eq!(check(&wide, "203.0.113.1:22"), Ok(()));
+        assert_eq!(check(&wide, "192.168.1.9:8042"), Ok(()));
+        assert_eq!(check(&wide, "192.168.1.9:80"), Err(Denied::NoRule));
+    }
+
+    #[test]
+    fn loopback_and_link_local_have_to_be_meant() {
+        let meant = policy(&["127.0.0.0/8:22", "169.254.0.0/16:80", "[fe80::/10]:80", "[::1]:22"], &[]);
+        for target in
+            ["127.0.0.1:22", "169.254.169.254:80", "[fe80::1]:80", "[::1]:22", "[::ffff:127.0.0.1]:22"]
+        {
+            assert_eq!(check(&meant, target), Ok(()), "{target}");
+        }
+        assert_eq!(check(&meant, "127.0.0.1:23"), Err(Denied::LoopbackRule));
+        assert_eq!(check(&meant, "10.0.0.1:22"), Err(Denied::NoRule));
+        let broad = policy(&["[::/0]:*", "0.0.0.0/0:*", "node:*"], &["127.0.0.1", "169.254.1.1"]);
+        for target in [
+            "127.0.0.1:22",
+            "[::1]:22",
+            "169.254.169.254:80",
+            "169.254.1.1:80",
+            "[fe80::1]:80",
+            "[ff02::1]:80",
+            "0.0.0.0:80",
+        ] {
+            assert!(check(&broad, target).is_err(), "{target}");
+        }
+    }
+
+    fn v4() -> impl Strategy<Value = IpAddr> {
+        prop_oneof![
+            any::<[u8; 4]>(),
+            prop::sample::select(vec![
+                [127, 0, 0, 1],
+                [169, 254, 1, 1],
+                [0, 0, 0, 0],
+                [224, 0, 0, 1],
+                [255, 255, 255, 255],
+                [10, 0, 0, 1]
+            ])
+        ]
+        .prop_map(IpAddr::from)
+    }
+
+    proptest! {
+        /// Whatever the rules, what never may be dialled is not, and a v4-mapped address is its IPv4 address.
+        #[test]
+        fn agrees_with_the_naive_model(
+            address in v4(),
+            port in 0u16..4,
+            own in prop::collection::vec(v4(), 0..3),
+            rules in prop::collection::vec((v4(), 0u8..=32, 0u16..4), 0..4),
+            loopback_port in 0u16..4,
+        ) {
+            let parsed: Vec<TargetRule> = rules
+                .iter()
+                .filter(|(_, _, port)| *port != 0)
+                .map(|(ip, bits, port)| format!("{}:{port}", IpNet::new(*ip, *bits).unwrap().trunc()).parse().unwrap())
+                .collect();
+            let IpAddr::V4(v4) = address else { unreachable!() };
+            let policy = Policy::new(parsed.clone(), Arc::new(ArcSwap::from_pointee(own.clone())));
+            let ports = BTreeSet::from([loopback_port]);
+            let class = |v4: std::net::Ipv4Addr| match v4.octets() {
+                [0, ..] | [224..=239, ..] | [255, 255, 255, 255] => 'n',
+                [127, ..] => 'l',
+                [169, 254, ..] => 'k',
+                _ => 'h',
+            };
+            let expected = port != 0 && class(v4) != 'n' && if parsed.is_empty() {
+                match class(v4) { 'l' => loopback_port == port, 'k' => false, _ => own.contains(&address) }
+            } else {
+                rules.iter().any(|(ip, bits, rule_port)| {
+                    let IpNet::V4(net) = IpNet::new(*ip, *bits).unwrap().trunc() else { unreachable!() };
+                    *rule_port != 0 && *rule_port == port && net.contains(&v4)
+                        && (class(v4) == 'h'
+                            || class(net.network()) == class(v4) && class(net.broadcast()) == class(v4))
+                })
+            };
+            prop_assert_eq!(policy.check(SocketAddr::new(address, port), &ports).is_ok(), expected);
+            let mapped = SocketAddr::new(IpAddr::V6(v4.to_ipv6_mapped()), port);
+            prop_assert_eq!(policy.check(mapped, &ports).is_ok(), expected);
+        }
+    }
+}
