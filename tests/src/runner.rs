@@ -163,7 +163,7 @@ fn wait_limited(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>
 }
 
 /// The end of every log of a run, the scenario's own last.
-fn logs(dir: &Path) -> String {
+pub(crate) fn logs(dir: &Path) -> String {
     let Ok(entries) = fs::read_dir(dir.join("logs")) else { return String::new() };
     let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     paths.sort_by_key(|path| (path.ends_with("scenario.log"), path.clone()));

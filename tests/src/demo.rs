@@ -1,5 +1,0 @@
-//! stub
-/// stub
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::FAILURE
-}

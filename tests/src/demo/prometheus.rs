@@ -1,0 +1,105 @@
+//! Debian's Prometheus and node exporter, and Prometheus' HTTP API.
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use crate::client;
+use crate::testbed::Testbed;
+use crate::testbed::process::Process;
+
+const API: ([u8; 4], u16) = ([127, 0, 0, 1], 9090);
+
+/// The whole configuration: addresses, as for any host that can be reached directly.
+pub(super) fn configuration(testbed: &Testbed) -> String {
+    let mut text = "global:\n  scrape_interval: 1s\nscrape_configs:\n  - job_name: edges\n    static_configs:\n      - targets:\n".to_owned();
+    for edge in testbed.edges() {
+        // Writing to a String cannot fail.
+        writeln!(text, "          - {}:9100", edge.address).ok();
+    }
+    text
+}
+
+/// Starts Prometheus on the cloud host.
+pub(super) fn start(testbed: &Testbed) -> Result<Process> {
+    let config = testbed.dir().join("prometheus.yml");
+    fs::write(&config, configuration(testbed)).with_context(|| format!("writing {}", config.display()))?;
+    let mut command = testbed.on_cloud().command(Path::new("prometheus"));
+    command
+        .arg(format!("--config.file={}", config.display()))
+        .arg(format!("--storage.tsdb.path={}", testbed.dir().join("prometheus").display()))
+        .arg("--web.listen-address=127.0.0.1:9090");
+    Process::spawn(testbed, "prometheus", command)
+}
+
+/// Starts a node exporter on edge `n`, with a host name of its own (UTS namespace) so that its figures show where
+/// they come from.
+pub(super) fn start_exporter(testbed: &Testbed, n: usize) -> Result<Process> {
+    let edge = testbed.edge(n);
+    let mut command = testbed.on_edge(n).command(Path::new("unshare"));
+    command
+        .args([
+            "--uts",
+            "sh",
+            "-c",
+            r#"hostname "$0" && exec prometheus-node-exporter --web.listen-address="$1""#,
+        ])
+        .arg(&edge.name)
+        .arg(format!("{}:9100", edge.address));
+    Process::spawn(testbed, &format!("node-exporter-{n}"), command)
+}
+
+/// One series of a query's answer.
+#[derive(Debug)]
+pub(super) struct Series {
+    labels: Value,
+    value: String,
+}
+
+impl Series {
+    pub(super) fn label(&self, name: &str) -> &str {
+        self.labels[name].as_str().unwrap_or("")
+    }
+
+    pub(super) fn number(&self) -> f64 {
+        // Prometheus writes numbers that f64 reads, NaN and +Inf included.
+        self.value.parse().unwrap_or(f64::NAN)
+    }
+}
+
+/// An instant query.
+pub(super) async fn query(expression: &str) -> Result<Vec<Series>> {
+    let path = format!("/api/v1/query?query={}", encoded(expression));
+    let (status, body) = client::http(client::connect(API).await?, "GET", &path, "").await?;
+    ensure!(status == 200, "Prometheus answered {status}: {body}");
+    let answer: Value = serde_json::from_str(&body).context("Prometheus' answer")?;
+    let result = answer["data"]["result"].as_array().with_context(|| format!("no result in {answer}"))?;
+    let series = result.iter().map(|series| Series {
+        labels: series["metric"].clone(),
+        value: series["value"][1].as_str().unwrap_or_default().to_owned(),
+    });
+    Ok(series.collect())
+}
+
+fn encoded(text: &str) -> String {
+    text.bytes().fold(String::new(), |mut encoded, byte| {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'.' => encoded.push(char::from(byte)),
+            // Writing to a String cannot fail.
+            other => write!(encoded, "%{other:02X}").unwrap_or_default(),
+        }
+        encoded
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::encoded;
+
+    #[test]
+    fn queries_are_encoded() {
+        assert_eq!(encoded("up{job=\"a b\"}"), "up%7Bjob%3D%22a%20b%22%7D");
+    }
+}
