@@ -94,7 +94,7 @@ pub struct RunArgs {
 pub struct Config {
     /// At least one, each once.
     pub servers: Vec<HostPort>,
-    pub node: NodeName,
+    pub node_name: NodeName,
     /// None: from the route to the server.
     pub node_ip: Option<IpAddr>,
     pub token: Option<Secret>,
@@ -115,7 +115,7 @@ impl Config {
     /// Names the flag, its value and the reason.
     pub fn new(args: &RunArgs) -> Result<Self, ConfigError> {
         let servers = servers(args)?;
-        let node = match &args.node_name {
+        let node_name = match &args.node_name {
             Some(name) => parse_with("--node-name", name)?,
             None => node_of_host()?,
         };
@@ -133,7 +133,7 @@ impl Config {
         }
         Ok(Self {
             servers,
-            node,
+            node_name,
             node_ip: args.node_ip.as_deref().map(node_ip).transpose()?,
             token,
             ca_hash: ca_hash.map(str::to_owned),
