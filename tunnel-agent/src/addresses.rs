@@ -9,6 +9,7 @@ use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 use tokio::net::UdpSocket;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tunnel_core::config::HostPort;
 
 /// How often the interfaces are looked at. A DHCP lease or a roaming uplink changes rarely; a server may be asked to
@@ -16,69 +17,80 @@ use tunnel_core::config::HostPort;
 const POLL: Duration = Duration::from_secs(10);
 const LOOKUP: Duration = Duration::from_secs(3);
 
-/// The node's addresses: the node IP first, then those of the interfaces that are up, without loopback and link-local
-/// ones.
+/// Publishes the node's addresses until it is dropped: the node IP first, then those of the interfaces that are up,
+/// without loopback and link-local ones.
 #[derive(Debug)]
 pub struct NodeAddresses {
-    /// Given by the operator; else found by the route to the servers.
-    node_ip: Option<IpAddr>,
-    servers: Vec<HostPort>,
-    live: Arc<ArcSwap<Vec<IpAddr>>>,
-    publish: watch::Sender<Arc<Vec<IpAddr>>>,
+    shared: Arc<ArcSwap<Vec<IpAddr>>>,
+    publish: Arc<watch::Sender<Arc<Vec<IpAddr>>>>,
+    task: JoinHandle<()>,
 }
 
 impl NodeAddresses {
-    /// Looks once. Without a `node_ip` it is the address used towards the first of `servers` that there is a route to.
-    pub async fn new(node_ip: Option<IpAddr>, servers: Vec<HostPort>) -> Self {
-        let this = Self { node_ip, servers, live: Arc::default(), publish: watch::Sender::default() };
-        this.look().await;
-        this
+    /// Looks once, and then every 10 s. Without a `node_ip` it is the address used towards the first of `servers` that
+    /// there is a route to.
+    pub async fn start(node_ip: Option<IpAddr>, servers: Vec<HostPort>) -> Self {
+        let (shared, publish) = (Arc::default(), Arc::new(watch::Sender::default()));
+        look(node_ip, &servers, &shared, &publish).await;
+        let task = tokio::spawn({
+            let (shared, publish) = (Arc::clone(&shared), Arc::clone(&publish));
+            async move {
+                loop {
+                    tokio::time::sleep(POLL).await;
+                    look(node_ip, &servers, &shared, &publish).await;
+                }
+            }
+        });
+        Self { shared, publish, task }
     }
 
     /// For the policy.
-    pub fn live(&self) -> Arc<ArcSwap<Vec<IpAddr>>> {
-        Arc::clone(&self.live)
+    pub fn shared(&self) -> Arc<ArcSwap<Vec<IpAddr>>> {
+        Arc::clone(&self.shared)
     }
 
     /// For the sessions, which tell the servers of each change.
     pub fn subscribe(&self) -> watch::Receiver<Arc<Vec<IpAddr>>> {
         self.publish.subscribe()
     }
+}
 
-    /// Looks every 10 s; run it as a task and abort it to stop.
-    pub async fn run(self) {
-        loop {
-            tokio::time::sleep(POLL).await;
-            self.look().await;
-        }
+impl Drop for NodeAddresses {
+    fn drop(&mut self) {
+        self.task.abort();
     }
+}
 
-    async fn look(&self) {
-        let node_ip = match self.node_ip {
-            Some(given) => Some(given),
-            // A name server that does not answer must not hold up the start.
-            None => tokio::time::timeout(LOOKUP, source_towards(&self.servers)).await.ok().flatten(),
-        };
-        // A node with thousands of interfaces takes a while to list them.
-        let listed = match tokio::task::spawn_blocking(interface_addresses).await {
-            Ok(Ok(listed)) => listed,
-            Ok(Err(error)) => {
-                tracing::warn!(%error, "cannot list this node's addresses; the last list stays");
-                return;
-            }
-            Err(error) => {
-                tracing::error!(%error, "listing this node's addresses failed; the last list stays");
-                return;
-            }
-        };
-        let now = ordered(node_ip, listed);
-        if **self.live.load() != now {
-            tracing::info!(addresses = ?now, "this node's addresses");
-            let now = Arc::new(now);
-            // The policy first: a server must not be told of an address that is refused.
-            self.live.store(Arc::clone(&now));
-            self.publish.send_replace(now);
+async fn look(
+    node_ip: Option<IpAddr>,
+    servers: &[HostPort],
+    shared: &ArcSwap<Vec<IpAddr>>,
+    publish: &watch::Sender<Arc<Vec<IpAddr>>>,
+) {
+    let node_ip = match node_ip {
+        Some(given) => Some(given),
+        // A name server that does not answer must not hold up the start.
+        None => tokio::time::timeout(LOOKUP, source_towards(servers)).await.ok().flatten(),
+    };
+    // A node with thousands of interfaces takes a while to list them.
+    let listed = match tokio::task::spawn_blocking(interface_addresses).await {
+        Ok(Ok(listed)) => listed,
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "cannot list this node's addresses; the last list stays");
+            return;
         }
+        Err(error) => {
+            tracing::error!(%error, "listing this node's addresses failed; the last list stays");
+            return;
+        }
+    };
+    let now = ordered(node_ip, listed);
+    if **shared.load() != now {
+        tracing::info!(addresses = ?now, "this node's addresses");
+        let now = Arc::new(now);
+        // The policy first: a server must not be told of an address that is refused.
+        shared.store(Arc::clone(&now));
+        publish.send_replace(now);
     }
 }
 
@@ -160,12 +172,12 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_listed_can_be_bound_and_is_no_loopback() {
-        let addresses = NodeAddresses::new(None, Vec::new()).await;
-        for address in addresses.live().load().iter() {
+        let addresses = NodeAddresses::start(None, Vec::new()).await;
+        for address in addresses.shared().load().iter() {
             assert!(is_reachable(*address), "{address}");
             std::net::TcpListener::bind((*address, 0)).unwrap_or_else(|e| panic!("{address}: {e}"));
         }
-        assert_eq!(**addresses.live().load(), **addresses.subscribe().borrow());
+        assert_eq!(**addresses.shared().load(), **addresses.subscribe().borrow());
     }
 
     #[tokio::test]
