@@ -1,12 +1,12 @@
 //! Builds everything, runs until told to stop, and stops in order.
 
-use std::sync::Arc;
-use std::time::SystemTime;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
 use tokio::sync::mpsc;
-use tokio_util::task::TaskTracker;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, register_process_metrics};
 use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown};
 use tunnel_core::logging;
@@ -64,7 +64,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let keeper = Arc::new(IdentityKeeper::start(enroll, identity, identity_metrics));
     enrolling.ready();
 
-    let addresses = NodeAddresses::start(config.node_ip);
+    let addresses = NodeAddresses::start(config.node_ip, config.servers.clone()).await;
     let epochs = EpochSource::open(config.state_dir.join("epoch")).context("session numbers")?;
     let (bundles, announced) = mpsc::channel(BUNDLES);
     let shared = Arc::new(Shared {
@@ -83,8 +83,8 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     for link in &links {
         tasks.spawn(link.clone().run(keeper.subscribe()));
     }
-    let installing = tokio::spawn(install_bundles(keeper.clone(), announced));
-    let ready = tokio::spawn(ready_once_attached(links, attaching));
+    let installing = AbortOnDropHandle::new(tokio::spawn(install_bundles(keeper.clone(), announced)));
+    let ready = AbortOnDropHandle::new(tokio::spawn(ready_once_attached(links, attaching)));
     tasks.close();
 
     shutdown.draining().await;
@@ -95,11 +95,9 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     };
     shutdown.force();
     // What was cut is told to the servers before the process ends.
-    let _ = tokio::time::timeout(std::time::Duration::from_secs(3), tasks.wait()).await;
-    installing.abort();
-    ready.abort();
+    let _ = tokio::time::timeout(Duration::from_secs(3), tasks.wait()).await;
     tracing::info!(drained, "stopped");
-    drop(admin);
+    drop((addresses, installing, ready, admin));
     Ok(())
 }
 
@@ -108,7 +106,9 @@ async fn install_bundles(keeper: Arc<IdentityKeeper>, mut announced: mpsc::Recei
         match keeper.install_bundle(&bundle, &server_chain).await {
             Ok(true) => tracing::info!("trusting the roots that the server announced"),
             Ok(false) => {}
-            Err(error) => tracing::error!(%error, "the roots that the server announced are refused; the present ones stay"),
+            Err(error) => {
+                tracing::error!(%error, "the roots that the server announced are refused; the present ones stay")
+            }
         }
     }
 }
@@ -116,7 +116,7 @@ async fn install_bundles(keeper: Arc<IdentityKeeper>, mut announced: mpsc::Recei
 /// Ready when the first server has attached. Later losses show in the status and the metrics: restarting an agent
 /// because its servers are away would help nobody.
 async fn ready_once_attached(links: Vec<Arc<LinkLoop>>, attaching: ReadyGuard) {
-    let mut tick = tokio::time::interval(std::time::Duration::from_millis(100));
+    let mut tick = tokio::time::interval(Duration::from_millis(100));
     while !links.iter().any(|link| link.attached()) {
         tick.tick().await;
     }
@@ -125,25 +125,29 @@ async fn ready_once_attached(links: Vec<Arc<LinkLoop>>, attaching: ReadyGuard) {
 
 /// What `/status` shows, filled in as the start goes on.
 #[derive(Clone, Default)]
-struct Observed(Arc<std::sync::OnceLock<(Vec<Arc<LinkLoop>>, Arc<IdentityKeeper>)>>);
+struct Observed(Arc<OnceLock<Running>>);
+
+struct Running {
+    links: Vec<Arc<LinkLoop>>,
+    keeper: Arc<IdentityKeeper>,
+}
 
 impl Observed {
     fn set(&self, links: Vec<Arc<LinkLoop>>, keeper: Arc<IdentityKeeper>) {
         // Set once, by `run`.
-        let _ = self.0.set((links, keeper));
+        let _ = self.0.set(Running { links, keeper });
     }
 
     fn report(self, config: &Config) -> Arc<tunnel_core::admin::Status> {
         let (node, policy) = (config.node_name.clone(), config.allow_targets.clone());
         let started = SystemTime::now();
         Arc::new(move || {
-            let (links, keeper) = match self.0.get() {
-                Some((links, keeper)) => (links.iter().map(|link| link.status()).collect(), Some(keeper)),
-                None => (Vec::new(), None),
-            };
-            let certificate = keeper.map(|keeper| CertificateStatus::of(&keeper.current()));
-            let status = AgentStatus::new(&node, started, links, certificate, &policy);
-            serde_json::to_value(status).unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+            let running = self.0.get();
+            let links = running.map(|running| running.links.iter().map(|link| link.status()).collect());
+            let certificate = running.map(|running| CertificateStatus::of(&running.keeper.current()));
+            let status = AgentStatus::new(&node, started, links.unwrap_or_default(), certificate, &policy);
+            serde_json::to_value(status)
+                .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
         })
     }
 }

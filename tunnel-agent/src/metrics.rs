@@ -46,12 +46,33 @@ impl Metrics {
             sessions_ended: Counter::default(),
         };
         registry.register("dials", "Dials to targets by outcome", metrics.dials.clone());
-        registry.register_with_unit("dial", "Time that dials took", Unit::Seconds, metrics.dial_seconds.clone());
-        registry.register("connections", "Carried connections that ended, by outcome", metrics.connections.clone());
-        registry.register("connections_active", "Connections carried now", metrics.connections_active.clone());
+        registry.register_with_unit(
+            "dial",
+            "Time that dials took",
+            Unit::Seconds,
+            metrics.dial_seconds.clone(),
+        );
+        registry.register(
+            "connections",
+            "Carried connections that ended, by outcome",
+            metrics.connections.clone(),
+        );
+        registry.register(
+            "connections_active",
+            "Connections carried now",
+            metrics.connections_active.clone(),
+        );
         registry.register_with_unit("carried", "Carried payload", Unit::Bytes, metrics.bytes.clone());
-        registry.register("sessions_started", "Sessions that a server attached", metrics.sessions_started.clone());
-        registry.register("sessions_ended", "Sessions, or attempts, that ended", metrics.sessions_ended.clone());
+        registry.register(
+            "sessions_started",
+            "Sessions that a server attached",
+            metrics.sessions_started.clone(),
+        );
+        registry.register(
+            "sessions_ended",
+            "Sessions, or attempts, that ended",
+            metrics.sessions_ended.clone(),
+        );
         for outcome in Outcome::ALL {
             let _ = metrics.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
         }

@@ -25,7 +25,11 @@ const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
 const LONGEST_DEADLINE: Duration = Duration::from_secs(60);
 
 /// Answers one Carry stream, from the request to the end of both directions.
-pub(crate) async fn carry(session: Arc<SessionState>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+pub(crate) async fn carry(
+    session: Arc<SessionState>,
+    request: Request<RecvStream>,
+    mut respond: SendResponse<Bytes>,
+) {
     let (head, inbound) = request.into_parts();
     let started = Instant::now();
     let connection = session.connection();
@@ -132,10 +136,10 @@ impl Refusal {
 
 async fn dial(session: &SessionState, headers: &HeaderMap) -> Result<(SocketAddr, TcpStream), Refusal> {
     let named = headers.get(TARGET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    let target: SocketAddr = std::str::from_utf8(named)
-        .ok()
-        .and_then(|text| text.parse().ok())
-        .ok_or_else(|| Refusal::NotAnAddress(String::from_utf8_lossy(&named[..named.len().min(64)]).into_owned()))?;
+    let target: SocketAddr =
+        std::str::from_utf8(named).ok().and_then(|text| text.parse().ok()).ok_or_else(|| {
+            Refusal::NotAnAddress(String::from_utf8_lossy(&named[..named.len().min(64)]).into_owned())
+        })?;
     session
         .policy
         .check(target, &session.loopback_ports())

@@ -185,7 +185,9 @@ impl LinkLoop {
 
 /// The pause after the n-th failure in a row, before jitter.
 fn pause_after(failures: u32) -> Duration {
-    SHORTEST_PAUSE.saturating_mul(1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX)).min(LONGEST_PAUSE)
+    SHORTEST_PAUSE
+        .saturating_mul(1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX))
+        .min(LONGEST_PAUSE)
 }
 
 /// A random time of up to `pause`, of which `share` is random: agents that lost one server do not return in step.

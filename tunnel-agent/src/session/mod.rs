@@ -105,7 +105,12 @@ pub enum Notice {
 }
 
 impl SessionState {
-    fn new(shared: Arc<Shared>, server: String, epoch: u64, server_chain: Arc<[CertificateDer<'static>]>) -> Self {
+    fn new(
+        shared: Arc<Shared>,
+        server: String,
+        epoch: u64,
+        server_chain: Arc<[CertificateDer<'static>]>,
+    ) -> Self {
         let (events, event_stream) = mpsc::channel(64);
         Self {
             policy: shared.policy.clone(),

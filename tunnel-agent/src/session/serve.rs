@@ -34,8 +34,11 @@ pub enum SessionEnd {
     #[error("cannot connect: {0}")]
     Connect(#[source] io::Error),
     /// A step of the start took too long.
-    #[error("no {0} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
-    Slow(&'static str),
+    #[error("no {step} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    Slow {
+        /// Which.
+        step: &'static str,
+    },
     /// The server's certificate is not one of ours, or it refused ours.
     #[error("TLS failed: {0}")]
     Tls(#[source] io::Error),
@@ -55,7 +58,9 @@ pub enum SessionEnd {
     #[error("the server refused this session: {0}")]
     Refused(String),
     /// Another agent took over.
-    #[error("a newer session of this node took over, from {0}: is a second agent running with this node's identity?")]
+    #[error(
+        "a newer session of this node took over, from {0}: is a second agent running with this node's identity?"
+    )]
     Replaced(String),
     /// This agent stops.
     #[error("this agent stops")]
@@ -75,12 +80,14 @@ pub(super) async fn connect(
     let handshake = TlsConnector::from(tls).connect(server_name(), socket);
     let stream = within("TLS handshake", handshake).await?.map_err(SessionEnd::Tls)?;
     let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().into();
-    let link = within("HTTP/2 preface", link::server_builder().handshake(stream)).await?.map_err(SessionEnd::Link)?;
+    let link = within("HTTP/2 preface", link::server_builder().handshake(stream))
+        .await?
+        .map_err(SessionEnd::Link)?;
     Ok((link, chain))
 }
 
 async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {
-    tokio::time::timeout(HANDSHAKE_TIMEOUT, work).await.map_err(|_| SessionEnd::Slow(step))
+    tokio::time::timeout(HANDSHAKE_TIMEOUT, work).await.map_err(|_| SessionEnd::Slow { step })
 }
 
 /// Serves one link until it ends. When the server drains, `on_draining` fires at once, and serving goes on until what
@@ -94,9 +101,12 @@ pub(super) async fn serve(
     let service = AgentServer::new(AgentService(session.clone()));
     let mut notices = session.notices.subscribe();
     let end = {
+        let mut attaching = session.notices.subscribe();
         let attached = async {
-            let attached = notices.clone().wait_for(|notice| *notice != Notice::Connecting).await.is_ok();
-            if attached { std::future::pending().await }
+            let attached = attaching.wait_for(|notice| *notice != Notice::Connecting).await.is_ok();
+            if attached {
+                std::future::pending().await
+            }
         };
         let mut attach_deadline = std::pin::pin!(within("Attach from the server", attached));
         let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));

@@ -41,7 +41,9 @@ impl Agent for AgentService {
         let _ = session.events.send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).await;
         session.metrics.sessions_started.inc();
         tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
-        session.notices.send_replace(Notice::Attached { server_id: welcome.server_id, since: SystemTime::now() });
+        session
+            .notices
+            .send_replace(Notice::Attached { server_id: welcome.server_id, since: SystemTime::now() });
         Ok(Response::new(ReceiverStream::new(events)))
     }
 
