@@ -47,7 +47,11 @@ pub fn create_private_directory(path: &Path) -> Result<(), IdentityError> {
 pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
     match fs::read(path) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|_| {
-            IdentityError::file(path, &"it is not text", "restore it from a backup, or move it out of the way")
+            IdentityError::file(
+                path,
+                &"it is not text",
+                "restore it from a backup, or move it out of the way",
+            )
         }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(IdentityError::io(path, error)),

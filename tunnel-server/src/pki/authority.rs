@@ -38,9 +38,18 @@ impl Lifetimes {
     /// The defaults, unless the environment says otherwise: `POSTERN_AGENT_CERTIFICATE_LIFE` and
     /// `POSTERN_SERVER_CERTIFICATE_LIFE` (such as `90s`) let a test or a drill watch renewals.
     pub fn from_environment() -> Result<Self, PkiError> {
-        let read = |key: &str, default: Duration| match std::env::var(key) {
-            Ok(text) => super::parse_ttl(&text),
-            Err(_) => Ok(default),
+        Self::from_lookup(|key| std::env::var(key).ok())
+    }
+
+    pub(super) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, PkiError> {
+        let read = |key: &str, default: Duration| match lookup(key) {
+            Some(text) => super::parse_ttl(&text).map_err(|error| match error {
+                PkiError::Duration { text, reason } => {
+                    PkiError::Duration { text: format!("{key}={text}"), reason }
+                }
+                other => other,
+            }),
+            None => Ok(default),
         };
         let default = Self::default();
         Ok(Self {
@@ -242,7 +251,7 @@ impl CaState {
 }
 
 /// A name that TLS clients can match: the checks are rustls', which are those of the clients.
-fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError> {
+pub(super) fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError> {
     let refuse = |reason: String| PkiError::Name { name: name.chars().take(260).collect(), reason };
     let plain = name.strip_prefix("*.").unwrap_or(name);
     rustls_pki_types::DnsName::try_from(plain).map_err(|_| refuse("it is not a DNS name".into()))?;

@@ -176,19 +176,18 @@ impl Inner {
         match &failure {
             // Each refusal before the limit was logged already.
             Failure::RateLimited => {
-                tracing::debug!(call, source = source_text, "enrolment refused: rate limited")
+                tracing::debug!(call, source = source_text, "enrolment refused: rate limited");
             }
             Failure::Internal(error) => {
-                tracing::error!(call, source = source_text, %error, "enrolment failed")
+                tracing::error!(call, source = source_text, %error, "enrolment failed");
             }
-            Failure::Wiring(error) => tracing::error!(call, source = source_text, error, "enrolment failed"),
-            other => tracing::warn!(
-                call,
-                source = source_text,
-                outcome = other.outcome(),
-                reason = %other,
-                "enrolment refused"
-            ),
+            Failure::Wiring(error) => {
+                tracing::error!(call, source = source_text, error, "enrolment failed");
+            }
+            other => {
+                let outcome = other.outcome();
+                tracing::warn!(call, source = source_text, outcome, reason = %other, "enrolment refused");
+            }
         }
         Err(Status::new(failure.code(), failure.to_string()))
     }

@@ -8,6 +8,7 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::identity::{ServerTls, Validity, validity};
 
+use super::authority::dns_name;
 use super::{Ca, CaState, PkiError, PkiMetrics};
 
 /// How soon a change of the CA's files or of this host's addresses is seen.
@@ -112,8 +113,15 @@ impl ServerCertificate {
     }
 
     /// Other names for the certificate; it is issued anew within a moment when they differ.
-    pub fn set_names(&self, names: ServerNames) {
+    ///
+    /// # Errors
+    /// A name that cannot be in a certificate; the present names stay then.
+    pub fn set_names(&self, names: ServerNames) -> Result<(), PkiError> {
+        for name in &names.dns {
+            dns_name(name)?;
+        }
         self.names.send_replace(names);
+        Ok(())
     }
 }
 

@@ -12,6 +12,18 @@
 //! | `issued/<node>` | 0600 | root and end of the node's latest certificate, so that no root is retired too early |
 //! | `server.json` | 0644 | where agents reach the running server |
 //! | `lock` | 0600 | the lock of the writers |
+//!
+//! # Rotating the CA
+//!
+//! 1. `tunnel-server ca introduce`: a new root is trusted besides the one that signs. A running server sees it
+//!    within seconds and tells the agents that are connected.
+//! 2. `tunnel-server ca activate`: the new root signs. The server's certificate is issued anew; its chain also has
+//!    the new root as signed by the old one, so agents that were away and tokens that were handed out before still
+//!    work. Agents that learn that the first root of the bundle did not sign their certificate renew early.
+//! 3. `tunnel-server ca retire`, once `ca status` counts no node on the old root (before, it refuses): the old root
+//!    is trusted no longer and its key is removed.
+//!
+//! Open sessions go on through all of it: TLS is verified when a connection is made.
 
 mod authority;
 mod ca;

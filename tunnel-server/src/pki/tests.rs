@@ -134,6 +134,17 @@ fn certificates_have_their_shape() {
 }
 
 #[test]
+fn lifetimes_come_from_the_environment() {
+    let agent = |text: &'static str| {
+        Lifetimes::from_lookup(move |key| (key == "POSTERN_AGENT_CERTIFICATE_LIFE").then(|| text.to_owned()))
+    };
+    let lifetimes = agent("90s").unwrap();
+    assert_eq!((lifetimes.agent, lifetimes.server), (Duration::from_secs(90), Lifetimes::default().server));
+    let error = agent("soon").unwrap_err().to_string();
+    assert!(error.contains("POSTERN_AGENT_CERTIFICATE_LIFE=soon"), "{error}");
+}
+
+#[test]
 fn a_rotation_goes_step_by_step() {
     let (_directory, state_dir, ca) = new_ca();
     let old = ca.state().unwrap().hash().to_owned();

@@ -1,0 +1,126 @@
+//! Changing the CA under agents that are connected, asleep, or new.
+
+use std::fs;
+use std::time::Duration;
+
+use tunnel_agent::enroll::{IdentityKeeper, IdentityMetrics};
+use tunnel_core::identity::TrustBundle;
+use tunnel_server::pki::Lifetimes;
+
+use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually};
+
+/// Agents renew within a 20th of this after the activation.
+const LIFE: Duration = Duration::from_secs(60);
+
+async fn server_has(server: &TestServer, roots: usize, signs: &str) -> String {
+    let mut ca = server.certificate.ca();
+    let state = ca.wait_for(|state| state.roots().len() == roots && state.hash() == signs);
+    let state = tokio::time::timeout(DEADLINE, state).await.expect("the server follows its files").unwrap();
+    state.bundle().to_pem()
+}
+
+async fn signed_by(keeper: &IdentityKeeper, root: &str) {
+    let mut identities = keeper.subscribe();
+    let moved = identities.wait_for(|identity| {
+        identity.is_signed_by_newest_root()
+            && identity.bundle.hashes().first().is_some_and(|hash| hash == root)
+    });
+    tokio::time::timeout(DEADLINE, moved).await.expect("the agent renews early").unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rotation_loses_nobody() {
+    let server = TestServer::with(Lifetimes { agent: LIFE, ..Lifetimes::default() }).await;
+    let old = server.ca_hash();
+    let (config, first) = server.enrolled("edge-1").await;
+    let mut session = Session::open(&server.address, &first).await.unwrap();
+    let before = first.with_bundle(first.bundle.clone());
+    let awake = IdentityKeeper::start(config.clone(), first, IdentityMetrics::default());
+    let (sleepy_config, sleepy) = server.enrolled("edge-2").await;
+    let early_token = server.token("edge-3");
+    let early = server.agent("edge-3", "edge-3", Some(&early_token));
+
+    // Introduced: the connected agent learns the new root; nothing else changes.
+    let new = server.ca.introduce().unwrap();
+    let pem = server_has(&server, 2, &old).await;
+    assert!(awake.install_bundle(&pem, &session.server_chain).await.unwrap());
+    assert!(!awake.install_bundle(&pem, &session.server_chain).await.unwrap(), "it has it already");
+    assert_eq!(awake.current().bundle.hashes(), [old.clone(), new.clone()]);
+    assert_eq!(TrustBundle::from_file(&config.state_dir.join("ca.crt")).unwrap(), awake.current().bundle);
+    Session::open(&server.address, &awake.current()).await.unwrap();
+
+    // Activated: the server is now certified by the new root.
+    assert_eq!(server.ca.activate().unwrap(), new);
+    let pem = server_has(&server, 2, &new).await;
+    let fresh = Session::open(&server.address, &awake.current()).await.unwrap();
+    assert!(awake.install_bundle(&pem, &fresh.server_chain).await.unwrap());
+    signed_by(&awake, &new).await;
+    // One that slept since before the introduction knows only the old root, and still gets in.
+    assert_eq!(sleepy.bundle.hashes(), std::slice::from_ref(&old));
+    let woken = Session::open(&server.address, &sleepy).await.unwrap();
+    // An early token carries the old root's hash.
+    assert_eq!(early.ca_hash.as_deref(), Some(old.as_str()));
+    assert_eq!(enroll(&early).await.unwrap().bundle.hashes()[0], new);
+    let error = server.ca.retire(false).unwrap_err().to_string();
+    assert!(error.contains("edge-2") && !error.contains("edge-1") && !error.contains("edge-3"), "{error}");
+    let sleepy = IdentityKeeper::start(sleepy_config, sleepy, IdentityMetrics::default());
+    assert!(sleepy.install_bundle(&pem, &woken.server_chain).await.unwrap());
+    signed_by(&sleepy, &new).await;
+
+    // Retired: nobody is left on the old root.
+    assert_eq!(server.ca.retire(false).unwrap(), old);
+    let pem = server_has(&server, 1, &new).await;
+    for keeper in [&awake, &sleepy] {
+        let session = Session::open(&server.address, &keeper.current()).await.unwrap();
+        assert!(keeper.install_bundle(&pem, &session.server_chain).await.unwrap());
+        assert_eq!(keeper.current().bundle.hashes(), std::slice::from_ref(&new));
+        Session::open(&server.address, &keeper.current()).await.unwrap();
+    }
+    // The old certificate is dead although it has not ended, and the very first session never broke.
+    let old_certificate = before.with_bundle(awake.current().bundle.clone());
+    assert!(Session::open(&server.address, &old_certificate).await.is_err());
+    session.echo().await.unwrap();
+    enroll(&server.agent("edge-4", "edge-4", Some(&server.token("edge-4")))).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pushed_bundle_must_verify_the_server_that_pushes_it() {
+    let server = TestServer::start().await;
+    let other = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let session = Session::open(&server.address, &identity).await.unwrap();
+    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default());
+    let before = fs::read(config.state_dir.join("ca.crt")).unwrap();
+    let foreign = other.ca.state().unwrap().bundle().to_pem();
+    for (pem, reason) in
+        [(foreign.as_str(), "does not verify"), ("", "no certificate"), ("junk", "no certificate")]
+    {
+        let error = keeper.install_bundle(pem, &session.server_chain).await.unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+    let error = keeper.install_bundle(&foreign, &[]).await.unwrap_err().to_string();
+    assert!(error.contains("empty chain"), "{error}");
+    assert_eq!(fs::read(config.state_dir.join("ca.crt")).unwrap(), before);
+    Session::open(&server.address, &keeper.current()).await.unwrap();
+}
+
+/// A connection that was made before the retirement must not outlive it by renewing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_retired_root_cannot_renew_on_an_old_connection() {
+    use tunnel_core::identity::{ALPN_GRPC, agent_tls, create_csr, generate_key};
+    let server = TestServer::start().await;
+    let (_, identity) = server.enrolled("edge-1").await;
+    let mut client = crate::harness::client(&server.address, agent_tls(&identity, ALPN_GRPC).unwrap()).await;
+    let renew = || tunnel_core::proto::RenewRequest { csr: create_csr(&generate_key().unwrap()).unwrap() };
+    let new = server.ca.introduce().unwrap();
+    server.ca.activate().unwrap();
+    server.ca.retire(true).unwrap();
+    server_has(&server, 1, &new).await;
+    let status = client.renew(renew()).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::Unauthenticated);
+    assert!(status.message().contains("trusted no longer"), "{status}");
+    eventually("counted", async || {
+        (server.metrics.enrollments("renew", "bad_certificate") == 1).then_some(())
+    })
+    .await;
+}
