@@ -37,7 +37,10 @@ impl Body for RecvBody {
     type Data = Bytes;
     type Error = h2::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
         if !self.data_done {
             match ready!(self.stream.poll_data(cx)) {
                 Some(Ok(data)) => {
@@ -91,7 +94,8 @@ impl Service<Request<tonic::body::Body>> for Channel {
         Box::pin(async move {
             let (parts, body) = request.into_parts();
             poll_fn(|cx| send.poll_ready(cx)).await?;
-            let (response, stream) = send.send_request(Request::from_parts(parts, ()), body.is_end_stream())?;
+            let (response, stream) =
+                send.send_request(Request::from_parts(parts, ()), body.is_end_stream())?;
             if !body.is_end_stream() {
                 tokio::spawn(send_body(body, stream));
             }

@@ -124,7 +124,9 @@ mod tests {
 
     #[test]
     fn a_failed_dial_survives_the_wire() {
-        for outcome in [Outcome::Refused, Outcome::TimedOut, Outcome::Unreachable, Outcome::Denied, Outcome::Busy] {
+        for outcome in
+            [Outcome::Refused, Outcome::TimedOut, Outcome::Unreachable, Outcome::Denied, Outcome::Busy]
+        {
             assert_eq!(Outcome::from_code(outcome.code()), outcome);
         }
     }

@@ -41,8 +41,10 @@ async fn link() -> Link {
                 let mut socket = TcpStream::connect(address).await.unwrap();
                 let mut send = respond.send_response(Response::new(()), false).unwrap();
                 let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-                let carriage = Carriage { side: Side::Agent, stalls: &stalls, abort: &abort, traffic: &traffic };
-                let ended = carriage.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
+                let carriage =
+                    Carriage { side: Side::Agent, stalls: &stalls, abort: &abort, traffic: &traffic };
+                let ended =
+                    carriage.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
                 let _ = ends.send(ended.map_err(|broken| broken.outcome(Side::Agent)));
             });
         }
@@ -55,7 +57,11 @@ async fn link() -> Link {
 /// What the server side of one carried connection reports at its end.
 type ServerEnd = tokio::task::JoinHandle<(Ended, u64, u64)>;
 
-async fn carry(send: &SendRequest<Bytes>, stalls: Arc<StallBound>, prefix: &'static [u8]) -> (TcpStream, ServerEnd) {
+async fn carry(
+    send: &SendRequest<Bytes>,
+    stalls: Arc<StallBound>,
+    prefix: &'static [u8],
+) -> (TcpStream, ServerEnd) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let caller = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (mut socket, _) = listener.accept().await.unwrap();
@@ -206,7 +212,8 @@ async fn an_end_without_a_status_is_a_reset() {
             segment.extend_from_slice(b"data");
             send.send_data(Bytes::from(segment), trailers.is_none()).unwrap();
             if let Some(status) = trailers {
-                let status = HeaderMap::from_iter([("grpc-status".parse().unwrap(), status.parse().unwrap())]);
+                let status =
+                    HeaderMap::from_iter([("grpc-status".parse().unwrap(), status.parse().unwrap())]);
                 send.send_trailers(status).unwrap();
             }
             while connection.accept().await.is_some() {}

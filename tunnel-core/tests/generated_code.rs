@@ -7,7 +7,8 @@ use std::{fs, path::Path};
 fn generated_code_is_current() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = tempfile::tempdir().expect("temp dir");
-    let descriptors = protox::compile(["postern/tunnel/v1/tunnel.proto"], [root.join("proto")]).expect("the .proto file compiles");
+    let descriptors = protox::compile(["postern/tunnel/v1/tunnel.proto"], [root.join("proto")])
+        .expect("the .proto file compiles");
     tonic_prost_build::configure()
         .out_dir(out.path())
         .bytes(".postern.tunnel.v1.Segment")

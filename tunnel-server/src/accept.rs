@@ -13,7 +13,9 @@ pub(crate) async fn accept(listener: &TcpListener, door: &'static str) -> (TcpSt
     loop {
         match listener.accept().await {
             Ok(accepted) => return accepted,
-            Err(error) if is_of_one_connection(&error) => tracing::debug!(door, %error, "connection lost in accept"),
+            Err(error) if is_of_one_connection(&error) => {
+                tracing::debug!(door, %error, "connection lost in accept")
+            }
             Err(error) => {
                 tracing::error!(door, %error, "cannot accept; is the limit of open files (ulimit -n) too low?");
                 tokio::time::sleep(PAUSE).await;

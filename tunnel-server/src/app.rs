@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -22,15 +22,17 @@ use crate::door::{self, Door, Hall, Https, Redirected};
 use crate::inventory::FileSource;
 use crate::metrics::Metrics;
 use crate::pki::{Ca, EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerFile, ServerNames};
-use crate::redirect::{Redirect, RedirectConfig, SOCKET_MARK};
+use crate::redirect::{Redirect, RedirectConfig, RedirectMetrics};
+use crate::report::Reporter;
 use crate::route::{Router, RouterConfig, host_addresses};
 use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
-use crate::status::{DoorStatus, Reporter};
 
-/// How long the agents' links may take to close once everything carried has ended.
-const LINKS_CLOSE: Duration = Duration::from_secs(3);
+/// How long the agents' links, and this server's own tasks, may take to end once nothing is carried any more.
+const CLOSING: Duration = Duration::from_secs(3);
 /// Changes of routes within this time are applied as one.
-const FEED_INTERVAL: Duration = Duration::from_millis(20);
+const FEED_PAUSE: Duration = Duration::from_millis(20);
+/// Pause after the kernel refused a change of its maps.
+const FEED_RETRY: Duration = Duration::from_secs(1);
 
 /// Runs the server until `shutdown`.
 ///
@@ -38,6 +40,7 @@ const FEED_INTERVAL: Duration = Duration::from_millis(20);
 /// What keeps it from starting, each with its mend: files, addresses in use, a redirect that is on and impossible.
 pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> anyhow::Result<()> {
     raise_open_files();
+    let server_id = server_id();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
     let postern = registry.sub_registry_with_prefix("postern");
@@ -47,115 +50,109 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         .with_context(|| format!("--inventory={}", config.inventory.display()))?;
     let pki_metrics = PkiMetrics::register(postern);
     let ca = Ca::load_or_create(&config.state_dir, Lifetimes::from_environment()?)?;
-    let names = ServerNames {
-        dns: config.cert_dns_names.clone(),
-        addresses: config.cert_ips.clone(),
-        local_addresses: true,
-    };
-    let certificate = ServerCertificate::start(ca, names, pki_metrics.clone())?;
+    let certificate = ServerCertificate::start(ca, server_names(&config), pki_metrics.clone())?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
     let drain = Drain::new(shutdown.clone());
-    let hall = Hall { router: router.clone(), sessions: sessions.clone(), metrics: metrics.clone(), drain: drain.clone() };
     let readiness = Readiness::new();
+    let starting = readiness.pending("start");
 
-    // Every address is taken before anything is served, so that a second server fails before it disturbs the first.
-    let agent_listener = match config.agent_port {
-        Some(port) => Some(bind("--agent-port", SocketAddr::new(config.bind_address, port)).await?),
+    // Every address is taken before anything is served: a second server fails before it disturbs the first.
+    let agents = listen("--agent-port", config.bind_address, config.agent_port).await?;
+    let https = listen("--secure-port", config.bind_address, config.secure_port).await?;
+    let redirected = match &config.redirect {
+        Some(options) => Some(start_redirect(options.clone()).await?),
         None => None,
     };
-    let https_listener = match config.secure_port {
-        Some(port) => Some(bind("--secure-port", SocketAddr::new(config.bind_address, port)).await?),
-        None => None,
-    };
-    let starting = readiness.pending("redirect");
-    let redirect = match &config.redirect {
-        Some(options) => Some(start_redirect(options).await?),
-        None => None,
-    };
-    if let Some(started) = &redirect {
-        started.redirect.register_metrics(registry.sub_registry_with_prefix("postern"));
+    let redirect = redirected.as_ref().map(|started| started.redirect.clone());
+    if let Some(redirect) = &redirect {
+        let postern = registry.sub_registry_with_prefix("postern");
+        postern.register_collector(Box::new(RedirectMetrics(redirect.clone())));
     }
-    let reporter = Reporter::new(&config, &readiness, &sessions, &router, &source, &metrics);
-    let reporter = match &redirect {
-        Some(started) => reporter.with_redirect(started.redirect.clone()),
-        None => reporter,
-    };
+    let mut reporter = Reporter::new(&server_id, &readiness, &sessions, &router, &source, &metrics, redirect.clone());
+    let doors = [("agents", agents.as_ref()), (Https::NAME, https.as_ref())];
+    for (door, listener) in doors.into_iter().filter_map(|(door, listener)| Some((door, listener?))) {
+        reporter.door(door, listener.local_addr()?);
+    }
+    for listener in redirected.iter().flat_map(|started| &started.listeners) {
+        reporter.door(Redirected::NAME, listener.local_addr()?);
+    }
     let admin = match config.admin_address {
         Some(address) => {
-            let admin = Admin { registry: Arc::new(registry), readiness: readiness.clone(), status: reporter.status(), log };
+            let admin = Admin {
+                registry: Arc::new(registry),
+                readiness: readiness.clone(),
+                status: reporter.status(),
+                log,
+            };
             Some(admin.bind("--admin-address", address)?.serve()?)
         }
         None => None,
     };
-
-    // From here on nothing fails any more; what is running is stopped below.
-    let workers = Arc::new(Workers::start(config.workers).context("data path threads")?);
-    let tasks = TaskTracker::new();
-    router.set_inventory(inventory);
-    tasks.spawn({
-        let router = router.clone();
-        source.clone().run(move |inventory| router.set_inventory(inventory), shutdown.clone())
-    });
-    let stop_redirect = CancellationToken::new();
-    if let Some(started) = &redirect {
-        started.feed_once(&router);
-        tasks.spawn(feed(started.redirect.clone(), router.clone(), stop_redirect.clone()));
-        tasks.spawn(started.redirect.clone().watch(stop_redirect.clone()));
+    let workers = Arc::new(Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?);
+    if let Some(listener) = &agents {
+        ServerFile { agent_addresses: agent_addresses(&config, listener.local_addr()?) }.write(&config.state_dir)?;
     }
-    starting.ready();
+
+    // From here on nothing fails any more; what runs is stopped below.
+    let tasks = TaskTracker::new();
+    let stop = CancellationToken::new();
+    router.set_inventory(inventory);
+    let following = router.clone();
+    tasks.spawn(source.run(move |inventory| following.set_inventory(inventory), shutdown.clone()));
+    if let Some(redirect) = &redirect {
+        feed_once(redirect, &router).await;
+        tasks.spawn(feed(redirect.clone(), router.clone(), stop.clone()));
+        tasks.spawn(redirect.clone().watch(stop.clone()));
+    }
     let agent_port = AgentPort::new(AgentPortConfig {
-        server_id: config.server_id.clone(),
+        server_id: server_id.clone(),
         tls: certificate.tls(),
-        bundle: follow_bundle(&certificate, &tasks, &shutdown),
+        bundle: follow_bundle(certificate.ca(), &tasks, stop.clone()),
         sessions: sessions.clone(),
         workers: workers.clone(),
         enroll: EnrollService::new(certificate.ca(), &config.state_dir, pki_metrics),
         metrics: metrics.clone(),
         draining: shutdown.draining_token().clone(),
-        stop: CancellationToken::new(),
+        stop: stop.clone(),
         drain_timeout: config.drain_timeout,
     });
-    if let Some(listener) = agent_listener {
-        let address = listener.local_addr()?;
-        ServerFile { agent_addresses: agent_addresses(&config, address) }.write(&config.state_dir)?;
-        reporter.door(DoorStatus::listening("agents", address));
+    let hall = Hall { router, sessions, metrics, drain: drain.clone() };
+    if let Some(listener) = agents {
         tasks.spawn(agent_port.clone().serve(listener));
     }
-    if let Some(listener) = https_listener {
-        reporter.door(DoorStatus::listening(Https::NAME, listener.local_addr()?));
+    if let Some(listener) = https {
         tasks.spawn(door::serve(Https, listener, hall.clone()));
     }
-    if let Some(started) = redirect.as_ref() {
-        for listener in started.listeners()? {
-            reporter.door(DoorStatus::listening(Redirected::NAME, listener.local_addr()?));
-            let door = Redirected { self_test: started.redirect.self_test_tokens() };
-            tasks.spawn(door::serve(door, listener, hall.clone()));
-        }
+    for listener in redirected.into_iter().flat_map(|started| started.listeners) {
+        // There are listeners only when there is a redirect.
+        let Some(redirect) = redirect.clone() else { continue };
+        tasks.spawn(door::serve(Redirected { redirect }, listener, hall.clone()));
     }
     tasks.close();
-    tracing::info!(server_id = %config.server_id, "serving");
+    starting.ready();
+    tracing::info!(server_id, "serving");
 
     shutdown.draining().await;
-    let draining = readiness.pending("stopping");
-    if let Some(started) = &redirect
-        && let Err(error) = started.redirect.set_serving(false)
+    let stopping = readiness.pending("stopping");
+    if let Some(redirect) = &redirect
+        && let Err(error) = redirect.drain()
     {
-        tracing::warn!(%error, "connects to edge nodes are not refused while draining");
+        tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
     }
     let drained = drain.finish(config.drain_timeout).await;
-    agent_port.stop().await;
-    if tokio::time::timeout(LINKS_CLOSE, agent_port.closed()).await.is_err() {
-        tracing::debug!("some links did not close in time");
+    stop.cancel();
+    let closed = async {
+        agent_port.closed().await;
+        tasks.wait().await;
+    };
+    if tokio::time::timeout(CLOSING, closed).await.is_err() {
+        tracing::debug!("some links or tasks did not end in time");
     }
-    stop_redirect.cancel();
-    if tokio::time::timeout(LINKS_CLOSE, tasks.wait()).await.is_err() {
-        tracing::debug!("some tasks did not end in time");
-    }
-    if let Some(started) = redirect {
-        started.redirect.stop().await;
+    if let Some(redirect) = redirect {
+        tokio::task::spawn_blocking(move || redirect.stop()).await.context("stopping the redirect")?;
     }
     tracing::info!(%drained, "stopped");
-    drop((draining, admin));
+    drop((stopping, admin));
     Ok(())
 }
 
@@ -168,4 +165,143 @@ fn router_config(config: &Config) -> RouterConfig {
         clients: config.redirect_clients.clone(),
         host_addresses,
     }
+}
+
+fn server_names(config: &Config) -> ServerNames {
+    ServerNames {
+        dns: config.cert_dns_names.clone(),
+        addresses: config.cert_ips.clone(),
+        local_addresses: config.bind_address.is_unspecified(),
+    }
+}
+
+/// This server's name for itself: the host's, and a number that differs between two on one host.
+fn server_id() -> String {
+    let host = nix::unistd::gethostname().map_or_else(|_| "server".into(), |name| name.to_string_lossy().into_owned());
+    format!("{host}-{:08x}", rand::random::<u32>())
+}
+
+/// Where agents can dial this server, the best first: names, then addresses, then the address listened on.
+fn agent_addresses(config: &Config, listening: SocketAddr) -> Vec<String> {
+    let port = listening.port();
+    let names = config.cert_dns_names.iter().filter(|name| !name.starts_with('*')).map(|name| format!("{name}:{port}"));
+    let given = config.cert_ips.iter().copied();
+    let own = if listening.ip().is_unspecified() {
+        let mut own: Vec<IpAddr> = host_addresses().into_iter().filter(|address| reachable(*address)).collect();
+        own.sort_unstable();
+        own
+    } else {
+        vec![listening.ip()]
+    };
+    names.chain(given.chain(own).map(|address| SocketAddr::new(address, port).to_string())).collect()
+}
+
+fn reachable(address: IpAddr) -> bool {
+    !address.is_loopback()
+        && match address {
+            IpAddr::V4(v4) => !v4.is_link_local(),
+            IpAddr::V6(v6) => !v6.is_unicast_link_local(),
+        }
+}
+
+/// Each carried connection takes a file descriptor; the soft limit of most hosts is 1,024.
+fn raise_open_files() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the limit of open files stays as it is; it bounds the connections");
+    }
+}
+
+async fn listen(key: &'static str, address: IpAddr, port: Option<u16>) -> Result<Option<TcpListener>, BindError> {
+    let Some(port) = port else { return Ok(None) };
+    let address = SocketAddr::new(address, port);
+    TcpListener::bind(address).await.map(Some).map_err(|error| BindError::new(key, address, error))
+}
+
+struct Redirecting {
+    redirect: Arc<Redirect>,
+    listeners: Vec<TcpListener>,
+}
+
+/// Loads, attaches and verifies the programs. Their connections arrive at listeners on loopback.
+async fn start_redirect(options: RedirectConfig) -> anyhow::Result<Redirecting> {
+    let (redirect, listeners) = tokio::task::spawn_blocking(move || {
+        let v4 = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a listener on loopback")?;
+        // A host without IPv6 has none to redirect.
+        let v6 = std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).ok();
+        let redirect = Redirect::start(options, &v4, v6.as_ref()).context("--redirect=on")?;
+        let v6 = v6.filter(|_| redirect.ipv6());
+        anyhow::Ok((redirect, [Some(v4), v6]))
+    })
+    .await
+    .context("starting the redirect")??;
+    let listeners = listeners
+        .into_iter()
+        .flatten()
+        .map(|listener| listener.set_nonblocking(true).and_then(|()| TcpListener::from_std(listener)))
+        .collect::<Result<_, _>>()?;
+    Ok(Redirecting { redirect: Arc::new(redirect), listeners })
+}
+
+/// Follows the router's changes into the kernel's maps.
+async fn feed(redirect: Arc<Redirect>, router: Arc<Router>, stop: CancellationToken) {
+    let mut changed = router.changed();
+    // What changed between the first feeding and here is fed again; that costs no write.
+    changed.mark_changed();
+    loop {
+        tokio::select! {
+            changed = changed.changed() => if changed.is_err() { return },
+            () = stop.cancelled() => return,
+        }
+        if !feed_once(&redirect, &router).await {
+            tokio::time::sleep(FEED_RETRY).await;
+            changed.mark_changed();
+        }
+        tokio::time::sleep(FEED_PAUSE).await;
+    }
+}
+
+async fn feed_once(redirect: &Arc<Redirect>, router: &Arc<Router>) -> bool {
+    let (redirect, router) = (redirect.clone(), router.clone());
+    let applied = tokio::task::spawn_blocking(move || redirect.apply(&router.desired())).await;
+    match applied {
+        Ok(Ok(applied)) => {
+            tracing::debug!(writes = applied.writes, deletes = applied.deletes, "routes applied");
+            true
+        }
+        Ok(Err(error)) => {
+            tracing::error!(%error, "the routes in the kernel are not current");
+            false
+        }
+        Err(error) => {
+            tracing::error!(%error, "feeding the redirect failed");
+            false
+        }
+    }
+}
+
+/// The trust bundle of the CA as it changes.
+fn follow_bundle(
+    mut ca: watch::Receiver<Arc<crate::pki::CaState>>,
+    tasks: &TaskTracker,
+    stop: CancellationToken,
+) -> watch::Receiver<Arc<TrustBundle>> {
+    let current = Arc::new(ca.borrow_and_update().bundle().clone());
+    let (sender, receiver) = watch::channel(current);
+    tasks.spawn(async move {
+        loop {
+            tokio::select! {
+                changed = ca.changed() => if changed.is_err() { return },
+                () = stop.cancelled() => return,
+            }
+            let bundle = Arc::new(ca.borrow_and_update().bundle().clone());
+            sender.send_if_modified(|current| {
+                let differs = **current != *bundle;
+                *current = bundle;
+                differs
+            });
+        }
+    });
+    receiver
 }

@@ -60,14 +60,40 @@ impl Metrics {
             sessions_refused: Family::default(),
             tunnels: Gauge::default(),
         };
-        registry.register("connections", "Connections that ended, by door and outcome", metrics.connections.clone());
+        registry.register(
+            "connections",
+            "Connections that ended, by door and outcome",
+            metrics.connections.clone(),
+        );
         registry.register("connections_active", "Connections carried now, by door", metrics.active.clone());
-        registry.register("callers_refused", "Callers that a door turned away before a node was known", metrics.refused.clone());
+        registry.register(
+            "callers_refused",
+            "Callers that a door turned away before a node was known",
+            metrics.refused.clone(),
+        );
         registry.register_with_unit("carried", "Carried payload", Unit::Bytes, metrics.bytes.clone());
-        registry.register_with_unit("dial", "Time until the agent answered a dial", Unit::Seconds, metrics.dial_seconds.clone());
-        registry.register_with_unit("connection", "Duration of connections", Unit::Seconds, metrics.connection_seconds.clone());
-        registry.register("agent_handshakes", "Connections to the agent port by what became of them", metrics.handshakes.clone());
-        registry.register("agent_sessions_refused", "Sessions refused after their handshake, by reason", metrics.sessions_refused.clone());
+        registry.register_with_unit(
+            "dial",
+            "Time until the agent answered a dial",
+            Unit::Seconds,
+            metrics.dial_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "connection",
+            "Duration of connections",
+            Unit::Seconds,
+            metrics.connection_seconds.clone(),
+        );
+        registry.register(
+            "agent_handshakes",
+            "Connections to the agent port by what became of them",
+            metrics.handshakes.clone(),
+        );
+        registry.register(
+            "agent_sessions_refused",
+            "Sessions refused after their handshake, by reason",
+            metrics.sessions_refused.clone(),
+        );
         registry.register("tunnels", "Agents attached now", metrics.tunnels.clone());
         metrics
     }
@@ -85,7 +111,14 @@ impl Metrics {
         self.active.get_or_create(&DoorLabel { door }).inc();
     }
 
-    pub(crate) fn closed(&self, door: &'static str, outcome: Outcome, took: Duration, to_node: u64, from_node: u64) {
+    pub(crate) fn closed(
+        &self,
+        door: &'static str,
+        outcome: Outcome,
+        took: Duration,
+        to_node: u64,
+        from_node: u64,
+    ) {
         self.active.get_or_create(&DoorLabel { door }).dec();
         self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() }).inc();
         self.connection_seconds.observe(took.as_secs_f64());
@@ -118,7 +151,9 @@ impl Metrics {
     pub fn ended_at(&self, door: &'static str) -> u64 {
         Outcome::ALL
             .iter()
-            .map(|outcome| self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() }).get())
+            .map(|outcome| {
+                self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() }).get()
+            })
             .sum()
     }
 }

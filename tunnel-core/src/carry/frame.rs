@@ -228,10 +228,17 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         assert_eq!(deframe([Bytes::from_static(&[1])]), Err(FrameError::Compressed(1)));
-        assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 2, 0x12, 0])]), Err(FrameError::UnknownField(0x12)));
+        assert_eq!(
+            deframe([Bytes::from_static(&[0, 0, 0, 0, 2, 0x12, 0])]),
+            Err(FrameError::UnknownField(0x12))
+        );
         assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 3, TAG_DATA, 9, 0])]), Err(FrameError::Length));
         assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 3, TAG_DATA, 1])]), Err(FrameError::Truncated));
-        assert_eq!(deframe([Bytes::from_static(&[0, 0, 0, 0, 0])]), Ok(vec![]), "an empty message is an empty segment");
+        assert_eq!(
+            deframe([Bytes::from_static(&[0, 0, 0, 0, 0])]),
+            Ok(vec![]),
+            "an empty message is an empty segment"
+        );
         assert_eq!(header(MAX_DATA + 1), None);
         assert!(header(MAX_DATA).is_some());
     }

@@ -157,7 +157,12 @@ impl Carriage<'_> {
     }
 
     /// Socket to stream, until the socket's end of file has been passed on.
-    async fn pump_out(&self, mut socket: ReadHalf<'_>, send: &mut SendStream<Bytes>, prefix: Bytes) -> Result<(), Broken> {
+    async fn pump_out(
+        &self,
+        mut socket: ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+        prefix: Bytes,
+    ) -> Result<(), Broken> {
         if !prefix.is_empty() {
             let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
             segment.put_bytes(0, HEADER_LEN);
@@ -175,13 +180,14 @@ impl Carriage<'_> {
             .await?;
             let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
             segment.put_bytes(0, HEADER_LEN);
-            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(Broken::Socket)? else { continue };
+            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(Broken::Socket)? else {
+                continue;
+            };
             if read == 0 {
                 return match self.side {
                     Side::Server => send.send_data(Bytes::new(), true),
-                    Side::Agent => {
-                        send.send_trailers(HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static("0"))]))
-                    }
+                    Side::Agent => send
+                        .send_trailers(HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static("0"))])),
                 }
                 .map_err(Broken::from);
             }

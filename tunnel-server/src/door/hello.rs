@@ -171,11 +171,12 @@ mod tests {
 
     /// What rustls, as a client, sends first.
     fn hello(name: &str) -> Vec<u8> {
-        let config = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(rustls::RootCertStore::empty())
-            .with_no_client_auth();
+        let config =
+            rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+                .with_safe_default_protocol_versions()
+                .unwrap()
+                .with_root_certificates(rustls::RootCertStore::empty())
+                .with_no_client_auth();
         let name = ServerName::try_from(name.to_owned()).unwrap();
         let mut client = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
         let mut bytes = Vec::new();
@@ -225,6 +226,10 @@ mod tests {
         assert_eq!(parse_client_hello(&[22, 3, 1, 0, 1, 2]), Err(HelloError::NotHello));
         assert_eq!(parse_client_hello(&[22, 3, 1, 0, 0]), Err(HelloError::Malformed("record length")));
         assert_eq!(parse_client_hello(&[22, 3, 1, 0, 4, 1, 0xff, 0xff, 0xff]), Err(HelloError::TooLong));
-        assert_eq!(parse_client_hello(&hello("10.0.0.7")), Ok(Parsed::Hello(None)), "rustls sends no address as SNI");
+        assert_eq!(
+            parse_client_hello(&hello("10.0.0.7")),
+            Ok(Parsed::Hello(None)),
+            "rustls sends no address as SNI"
+        );
     }
 }

@@ -61,7 +61,11 @@ pub trait Door: Send + Sync + 'static {
     const NAME: &'static str;
 
     /// Finds out where the caller wants to go.
-    fn open(&self, socket: &mut TcpStream, router: &Router) -> impl Future<Output = Result<Opening, Refusal>> + Send;
+    fn open(
+        &self,
+        socket: &mut TcpStream,
+        router: &Router,
+    ) -> impl Future<Output = Result<Opening, Refusal>> + Send;
 }
 
 /// What every door works with.
@@ -118,15 +122,17 @@ async fn receive<D: Door>(door: Arc<D>, mut socket: TcpStream, client: SocketAdd
 }
 
 async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Session>, mut record: Record) {
-    let mut socket = match TcpStream::from_std(socket).and_then(|socket| link::tune_carried(&socket).map(|()| socket)) {
-        Ok(socket) => socket,
-        Err(error) => return record.end(Outcome::ClientReset, &error),
-    };
+    let mut socket =
+        match TcpStream::from_std(socket).and_then(|socket| link::tune_carried(&socket).map(|()| socket)) {
+            Ok(socket) => socket,
+            Err(error) => return record.end(Outcome::ClientReset, &error),
+        };
     let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
     let ended = {
         let forced = record.forced();
-        let carrying =
-            session.carry(&mut socket, opening.prefix, opening.target, &abort, &traffic, |took| record.dialled(took));
+        let carrying = session.carry(&mut socket, opening.prefix, opening.target, &abort, &traffic, |took| {
+            record.dialled(took)
+        });
         let mut carrying = std::pin::pin!(carrying);
         tokio::select! {
             biased;

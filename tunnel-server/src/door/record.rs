@@ -16,7 +16,7 @@ use crate::metrics::Metrics;
 use crate::session::Session;
 
 /// The target of the access log's events.
-pub const ACCESS: &str = "access";
+const ACCESS: &str = "access";
 
 /// A connection from the moment its node is known. Dropping it without [`Record::end`] (its task was cancelled, or
 /// panicked) records that too.

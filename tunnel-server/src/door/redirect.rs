@@ -1,17 +1,19 @@
 //! The redirect's door: the accepted socket's own address is the token, its port the destination port.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::net::TcpStream;
 
 use super::{Door, Opening, Refusal};
+use crate::redirect::Redirect;
 use crate::route::Router;
 
 /// Takes what the BPF programs redirect.
 pub struct Redirected {
-    /// Tokens on which the redirect's verification connects to itself.
-    pub self_test: Vec<IpAddr>,
+    /// Knows its own self-tests.
+    pub redirect: Arc<Redirect>,
 }
 
 impl Door for Redirected {
@@ -20,13 +22,12 @@ impl Door for Redirected {
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opening, Refusal> {
         let local = socket.local_addr()?;
         let token = local.ip().to_canonical();
-        if self.self_test.contains(&token) {
+        if self.redirect.is_self_test(token) {
             return Err(Refusal::Own);
         }
-        let destination = router
-            .snapshot()
-            .by_token(token)
-            .ok_or_else(|| Refusal::Caller(format!("{token} is no node's token: the node has left, or never was")))?;
+        let destination = router.snapshot().by_token(token).ok_or_else(|| {
+            Refusal::Caller(format!("{token} is no node's token: the node has left, or never was"))
+        })?;
         Ok(Opening {
             node: destination.node,
             target: SocketAddr::new(destination.address, local.port()),

@@ -49,6 +49,8 @@ pub struct AgentPortConfig {
     pub metrics: Metrics,
     /// Take nothing new; tell the agents.
     pub draining: CancellationToken,
+    /// End every link.
+    pub stop: CancellationToken,
     /// How long the drain may last, for the agents to know.
     pub drain_timeout: std::time::Duration,
 }
@@ -123,7 +125,10 @@ impl AgentPort {
         match connection.alpn_protocol() {
             Some(ALPN_TUNNEL) => {
                 let certificate = certificate.ok_or_else(|| {
-                    io::Error::new(io::ErrorKind::PermissionDenied, "an agent's link needs a client certificate")
+                    io::Error::new(
+                        io::ErrorKind::PermissionDenied,
+                        "an agent's link needs a client certificate",
+                    )
                 })?;
                 let node = node_of_certificate(&certificate)
                     .map_err(|error| io::Error::new(io::ErrorKind::PermissionDenied, error))?;
@@ -136,16 +141,19 @@ impl AgentPort {
                 drop(admitted);
                 Ok(())
             }
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "the client offered neither postern/1 nor h2")),
+            _ => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, "the client offered neither postern/1 nor h2"))
+            }
         }
     }
 
     async fn grpc(&self, stream: TlsStream<TcpStream>, peer: SocketAddr, certificate: PeerCertificate) {
-        let routes = self.routes.clone().map_request(move |mut request: http::Request<hyper::body::Incoming>| {
-            request.extensions_mut().insert(certificate.clone());
-            request.extensions_mut().insert(crate::pki::PeerAddress(peer));
-            request.map(tonic::body::Body::new)
-        });
+        let routes =
+            self.routes.clone().map_request(move |mut request: http::Request<hyper::body::Incoming>| {
+                request.extensions_mut().insert(certificate.clone());
+                request.extensions_mut().insert(crate::pki::PeerAddress(peer));
+                request.map(tonic::body::Body::new)
+            });
         let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .max_concurrent_streams(MAX_GRPC_STREAMS)

@@ -23,10 +23,10 @@ use tunnel_core::proto::{
     AgentEvent, Hello, Notice, Refused, Replaced, ServerDraining, TrustBundle, Welcome, agent_event, notice,
 };
 
+use super::Session;
 use super::admission::Admitted;
 use super::agent_port::AgentPort;
 use super::registry::Fenced;
-use super::Session;
 
 /// The largest control message taken from an agent.
 const MAX_MESSAGE: usize = 64 << 10;
@@ -193,7 +193,11 @@ async fn session(
     if matches!(end, End::Ended) && !port.config.draining.is_cancelled() {
         let reason = notice::Notice::Replaced(Replaced {
             epoch: session.epoch,
-            peer: port.config.sessions.of(&session.node).map_or_else(String::new, |newer| newer.peer.to_string()),
+            peer: port
+                .config
+                .sessions
+                .of(&session.node)
+                .map_or_else(String::new, |newer| newer.peer.to_string()),
         });
         tell(&mut client, reason).await;
     }
@@ -284,6 +288,7 @@ async fn follow(
                 tell(client, notice::Notice::Draining(ServerDraining { timeout_seconds })).await;
             }
             () = session.closed.cancelled() => return End::Ended,
+            () = port.config.stop.cancelled() => return End::Ended,
         }
     }
 }

@@ -85,7 +85,8 @@ impl Session {
     ) -> Result<(), Broken> {
         let _counted = Counted::new(self);
         let mut link = self.send.clone();
-        let request = carry_request(target).map_err(|error| Broken::Dial(Outcome::Protocol, error.to_string()))?;
+        let request =
+            carry_request(target).map_err(|error| Broken::Dial(Outcome::Protocol, error.to_string()))?;
         std::future::poll_fn(|cx| link.poll_ready(cx)).await.map_err(Broken::Link)?;
         let (response, mut send) = link.send_request(request, false).map_err(Broken::Link)?;
         let asked = Instant::now();
@@ -128,13 +129,23 @@ fn carry_request(target: SocketAddr) -> Result<Request<()>, http::Error> {
 }
 
 /// Waits for the agent's answer: headers mean connected, a status tells why not.
-async fn dialled(node: &NodeName, target: SocketAddr, response: ResponseFuture) -> Result<RecvStream, Broken> {
+async fn dialled(
+    node: &NodeName,
+    target: SocketAddr,
+    response: ResponseFuture,
+) -> Result<RecvStream, Broken> {
     let limit = DIAL_DEADLINE + DIAL_GRACE;
     let response = tokio::time::timeout(limit, response).await.map_err(|_| {
-        Broken::Dial(Outcome::TimedOut, format!("{node} did not answer the dial of {target} within {} s", limit.as_secs()))
+        Broken::Dial(
+            Outcome::TimedOut,
+            format!("{node} did not answer the dial of {target} within {} s", limit.as_secs()),
+        )
     })??;
     if response.status() != StatusCode::OK {
-        return Err(Broken::Dial(Outcome::Protocol, format!("{node} answered with HTTP status {}", response.status())));
+        return Err(Broken::Dial(
+            Outcome::Protocol,
+            format!("{node} answered with HTTP status {}", response.status()),
+        ));
     }
     match Status::from_header_map(response.headers()) {
         None => Ok(response.into_body()),

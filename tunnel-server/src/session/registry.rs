@@ -96,7 +96,8 @@ impl Sessions {
         }
         let mut departed = self.departed();
         if departed.len() >= REMEMBERED
-            && let Some(oldest) = departed.iter().min_by_key(|(_, since)| **since).map(|(node, _)| node.clone())
+            && let Some(oldest) =
+                departed.iter().min_by_key(|(_, since)| **since).map(|(node, _)| node.clone())
         {
             departed.remove(&oldest);
         }

@@ -27,8 +27,10 @@ impl Workers {
         let stop = CancellationToken::new();
         let mut workers = Self { handles: Vec::new(), next: AtomicUsize::new(0), stop, threads: Vec::new() };
         for index in 0..count.max(1) {
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_all().event_interval(EVENT_INTERVAL).build()?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .event_interval(EVENT_INTERVAL)
+                .build()?;
             workers.handles.push(runtime.handle().clone());
             let stop = workers.stop.clone();
             let thread = std::thread::Builder::new()

@@ -1,0 +1,51 @@
+//! The redirect's counters and state, read from the kernel when somebody asks.
+
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::MetricType;
+
+use super::Redirect;
+
+/// Reads the maps at each scrape; the data path keeps no second count.
+#[derive(Debug)]
+pub struct RedirectMetrics(pub Arc<Redirect>);
+
+impl Collector for RedirectMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let health = self.0.health();
+        let works = i64::from(health.problem.is_none());
+        encode_gauge(&mut encoder, "redirect_verified", "1 if the last self-test of the redirect passed", works)?;
+        let help = "Times that something lost from the redirect was restored";
+        let mended = encoder.encode_descriptor("redirect_mended", help, None, MetricType::Counter)?;
+        ConstCounter::new(health.mended).encode(mended)?;
+        let counters = match self.0.counters() {
+            Ok(counters) => counters,
+            Err(error) => {
+                tracing::warn!(%error, "the redirect's counters cannot be read");
+                return Ok(());
+            }
+        };
+        let help = "What the BPF programs decided, by hook and outcome";
+        let mut family = encoder.encode_descriptor("redirect_verdicts", help, None, MetricType::Counter)?;
+        for (name, count) in counters {
+            let (hook, outcome) = name.split_once('/').unwrap_or((name, ""));
+            let labels = [("hook", hook), ("outcome", outcome)];
+            ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+fn encode_gauge(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    value: i64,
+) -> Result<(), fmt::Error> {
+    ConstGauge::new(value).encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)
+}
