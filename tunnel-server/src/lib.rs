@@ -2,10 +2,15 @@
 #![deny(unsafe_code)]
 
 mod accept;
+pub mod app;
+pub mod cli;
+pub mod config;
 pub mod door;
 pub mod inventory;
 pub mod metrics;
 pub mod pki;
 pub mod redirect;
+pub mod report;
 pub mod route;
 pub mod session;
+pub mod status;

@@ -1,1 +1,45 @@
-fn main() {}
+//! `tunnel-server`: see `--help`.
+#![forbid(unsafe_code)]
+
+use std::future::Future;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use tunnel_core::config::{exit, parse_command_line, report_error};
+use tunnel_core::lifecycle::Shutdown;
+use tunnel_core::logging;
+use tunnel_server::app;
+use tunnel_server::config::{Cli, Command, Config, RunArgs};
+
+fn main() -> ExitCode {
+    let cli = match parse_command_line::<Cli>() {
+        Ok(cli) => cli,
+        Err(code) => return code,
+    };
+    let done = match cli.command {
+        None => run(&cli.run),
+        Some(Command::Status(command)) => block_on(command.run()),
+        Some(Command::Cleanup(command)) => command.run(),
+        Some(Command::Token(command)) => command.run().map_err(Into::into),
+        Some(Command::Ca(command)) => command.run().map_err(Into::into),
+    };
+    match done {
+        Ok(()) => ExitCode::from(exit::OK),
+        Err(error) => ExitCode::from(report_error("tunnel-server", error.as_ref())),
+    }
+}
+
+fn run(args: &RunArgs) -> anyhow::Result<()> {
+    let config = Config::new(args)?;
+    let log = logging::init(config.log_format, config.log_level)?;
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "tunnel-server starts");
+    block_on(async {
+        let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
+        app::run(config, log, shutdown).await
+    })
+}
+
+/// The data path has threads of its own; this one only accepts and keeps order.
+fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().context("making the runtime")?.block_on(work)
+}

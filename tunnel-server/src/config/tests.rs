@@ -1,0 +1,267 @@
+//! Tests of the configuration and of its agreement with the design's table.
+
+use clap::{CommandFactory, Parser};
+
+use super::*;
+
+fn config(args: &[&str]) -> Result<Config, ConfigError> {
+    let base = ["tunnel-server", "--inventory=/nodes.yaml"];
+    Config::new(&Cli::try_parse_from(base.iter().chain(args)).unwrap().run)
+}
+
+fn error(args: &[&str]) -> String {
+    config(args).expect_err(&format!("{args:?}")).to_string()
+}
+
+#[test]
+fn the_command_line_is_consistent() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn defaults_are_those_of_the_design() {
+    let config = config(&[]).unwrap();
+    assert_eq!(config.inventory, PathBuf::from("/nodes.yaml"));
+    assert_eq!(config.state_dir, PathBuf::from("/var/lib/postern/server"));
+    assert_eq!(config.bind_address, IpAddr::from([0, 0, 0, 0]));
+    assert_eq!((config.agent_port, config.secure_port), (Some(10262), Some(10263)));
+    assert_eq!(config.admin_address, Some("127.0.0.1:10265".parse().unwrap()));
+    assert_eq!(config.redirect_ports, BTreeSet::from([10250, 10255]));
+    assert_eq!(config.token_range.to_string(), "198.18.0.0/15");
+    assert_eq!(config.edge_selector, Selector::default());
+    assert_eq!(config.drain_timeout, Duration::from_secs(30));
+    assert_eq!((config.log_format, config.log_level), (logging::Format::Text, logging::Level::Info));
+    assert!(config.exclude.is_empty() && config.redirect_clients.is_empty());
+    assert!(config.cert_dns_names.is_empty() && config.cert_ips.is_empty());
+    let redirect = config.redirect.unwrap();
+    let default = RedirectConfig::default();
+    assert_eq!((redirect.cgroup, redirect.mark), (None, SOCKET_MARK));
+    assert_eq!(
+        (redirect.token_range, redirect.token_range_v6),
+        (default.token_range, default.token_range_v6)
+    );
+    assert_eq!((config.token_range, config.token_range_v6), (default.token_range, default.token_range_v6));
+}
+
+#[test]
+fn every_flag_does_something() {
+    let config = config(&[
+        "--state-dir=/s",
+        "--bind-address=::",
+        "--agent-port=1",
+        "--secure-port=0",
+        "--admin-address=[::1]:3",
+        "--redirect-cgroup=/sys/fs/cgroup/x",
+        "--redirect-ports=22,80",
+        "--exclude=10.0.0.0/8,fd00::1",
+        "--redirect-clients=10.244.0.0/16",
+        "--token-range=100.64.0.0/10",
+        "--token-range-v6=fd00:1:2:3::/80",
+        "--edge-selector=edge=yes",
+        "--cert-dns-names=a.example.org,*.b.example.org",
+        "--cert-ips=192.0.2.1,fd00::2",
+        "--drain-timeout=1m",
+        "--log-format=json",
+        "--log-level=debug",
+        "--insecure-port=0",
+    ])
+    .unwrap();
+    assert_eq!(config.bind_address, "::".parse::<IpAddr>().unwrap());
+    assert_eq!((config.agent_port, config.secure_port), (Some(1), None));
+    assert_eq!(config.admin_address, Some("[::1]:3".parse().unwrap()));
+    let redirect = config.redirect.as_ref().unwrap();
+    assert_eq!(redirect.cgroup, Some(PathBuf::from("/sys/fs/cgroup/x")));
+    assert_eq!(redirect.token_range.to_string(), "100.64.0.0/10");
+    assert_eq!(redirect.token_range_v6.to_string(), "fd00:1:2:3::/80");
+    assert_eq!(redirect.clients, config.redirect_clients);
+    assert_eq!(config.redirect_ports, BTreeSet::from([22, 80]));
+    assert_eq!(config.exclude, ["10.0.0.0/8".parse().unwrap(), "fd00::1/128".parse().unwrap()]);
+    assert_eq!(config.edge_selector.to_string(), "edge=yes");
+    assert_eq!(config.cert_dns_names, ["a.example.org", "*.b.example.org"]);
+    assert_eq!(config.cert_ips.len(), 2);
+    assert_eq!(config.drain_timeout, Duration::from_secs(60));
+    assert_eq!((config.log_format, config.log_level), (logging::Format::Json, logging::Level::Debug));
+    assert!(self::config(&["--redirect=off", "--redirect-ports="]).unwrap().redirect.is_none());
+}
+
+#[test]
+fn other_systems_names_are_taken() {
+    let config =
+        config(&["--tunnel-agent-connect-port=7", "--meta-port=9", "--cert-dir=/c", "--v=5"]).unwrap();
+    assert_eq!(config.agent_port, Some(7));
+    assert_eq!(config.admin_address, Some("127.0.0.1:9".parse().unwrap()));
+    assert_eq!((config.state_dir, config.log_level), (PathBuf::from("/c"), logging::Level::Debug));
+    assert!(error(&["--kube-config=/k"]).starts_with("--kubeconfig=/k: "));
+}
+
+#[test]
+fn errors_name_key_value_and_reason() {
+    for (args, expected) in [
+        (
+            &["--agent-port=70000"][..],
+            "--agent-port=70000: not a port; use 1 to 65535, or 0 to switch the door off",
+        ),
+        (&["--secure-port=10262"], "--secure-port=10262: --agent-port has that port already; choose another"),
+        (
+            &["--admin-address=127.0.0.1:10263"],
+            "--admin-address=127.0.0.1:10263: --secure-port has that port already; choose another",
+        ),
+        (
+            &["--bind-address=localhost"],
+            "--bind-address=localhost: not an IP address; use one such as 10.8.0.7 or fd00::7",
+        ),
+        (
+            &["--admin-address=10.0.0.1:10265"],
+            "--admin-address=10.0.0.1:10265: not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
+        ),
+        (
+            &["--insecure-port=10264"],
+            "--insecure-port=10264: the http door is not in this build yet; use 0 or leave it out",
+        ),
+        (&["--redirect=maybe"], "--redirect=maybe: use on or off"),
+        (&["--redirect-ports=a"], "--redirect-ports=a: \"a\" is not a port; use 1 to 65535, comma-separated"),
+        (
+            &["--redirect-ports="],
+            "--redirect-ports=: empty; name the ports to redirect, or switch it off with --redirect=off",
+        ),
+        (
+            &["--exclude=10.0.0.1/8"],
+            "--exclude=10.0.0.1/8: \"10.0.0.1/8\" has bits set behind its prefix; did you mean 10.0.0.0/8?",
+        ),
+        (
+            &["--token-range=198.18.0.0/25"],
+            "--token-range=198.18.0.0/25: use a /8 to /24: one address for each edge address",
+        ),
+        (
+            &["--token-range=198.0.0.0/7"],
+            "--token-range=198.0.0.0/7: use a /8 to /24: one address for each edge address",
+        ),
+        (
+            &["--token-range=fd00::/64"],
+            "--token-range=fd00::/64: not IPv4; the IPv6 range is --token-range-v6",
+        ),
+        (&["--token-range=127.1.0.0/16"], "--token-range=127.1.0.0/16: it has loopback addresses in it"),
+        (
+            &["--token-range=224.1.0.0/16"],
+            "--token-range=224.1.0.0/16: it has multicast or reserved addresses in it",
+        ),
+        (&["--exclude=198.18.1.0/24"], "--token-range=198.18.0.0/15: it overlaps 198.18.1.0/24 of --exclude"),
+        (
+            &["--token-range-v6=fd00::/48"],
+            "--token-range-v6=fd00::/48: use a /64 to /96: one address for each edge address",
+        ),
+        (
+            &["--token-range-v6=10.0.0.0/8"],
+            "--token-range-v6=10.0.0.0/8: not IPv6; the IPv4 range is --token-range",
+        ),
+        (
+            &["--token-range-v6=fe80::/64"],
+            "--token-range-v6=fe80::/64: not a unique local or global unicast range; use one such as fd00:1:2:3::/64",
+        ),
+        (
+            &["--edge-selector="],
+            "--edge-selector=: a selector is empty, which would make every node an edge node",
+        ),
+        (&["--cert-dns-names=a,b c"], "--cert-dns-names=a,b c: \"b c\" is not a DNS name"),
+        (&["--cert-ips=a"], "--cert-ips=a: \"a\" is not an IP address"),
+        (
+            &["--drain-timeout=30"],
+            "--drain-timeout=30: not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m",
+        ),
+        (&["--log-format=xml"], "--log-format=xml: not a log format; use text or json"),
+        (
+            &["--log-level=loud"],
+            "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
+        ),
+        (&["--kubeconfig=/k"], "--kubeconfig=/k: Kubernetes mode is not in this build yet; use --inventory"),
+        (&["--state-dir="], "--state-dir=: empty; name a directory"),
+    ] {
+        assert_eq!(error(args), expected, "{args:?}");
+    }
+    let bare = Cli::try_parse_from(["tunnel-server"]).unwrap();
+    assert_eq!(
+        Config::new(&bare.run).unwrap_err().to_string(),
+        "--inventory: needed: a file as `kubectl get nodes -o yaml` prints it (standalone); Kubernetes mode is not in this build yet"
+    );
+}
+
+#[test]
+fn flags_and_subcommands_do_not_mix() {
+    assert!(Cli::try_parse_from(["tunnel-server", "--agent-port=1", "status"]).is_err());
+    let cli = Cli::try_parse_from(["tunnel-server", "status", "-o", "json"]).unwrap();
+    assert!(matches!(cli.command, Some(Command::Status(_))));
+    for args in [
+        &["cleanup"][..],
+        &["token", "create", "--node", "edge-1", "--state-dir=/x", "-o", "json"],
+        &["ca", "status"],
+    ] {
+        assert!(
+            Cli::try_parse_from(std::iter::once(&"tunnel-server").chain(args)).unwrap().command.is_some(),
+            "{args:?}"
+        );
+    }
+}
+
+/// The flags of DESIGN §11: name, and the default that `--help` shows (None: it shows none of its own).
+const DESIGN: &[(&str, Option<&str>)] = &[
+    ("inventory", None),
+    ("kubeconfig", None),
+    ("state-dir", Some("/var/lib/postern/server")),
+    ("bind-address", Some("0.0.0.0")),
+    ("agent-port", Some("10262")),
+    ("secure-port", Some("10263")),
+    ("insecure-bind-address", Some("127.0.0.1")),
+    // 10264 once the door is there.
+    ("insecure-port", None),
+    ("admin-address", Some("127.0.0.1:10265")),
+    ("redirect", Some("on")),
+    ("redirect-cgroup", None),
+    ("redirect-ports", Some("10250,10255")),
+    ("exclude", None),
+    ("redirect-clients", None),
+    ("token-range", Some("198.18.0.0/15")),
+    ("token-range-v6", Some("fd9e:706f:7374:6572::/64")),
+    (
+        "edge-selector",
+        Some(
+            "openyurt.io/is-edge-worker=true || superedge.io/edge-node=enable || node-role.kubernetes.io/edge",
+        ),
+    ),
+    ("cert-dns-names", None),
+    ("cert-ips", None),
+    ("drain-timeout", Some("30s")),
+    ("log-format", Some("text")),
+    ("log-level", Some("info")),
+];
+
+#[test]
+fn the_help_is_the_designs_table() {
+    let command = Cli::command();
+    let shown: Vec<(String, Option<String>)> = command
+        .get_arguments()
+        .filter(|argument| !argument.is_hide_set())
+        .filter_map(|argument| Some((argument.get_long()?.to_owned(), argument)))
+        .filter(|(long, _)| !["help", "version"].contains(&long.as_str()))
+        .map(|(long, argument)| {
+            let default =
+                argument.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
+            (long, default.filter(|_| !argument.is_hide_default_value_set()))
+        })
+        .collect();
+    let expected: Vec<_> =
+        DESIGN.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
+    assert_eq!(shown, expected);
+    // Each says in a sentence what it is for, and lengths of time name their units.
+    for argument in command.get_arguments() {
+        let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+        assert!(help.len() > 10, "{}: {help:?}", argument.get_id());
+        if argument
+            .get_value_names()
+            .is_some_and(|names| names.iter().any(|name| name.as_str() == "DURATION"))
+        {
+            assert!(help.contains("unit"), "{help}");
+        }
+    }
+    let subcommands: Vec<_> = command.get_subcommands().map(clap::Command::get_name).collect();
+    assert_eq!(subcommands, ["status", "cleanup", "token", "ca"]);
+}

@@ -1,0 +1,331 @@
+//! The status for people: what needs attention first, and readable with two nodes as with 10,000.
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+
+use super::{NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
+
+/// Nodes shown without `--all`.
+const MAX_NODES: usize = 50;
+/// Conflicts shown without `--all`.
+const MAX_CONFLICTS: usize = 10;
+
+impl StatusReport {
+    /// `all`: every node and conflict instead of the first.
+    pub fn to_text(&self, all: bool) -> String {
+        let mut text = String::new();
+        // Writing to a String does not fail.
+        let _ = self.write(&mut text, all);
+        text
+    }
+
+    fn write(&self, out: &mut String, all: bool) -> std::fmt::Result {
+        let ready = if self.ready {
+            "ready".to_owned()
+        } else {
+            format!("NOT READY, waits for {}", self.pending.join(", "))
+        };
+        writeln!(
+            out,
+            "tunnel-server {} on {}, up {}: {ready}",
+            self.version,
+            self.server_id,
+            age(self.uptime_s)
+        )?;
+        for door in &self.doors {
+            writeln!(
+                out,
+                "door {} at {}: {} active, {} accepted",
+                door.name, door.address, door.connections_active, door.accepted
+            )?;
+        }
+        self.redirect.write(out)?;
+        self.write_inventory(out, all)?;
+        let connected = self.nodes.iter().filter(|node| node.connected).count();
+        writeln!(out, "nodes: {connected} of {} connected", self.nodes.len())?;
+        self.write_nodes(out, all)
+    }
+
+    fn write_inventory(&self, out: &mut String, all: bool) -> std::fmt::Result {
+        let source = &self.inventory.source;
+        writeln!(out, "inventory {}: {} edge, {} cloud", source.file.display(), source.edge, source.cloud)?;
+        if let Some(error) = &source.last_error {
+            writeln!(out, "  NOT IN EFFECT, the last good one is: {error}")?;
+        }
+        let conflicts = &self.inventory.conflicts;
+        let shown = if all { conflicts.len() } else { conflicts.len().min(MAX_CONFLICTS) };
+        for conflict in &conflicts[..shown] {
+            writeln!(out, "  CONFLICT: {}", conflict.message)?;
+        }
+        more(out, "  ", conflicts.len() - shown, "conflicts")
+    }
+
+    fn write_nodes(&self, out: &mut String, all: bool) -> std::fmt::Result {
+        if self.nodes.is_empty() {
+            return Ok(());
+        }
+        let mut nodes: Vec<&NodeStatus> = self.nodes.iter().collect();
+        nodes.sort_by(|a, b| a.rank().cmp(&b.rank()).then_with(|| a.name.cmp(&b.name)));
+        let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+        table.set_header([
+            "NODE",
+            "STATE",
+            "ADDRESSES",
+            "PEER",
+            "RTT",
+            "CONNECTIONS",
+            "STALLED",
+            "TO NODE",
+            "FROM NODE",
+            "AGENT",
+        ]);
+        for column in 4..9 {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        for node in &nodes[..shown] {
+            table.add_row(node.row());
+        }
+        for line in table.lines() {
+            writeln!(out, "{}", line.trim_end())?;
+        }
+        more(out, "", nodes.len() - shown, "nodes")
+    }
+}
+
+fn more(out: &mut String, indent: &str, left: usize, what: &str) -> std::fmt::Result {
+    if left == 0 { Ok(()) } else { writeln!(out, "{indent}… and {left} more {what}; --all shows them") }
+}
+
+impl RedirectStatus {
+    fn write(&self, out: &mut String) -> std::fmt::Result {
+        let state = match self.state {
+            RedirectState::Off => return writeln!(out, "redirect: off"),
+            RedirectState::On => "on".to_owned(),
+            RedirectState::Degraded => {
+                format!("DEGRADED: {}", self.reason.as_deref().unwrap_or("no reason known"))
+            }
+        };
+        let Self { routes, routes_down, excluded, .. } = self;
+        writeln!(
+            out,
+            "redirect: {state}; {routes} routes, {routes_down} of them down, {excluded} ranges excluded"
+        )?;
+        let counted = self.counters.iter().filter(|(_, count)| **count > 0);
+        let counted: Vec<_> = counted.map(|(name, count)| format!("{name} {count}")).collect();
+        if !counted.is_empty() {
+            writeln!(out, "  {}", counted.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+impl NodeStatus {
+    /// What needs attention comes first.
+    fn rank(&self) -> u8 {
+        match &self.session {
+            None => 0,
+            Some(_) if !self.in_inventory => 1,
+            Some(session) if session.stalled > 0 => 2,
+            Some(_) => 3,
+        }
+    }
+
+    fn row(&self) -> [String; 10] {
+        let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let Some(SessionStatus {
+            peer,
+            since_s,
+            rtt_ms,
+            agent_version,
+            connections,
+            stalled,
+            bytes_to_node,
+            bytes_from_node,
+            ..
+        }) = &self.session
+        else {
+            let state =
+                self.last_seen_s.map_or_else(|| "NEVER SEEN".to_owned(), |ago| format!("DOWN {}", age(ago)));
+            let none = || "-".to_owned();
+            return [
+                self.name.to_string(),
+                state,
+                addresses,
+                none(),
+                none(),
+                none(),
+                none(),
+                none(),
+                none(),
+                none(),
+            ];
+        };
+        let state = if self.in_inventory {
+            format!("up {}", age(*since_s))
+        } else {
+            format!("NOT IN INVENTORY {}", age(*since_s))
+        };
+        [
+            self.name.to_string(),
+            state,
+            addresses,
+            peer.to_string(),
+            rtt_ms.map_or_else(|| "-".to_owned(), |rtt| format!("{rtt:.1} ms")),
+            connections.to_string(),
+            stalled.to_string(),
+            bytes(*bytes_to_node),
+            bytes(*bytes_from_node),
+            agent_version.clone(),
+        ]
+    }
+}
+
+/// Whole seconds as the two largest units.
+fn age(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{}s", seconds / 60, seconds % 60),
+        3600..86400 => format!("{}h{}m", seconds / 3600, seconds % 3600 / 60),
+        _ => format!("{}d{}h", seconds / 86400, seconds % 86400 / 3600),
+    }
+}
+
+/// Bytes in binary units, three digits at most before the point.
+fn bytes(count: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::SourceStatus;
+    use crate::route::{Conflict, ConflictKind};
+    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus};
+
+    fn node(name: &str, session: Option<usize>) -> NodeStatus {
+        NodeStatus {
+            name: name.parse().unwrap(),
+            addresses: vec!["10.8.0.7".parse().unwrap()],
+            in_inventory: true,
+            connected: session.is_some(),
+            session: session.map(|stalled| SessionStatus {
+                peer: "203.0.113.9:40000".parse().unwrap(),
+                epoch: 3,
+                since_s: 3700,
+                rtt_ms: Some(12.34),
+                agent_version: "0.1.0".to_owned(),
+                connections: 5,
+                stalled,
+                bytes_to_node: 1023,
+                bytes_from_node: 5 << 20,
+            }),
+            last_seen_s: (name == "gone").then_some(40),
+        }
+    }
+
+    fn report(nodes: Vec<NodeStatus>) -> StatusReport {
+        let conflict =
+            Conflict { kind: ConflictKind::Ambiguous, address: "10.8.0.7".parse().ok(), nodes: Vec::new() };
+        StatusReport {
+            version: "0.1.0".to_owned(),
+            server_id: "cloud-1".to_owned(),
+            uptime_s: 90_000,
+            ready: false,
+            pending: vec!["redirect".to_owned()],
+            nodes,
+            doors: vec![DoorStatus {
+                name: "https".to_owned(),
+                address: "0.0.0.0:10263".parse().unwrap(),
+                connections_active: 3,
+                accepted: 9,
+            }],
+            redirect: RedirectStatus {
+                state: RedirectState::On,
+                routes: 2,
+                routes_down: 1,
+                counters: [("connect4/redirected".to_owned(), 7), ("connect4/direct".to_owned(), 0)].into(),
+                ..RedirectStatus::default()
+            },
+            inventory: InventoryStatus {
+                source: SourceStatus {
+                    file: "/nodes.yaml".into(),
+                    edge: 2,
+                    cloud: 1,
+                    last_error: Some("line 3".into()),
+                },
+                conflicts: vec![ConflictStatus::from(&conflict); 12],
+            },
+        }
+    }
+
+    #[test]
+    fn problems_come_first() {
+        let mut stranger = node("stranger", Some(0));
+        stranger.in_inventory = false;
+        let text = report(vec![
+            node("b", Some(0)),
+            node("stalls", Some(2)),
+            stranger,
+            node("never", None),
+            node("gone", None),
+        ])
+        .to_text(false);
+        let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("no {part} in\n{text}"));
+        let order = ["\ngone", "\nnever", "\nstranger", "\nstalls", "\nb "].map(at);
+        assert!(order.is_sorted(), "{text}");
+        for line in [
+            "tunnel-server 0.1.0 on cloud-1, up 1d1h: NOT READY, waits for redirect\n",
+            "door https at 0.0.0.0:10263: 3 active, 9 accepted\n",
+            "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  connect4/redirected 7\n",
+            "inventory /nodes.yaml: 2 edge, 1 cloud\n  NOT IN EFFECT, the last good one is: line 3\n",
+            "  … and 2 more conflicts; --all shows them\n",
+            "nodes: 3 of 5 connected\n",
+            "DOWN 40s",
+            "NEVER SEEN",
+            "up 1h1m",
+            "12.3 ms",
+            "1023 B",
+            "5.0 MiB",
+        ] {
+            at(line);
+        }
+    }
+
+    #[test]
+    fn ten_thousand_nodes_are_cut_and_all_are_not() {
+        let nodes = (0..10_000).map(|i| node(&format!("edge-{i}"), (i != 9_999).then_some(0))).collect();
+        let report = report(nodes);
+        let text = report.to_text(false);
+        assert!(text.lines().count() < 80, "{}", text.lines().count());
+        assert!(text.contains("\nedge-9999"), "the one that is down is among those shown");
+        assert!(text.contains("… and 9950 more nodes; --all shows them\n"));
+        assert!(report.to_text(true).lines().count() > 10_000);
+        let lines: Vec<_> = text.lines().filter(|line| line.starts_with("edge-")).collect();
+        let column = lines[1].find("203.0.113.9").unwrap();
+        assert!(lines[1..].iter().all(|line| line.find("203.0.113.9") == Some(column)), "{text}");
+    }
+
+    #[test]
+    fn the_report_survives_json() {
+        let report = report(vec![node("edge-1", Some(1)), node("gone", None)]);
+        let json = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<StatusReport>(&json).unwrap(), report);
+        let value: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(value["nodes"][0]["connected"], true);
+        assert_eq!(value["inventory"]["file"], "/nodes.yaml");
+        assert_eq!(value["inventory"]["conflicts"][0]["kind"], "ambiguous");
+        assert_eq!(value["redirect"]["state"], "on");
+    }
+}
