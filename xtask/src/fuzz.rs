@@ -4,7 +4,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{need_cargo_tool, program, root, run, succeeds};
+use crate::command::{cargo, need_cargo_tool, root, run};
 use crate::{build_ebpf, packages};
 
 const VERSION: &str = "0.13.2";
@@ -80,17 +80,12 @@ pub(crate) fn run_target(target: &str, seconds: u32) -> Result<()> {
 fn cargo_fuzz(subcommand: &str) -> Result<Command> {
     // Its own folder: another toolchain and other flags.
     let target_dir = build_ebpf::target_dir(&root())?.join("fuzz");
-    let mut command = if succeeds(program("cargo").args(["+nightly", "--version"])) {
-        let mut command = program("cargo");
-        command.arg("+nightly");
-        command
-    } else {
-        let mut command = program("cargo");
-        command.env("RUSTC_BOOTSTRAP", "1");
-        command
-    };
-    // Set by the cargo that runs xtask, and meant for that toolchain only.
-    command.env_remove("RUSTUP_TOOLCHAIN").env_remove("RUSTC").env_remove("CARGO");
+    // The toolchain that builds everything else, which takes the options of nightly when it is told to: a nightly of
+    // another age would compile, or fail to compile, something else.
+    let mut command = cargo();
+    command.env("RUSTC_BOOTSTRAP", "1");
+    // The parsers need no BPF object.
+    command.env("POSTERN_WITHOUT_BPF", "1");
     command.env("CARGO_TARGET_DIR", target_dir);
     command.args(["fuzz", subcommand]);
     Ok(command)

@@ -1,0 +1,24 @@
+//! Certificates that strangers present, before and after their signature is checked.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use rustls_pki_types::CertificateDer;
+use tunnel_core::identity::{ca_hash, is_ca, node_of_certificate, parse_ca_hash, validity};
+
+fuzz_target!(|bytes: &[u8]| {
+    let certificate = CertificateDer::from(bytes);
+    if let Ok(node) = node_of_certificate(&certificate) {
+        assert!(!node.as_str().is_empty());
+    }
+    if let Ok(validity) = validity(&certificate) {
+        // Whatever the dates are, the arithmetic on them holds.
+        let _ = (validity.life(), validity.renew_at(), validity.issued());
+    }
+    if let Ok(hash) = ca_hash(&certificate) {
+        assert!(parse_ca_hash(&hash).is_ok(), "{hash}");
+    }
+    let _ = is_ca(&certificate);
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        let _ = parse_ca_hash(text);
+    }
+});

@@ -1,0 +1,21 @@
+//! The inventory's text, and label selectors.
+#![no_main]
+
+use std::collections::BTreeSet;
+
+use libfuzzer_sys::fuzz_target;
+use tunnel_server::inventory::{Selector, parse};
+
+fuzz_target!(|bytes: &[u8]| {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    match parse(text, &Selector::default()) {
+        Ok(inventory) => {
+            let names: BTreeSet<_> = inventory.nodes.iter().map(|node| &node.name).collect();
+            assert_eq!(names.len(), inventory.nodes.len(), "a name stands there twice");
+        }
+        Err(error) => assert!(!error.reason.is_empty()),
+    }
+    if let Some(Err(error)) = text.lines().next().map(str::parse::<Selector>) {
+        assert!(!error.to_string().is_empty());
+    }
+});

@@ -1,0 +1,82 @@
+//! Control messages of both ends, and what is read out of them.
+#![no_main]
+
+use std::net::SocketAddr;
+
+use libfuzzer_sys::fuzz_target;
+use prost::Message;
+use tunnel_core::identity::{NodeName, TrustBundle, public_key_of_csr};
+use tunnel_core::proto::agent_event::Event;
+use tunnel_core::proto::{
+    AgentEvent, EnrollRequest, EnrollResponse, Notice, NoticeAck, RenewRequest, Segment, Welcome, notice,
+};
+use tunnel_server::pki::Token;
+
+fn message<M: Message + Default + PartialEq>(bytes: &[u8]) -> Option<M> {
+    let message = M::decode(bytes).ok()?;
+    assert_eq!(M::decode(message.encode_to_vec().as_slice()).ok().as_ref(), Some(&message), "not stable");
+    Some(message)
+}
+
+fn name(text: &str) {
+    if let Ok(name) = text.parse::<NodeName>() {
+        assert_eq!(name.as_str(), text);
+        assert!(
+            text.len() <= 253
+                && text.bytes().all(|byte| byte.is_ascii_graphic() && !byte.is_ascii_uppercase())
+        );
+    }
+}
+
+fn bundle(pem: &str) {
+    if let Ok(bundle) = TrustBundle::from_pem(pem) {
+        assert!(!bundle.roots().is_empty());
+        assert!(TrustBundle::from_pem(&bundle.to_pem()).is_ok(), "a bundle that is not read back");
+    }
+}
+
+fuzz_target!(|input: &[u8]| {
+    let Some((&kind, bytes)) = input.split_first() else { return };
+    match kind % 9 {
+        0 => {
+            if let Some(AgentEvent { event: Some(Event::Hello(hello)) }) = message(bytes) {
+                name(&hello.node);
+            }
+        }
+        1 => {
+            if let Some(welcome) = message::<Welcome>(bytes) {
+                bundle(&welcome.trust_bundle);
+            }
+        }
+        2 => {
+            if let Some(Notice { notice: Some(notice::Notice::TrustBundle(told)) }) = message(bytes) {
+                bundle(&told.pem);
+            }
+        }
+        3 => {
+            if let Some(request) = message::<EnrollRequest>(bytes) {
+                name(&request.node);
+                let _ = public_key_of_csr(&request.csr);
+                if let Ok(token) = request.token.parse::<Token>() {
+                    assert_eq!(token.expose(), request.token);
+                }
+            }
+        }
+        4 => {
+            if let Some(response) = message::<EnrollResponse>(bytes) {
+                bundle(&response.trust_bundle);
+            }
+        }
+        5 => drop(message::<RenewRequest>(bytes)),
+        6 => drop(message::<NoticeAck>(bytes)),
+        7 => drop(message::<Segment>(bytes)),
+        _ => {
+            // The `postern-target` header of Carry.
+            if let Some(target) =
+                std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<SocketAddr>().ok())
+            {
+                assert_eq!(target.to_string().parse::<SocketAddr>(), Ok(target));
+            }
+        }
+    }
+});
