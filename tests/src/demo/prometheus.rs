@@ -44,7 +44,7 @@ pub(super) fn start_exporter(testbed: &Testbed, n: usize) -> Result<Process> {
             "--uts",
             "sh",
             "-c",
-            r#"hostname "$0" && exec prometheus-node-exporter --web.listen-address="$1""#,
+            r#"hostname "$0" && exec prometheus-node-exporter --log.level=warn --web.listen-address="$1""#,
         ])
         .arg(&edge.name)
         .arg(format!("{}:9100", edge.address));
