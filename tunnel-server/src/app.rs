@@ -68,7 +68,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         let postern = registry.sub_registry_with_prefix("postern");
         postern.register_collector(Box::new(RedirectMetrics(redirect.clone())));
     }
-    let mut reporter = Reporter::new(&server_id, &readiness, &sessions, &router, &source, &metrics, redirect.clone());
+    let reporter = Reporter::new(&server_id, &readiness, &sessions, &router, &source, &metrics, redirect.clone());
     let doors = [("agents", agents.as_ref()), (Https::NAME, https.as_ref())];
     for (door, listener) in doors.into_iter().filter_map(|(door, listener)| Some((door, listener?))) {
         reporter.door(door, listener.local_addr()?);

@@ -1,0 +1,162 @@
+//! What a start refuses, and in which words.
+
+use std::fs::{self, File};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+use tunnel_server::redirect::{Redirect, RedirectConfig, RedirectError, checks};
+
+use crate::Case;
+use crate::harness::{cgroup_mount, own_cgroup};
+use crate::raw;
+use crate::support::{Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired, sysctl, token_routes};
+
+pub(crate) const CASES: &[Case] = &[
+    ("failures::foreign_exclusive_program", foreign),
+    ("failures::foreign_exclusive_program_in_a_parent", foreign_in_parent),
+    ("failures::not_a_cgroup", not_a_cgroup),
+    ("failures::cgroup_namespace_root", namespace_root),
+    ("failures::no_cgroup_v2_mounted", nothing_mounted),
+    ("failures::process_outside_the_cgroup", outside),
+    ("failures::missing_capabilities", capabilities),
+    ("failures::token_range_too_small", small_range),
+    ("failures::without_ipv6_the_rest_works", without_ipv6),
+    ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
+];
+
+fn start(config: RedirectConfig) -> Result<Redirect, RedirectError> {
+    let door = Door::open();
+    Redirect::start(config, &door.v4, Some(&door.v6))
+}
+
+#[track_caller]
+fn says(error: &RedirectError, words: &[&str]) {
+    let text = error.to_string();
+    println!("report {text}");
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+    assert_eq!(token_routes(), Vec::<String>::new(), "a failed start leaves nothing");
+}
+
+fn foreign() {
+    let cgroup = File::open(own_cgroup()).unwrap();
+    let program = raw::attach_exclusively(&cgroup);
+    let error = start(config()).unwrap_err();
+    assert!(matches!(error, RedirectError::Foreign { hook: "connect4", .. }), "{error}");
+    says(&error, &["EPERM", "old_cilium", "bpftool cgroup detach", "--redirect=off"]);
+    let failing: Vec<_> = checks(&config()).into_iter().filter(|check| check.outcome.is_err()).collect();
+    assert_eq!(failing.len(), 1, "{failing:?}");
+    assert_eq!(failing[0].name, "other programs");
+    drop(program);
+}
+
+fn foreign_in_parent() {
+    let parent = own_cgroup();
+    let program = raw::attach_exclusively(&File::open(&parent).unwrap());
+    let child = parent.join("child");
+    fs::create_dir(&child).unwrap();
+    fs::write(child.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    let error = start(RedirectConfig { cgroup: Some(child), ..config() }).unwrap_err();
+    match &error {
+        RedirectError::Foreign { path, .. } => assert_eq!(path, &parent),
+        other => panic!("{other}"),
+    }
+    drop(program);
+}
+
+fn not_a_cgroup() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = start(RedirectConfig { cgroup: Some(dir.path().into()), ..config() }).unwrap_err();
+    assert!(matches!(error, RedirectError::NotCgroup { .. }), "{error}");
+    says(&error, &["--redirect-cgroup=", "not on a cgroup v2 file system"]);
+    let error = start(RedirectConfig { cgroup: Some("/nowhere".into()), ..config() }).unwrap_err();
+    says(&error, &["--redirect-cgroup=/nowhere", "No such file"]);
+}
+
+/// Only a cgroup namespace's view of the hierarchy stays mounted, as in a container.
+fn namespace_root() {
+    let seen = tempfile::tempdir().unwrap();
+    unshare(CloneFlags::CLONE_NEWCGROUP).unwrap();
+    mount(Some("none"), seen.path(), Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
+    umount2(&cgroup_mount(), MntFlags::MNT_DETACH).unwrap();
+    let error = start(RedirectConfig { cgroup: None, ..config() }).unwrap_err();
+    assert!(matches!(error, RedirectError::NotRoot { .. }), "{error}");
+    says(&error, &["root of a cgroup namespace", "--redirect-cgroup"]);
+    // Asked for explicitly, the same directory will do.
+    let redirect = start(RedirectConfig { cgroup: Some(seen.path().into()), ..config() }).unwrap();
+    drop(redirect);
+    umount2(seen.path(), MntFlags::MNT_DETACH).unwrap();
+}
+
+fn nothing_mounted() {
+    umount2(&cgroup_mount(), MntFlags::MNT_DETACH).unwrap();
+    let error = start(RedirectConfig { cgroup: None, ..config() }).unwrap_err();
+    assert!(matches!(error, RedirectError::NoCgroup), "{error}");
+    says(&error, &["mount -t cgroup2"]);
+}
+
+fn outside() {
+    let inner = own_cgroup().join("elsewhere");
+    fs::create_dir(&inner).unwrap();
+    let error = start(RedirectConfig { cgroup: Some(inner.clone()), ..config() }).unwrap_err();
+    match &error {
+        RedirectError::Outside { path, own } => assert_eq!((path, own), (&inner, &own_cgroup())),
+        other => panic!("{other}"),
+    }
+    says(&error, &["cgroup.procs"]);
+
+    // Where that cannot be seen beforehand, the self-test finds out.
+    let mount_point = cgroup_mount();
+    let hidden = tempfile::tempdir().unwrap();
+    mount(Some(&inner), hidden.path(), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+    umount2(&mount_point, MntFlags::MNT_DETACH).unwrap();
+    let error = start(RedirectConfig { cgroup: Some(hidden.path().into()), ..config() }).unwrap_err();
+    assert!(matches!(error, RedirectError::SelfTest(_)), "{error}");
+    says(&error, &["was not redirected by connect4", "must run inside"]);
+    umount2(hidden.path(), MntFlags::MNT_DETACH).unwrap();
+}
+
+fn capabilities() {
+    let door = Door::open();
+    let nobody = nix::unistd::Uid::from_raw(65534);
+    nix::unistd::setresuid(nobody, nobody, nobody).unwrap();
+    let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
+    match &error {
+        RedirectError::Capabilities { missing } => assert_eq!(missing, &["CAP_BPF", "CAP_NET_ADMIN"]),
+        other => panic!("{other}"),
+    }
+    says(&error, &["run as root", "AmbientCapabilities="]);
+}
+
+fn small_range() {
+    let error = start(RedirectConfig { token_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
+    says(&error, &["--token-range=198.18.0.0/28", "/24 or larger"]);
+}
+
+fn without_ipv6() {
+    let door = Door::open();
+    let serving = door.serve(false);
+    sysctl("net.ipv6.conf.all.disable_ipv6", "1");
+    let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
+    assert!(!redirect.ipv6());
+    redirect.apply(&desired(&[EDGE, EDGE_V6])).unwrap();
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    assert_eq!(token_routes().len(), 1);
+    drop((redirect, serving));
+    assert_eq!(token_routes().len(), 0);
+}
+
+fn without_v6_listener() {
+    let door = Door::open();
+    let serving = door.serve(false);
+    let redirect = Redirect::start(config(), &door.v4, None).unwrap();
+    redirect.apply(&desired(&[EDGE, EDGE_V6])).unwrap();
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    // An IPv6 socket to an IPv4 edge is still redirected.
+    ask(at("::ffff:10.8.0.7", PORT)).unwrap();
+    crate::support::fails(at(EDGE_V6.0, PORT), nix::libc::ENETUNREACH);
+    drop((redirect, serving));
+    // The programs of a world that follows find nothing in their way.
+    drop(World::start(&desired(&[EDGE])));
+}

@@ -1,0 +1,42 @@
+//! The redirect on the real kernel.
+//!
+//! Every case runs in a process of its own: in a child cgroup made for it, which the programs are attached
+//! to, and in a network namespace of its own. The parent removes the cgroup whatever happens; namespaces and
+//! programs vanish with the process.
+//!
+//! `cargo test -p tunnel-server --test redirect_kernel` as root, after `cargo xtask build-ebpf`.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a panic is how a case fails"
+)]
+
+mod connects;
+mod failures;
+mod harness;
+mod lifecycle;
+mod networks;
+mod peer;
+mod raw;
+mod scale;
+mod support;
+
+use std::process::ExitCode;
+
+/// A case: its name and what it does inside its own cgroup and network namespace.
+type Case = (&'static str, fn());
+
+fn cases() -> Vec<Case> {
+    [connects::CASES, networks::CASES, lifecycle::CASES, failures::CASES, scale::CASES].concat()
+}
+
+fn main() -> ExitCode {
+    if let Ok(role) = std::env::var(harness::ROLE) {
+        return peer::run_role(&role);
+    }
+    if let Ok(name) = std::env::var(harness::CASE) {
+        return harness::run_case(&name, &cases());
+    }
+    harness::run_all(cases())
+}

@@ -1,0 +1,170 @@
+//! Helper processes of a case: another machine or pod in a network namespace of its own, and a server that
+//! will be killed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
+use socket2::{Domain, Socket, Type};
+use tunnel_server::redirect::Redirect;
+
+use crate::harness::{ROLE, isolate};
+use crate::support::{Door, EDGE, config, desired, ip, run};
+
+/// A process in its own network namespace, in the case's cgroup, that obeys commands.
+pub(crate) struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Peer {
+    /// In a namespace that has only loopback.
+    pub(crate) fn spawn() -> Self {
+        let mut peer = spawn_role("peer");
+        assert_eq!(peer.line(), "ready");
+        peer
+    }
+
+    /// A server process with one edge node, [`EDGE`], in the case's own namespace.
+    pub(crate) fn spawn_server() -> Self {
+        let mut peer = spawn_role("server");
+        assert_eq!(peer.line(), "ready");
+        peer
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().expect("kill");
+        self.child.wait().expect("wait");
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).expect("a helper's answer");
+        assert!(!line.is_empty(), "the helper died; its last words are on stderr");
+        line.trim().to_owned()
+    }
+
+    fn command(&mut self, command: &str) -> String {
+        writeln!(self.stdin, "{command}").expect("a helper's stdin");
+        self.line()
+    }
+
+    /// Connects from `from` (or wherever) and reads the greeting: local address, peer, greeting.
+    pub(crate) fn connect(&mut self, from: Option<&str>, to: &str) -> Result<(SocketAddr, SocketAddr, String), String> {
+        let answer = self.command(&format!("connect {} {to}", from.unwrap_or("-")));
+        let mut words = answer.splitn(4, ' ');
+        match words.next() {
+            Some("ok") => {
+                let mut address = || words.next().expect("an address").parse().expect("an address");
+                let (local, remote) = (address(), address());
+                Ok((local, remote, words.next().unwrap_or_default().to_owned()))
+            }
+            _ => Err(answer),
+        }
+    }
+
+    /// Listens and greets with "peer <address>".
+    pub(crate) fn listen(&mut self, at: &str) {
+        assert_eq!(self.command(&format!("listen {at}")), "ok");
+    }
+
+    /// Runs `ip` in the peer's namespace.
+    pub(crate) fn ip(&self, arguments: &str) {
+        run("nsenter", &format!("--target {} --net ip {arguments}", self.child.id()));
+    }
+
+    /// Joins the namespaces by a veth pair: `name` here, eth0 there, with the default route through here.
+    pub(crate) fn link(&self, name: &str, here: &str, there: &str) {
+        ip(&format!("link add {name} type veth peer name eth0 netns {}", self.child.id()));
+        ip(&format!("addr add {here} dev {name}"));
+        ip(&format!("link set {name} up"));
+        self.ip(&format!("addr add {there} dev eth0"));
+        self.ip("link set eth0 up");
+        let gateway = here.split('/').next().expect("an address");
+        self.ip(&format!("route add default via {gateway}"));
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+fn spawn_role(role: &str) -> Peer {
+    let mut child = Command::new(std::env::current_exe().expect("this program"))
+        .env(ROLE, role)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("a helper process");
+    let stdin = child.stdin.take().expect("piped");
+    let stdout = BufReader::new(child.stdout.take().expect("piped"));
+    Peer { child, stdin, stdout }
+}
+
+/// The helper's side.
+pub(crate) fn run_role(role: &str) -> ExitCode {
+    set_pdeathsig(Signal::SIGKILL).expect("prctl");
+    match role {
+        "peer" => {
+            isolate();
+            println!("ready");
+            for line in std::io::stdin().lines() {
+                println!("{}", obey(&line.expect("a command")));
+            }
+        }
+        "server" => {
+            let door = Door::open();
+            let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).expect("start");
+            redirect.apply(&desired(&[EDGE])).expect("apply");
+            println!("ready");
+            // Until it is killed.
+            for _ in std::io::stdin().lines() {}
+        }
+        other => panic!("unknown role {other}"),
+    }
+    ExitCode::SUCCESS
+}
+
+fn obey(command: &str) -> String {
+    let words: Vec<&str> = command.split(' ').collect();
+    match words.as_slice() {
+        ["connect", from, to] => connect(from, to.parse().expect("an address")).unwrap_or_else(|error| {
+            format!("err {} {error}", error.raw_os_error().unwrap_or(-1))
+        }),
+        ["listen", at] => {
+            let listener = TcpListener::bind(at).expect("bind");
+            thread::spawn(move || {
+                for stream in listener.incoming().flatten() {
+                    let mut stream = stream;
+                    let greeting = format!("peer {}\n", stream.local_addr().expect("local"));
+                    drop(stream.write_all(greeting.as_bytes()));
+                }
+            });
+            "ok".into()
+        }
+        _ => panic!("unknown command {command}"),
+    }
+}
+
+fn connect(from: &str, to: SocketAddr) -> std::io::Result<String> {
+    let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
+    if from != "-" {
+        let from: IpAddr = from.parse().expect("an address");
+        socket.bind(&SocketAddr::new(from, 0).into())?;
+    }
+    socket.connect_timeout(&to.into(), Duration::from_secs(2))?;
+    socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let stream = std::net::TcpStream::from(socket);
+    let mut greeting = String::new();
+    BufReader::new(&stream).read_line(&mut greeting)?;
+    Ok(format!("ok {} {} {}", stream.local_addr()?, stream.peer_addr()?, greeting.trim()))
+}

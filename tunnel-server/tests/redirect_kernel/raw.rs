@@ -1,0 +1,88 @@
+//! System calls that no library in use wraps.
+#![expect(unsafe_code, reason = "tests of kernel interfaces")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use aya::programs::loaded_links;
+use nix::libc;
+
+const BPF_PROG_LOAD: libc::c_int = 5;
+const BPF_PROG_ATTACH: libc::c_int = 8;
+const BPF_PROG_QUERY: libc::c_int = 16;
+const BPF_LINK_GET_FD_BY_ID: libc::c_int = 30;
+const BPF_LINK_DETACH: libc::c_int = 34;
+const BPF_PROG_TYPE_CGROUP_SOCK_ADDR: u32 = 18;
+pub(crate) const CONNECT4: u32 = 10;
+pub(crate) const SK_LOOKUP: u32 = 36;
+
+/// bpf(2) with an attribute of 32-bit words, zero-padded.
+fn bpf(command: libc::c_int, words: &[u32]) -> io::Result<i64> {
+    let mut attr = [0_u64; 16];
+    for (index, word) in words.iter().enumerate() {
+        attr[index / 2] |= u64::from(*word) << (32 * (index % 2));
+    }
+    // SAFETY: a live, zero-padded attribute of the size passed; the pointers in it are the callers'.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command, attr.as_mut_ptr(), size_of_val(&attr)) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn split(pointer: *const u8) -> [u32; 2] {
+    let pointer = pointer as u64;
+    [pointer as u32, (pointer >> 32) as u32]
+}
+
+/// Loads `return 1` for connect4 and attaches it the old way, without flags: nobody else may attach.
+pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
+    // r0 = 1; exit
+    let program: [u64; 2] = [0x0000_0001_0000_00b7, 0x0000_0000_0000_0095];
+    let license = c"GPL";
+    let [program_low, program_high] = split(program.as_ptr().cast());
+    let [license_low, license_high] = split(license.as_ptr().cast());
+    let mut name = [0_u8; 16];
+    name[..10].copy_from_slice(b"old_cilium");
+    let name: Vec<u32> =
+        name.chunks(4).map(|part| u32::from_le_bytes(part.try_into().expect("four bytes"))).collect();
+    let words = [
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR, 2, program_low, program_high, license_low, license_high,
+        0, 0, 0, 0, 0, 0, name[0], name[1], name[2], name[3], 0, CONNECT4,
+    ];
+    let fd = bpf(BPF_PROG_LOAD, &words).expect("load");
+    // SAFETY: the kernel just gave this descriptor to us.
+    let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
+    let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, 0];
+    bpf(BPF_PROG_ATTACH, &attach).expect("attach");
+    fd
+}
+
+/// How many programs are attached to a hook of a cgroup or network namespace.
+pub(crate) fn attached(target: &File, hook: u32) -> usize {
+    let mut ids = [0_u32; 64];
+    let [low, high] = split(ids.as_mut_ptr().cast());
+    // The kernel answers in the attribute, so this one is built here.
+    let mut attr = [0_u32; 32];
+    attr[..7].copy_from_slice(&[target.as_raw_fd() as u32, hook, 0, 0, low, high, 64]);
+    // SAFETY: a live, zero-padded attribute of the size passed, whose pointer is to 64 live words.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, attr.as_mut_ptr(), size_of_val(&attr)) };
+    assert!(result >= 0, "BPF_PROG_QUERY: {}", io::Error::last_os_error());
+    ids.iter().filter(|id| **id != 0).count()
+}
+
+/// Detaches a program's link behind its owner's back, as `bpftool link detach` does.
+pub(crate) fn detach_link_of(program: u32) {
+    let link = loaded_links().filter_map(Result::ok).find(|link| link.program_id() == program).expect("its link");
+    let fd = bpf(BPF_LINK_GET_FD_BY_ID, &[link.id()]).expect("link by id");
+    // SAFETY: the kernel just gave this descriptor to us.
+    let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
+    bpf(BPF_LINK_DETACH, &[fd.as_raw_fd() as u32]).expect("detach");
+}
+
+/// Dissolves a TCP socket's connection: connect() with AF_UNSPEC.
+pub(crate) fn disconnect(socket: &impl AsRawFd) {
+    let address = libc::sockaddr { sa_family: libc::AF_UNSPEC as u16, sa_data: [0; 14] };
+    // SAFETY: a live address of the length passed.
+    let result =
+        unsafe { libc::connect(socket.as_raw_fd(), &raw const address, size_of::<libc::sockaddr>() as u32) };
+    assert_eq!(result, 0, "connect(AF_UNSPEC): {}", io::Error::last_os_error());
+}

@@ -1,0 +1,215 @@
+//! What the cases share: the door behind the redirect, clients, and small tools.
+
+use std::fs;
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use ipnet::IpNet;
+use socket2::{Domain, SockRef, Socket, Type};
+use tunnel_server::redirect::{Desired, Redirect, RedirectConfig, RouteTarget};
+
+/// An edge node: its address, its token.
+pub(crate) type Edge = (&'static str, &'static str);
+pub(crate) const EDGE: Edge = ("10.8.0.7", "198.18.0.7");
+pub(crate) const EDGE_B: Edge = ("10.8.0.8", "198.18.0.8");
+pub(crate) const EDGE_V6: Edge = ("2001:db8:7::7", "fd9e:706f:7374:6572::7");
+pub(crate) const PORT: u16 = 10250;
+
+/// Attached to the case's own cgroup.
+pub(crate) fn config() -> RedirectConfig {
+    RedirectConfig { cgroup: Some(crate::harness::own_cgroup()), ..RedirectConfig::default() }
+}
+
+/// The edges' routes, up, on ports 10250 and 10255.
+pub(crate) fn desired(edges: &[Edge]) -> Desired {
+    Desired {
+        ports: [PORT, 10255].into(),
+        routes: edges.iter().map(|(net, token)| (net_of(net), RouteTarget { token: address(token), up: true })).collect(),
+        ..Desired::default()
+    }
+}
+
+pub(crate) fn address(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+/// A network, or an address as a network.
+pub(crate) fn net_of(text: &str) -> IpNet {
+    text.parse().unwrap_or_else(|_| IpNet::from(address(text)))
+}
+
+pub(crate) fn at(text: &str, port: u16) -> SocketAddr {
+    SocketAddr::new(address(text), port)
+}
+
+/// The listeners behind the redirect.
+pub(crate) struct Door {
+    pub(crate) v4: TcpListener,
+    pub(crate) v6: TcpListener,
+}
+
+impl Door {
+    pub(crate) fn open() -> Self {
+        Self { v4: listen("127.0.0.1:0"), v6: listen("[::1]:0") }
+    }
+
+    /// Accepts, greets every client with "<local address> <its address>", and keeps the connection if `hold`.
+    pub(crate) fn serve(&self, hold: bool) -> Serving {
+        let stop = Arc::new(AtomicBool::new(false));
+        let held = Arc::new(Mutex::new(Vec::new()));
+        let threads = [&self.v4, &self.v6].map(|listener| {
+            let listener = listener.try_clone().expect("dup");
+            // accept() honours it: that is how the thread notices the flag.
+            SockRef::from(&listener).set_read_timeout(Some(Duration::from_millis(20))).expect("timeout");
+            let (stop, held) = (Arc::clone(&stop), Arc::clone(&held));
+            thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let Ok((mut stream, peer)) = listener.accept() else { continue };
+                    let greeting = format!("{} {peer}\n", stream.local_addr().expect("local"));
+                    // A self-test may be gone already.
+                    if stream.write_all(greeting.as_bytes()).is_ok() && hold {
+                        held.lock().expect("lock").push(stream);
+                    }
+                }
+            })
+        });
+        Serving { stop, threads: threads.into(), held }
+    }
+}
+
+/// A running door; dropping it ends the threads.
+pub(crate) struct Serving {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+    pub(crate) held: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            drop(thread.join());
+        }
+    }
+}
+
+pub(crate) fn listen(at: &str) -> TcpListener {
+    let at: SocketAddr = at.parse().expect("an address");
+    let socket = Socket::new(Domain::for_address(at), Type::STREAM, None).expect("socket");
+    if at.is_ipv6() {
+        socket.set_only_v6(true).expect("v6only");
+    }
+    socket.set_reuse_address(true).expect("reuse");
+    socket.bind(&at.into()).expect("bind");
+    socket.listen(4096).expect("listen");
+    socket.into()
+}
+
+/// A started redirect with its door serving.
+pub(crate) struct World {
+    // In this order: the redirect goes first.
+    pub(crate) redirect: Arc<Redirect>,
+    _door: Door,
+    _serving: Serving,
+}
+
+impl World {
+    pub(crate) fn start(desired: &Desired) -> Self {
+        Self::with(config(), desired)
+    }
+
+    pub(crate) fn with(config: RedirectConfig, desired: &Desired) -> Self {
+        let door = Door::open();
+        let serving = door.serve(false);
+        let redirect = Redirect::start(config, &door.v4, Some(&door.v6)).expect("start");
+        redirect.apply(desired).expect("apply");
+        Self { redirect: Arc::new(redirect), _door: door, _serving: serving }
+    }
+
+    pub(crate) fn counter(&self, name: &str) -> u64 {
+        counter(&self.redirect, name)
+    }
+}
+
+pub(crate) fn counter(redirect: &Redirect, name: &str) -> u64 {
+    let counters = redirect.counters().expect("counters");
+    counters.iter().find(|(known, _)| *known == name).expect("a known counter").1
+}
+
+/// What the door told a client: the address that it was accepted on, and the client's.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Greeting {
+    pub(crate) local: SocketAddr,
+    pub(crate) client: SocketAddr,
+}
+
+pub(crate) fn greeting(stream: &TcpStream) -> io::Result<Greeting> {
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    parse(line.trim()).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("greeting {line:?}")))
+}
+
+pub(crate) fn parse(line: &str) -> Option<Greeting> {
+    let (local, client) = line.split_once(' ')?;
+    Some(Greeting { local: local.parse().ok()?, client: client.parse().ok()? })
+}
+
+/// Connects and reads the greeting.
+pub(crate) fn ask(to: SocketAddr) -> io::Result<Greeting> {
+    greeting(&TcpStream::connect_timeout(&to, Duration::from_secs(5))?)
+}
+
+/// Connecting fails with this errno.
+#[track_caller]
+pub(crate) fn fails(to: SocketAddr, errno: i32) {
+    let begun = Instant::now();
+    let error = match ask(to) {
+        Err(error) => error,
+        Ok(greeting) => panic!("connect to {to} succeeded: {greeting:?}"),
+    };
+    assert_eq!(error.raw_os_error(), Some(errno), "connect to {to}: {error}");
+    assert!(begun.elapsed() < Duration::from_secs(4), "connect to {to} did not fail at once");
+}
+
+/// Waits until `condition` holds.
+#[track_caller]
+pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(15);
+    while !condition() {
+        assert!(Instant::now() < deadline, "not within 15 s: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Runs a program that must succeed.
+#[track_caller]
+pub(crate) fn run(program: &str, arguments: &str) -> String {
+    let output = Command::new(program).args(arguments.split(' ')).output().expect(program);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments}: {stderr}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[track_caller]
+pub(crate) fn ip(arguments: &str) -> String {
+    run("ip", arguments)
+}
+
+/// Token routes of this namespace.
+pub(crate) fn token_routes() -> Vec<String> {
+    let v4 = ip("-4 route show table local");
+    let v6 = ip("-6 route show table local");
+    let lines = v4.lines().chain(v6.lines());
+    lines.filter(|line| line.contains("198.18.") || line.contains("fd9e:706f")).map(str::to_owned).collect()
+}
+
+pub(crate) fn sysctl(name: &str, value: &str) {
+    let path = format!("/proc/sys/{}", name.replace('.', "/"));
+    fs::write(&path, value).unwrap_or_else(|error| panic!("{path}: {error}"));
+}
