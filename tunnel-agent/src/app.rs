@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::enroll::{EnrollConfig, IdentityKeeper, IdentityMetrics, ensure_identity};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
-use crate::session::{Announced, EpochSource, LinkLoop, Shared};
+use crate::session::{Announced, Attached, EpochSource, LinkLoop, Shared};
 use crate::status::{AgentStatus, CertificateStatus};
 
 /// Trust bundles that may wait to be installed.
@@ -73,6 +73,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         policy: Arc::new(Policy::new(config.allow_targets.clone(), addresses.shared())),
         addresses: addresses.subscribe(),
         bundles,
+        attached: Attached::default(),
         metrics,
         draining: shutdown.draining_token().clone(),
         forced: shutdown.forced_token().clone(),
@@ -107,7 +108,7 @@ async fn install_bundles(keeper: Arc<IdentityKeeper>, mut announced: mpsc::Recei
             Ok(true) => tracing::info!("trusting the roots that the server announced"),
             Ok(false) => {}
             Err(error) => {
-                tracing::error!(%error, "the roots that the server announced are refused; the present ones stay")
+                tracing::error!(%error, "the roots that the server announced are refused; the present ones stay");
             }
         }
     }

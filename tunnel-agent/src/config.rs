@@ -128,9 +128,6 @@ impl Config {
             let reason = "needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it";
             return Err(ConfigError::without_value("--ca-hash", reason));
         }
-        if args.state_dir.as_os_str().is_empty() {
-            return Err(ConfigError::new("--state-dir", "", "empty; name a directory"));
-        }
         Ok(Self {
             servers,
             node_name,

@@ -14,7 +14,7 @@ pub(crate) async fn accept(listener: &TcpListener, door: &'static str) -> (TcpSt
         match listener.accept().await {
             Ok(accepted) => return accepted,
             Err(error) if is_of_one_connection(&error) => {
-                tracing::debug!(door, %error, "connection lost in accept")
+                tracing::debug!(door, %error, "connection lost in accept");
             }
             Err(error) => {
                 tracing::error!(door, %error, "cannot accept; is the limit of open files (ulimit -n) too low?");

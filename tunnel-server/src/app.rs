@@ -1,6 +1,6 @@
 //! Builds everything, runs until told to stop, and stops in order. The only module that knows all parts.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,8 +46,9 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let postern = registry.sub_registry_with_prefix("postern");
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(router_config(&config), postern));
-    let (source, inventory) = FileSource::open(config.inventory.clone(), config.edge_selector.clone(), postern)
-        .with_context(|| format!("--inventory={}", config.inventory.display()))?;
+    let (source, inventory) =
+        FileSource::open(config.inventory.clone(), config.edge_selector.clone(), postern)
+            .with_context(|| format!("--inventory={}", config.inventory.display()))?;
     let pki_metrics = PkiMetrics::register(postern);
     let ca = Ca::load_or_create(&config.state_dir, Lifetimes::from_environment()?)?;
     let certificate = ServerCertificate::start(ca, server_names(&config), pki_metrics.clone())?;
@@ -68,7 +69,8 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         let postern = registry.sub_registry_with_prefix("postern");
         postern.register_collector(Box::new(RedirectMetrics(redirect.clone())));
     }
-    let reporter = Reporter::new(&server_id, &readiness, &sessions, &router, &source, &metrics, redirect.clone());
+    let reporter =
+        Reporter::new(&server_id, &readiness, &sessions, &router, &source, &metrics, redirect.clone());
     let doors = [("agents", agents.as_ref()), (Https::NAME, https.as_ref())];
     for (door, listener) in doors.into_iter().filter_map(|(door, listener)| Some((door, listener?))) {
         reporter.door(door, listener.local_addr()?);
@@ -90,7 +92,8 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     };
     let workers = Arc::new(Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?);
     if let Some(listener) = &agents {
-        ServerFile { agent_addresses: agent_addresses(&config, listener.local_addr()?) }.write(&config.state_dir)?;
+        ServerFile { agent_addresses: agent_addresses(&config, listener.local_addr()?) }
+            .write(&config.state_dir)?;
     }
 
     // From here on nothing fails any more; what runs is stopped below.
@@ -177,43 +180,57 @@ fn server_names(config: &Config) -> ServerNames {
 
 /// This server's name for itself: the host's, and a number that differs between two on one host.
 fn server_id() -> String {
-    let host = nix::unistd::gethostname().map_or_else(|_| "server".into(), |name| name.to_string_lossy().into_owned());
+    let host = nix::unistd::gethostname()
+        .map_or_else(|_| "server".into(), |name| name.to_string_lossy().into_owned());
     format!("{host}-{:08x}", rand::random::<u32>())
 }
 
-/// Where agents can dial this server, the best first: names, then addresses, then the address listened on.
+/// Where agents can dial this server: the names and addresses that the operator gave its certificate, else the address
+/// that this host uses towards the world.
 fn agent_addresses(config: &Config, listening: SocketAddr) -> Vec<String> {
     let port = listening.port();
-    let names = config.cert_dns_names.iter().filter(|name| !name.starts_with('*')).map(|name| format!("{name}:{port}"));
-    let given = config.cert_ips.iter().copied();
-    let own = if listening.ip().is_unspecified() {
-        let mut own: Vec<IpAddr> = host_addresses().into_iter().filter(|address| reachable(*address)).collect();
-        own.sort_unstable();
-        own
-    } else {
-        vec![listening.ip()]
-    };
-    names.chain(given.chain(own).map(|address| SocketAddr::new(address, port).to_string())).collect()
+    let names = config
+        .cert_dns_names
+        .iter()
+        .filter(|name| !name.starts_with('*'))
+        .map(|name| format!("{name}:{port}"));
+    let addresses = config.cert_ips.iter().map(|address| SocketAddr::new(*address, port).to_string());
+    let given: Vec<_> = names.chain(addresses).collect();
+    if !given.is_empty() {
+        return given;
+    }
+    let own = if listening.ip().is_unspecified() { primary_address() } else { Some(listening.ip()) };
+    own.map(|address| SocketAddr::new(address, port).to_string()).into_iter().collect()
 }
 
-fn reachable(address: IpAddr) -> bool {
-    !address.is_loopback()
-        && match address {
-            IpAddr::V4(v4) => !v4.is_link_local(),
-            IpAddr::V6(v6) => !v6.is_unicast_link_local(),
-        }
+/// The source address towards the default route. Connecting a UDP socket asks the routing table and sends nothing; the
+/// destinations are documentation addresses (RFC 5737, RFC 3849).
+fn primary_address() -> Option<IpAddr> {
+    let source = |from: IpAddr, towards: IpAddr| {
+        let socket = UdpSocket::bind((from, 0)).ok()?;
+        socket.connect((towards, 9)).ok()?;
+        socket.local_addr().ok().map(|address| address.ip()).filter(|address| !address.is_loopback())
+    };
+    source(Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into()).or_else(|| {
+        source(Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into())
+    })
 }
 
 /// Each carried connection takes a file descriptor; the soft limit of most hosts is 1,024.
 fn raise_open_files() {
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
+        if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) }
+    });
     if let Err(error) = raised {
         tracing::warn!(%error, "the limit of open files stays as it is; it bounds the connections");
     }
 }
 
-async fn listen(key: &'static str, address: IpAddr, port: Option<u16>) -> Result<Option<TcpListener>, BindError> {
+async fn listen(
+    key: &'static str,
+    address: IpAddr,
+    port: Option<u16>,
+) -> Result<Option<TcpListener>, BindError> {
     let Some(port) = port else { return Ok(None) };
     let address = SocketAddr::new(address, port);
     TcpListener::bind(address).await.map(Some).map_err(|error| BindError::new(key, address, error))

@@ -41,5 +41,9 @@ fn run(args: &RunArgs) -> anyhow::Result<()> {
 
 /// The data path has threads of its own; this one only accepts and keeps order.
 fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().context("making the runtime")?.block_on(work)
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("making the runtime")?
+        .block_on(work)
 }

@@ -18,6 +18,9 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 /// The pause after another agent took this node over: two agents with one identity must not replace each other in turns.
 const REPLACED_PAUSE: Duration = Duration::from_secs(120);
+/// How often an address that leads to a server which is attached through another one is tried again, lest it leads
+/// elsewhere now. When the other one fails it is tried at once.
+const STANDBY_PAUSE: Duration = Duration::from_secs(60);
 /// A session that lived this long was a good one: the next failure starts with the shortest pause.
 const GOOD_SESSION: Duration = Duration::from_secs(30);
 
@@ -99,12 +102,20 @@ impl LinkLoop {
             failures = failures.saturating_add(1);
             let pause = match end {
                 SessionEnd::Replaced(_) => jittered(REPLACED_PAUSE, 0.5),
+                SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
                 _ => jittered(pause_after(failures), 1.0),
             };
             self.shared.metrics.sessions_ended.inc();
-            tracing::warn!(server = %self.server, error = %end, retry_in_ms = pause.as_millis() as u64, "session ended");
+            let standby = matches!(end, SessionEnd::SameServer(_));
+            let retry_in_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
+            if standby {
+                tracing::debug!(server = %self.server, reason = %end, retry_in_ms, "standing by");
+            } else {
+                tracing::warn!(server = %self.server, error = %end, retry_in_ms, "session ended");
+            }
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
+                () = self.shared.attached.released(), if standby => {}
                 () = self.shared.draining.cancelled() => break,
             }
             self.observe(|observed| observed.waiting = false);

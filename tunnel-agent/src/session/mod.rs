@@ -5,7 +5,7 @@ mod link_loop;
 mod serve;
 mod service;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
 use rustls_pki_types::CertificateDer;
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{Notify, Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::StallBound;
 use tunnel_core::identity::NodeName;
@@ -42,12 +42,50 @@ pub struct Shared {
     pub addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
     /// Takes the trust bundles that servers announce.
     pub bundles: mpsc::Sender<Announced>,
+    /// Which servers are attached, and through which address.
+    pub attached: Attached,
     /// Counters.
     pub metrics: Metrics,
     /// Take nothing new, finish what is carried.
     pub draining: CancellationToken,
     /// End everything.
     pub forced: CancellationToken,
+}
+
+/// The servers that are attached: two addresses that lead to one server must not take turns replacing each other.
+#[derive(Debug, Default)]
+pub struct Attached {
+    /// Server id to configured address.
+    servers: Mutex<HashMap<String, String>>,
+    released: Notify,
+}
+
+impl Attached {
+    /// Claims a server for the link through `address`.
+    ///
+    /// # Errors
+    /// The address through which it is attached already.
+    fn claim(&self, server_id: &str, address: &str) -> Result<(), String> {
+        let mut servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        match servers.get(server_id) {
+            Some(other) if other != address => Err(other.clone()),
+            _ => {
+                servers.insert(server_id.to_owned(), address.to_owned());
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives up what the link through `address` claimed.
+    fn release(&self, address: &str) {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, holder| holder != address);
+        self.released.notify_waiters();
+    }
+
+    /// Waits until some link gives up its server.
+    async fn released(&self) {
+        self.released.notified().await;
+    }
 }
 
 /// A trust bundle that a server announced over its session.
@@ -92,6 +130,11 @@ pub enum Notice {
         server_id: String,
         /// When.
         since: SystemTime,
+    },
+    /// The server is attached already, through another address.
+    SameServer {
+        /// That address.
+        through: String,
     },
     /// The server stops soon.
     Draining,

@@ -57,6 +57,9 @@ pub enum SessionEnd {
     /// The server does not take this session.
     #[error("the server refused this session: {0}")]
     Refused(String),
+    /// Another address of this agent leads to the same server.
+    #[error("the same server is attached through {0}")]
+    SameServer(String),
     /// Another agent took over.
     #[error(
         "a newer session of this node took over, from {0}: is a second agent running with this node's identity?"
@@ -105,7 +108,7 @@ pub(super) async fn serve(
         let attached = async {
             let attached = attaching.wait_for(|notice| *notice != Notice::Connecting).await.is_ok();
             if attached {
-                std::future::pending().await
+                std::future::pending::<()>().await;
             }
         };
         let mut attach_deadline = std::pin::pin!(within("Attach from the server", attached));
@@ -130,12 +133,13 @@ pub(super) async fn serve(
                 }
                 dead = &mut alive => break dead.into(),
                 () = &mut reports => {}
-                end = told(&mut notices, &on_draining) => break end,
+                end = told(&session, &mut notices, &on_draining) => break end,
                 end = &mut drained => break end,
                 () = session.stop.cancelled() => break SessionEnd::Stopping,
             }
         }
     };
+    session.shared.attached.release(&session.server);
     // Whatever is still carried is reset; the GOAWAY tells the server that this was on purpose.
     session.stop.cancel();
     link.graceful_shutdown();
@@ -147,14 +151,23 @@ pub(super) async fn serve(
 }
 
 /// Ends when the server says that this session is over; passes its drain on.
-async fn told(notices: &mut watch::Receiver<Notice>, on_draining: &CancellationToken) -> SessionEnd {
+async fn told(
+    session: &SessionState,
+    notices: &mut watch::Receiver<Notice>,
+    on_draining: &CancellationToken,
+) -> SessionEnd {
     loop {
         if notices.changed().await.is_err() {
             return SessionEnd::Closed;
         }
         match &*notices.borrow_and_update() {
-            Notice::Draining => on_draining.cancel(),
+            Notice::Draining => {
+                // Its successor may be reached through the same address, or another.
+                session.shared.attached.release(&session.server);
+                on_draining.cancel();
+            }
             Notice::Refused(reason) => return SessionEnd::Refused(reason.clone()),
+            Notice::SameServer { through } => return SessionEnd::SameServer(through.clone()),
             Notice::Replaced { peer } => return SessionEnd::Replaced(peer.clone()),
             Notice::Connecting | Notice::Attached { .. } => {}
         }

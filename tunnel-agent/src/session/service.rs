@@ -21,6 +21,12 @@ impl Agent for AgentService {
     async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
         let session = &self.0;
         let welcome = request.into_inner();
+        if let Err(through) = session.shared.attached.claim(&welcome.server_id, &session.server) {
+            let status =
+                Status::already_exists(format!("this agent is attached to this server through {through}"));
+            session.notices.send_replace(Notice::SameServer { through });
+            return Err(status);
+        }
         let events = session
             .take_event_stream()
             .ok_or_else(|| Status::failed_precondition("this session is attached already"))?;

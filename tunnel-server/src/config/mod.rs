@@ -53,9 +53,6 @@ impl Config {
     /// # Errors
     /// Names the flag, its value and the reason.
     pub fn new(args: &RunArgs) -> Result<Self, ConfigError> {
-        if args.state_dir.as_os_str().is_empty() {
-            return Err(ConfigError::new("--state-dir", "", "empty; name a directory"));
-        }
         insecure_door(args)?;
         let exclude = parse_cidrs("--exclude", &args.exclude)?;
         let token_range = token_range(&args.token_range, &exclude)?;

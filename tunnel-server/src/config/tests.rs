@@ -174,7 +174,6 @@ fn errors_name_key_value_and_reason() {
             "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
         ),
         (&["--kubeconfig=/k"], "--kubeconfig=/k: Kubernetes mode is not in this build yet; use --inventory"),
-        (&["--state-dir="], "--state-dir=: empty; name a directory"),
     ] {
         assert_eq!(error(args), expected, "{args:?}");
     }

@@ -131,7 +131,7 @@ async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Sessi
     let ended = {
         let forced = record.forced();
         let carrying = session.carry(&mut socket, opening.prefix, opening.target, &abort, &traffic, |took| {
-            record.dialled(took)
+            record.dialled(took);
         });
         let mut carrying = std::pin::pin!(carrying);
         tokio::select! {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
-use prometheus_client::metrics::MetricType;
 
 use super::Redirect;
 
@@ -19,7 +19,12 @@ impl Collector for RedirectMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let health = self.0.health();
         let works = i64::from(health.problem.is_none());
-        encode_gauge(&mut encoder, "redirect_verified", "1 if the last self-test of the redirect passed", works)?;
+        encode_gauge(
+            &mut encoder,
+            "redirect_verified",
+            "1 if the last self-test of the redirect passed",
+            works,
+        )?;
         let help = "Times that something lost from the redirect was restored";
         let mended = encoder.encode_descriptor("redirect_mended", help, None, MetricType::Counter)?;
         ConstCounter::new(health.mended).encode(mended)?;

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 use tunnel_core::carry::StallBound;
 use tunnel_core::grpc::{Channel, origin};
 use tunnel_core::identity::NodeName;
@@ -80,6 +80,10 @@ pub(super) async fn run(
     let end = drive(&port, stream, peer, node.clone(), worker, admitted).await;
     let lasted_s = started.elapsed().as_secs();
     match end {
+        // It has another address of this server, and is attached through that.
+        End::Attach(status) if status.code() == Code::AlreadyExists => {
+            tracing::debug!(%node, %peer, "second link of an attached agent: {}", status.message());
+        }
         End::Ended => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
         End::Impostor { .. } | End::Flood | End::Fenced(_) => {
             port.config.metrics.session_refused(end.label());

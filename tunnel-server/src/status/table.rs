@@ -82,8 +82,9 @@ impl StatusReport {
             "FROM NODE",
             "AGENT",
         ]);
-        for column in 4..9 {
-            if let Some(column) = table.column_mut(column) {
+        for (index, column) in table.column_iter_mut().enumerate() {
+            column.set_padding((0, 2));
+            if (4..9).contains(&index) {
                 column.set_cell_alignment(CellAlignment::Right);
             }
         }

@@ -11,7 +11,8 @@ use tunnel_server::redirect::{RouteTarget, SOCKET_MARK};
 use crate::Case;
 use crate::raw;
 use crate::support::{
-    EDGE, EDGE_B, EDGE_V6, PORT, World, address, ask, at, desired, eventually, fails, greeting, ip, net_of, sysctl,
+    EDGE, EDGE_B, EDGE_V6, PORT, World, address, ask, at, desired, eventually, fails, greeting, ip, net_of,
+    sysctl,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -39,8 +40,9 @@ fn tcp(domain: Domain) -> Socket {
 /// The socket's connection arrived as that edge's token, and shows the edge's own address as its peer.
 #[track_caller]
 fn arrived(stream: &TcpStream, asked: SocketAddr, token: &str) {
-    assert_eq!(stream.peer_addr().unwrap(), asked, "getpeername");
+    // The greeting first: with data in the SYN the socket has no peer until it is answered.
     assert_eq!(greeting(stream).unwrap().local, at(token, asked.port()));
+    assert_eq!(stream.peer_addr().unwrap(), asked, "getpeername");
 }
 
 fn redirected() {
@@ -144,7 +146,9 @@ fn mapped() {
 
 fn ipv6() {
     let mut desired = desired(&[EDGE_V6]);
-    desired.routes.insert(net_of("2001:db8:7::8"), RouteTarget { token: address("fd9e:706f:7374:6572::8"), up: false });
+    desired
+        .routes
+        .insert(net_of("2001:db8:7::8"), RouteTarget { token: address("fd9e:706f:7374:6572::8"), up: false });
     let world = World::start(&desired);
     assert!(world.redirect.ipv6());
     let asked = at(EDGE_V6.0, PORT);
@@ -239,7 +243,8 @@ fn down() {
 fn down_on_old_kernels() {
     let mut some_down = desired(&[EDGE]);
     some_down.routes.insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false });
-    let config = tunnel_server::redirect::RedirectConfig { fail_at_connect: false, ..crate::support::config() };
+    let config =
+        tunnel_server::redirect::RedirectConfig { fail_at_connect: false, ..crate::support::config() };
     let world = World::with(config, &some_down);
     assert!(!world.redirect.fails_at_connect());
     // Redirected all the same: the server behind it must reset.

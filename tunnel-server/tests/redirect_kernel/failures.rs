@@ -130,13 +130,14 @@ fn capabilities() {
 }
 
 fn small_range() {
-    let error = start(RedirectConfig { token_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
+    let error =
+        start(RedirectConfig { token_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
     says(&error, &["--token-range=198.18.0.0/28", "/24 or larger"]);
 }
 
 fn without_ipv6() {
     let door = Door::open();
-    let serving = door.serve(false);
+    let serving = door.serve();
     sysctl("net.ipv6.conf.all.disable_ipv6", "1");
     let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
     assert!(!redirect.ipv6());
@@ -149,7 +150,7 @@ fn without_ipv6() {
 
 fn without_v6_listener() {
     let door = Door::open();
-    let serving = door.serve(false);
+    let serving = door.serve();
     let redirect = Redirect::start(config(), &door.v4, None).unwrap();
     redirect.apply(&desired(&[EDGE, EDGE_V6])).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));

@@ -168,6 +168,7 @@ pub(crate) fn own_cgroup() -> PathBuf {
 /// A network namespace with loopback, and mounts that nobody else sees. Must run before any thread starts.
 pub(crate) fn isolate() {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).expect("unshare");
-    mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).expect("private mounts");
+    mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
+        .expect("private mounts");
     crate::support::ip("link set lo up");
 }

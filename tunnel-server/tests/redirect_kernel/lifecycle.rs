@@ -15,7 +15,8 @@ use crate::Case;
 use crate::peer::Peer;
 use crate::raw::{self, CONNECT4, SK_LOOKUP, attached};
 use crate::support::{
-    EDGE, EDGE_B, EDGE_V6, PORT, World, ask, at, config, counter, desired, eventually, fails, ip, token_routes,
+    EDGE, EDGE_B, EDGE_V6, PORT, World, ask, at, config, counter, desired, eventually, fails, ip,
+    token_routes,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -128,7 +129,9 @@ fn replaced_under_load() {
         .collect();
     let more = |what: &str| {
         let now = connects.load(Ordering::Relaxed);
-        eventually(what, || connects.load(Ordering::Relaxed) > now + 50 || clients.iter().any(|c| c.is_finished()));
+        eventually(what, || {
+            connects.load(Ordering::Relaxed) > now + 50 || clients.iter().any(|c| c.is_finished())
+        });
     };
     more("connects through the first");
     let mut world = first;
@@ -139,7 +142,8 @@ fn replaced_under_load() {
         let steered = counter(&next.redirect, "connect4/redirected");
         world.redirect.drain().unwrap();
         eventually("the next one redirects", || {
-            counter(&next.redirect, "connect4/redirected") > steered + 20 || clients.iter().any(|c| c.is_finished())
+            counter(&next.redirect, "connect4/redirected") > steered + 20
+                || clients.iter().any(|c| c.is_finished())
         });
         world.redirect.stop();
         assert_eq!(token_routes().len(), 2, "round {round}: the route belongs to the next one now");
@@ -183,7 +187,8 @@ fn lost_programs() {
             hook => format!("was not redirected by {hook}"),
         };
         assert!(error.contains(&expected), "{}: {error}", program.hook);
-        let failing: Vec<_> = world.redirect.checks().into_iter().filter(|check| check.outcome.is_err()).collect();
+        let failing: Vec<_> =
+            world.redirect.checks().into_iter().filter(|check| check.outcome.is_err()).collect();
         assert!(failing.iter().any(|check| check.name == "attached"), "{failing:?}");
         runtime.block_on(world.redirect.verify_and_mend());
         let health = world.redirect.health();
@@ -191,7 +196,8 @@ fn lost_programs() {
     }
     ask(at(EDGE.0, PORT)).unwrap();
     ask(at(EDGE_V6.0, PORT)).unwrap();
-    let failing: Vec<_> = world.redirect.checks().into_iter().filter(|check| check.outcome.is_err()).collect();
+    let failing: Vec<_> =
+        world.redirect.checks().into_iter().filter(|check| check.outcome.is_err()).collect();
     assert!(failing.is_empty(), "{failing:?}");
 }
 
@@ -210,8 +216,13 @@ fn verify_while_closed() {
 fn budget() {
     /// Instructions that the verifier walks; the kernel's own limit is a million. Growth beyond this is to be
     /// looked at, not waved through.
-    const BUDGET: [(&str, u32); 5] =
-        [("connect4", 400), ("connect6", 1200), ("getpeername4", 200), ("getpeername6", 600), ("sk_lookup", 800)];
+    const BUDGET: [(&str, u32); 5] = [
+        ("connect4", 400),
+        ("connect6", 1200),
+        ("getpeername4", 200),
+        ("getpeername6", 600),
+        ("sk_lookup", 800),
+    ];
     let world = World::start(&desired(&[EDGE]));
     let programs = world.redirect.program_info();
     for (hook, budget) in BUDGET {
@@ -253,7 +264,11 @@ impl Lines {
     fn expect(&self, words: &str) {
         let begun = Instant::now();
         while !self.0.lock().unwrap().iter().any(|line| line.contains(words)) {
-            assert!(begun.elapsed() < Duration::from_secs(15), "{words:?} not in {:?}", self.0.lock().unwrap());
+            assert!(
+                begun.elapsed() < Duration::from_secs(15),
+                "{words:?} not in {:?}",
+                self.0.lock().unwrap()
+            );
             thread::sleep(Duration::from_millis(5));
         }
     }

@@ -5,12 +5,7 @@
 //! programs vanish with the process.
 //!
 //! `cargo test -p tunnel-server --test redirect_kernel` as root, after `cargo xtask build-ebpf`.
-#![expect(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a panic is how a case fails"
-)]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is how a case fails")]
 
 mod connects;
 mod failures;

@@ -2,23 +2,25 @@
 //! will be killed.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::prctl::set_pdeathsig;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use socket2::{Domain, Socket, Type};
 use tunnel_server::redirect::Redirect;
 
 use crate::harness::{ROLE, isolate};
-use crate::support::{Door, EDGE, config, desired, ip, run};
+use crate::support::{Door, EDGE, PORT, address, config, desired, greet, greeting, ip, run};
 
 /// A process in its own network namespace, in the case's cgroup, that obeys commands.
 pub(crate) struct Peer {
     child: Child,
-    stdin: ChildStdin,
+    stdin: Option<ChildStdin>,
     stdout: BufReader<ChildStdout>,
 }
 
@@ -37,6 +39,23 @@ impl Peer {
         peer
     }
 
+    /// Accepts from a listener, greets, and holds up to `limit` connections.
+    pub(crate) fn spawn_acceptor(listener: &TcpListener, limit: usize) -> Self {
+        let listener = listener.try_clone().expect("dup");
+        let mut peer = spawn_with(&format!("acceptor {limit}"), Stdio::from(OwnedFd::from(listener)));
+        assert_eq!(peer.line(), "ready");
+        peer
+    }
+
+    /// Opens `count` connections to [`EDGE`] and holds them; returns how long each connect() took.
+    pub(crate) fn spawn_holder(count: usize) -> (Self, Vec<Duration>) {
+        let mut peer = spawn_role(&format!("holder {count}"));
+        let times = peer.line();
+        let times =
+            times.split(' ').map(|nanos| Duration::from_nanos(nanos.parse().expect(&times))).collect();
+        (peer, times)
+    }
+
     /// SIGKILL.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("kill");
@@ -51,12 +70,17 @@ impl Peer {
     }
 
     fn command(&mut self, command: &str) -> String {
-        writeln!(self.stdin, "{command}").expect("a helper's stdin");
+        let stdin = self.stdin.as_mut().expect("a helper that obeys commands");
+        writeln!(stdin, "{command}").expect("a helper's stdin");
         self.line()
     }
 
     /// Connects from `from` (or wherever) and reads the greeting: local address, peer, greeting.
-    pub(crate) fn connect(&mut self, from: Option<&str>, to: &str) -> Result<(SocketAddr, SocketAddr, String), String> {
+    pub(crate) fn connect(
+        &mut self,
+        from: Option<&str>,
+        to: &str,
+    ) -> Result<(SocketAddr, SocketAddr, String), String> {
         let answer = self.command(&format!("connect {} {to}", from.unwrap_or("-")));
         let mut words = answer.splitn(4, ' ');
         match words.next() {
@@ -99,13 +123,17 @@ impl Drop for Peer {
 }
 
 fn spawn_role(role: &str) -> Peer {
+    spawn_with(role, Stdio::piped())
+}
+
+fn spawn_with(role: &str, stdin: Stdio) -> Peer {
     let mut child = Command::new(std::env::current_exe().expect("this program"))
         .env(ROLE, role)
-        .stdin(Stdio::piped())
+        .stdin(stdin)
         .stdout(Stdio::piped())
         .spawn()
         .expect("a helper process");
-    let stdin = child.stdin.take().expect("piped");
+    let stdin = child.stdin.take();
     let stdout = BufReader::new(child.stdout.take().expect("piped"));
     Peer { child, stdin, stdout }
 }
@@ -113,15 +141,16 @@ fn spawn_role(role: &str) -> Peer {
 /// The helper's side.
 pub(crate) fn run_role(role: &str) -> ExitCode {
     set_pdeathsig(Signal::SIGKILL).expect("prctl");
-    match role {
-        "peer" => {
+    let words: Vec<&str> = role.split(' ').collect();
+    match words.as_slice() {
+        ["peer"] => {
             isolate();
             println!("ready");
             for line in std::io::stdin().lines() {
                 println!("{}", obey(&line.expect("a command")));
             }
         }
-        "server" => {
+        ["server"] => {
             let door = Door::open();
             let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).expect("start");
             redirect.apply(&desired(&[EDGE])).expect("apply");
@@ -129,17 +158,65 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
             // Until it is killed.
             for _ in std::io::stdin().lines() {}
         }
-        other => panic!("unknown role {other}"),
+        ["acceptor", limit] => accept_and_hold(limit.parse().expect("a number")),
+        ["holder", count] => connect_and_hold(count.parse().expect("a number")),
+        _ => panic!("unknown role {role}"),
     }
     ExitCode::SUCCESS
+}
+
+/// As many descriptors as this process may have.
+pub(crate) fn raise_descriptor_limit() -> usize {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("getrlimit");
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).expect("setrlimit");
+    usize::try_from(hard).expect("a number of descriptors")
+}
+
+fn accept_and_hold(limit: usize) {
+    raise_descriptor_limit();
+    let listener = TcpListener::from(std::io::stdin().as_fd().try_clone_to_owned().expect("the listener"));
+    println!("ready");
+    let mut held = Vec::with_capacity(limit);
+    while held.len() < limit {
+        let (mut stream, peer) = listener.accept().expect("accept");
+        greet(&mut stream, peer);
+        held.push(stream);
+    }
+    loop {
+        thread::park();
+    }
+}
+
+fn connect_and_hold(count: usize) {
+    raise_descriptor_limit();
+    let to = SocketAddr::new(address(EDGE.0), PORT);
+    let mut times = Vec::with_capacity(count);
+    let held: Vec<TcpStream> = (0..count)
+        .map(|n| {
+            let begun = Instant::now();
+            let stream = TcpStream::connect(to).unwrap_or_else(|error| panic!("connection {n}: {error}"));
+            times.push(begun.elapsed().as_nanos().to_string());
+            // Waiting for the greeting also keeps the accept queue from overflowing.
+            if n % 500 == 0 {
+                assert_eq!(
+                    greeting(&stream).expect("a greeting").local,
+                    SocketAddr::new(address(EDGE.1), PORT)
+                );
+                assert_eq!(stream.peer_addr().expect("a peer"), to);
+            }
+            stream
+        })
+        .collect();
+    println!("{}", times.join(" "));
+    for _ in std::io::stdin().lines() {}
+    drop(held);
 }
 
 fn obey(command: &str) -> String {
     let words: Vec<&str> = command.split(' ').collect();
     match words.as_slice() {
-        ["connect", from, to] => connect(from, to.parse().expect("an address")).unwrap_or_else(|error| {
-            format!("err {} {error}", error.raw_os_error().unwrap_or(-1))
-        }),
+        ["connect", from, to] => connect(from, to.parse().expect("an address"))
+            .unwrap_or_else(|error| format!("err {} {error}", error.raw_os_error().unwrap_or(-1))),
         ["listen", at] => {
             let listener = TcpListener::bind(at).expect("bind");
             thread::spawn(move || {

@@ -45,8 +45,24 @@ pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
     let name: Vec<u32> =
         name.chunks(4).map(|part| u32::from_le_bytes(part.try_into().expect("four bytes"))).collect();
     let words = [
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR, 2, program_low, program_high, license_low, license_high,
-        0, 0, 0, 0, 0, 0, name[0], name[1], name[2], name[3], 0, CONNECT4,
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        2,
+        program_low,
+        program_high,
+        license_low,
+        license_high,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        name[0],
+        name[1],
+        name[2],
+        name[3],
+        0,
+        CONNECT4,
     ];
     let fd = bpf(BPF_PROG_LOAD, &words).expect("load");
     // SAFETY: the kernel just gave this descriptor to us.
@@ -64,14 +80,16 @@ pub(crate) fn attached(target: &File, hook: u32) -> usize {
     let mut attr = [0_u32; 32];
     attr[..7].copy_from_slice(&[target.as_raw_fd() as u32, hook, 0, 0, low, high, 64]);
     // SAFETY: a live, zero-padded attribute of the size passed, whose pointer is to 64 live words.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, attr.as_mut_ptr(), size_of_val(&attr)) };
+    let result =
+        unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, attr.as_mut_ptr(), size_of_val(&attr)) };
     assert!(result >= 0, "BPF_PROG_QUERY: {}", io::Error::last_os_error());
     ids.iter().filter(|id| **id != 0).count()
 }
 
 /// Detaches a program's link behind its owner's back, as `bpftool link detach` does.
 pub(crate) fn detach_link_of(program: u32) {
-    let link = loaded_links().filter_map(Result::ok).find(|link| link.program_id() == program).expect("its link");
+    let link =
+        loaded_links().filter_map(Result::ok).find(|link| link.program_id() == program).expect("its link");
     let fd = bpf(BPF_LINK_GET_FD_BY_ID, &[link.id()]).expect("link by id");
     // SAFETY: the kernel just gave this descriptor to us.
     let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };

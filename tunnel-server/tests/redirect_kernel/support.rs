@@ -4,8 +4,8 @@ use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,10 @@ pub(crate) fn config() -> RedirectConfig {
 pub(crate) fn desired(edges: &[Edge]) -> Desired {
     Desired {
         ports: [PORT, 10255].into(),
-        routes: edges.iter().map(|(net, token)| (net_of(net), RouteTarget { token: address(token), up: true })).collect(),
+        routes: edges
+            .iter()
+            .map(|(net, token)| (net_of(net), RouteTarget { token: address(token), up: true }))
+            .collect(),
         ..Desired::default()
     }
 }
@@ -58,35 +61,39 @@ impl Door {
         Self { v4: listen("127.0.0.1:0"), v6: listen("[::1]:0") }
     }
 
-    /// Accepts, greets every client with "<local address> <its address>", and keeps the connection if `hold`.
-    pub(crate) fn serve(&self, hold: bool) -> Serving {
+    /// Accepts and greets every client with "<local address> <its address>".
+    pub(crate) fn serve(&self) -> Serving {
         let stop = Arc::new(AtomicBool::new(false));
-        let held = Arc::new(Mutex::new(Vec::new()));
+        let accepted = Arc::new(AtomicUsize::new(0));
         let threads = [&self.v4, &self.v6].map(|listener| {
             let listener = listener.try_clone().expect("dup");
             // accept() honours it: that is how the thread notices the flag.
             SockRef::from(&listener).set_read_timeout(Some(Duration::from_millis(20))).expect("timeout");
-            let (stop, held) = (Arc::clone(&stop), Arc::clone(&held));
+            let (stop, accepted) = (Arc::clone(&stop), Arc::clone(&accepted));
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     let Ok((mut stream, peer)) = listener.accept() else { continue };
-                    let greeting = format!("{} {peer}\n", stream.local_addr().expect("local"));
-                    // A self-test may be gone already.
-                    if stream.write_all(greeting.as_bytes()).is_ok() && hold {
-                        held.lock().expect("lock").push(stream);
-                    }
+                    accepted.fetch_add(1, Ordering::SeqCst);
+                    greet(&mut stream, peer);
                 }
             })
         });
-        Serving { stop, threads: threads.into(), held }
+        Serving { stop, threads: threads.into(), accepted }
     }
+}
+
+/// Tells a client where it arrived and who it is.
+pub(crate) fn greet(stream: &mut TcpStream, peer: SocketAddr) {
+    let greeting = format!("{} {peer}\n", stream.local_addr().expect("local"));
+    // A self-test may be gone already.
+    drop(stream.write_all(greeting.as_bytes()));
 }
 
 /// A running door; dropping it ends the threads.
 pub(crate) struct Serving {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
-    pub(crate) held: Arc<Mutex<Vec<TcpStream>>>,
+    accepted: Arc<AtomicUsize>,
 }
 
 impl Drop for Serving {
@@ -115,7 +122,7 @@ pub(crate) struct World {
     // In this order: the redirect goes first.
     pub(crate) redirect: Arc<Redirect>,
     _door: Door,
-    _serving: Serving,
+    serving: Serving,
 }
 
 impl World {
@@ -125,10 +132,15 @@ impl World {
 
     pub(crate) fn with(config: RedirectConfig, desired: &Desired) -> Self {
         let door = Door::open();
-        let serving = door.serve(false);
+        let serving = door.serve();
         let redirect = Redirect::start(config, &door.v4, Some(&door.v6)).expect("start");
         redirect.apply(desired).expect("apply");
-        Self { redirect: Arc::new(redirect), _door: door, _serving: serving }
+        Self { redirect: Arc::new(redirect), _door: door, serving }
+    }
+
+    /// Connections that the door has accepted and greeted.
+    pub(crate) fn accepted(&self) -> usize {
+        self.serving.accepted.load(Ordering::SeqCst)
     }
 
     pub(crate) fn counter(&self, name: &str) -> u64 {
