@@ -6,6 +6,7 @@
 #![no_std]
 #![no_main]
 #![feature(asm_experimental_arch)]
+#![expect(clippy::needless_pass_by_value, reason = "the program macros fix the entry points' signature")]
 
 mod connect;
 mod connect4;

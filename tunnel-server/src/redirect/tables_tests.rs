@@ -153,8 +153,7 @@ fn mapped_networks_count_as_ipv4() {
 
 #[test]
 fn more_routes_than_the_kernel_holds_are_refused() {
-    let mut config = RedirectConfig::default();
-    config.token_range = "20.0.0.0/8".parse().unwrap();
+    let config = RedirectConfig { token_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
     let mut desired = Desired { ports: [10250].into(), ..Desired::default() };
     for n in 0..131_072_u32 {
         let net = IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a00_0000 + n)));

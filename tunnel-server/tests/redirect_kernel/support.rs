@@ -1,5 +1,6 @@
 //! What the cases share: the door behind the redirect, clients, and small tools.
 
+use std::collections::VecDeque;
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -71,10 +72,16 @@ impl Door {
             SockRef::from(&listener).set_read_timeout(Some(Duration::from_millis(20))).expect("timeout");
             let (stop, accepted) = (Arc::clone(&stop), Arc::clone(&accepted));
             thread::spawn(move || {
+                // Closing with unread bytes would reset the client.
+                let mut recent = VecDeque::new();
                 while !stop.load(Ordering::Relaxed) {
                     let Ok((mut stream, peer)) = listener.accept() else { continue };
                     accepted.fetch_add(1, Ordering::SeqCst);
                     greet(&mut stream, peer);
+                    recent.push_back(stream);
+                    if recent.len() > 64 {
+                        recent.pop_front();
+                    }
                 }
             })
         });
