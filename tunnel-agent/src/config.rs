@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use tunnel_core::config::{
-    ConfigError, HostPort, TargetRule, host_name, parse_duration, parse_ip, parse_loopback_door,
-    parse_target_rules, parse_with,
+    ConfigError, HostPort, TargetRule, duration_text, host_name, parse_duration, parse_ip,
+    parse_loopback_door, parse_target_rules, parse_with,
 };
 use tunnel_core::identity::{NodeName, Secret, parse_ca_hash};
 use tunnel_core::logging;
@@ -142,6 +142,36 @@ impl Config {
             log_level: parse_with("--log-level", &args.log_level)?,
         })
     }
+
+    /// The flags that give this configuration, defaults included and the token masked.
+    pub fn flags(&self) -> Vec<String> {
+        let servers = self.servers.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let optional = [
+            ("node-ip", self.node_ip.map(|address| address.to_string())),
+            ("token", self.token.as_ref().map(ToString::to_string)),
+            ("ca-hash", self.ca_hash.clone()),
+        ];
+        let given = [
+            ("server", servers),
+            ("node-name", self.node_name.to_string()),
+            ("state-dir", self.state_dir.display().to_string()),
+            (
+                "admin-address",
+                self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
+            ),
+            ("drain-timeout", duration_text(self.drain_timeout)),
+            ("log-format", self.log_format.to_string()),
+            ("log-level", self.log_level.to_string()),
+        ];
+        let optional = optional.into_iter().filter_map(|(flag, value)| Some((flag, value?)));
+        let rules = self.allow_targets.iter().map(|rule| ("allow-target", rule.to_string()));
+        given
+            .into_iter()
+            .chain(optional)
+            .chain(rules)
+            .map(|(flag, value)| format!("--{flag}={value}"))
+            .collect()
+    }
 }
 
 fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
@@ -255,11 +285,64 @@ mod tests {
         assert_eq!(config.log_level, logging::Level::Debug);
     }
 
+    /// The flags of DESIGN §11 and, behind them, those that every part of Postern has.
+    const DESIGN: &[(&str, Option<&str>)] = &[
+        ("server", None),
+        ("node-name", None),
+        ("node-ip", None),
+        ("token", None),
+        ("token-file", None),
+        ("ca-hash", None),
+        ("kubeconfig", None),
+        ("state-dir", Some("/var/lib/postern/agent")),
+        ("admin-address", Some("127.0.0.1:10266")),
+        ("allow-target", None),
+        ("drain-timeout", Some("30s")),
+        ("log-format", Some("text")),
+        ("log-level", Some("info")),
+    ];
+
+    #[test]
+    fn the_help_is_the_designs_table() {
+        let command = Cli::command();
+        let shown: Vec<(String, Option<String>)> = command
+            .get_arguments()
+            .filter_map(|argument| {
+                let default =
+                    argument.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
+                Some((argument.get_long()?.to_owned(), default))
+            })
+            .filter(|(long, _)| !["help", "version"].contains(&long.as_str()))
+            .collect();
+        let expected: Vec<_> =
+            DESIGN.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
+        assert_eq!(shown, expected);
+    }
+
+    #[test]
+    fn the_flags_that_are_logged_give_the_same_configuration() {
+        let config = config(&[
+            "--server=a:1,[fd00::1]:2",
+            "--node-ip=10.8.0.7",
+            "--state-dir=/s",
+            "--admin-address=0",
+            "--allow-target=node:22,80-90",
+            "--allow-target=[fd00::/64]:*",
+            "--drain-timeout=1500ms",
+            "--log-format=json",
+            "--log-level=9",
+        ])
+        .unwrap();
+        let again =
+            Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
+        assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+    }
+
     #[test]
     fn the_token_is_masked_and_needs_the_ca() {
         let config = config(&["--server=a:1", "--token=abc.def", &format!("--ca-hash={HASH}")]).unwrap();
         assert_eq!(config.token.as_ref().unwrap().expose(), "abc.def");
-        assert!(!format!("{config:?}").contains("abc.def"));
+        assert!(!format!("{config:?} {:?}", config.flags()).contains("abc.def"));
         assert_eq!(
             error(&["--server=a:1", "--token=abc.def"]),
             "--ca-hash: needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it"

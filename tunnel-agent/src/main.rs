@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use tunnel_agent::app;
 use tunnel_agent::config::{Cli, Command, Config};
-use tunnel_core::config::{exit, parse_command_line, report_error};
+use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::Shutdown;
 use tunnel_core::logging;
 
@@ -30,7 +30,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         None => {
             let config = Config::new(&cli.run)?;
             let log = logging::init(config.log_format, config.log_level)?;
-            tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "tunnel-agent starts");
+            tracing::info!(
+                version = env!("CARGO_PKG_VERSION"),
+                flags = shell_line(&config.flags()),
+                "tunnel-agent starts"
+            );
             runtime.block_on(async {
                 let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
                 app::run(config, log, shutdown).await

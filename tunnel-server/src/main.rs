@@ -5,7 +5,7 @@ use std::future::Future;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use tunnel_core::config::{exit, parse_command_line, report_error};
+use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::Shutdown;
 use tunnel_core::logging;
 use tunnel_server::app;
@@ -32,7 +32,11 @@ fn main() -> ExitCode {
 fn run(args: &RunArgs) -> anyhow::Result<()> {
     let config = Config::new(args)?;
     let log = logging::init(config.log_format, config.log_level)?;
-    tracing::info!(version = env!("CARGO_PKG_VERSION"), ?config, "tunnel-server starts");
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        flags = shell_line(&config.flags()),
+        "tunnel-server starts"
+    );
     block_on(async {
         let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
         app::run(config, log, shutdown).await

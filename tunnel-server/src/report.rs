@@ -20,6 +20,9 @@ use crate::status::{
     StatusReport,
 };
 
+/// The agents' door, whose connections are tunnels.
+pub const AGENTS: &str = "agents";
+
 /// Knows everybody who knows a part of the status. Clones share it.
 #[derive(Clone)]
 pub struct Reporter(Arc<Parts>);
@@ -147,8 +150,12 @@ impl Parts {
         doors
             .iter()
             .map(|(name, address)| {
-                let active = u64::try_from(self.metrics.active_at(name)).unwrap_or_default();
-                let accepted = self.metrics.ended_at(name) + active;
+                let (active, accepted) = if *name == AGENTS {
+                    (self.sessions.all().len() as u64, None)
+                } else {
+                    let active = u64::try_from(self.metrics.active_at(name)).unwrap_or_default();
+                    (active, Some(self.metrics.ended_at(name) + active))
+                };
                 DoorStatus {
                     name: (*name).to_owned(),
                     address: *address,

@@ -71,6 +71,24 @@ pub fn host_name() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/hostname")?.trim().to_lowercase())
 }
 
+/// Flags as a command line that a shell would take, for the log.
+pub fn shell_line(flags: &[String]) -> String {
+    let plain = |flag: &str| flag.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_=.,:/[]@%+*".contains(&b));
+    let quoted = flags
+        .iter()
+        .map(|flag| if plain(flag) { flag.clone() } else { format!("'{}'", flag.replace('\'', "'\\''")) });
+    quoted.collect::<Vec<_>>().join(" ")
+}
+
+/// A length of time as [`parse_duration`] reads it.
+pub fn duration_text(duration: std::time::Duration) -> String {
+    if duration.subsec_nanos() == 0 {
+        format!("{}s", duration.as_secs())
+    } else {
+        format!("{}ms", duration.as_millis())
+    }
+}
+
 fn bind_reason(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::AddrInUse => {
@@ -139,6 +157,12 @@ mod tests {
             "--admin-address: cannot listen on 127.0.0.1:10265: address in use: another process listens there; \
              stop it or choose another port"
         );
+    }
+
+    #[test]
+    fn a_shell_would_take_the_line() {
+        let flags = ["--a=b,c".to_owned(), "--d=e || f".to_owned(), "--g=it's".to_owned()];
+        assert_eq!(shell_line(&flags), r"--a=b,c '--d=e || f' '--g=it'\''s'");
     }
 
     #[test]

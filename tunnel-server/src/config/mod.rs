@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_core::config::{
-    ConfigError, parse_cidr, parse_cidrs, parse_duration, parse_ip, parse_ips, parse_loopback_door,
-    parse_port, parse_ports, parse_with,
+    ConfigError, duration_text, parse_cidr, parse_cidrs, parse_duration, parse_ip, parse_ips,
+    parse_loopback_door, parse_port, parse_ports, parse_with,
 };
 use tunnel_core::logging;
 
@@ -93,6 +93,41 @@ impl Config {
         };
         config.check_ports()?;
         Ok(config)
+    }
+
+    /// The flags that give this configuration, defaults included.
+    pub fn flags(&self) -> Vec<String> {
+        fn list<T: ToString>(values: impl IntoIterator<Item = T>) -> String {
+            values.into_iter().map(|value| value.to_string()).collect::<Vec<_>>().join(",")
+        }
+        let door = |port: Option<u16>| port.unwrap_or_default().to_string();
+        let mut flags = vec![
+            ("inventory", self.inventory.display().to_string()),
+            ("edge-selector", self.edge_selector.to_string()),
+            ("state-dir", self.state_dir.display().to_string()),
+            ("bind-address", self.bind_address.to_string()),
+            ("agent-port", door(self.agent_port)),
+            ("secure-port", door(self.secure_port)),
+            (
+                "admin-address",
+                self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
+            ),
+            ("redirect", if self.redirect.is_some() { "on" } else { "off" }.to_owned()),
+            ("redirect-ports", list(&self.redirect_ports)),
+            ("redirect-clients", list(&self.redirect_clients)),
+            ("exclude", list(&self.exclude)),
+            ("token-range", self.token_range.to_string()),
+            ("token-range-v6", self.token_range_v6.to_string()),
+            ("cert-dns-names", list(&self.cert_dns_names)),
+            ("cert-ips", list(&self.cert_ips)),
+            ("drain-timeout", duration_text(self.drain_timeout)),
+            ("log-format", self.log_format.to_string()),
+            ("log-level", self.log_level.to_string()),
+        ];
+        if let Some(cgroup) = self.redirect.as_ref().and_then(|redirect| redirect.cgroup.as_ref()) {
+            flags.push(("redirect-cgroup", cgroup.display().to_string()));
+        }
+        flags.into_iter().map(|(flag, value)| format!("--{flag}={value}")).collect()
     }
 
     /// Two doors on one address: the second would fail to listen, with a reason that names no flag of the first.

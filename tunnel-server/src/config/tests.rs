@@ -81,7 +81,21 @@ fn every_flag_does_something() {
     assert_eq!(config.cert_ips.len(), 2);
     assert_eq!(config.drain_timeout, Duration::from_secs(60));
     assert_eq!((config.log_format, config.log_level), (logging::Format::Json, logging::Level::Debug));
-    assert!(self::config(&["--redirect=off", "--redirect-ports="]).unwrap().redirect.is_none());
+    let again =
+        Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(config.flags())).unwrap();
+    let again = Config::new(&again.run).unwrap();
+    assert_eq!(
+        format!("{again:?}"),
+        format!("{config:?}"),
+        "the flags that are logged give the same configuration"
+    );
+
+    let off =
+        self::config(&["--redirect=off", "--redirect-ports=", "--admin-address=0", "--drain-timeout=1500ms"])
+            .unwrap();
+    assert!(off.redirect.is_none());
+    let again = Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(off.flags())).unwrap();
+    assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{off:?}"));
 }
 
 #[test]

@@ -63,9 +63,10 @@ pub struct SessionStatus {
 pub struct DoorStatus {
     pub name: String,
     pub address: SocketAddr,
+    /// Connections carried now; of the agents' door, the tunnels.
     pub connections_active: u64,
-    /// Since the server started.
-    pub accepted: u64,
+    /// Since the server started; not counted at the agents' door.
+    pub accepted: Option<u64>,
 }
 
 /// The eBPF redirect.

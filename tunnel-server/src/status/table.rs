@@ -34,11 +34,12 @@ impl StatusReport {
             age(self.uptime_s)
         )?;
         for door in &self.doors {
-            writeln!(
-                out,
-                "door {} at {}: {} active, {} accepted",
-                door.name, door.address, door.connections_active, door.accepted
-            )?;
+            let active = door.connections_active;
+            let use_of_it = match door.accepted {
+                Some(accepted) => format!("{active} active, {accepted} accepted"),
+                None => format!("{active} tunnels"),
+            };
+            writeln!(out, "door {} at {}: {use_of_it}", door.name, door.address)?;
         }
         self.redirect.write(out)?;
         self.write_inventory(out, all)?;
@@ -250,7 +251,7 @@ mod tests {
                 name: "https".to_owned(),
                 address: "0.0.0.0:10263".parse().unwrap(),
                 connections_active: 3,
-                accepted: 9,
+                accepted: Some(9),
             }],
             redirect: RedirectStatus {
                 state: RedirectState::On,

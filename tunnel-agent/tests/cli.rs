@@ -1,0 +1,57 @@
+//! The real program's exit codes and first words.
+
+use std::process::{Command, Output};
+
+fn run(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_tunnel-agent"))
+        .env_remove("NODE_NAME")
+        .env_remove("NODE_IP")
+        .args(args)
+        .output()
+        .expect("the program starts")
+}
+
+#[test]
+fn bad_configuration_is_64() {
+    for (args, part) in [
+        (&[][..], "tunnel-agent: --server: needed: "),
+        (&["--server=a:1", "--allow-target=x"], "tunnel-agent: --allow-target=x: not CIDR:PORTS; "),
+        (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
+        (
+            &["status", "--admin-address=192.0.2.1:1"],
+            "tunnel-agent: --admin-address=192.0.2.1:1: not a loopback address",
+        ),
+    ] {
+        let output = run(args);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(64), "{args:?}: {error}");
+        assert!(error.contains(part), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn the_environment_names_the_node() {
+    let output = Command::new(env!("CARGO_BIN_EXE_tunnel-agent"))
+        .env("NODE_NAME", "Edge_1")
+        .arg("--server=a:1")
+        .output()
+        .expect("the program starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(64), "{error}");
+    assert!(error.starts_with("tunnel-agent: --node-name=Edge_1: "), "{error}");
+}
+
+#[test]
+fn what_fails_while_running_is_1() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");
+    let output = run(&["status", &format!("--admin-address={free}")]);
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("Connection refused") && error.contains("--admin-address"), "{error}");
+}
+
+#[test]
+fn help_and_version_are_0() {
+    assert_eq!(run(&["--help"]).status.code(), Some(0));
+    assert_eq!(run(&["--version"]).status.code(), Some(0));
+}

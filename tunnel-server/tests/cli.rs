@@ -1,0 +1,61 @@
+//! The real program's exit codes and first words.
+
+use std::process::{Command, Output};
+
+fn run(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_tunnel-server")).args(args).output().expect("the program starts")
+}
+
+fn code_and_error(args: &[&str]) -> (Option<i32>, String) {
+    let output = run(args);
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn bad_configuration_is_64() {
+    for (args, part) in [
+        (&[][..], "tunnel-server: --inventory: needed: "),
+        (&["--inventory=x", "--agent-port=70000"], "tunnel-server: --agent-port=70000: not a port; "),
+        (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
+        (&["--inventory=x", "--agent-port"], "--agent-port"),
+        (&["no-such-command"], "no-such-command"),
+        (
+            &["status", "--admin-address=192.0.2.1:1"],
+            "tunnel-server: --admin-address=192.0.2.1:1: not a loopback address",
+        ),
+        (&["cleanup", "--token-range=x"], "tunnel-server: --token-range=x: "),
+    ] {
+        let (code, error) = code_and_error(args);
+        assert_eq!(code, Some(64), "{args:?}: {error}");
+        assert!(error.contains(part), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn what_fails_while_running_is_1() {
+    // A port that was free a moment ago, where nothing listens.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");
+    let (code, error) = code_and_error(&["status", &format!("--admin-address={free}")]);
+    assert_eq!(code, Some(1), "{error}");
+    assert_eq!(
+        error,
+        format!(
+            "tunnel-server: --admin-address={free}: Connection refused (os error 111); is it running, and with this \
+             --admin-address?\n"
+        )
+    );
+}
+
+#[test]
+fn help_and_version_are_0_and_on_standard_output() {
+    let help = run(&["--help"]);
+    assert_eq!(help.status.code(), Some(0));
+    let text = String::from_utf8_lossy(&help.stdout);
+    for part in ["--inventory <FILE>", "[default: 10262]", "198.18.0.0/15", "status", "cleanup", "token"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    for hidden in ["meta-port", "tunnel-agent-connect-port", "kube-config"] {
+        assert!(!text.contains(hidden), "{hidden}");
+    }
+    assert_eq!(run(&["--version"]).status.code(), Some(0));
+}
