@@ -6,6 +6,7 @@
 mod cgroup;
 mod checks;
 mod desired;
+mod end;
 mod error;
 mod load;
 mod log;
@@ -22,6 +23,7 @@ mod watch;
 
 pub use checks::{Check, checks};
 pub use desired::{Desired, RedirectConfig, RouteTarget};
+pub use end::{Report, cleanup};
 pub use error::RedirectError;
 pub use metrics::RedirectMetrics;
 pub use self_test::{reserved_tokens, reserved_tokens_v6};
@@ -34,14 +36,12 @@ use std::fs::File;
 use std::net::{IpAddr, TcpListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ipnet::IpNet;
 use nix::sys::socket::{setsockopt, sockopt};
 use tunnel_abi::{LISTENER_V4, LISTENER_V6};
 
 use cgroup::Cgroup;
 use load::{Features, Programs};
 use maps::Maps;
-use query::Hook;
 use self_test::SelfTest;
 use tables::{Fixed, Tables};
 
@@ -68,13 +68,6 @@ pub struct ProgramInfo {
     pub verified_instructions: Option<u32>,
     /// Machine code, in bytes.
     pub jited_bytes: u32,
-}
-
-/// What [`cleanup`] found and removed.
-#[derive(Clone, Debug, Default)]
-pub struct Report {
-    /// Token routes that were removed.
-    pub routes_removed: Vec<IpNet>,
 }
 
 /// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the token route.
@@ -254,21 +247,6 @@ impl Redirect {
         Ok(())
     }
 
-    /// Ends the redirect of new connects: to another server of this host if one runs, else every route
-    /// counts as down. Connections that exist stay, with their peers' names.
-    ///
-    /// # Errors
-    /// [`RedirectError::Map`], [`RedirectError::Io`]
-    pub fn drain(&self) -> Result<(), RedirectError> {
-        if self.other_server()?.is_none() {
-            return self.set_serving(false);
-        }
-        let mut inner = self.lock();
-        inner.released = true;
-        inner.programs.release();
-        Ok(())
-    }
-
     /// Whether a connect to a node without a tunnel fails at once with EHOSTUNREACH (kernel 5.18 or newer). If
     /// not, it is redirected, and whoever accepts it must reset it.
     pub fn fails_at_connect(&self) -> bool {
@@ -321,58 +299,6 @@ impl Redirect {
         let health = self.health();
         all.push(Check { name: "self-test", outcome: health.problem.map_or(Ok("passed".into()), Err) });
         all
-    }
-
-    /// Detaches everything and removes the token route, unless another server uses it. Idempotent.
-    pub fn stop(&self) {
-        let mut inner = self.lock();
-        if std::mem::replace(&mut inner.stopped, true) {
-            return;
-        }
-        let own = inner.programs.id(Hook::SkLookup);
-        inner.programs.detach();
-        drop(inner);
-        match query::other_server(&self.netns, own) {
-            Ok(None) => {}
-            Ok(Some(id)) => {
-                tracing::info!(program = id, "another server redirects here: the token route stays");
-                return;
-            }
-            Err(error) => tracing::warn!(%error, "cannot tell whether another server redirects here"),
-        }
-        let ranges = self.ranges();
-        let removed = netlink::blocking(|handle| async move {
-            for range in ranges {
-                netlink::remove_route(&handle, range).await?;
-            }
-            Ok(())
-        });
-        if let Err(error) = removed {
-            tracing::warn!(%error, "a token route stays");
-        }
-    }
-
-    /// The token ranges in use.
-    fn ranges(&self) -> Vec<IpNet> {
-        ranges(&self.config, self.ipv6)
-    }
-
-    fn other_server(&self) -> Result<Option<u32>, RedirectError> {
-        let own = self.lock().programs.id(Hook::SkLookup);
-        query::other_server(&self.netns, own)
-            .map_err(|source| RedirectError::Io { what: "cannot ask for sk_lookup programs".into(), source })
-    }
-
-    /// Adds missing token routes; true when one was missing.
-    fn ensure_routes(&self) -> Result<bool, RedirectError> {
-        let ranges = self.ranges();
-        netlink::blocking(|handle| async move {
-            let mut added = false;
-            for range in ranges {
-                added |= netlink::add_route(&handle, range).await?;
-            }
-            Ok(added)
-        })
     }
 
     /// Reads this host's addresses and brings the maps up to date with them.
@@ -464,41 +390,4 @@ impl Inner {
         }
         Ok(applied)
     }
-}
-
-impl Drop for Redirect {
-    fn drop(&mut self) {
-        self.stop();
-    }
-}
-
-fn ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
-    let v6 = ipv6.then(|| IpNet::V6(config.token_range_v6.trunc()));
-    [Some(IpNet::V4(config.token_range.trunc())), v6].into_iter().flatten().collect()
-}
-
-/// Removes the token routes that a killed server left. Its programs went with it.
-///
-/// # Errors
-/// [`RedirectError::InUse`] while a server redirects in this network namespace.
-pub fn cleanup(config: &RedirectConfig) -> Result<Report, RedirectError> {
-    let netns_path = "/proc/thread-self/ns/net";
-    let netns = File::open(netns_path)
-        .map_err(|source| RedirectError::Io { what: format!("cannot open {netns_path}"), source })?;
-    let other = query::other_server(&netns, None)
-        .map_err(|source| RedirectError::Io { what: "cannot ask for sk_lookup programs".into(), source })?;
-    if let Some(id) = other {
-        return Err(RedirectError::InUse { id });
-    }
-    let ranges = ranges(config, checks::ipv6_usable().is_ok());
-    let routes_removed = netlink::blocking(|handle| async move {
-        let mut removed = Vec::new();
-        for range in ranges {
-            if netlink::remove_route(&handle, range).await? {
-                removed.push(range);
-            }
-        }
-        Ok(removed)
-    })?;
-    Ok(Report { routes_removed })
 }

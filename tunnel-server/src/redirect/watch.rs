@@ -106,8 +106,10 @@ impl Redirect {
 
     async fn follow_addresses(self: &Arc<Self>) {
         loop {
-            if let Err(error) = self.follow_once().await {
-                tracing::warn!(%error, "cannot follow this host's addresses; trying again");
+            match self.follow_once().await {
+                Err(RedirectError::Stopped) => return,
+                Err(error) => tracing::warn!(%error, "cannot follow this host's addresses; trying again"),
+                Ok(()) => {}
             }
             sleep(RETRY).await;
         }
