@@ -1,7 +1,8 @@
 //! Certificates signed with the real server's CA key, for what the server itself would never issue.
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use anyhow::{Context as _, Result};
 use rcgen::{
@@ -26,8 +27,8 @@ impl Authority {
         Ok(Self(Issuer::from_ca_cert_pem(&certificate, key).context("the CA's certificate")?))
     }
 
-    /// Signs a certificate (PEM) of an agent of `node`, valid from `age` ago until `left` from now.
-    pub fn agent(&self, node: &str, key: &KeyPair, age: Duration, left: Duration) -> Result<String> {
+    /// Signs a certificate (PEM) of an agent of `node` that is valid in that span.
+    pub fn agent(&self, node: &str, key: &KeyPair, valid: Range<SystemTime>) -> Result<String> {
         let mut name = DistinguishedName::new();
         name.push(DnType::OrganizationName, "postern:agents");
         name.push(DnType::CommonName, format!("postern:node:{node}"));
@@ -35,9 +36,8 @@ impl Authority {
         params.distinguished_name = name;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        let now = SystemTime::now();
-        params.not_before = (now - age).into();
-        params.not_after = (now + left).into();
+        params.not_before = valid.start.into();
+        params.not_after = valid.end.into();
         Ok(params.signed_by(key, &self.0).context("signing")?.pem())
     }
 }

@@ -246,7 +246,7 @@ async fn outside_the_policy(testbed: &Testbed) -> Result<()> {
     ensure!(no.connections() == 0, "the agent dialled a target outside its policy");
     server
         .wait_access("denied", |line| {
-            line.text("outcome") == "denied" && line.text("target") == no.address.to_string()
+            line.text("outcome") == "denied" && line.text("destination") == no.address.to_string()
         })
         .await?;
     ensure!(

@@ -120,7 +120,7 @@ async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
         drop(stream);
         let line = server.wait_access("of the https door", |line| line.text("node") == edge.name).await?;
         ensure!(
-            line.text("door") == "https" && line.text("target") == address.to_string(),
+            line.text("door") == "https" && line.text("destination") == address.to_string(),
             "access line {line:?}"
         );
     }
@@ -171,7 +171,7 @@ async fn node_address_as_name(testbed: &Testbed) -> Result<()> {
     expect_back(&mut stream, &hello).await.context("by the IPv6 address")?;
     ensure!(on_edge.connections() == 2 && on_v6.connections() == 1, "connections at the edge");
     drop(stream);
-    server.wait_access("by IPv6", |line| line.text("target") == on_v6.address.to_string()).await?;
+    server.wait_access("by IPv6", |line| line.text("destination") == on_v6.address.to_string()).await?;
     Ok(())
 }
 

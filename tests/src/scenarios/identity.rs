@@ -1,8 +1,9 @@
 //! Who may attach: tokens, certificates, renewal, rotation of the CA.
 use std::fs;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::os::unix::fs::PermissionsExt as _;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, ensure};
 use rcgen::KeyPair;
@@ -16,10 +17,12 @@ use crate::client::{self, connect, echo, visit};
 use crate::server::Server;
 use crate::target::Behaviour;
 use crate::testbed::Testbed;
+use crate::testbed::process::{Process, program};
 use crate::wait::{wait_for, wait_until};
 
 pub(super) const ALL: &[Scenario] = &[
     Scenario::new("identity::enrols_once_and_keeps_its_key", 1, |t| Box::pin(enrols_once(t))).quick(),
+    Scenario::new("identity::printed_command_works_as_it_is", 1, |t| Box::pin(printed_command(t))),
     Scenario::new("identity::tokens_that_are_refused", 2, |t| Box::pin(refused_tokens(t))),
     Scenario::new("identity::another_ca_hash_is_refused", 1, |t| Box::pin(another_ca(t))),
     Scenario::new("identity::token_from_a_file", 1, |t| Box::pin(token_from_a_file(t))),
@@ -44,6 +47,7 @@ async fn enrols_once(testbed: &Testbed) -> Result<()> {
     ensure!(mode == 0o600, "agent.key has mode {mode:o}");
     let before = fs::read(&key)?;
     agent.kill().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
     agent.start_again()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     ensure!(fs::read(&key)? == before, "a restart made another key");
@@ -61,6 +65,28 @@ async fn enrols_once(testbed: &Testbed) -> Result<()> {
         "the token's secret stands in {}",
         String::from_utf8_lossy(&found.stdout)
     );
+    Ok(())
+}
+
+async fn printed_command(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let token = server.token("edge-1")?;
+    // Word for word, with a state folder of this run's.
+    let (name, arguments) = token.command.split_once(' ').context("a command with arguments")?;
+    let mut command = testbed.on_edge(1).command(&program(name)?);
+    command.args(arguments.split_whitespace());
+    command.arg(format!("--state-dir={}", testbed.dir().join("printed").display()));
+    let mut agent = Process::spawn(testbed, "tunnel-agent-printed", command)?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let mut held = connect(on_edge.address).await?;
+    echo(&mut held, b"held").await?;
+    // The server has several addresses: its sessions must not chase each other away.
+    never("a break", Duration::from_secs(15), async || {
+        Ok(!server.is_connected("edge-1").await? || echo(&mut held, b"still").await.is_err())
+    })
+    .await?;
+    ensure!(agent.ended()?.is_none(), "the agent ended");
     Ok(())
 }
 
@@ -147,16 +173,11 @@ async fn token_from_a_file(testbed: &Testbed) -> Result<()> {
 }
 
 /// Puts another certificate of the agent's own key into its state folder.
-fn replace_certificate(
-    testbed: &Testbed,
-    agent: &Agent<'_>,
-    age: Duration,
-    left: Duration,
-) -> Result<String> {
+fn replace_certificate(testbed: &Testbed, agent: &Agent<'_>, valid: Range<SystemTime>) -> Result<String> {
     let authority = Authority::open(&testbed.dir().join("server"))?;
     let key =
         KeyPair::from_pem(&fs::read_to_string(agent.state_dir().join("agent.key"))?).context("agent.key")?;
-    let certificate = authority.agent("edge-1", &key, age, left)?;
+    let certificate = authority.agent("edge-1", &key, valid)?;
     fs::write(agent.state_dir().join("agent.crt"), &certificate)?;
     Ok(certificate)
 }
@@ -165,8 +186,11 @@ async fn renewal(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     agent.kill().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
     // Certificates begin 300 s before they are issued; of this one's 100 s, 75 are over: 80 % is 5 s away.
-    let old = replace_certificate(testbed, &agent, Duration::from_secs(375), Duration::from_secs(25))?;
+    let now = SystemTime::now();
+    let old =
+        replace_certificate(testbed, &agent, now - Duration::from_secs(375)..now + Duration::from_secs(25))?;
     agent.start_again()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     let mut held = connect(on_edge.address).await?;
@@ -186,6 +210,7 @@ async fn renewal(testbed: &Testbed) -> Result<()> {
     })
     .await?;
     agent.kill().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
     agent.start_again()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     let metrics = server.metrics().await?;
@@ -200,7 +225,8 @@ async fn expired_certificate(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     agent.kill().await?;
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
-    replace_certificate(testbed, &agent, Duration::from_secs(7200), Duration::ZERO)?;
+    let hour = Duration::from_secs(3600);
+    replace_certificate(testbed, &agent, SystemTime::now() - 2 * hour..SystemTime::now() - hour)?;
     agent.start_again()?;
     wait_for("the agent to say that its certificate has ended", agent::START, async || {
         Ok(agent.process.output()?.contains("the certificate has ended").then_some(()))
@@ -267,6 +293,7 @@ async fn rotation(testbed: &Testbed) -> Result<()> {
     .await?;
     echo(&mut held, b"after the retirement").await?;
     first.kill().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
     first.start_again()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     visit(on_edge.address).await?;

@@ -68,11 +68,12 @@ async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
     figure(&format!("upload, generators and checksums included: {}", rate(BULK, start)));
 
     let line = server
-        .wait_access("of the download", |line| line.text("target") == source.address.to_string())
+        .wait_access("of the download", |line| line.text("destination") == source.address.to_string())
         .await?;
     ensure!(line.bytes_from_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
-    let line =
-        server.wait_access("of the upload", |line| line.text("target") == sink.address.to_string()).await?;
+    let line = server
+        .wait_access("of the upload", |line| line.text("destination") == sink.address.to_string())
+        .await?;
     ensure!(line.bytes_to_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
     let metrics = server.metrics().await?;
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
@@ -131,7 +132,7 @@ async fn black_holed_dial(testbed: &Testbed) -> Result<()> {
     figure(&format!("black-holed dials were given up after {:.1?}", start.elapsed()));
     server
         .wait_access("timed out", |line| {
-            line.text("outcome") == "timed_out" && line.text("target") == hole.to_string()
+            line.text("outcome") == "timed_out" && line.text("destination") == hole.to_string()
         })
         .await?;
     Ok(())

@@ -29,7 +29,9 @@ pub(super) const ALL: &[Scenario] = &[
 ];
 
 fn of_connection<'a>(node: &'a str, target: &'a str, outcome: &'a str) -> impl Fn(&AccessLine) -> bool + 'a {
-    move |line| line.text("node") == node && line.text("target") == target && line.text("outcome") == outcome
+    move |line| {
+        line.text("node") == node && line.text("destination") == target && line.text("outcome") == outcome
+    }
 }
 
 async fn by_edge_address(testbed: &Testbed) -> Result<()> {
@@ -93,7 +95,9 @@ async fn by_edge_address_ipv6(testbed: &Testbed) -> Result<()> {
     echo(&mut stream, b"by a v4-mapped address").await?;
     ensure!(v4.connections() == 1, "the v4 target saw {}", v4.connections());
     drop(stream);
-    server.wait_access("of the v6 target", |line| line.text("target") == on_edge.address.to_string()).await?;
+    server
+        .wait_access("of the v6 target", |line| line.text("destination") == on_edge.address.to_string())
+        .await?;
     Ok(())
 }
 

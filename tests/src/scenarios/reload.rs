@@ -12,7 +12,7 @@ use crate::inventory::{Inventory, node};
 use crate::server::Builder;
 use crate::target::{Behaviour, Target};
 use crate::testbed::{NEIGHBOUR, Testbed};
-use crate::wait::wait_for;
+use crate::wait::{wait_for, wait_until};
 
 pub(super) const ALL: &[Scenario] = &[
     Scenario::new("reload::nodes_come_go_and_move", 2, |t| Box::pin(nodes_come_go_and_move(t))),
@@ -48,6 +48,18 @@ async fn wait_way(address: SocketAddr, way: Way) -> Result<()> {
     .await
 }
 
+/// Visits until one succeeds: an agent looks at its node's addresses every 10 s.
+async fn wait_visit(address: SocketAddr) -> Result<()> {
+    wait_until(
+        &format!("the agent to dial {address}, its node's new address"),
+        2 * SOON,
+        async || visit(address).await,
+        |_| true,
+    )
+    .await
+    .map(drop)
+}
+
 async fn nodes_come_go_and_move(testbed: &Testbed) -> Result<()> {
     let mut inventory = Inventory::of(testbed)?;
     let edge_2 = inventory.nodes.pop().unwrap_or_default();
@@ -71,7 +83,7 @@ async fn nodes_come_go_and_move(testbed: &Testbed) -> Result<()> {
     inventory.write()?;
     let on_moved = Target::start(&testbed.edge(2).ns, moved, 10250, Behaviour::Echo)?;
     wait_way(on_moved.address, Way::Tunnel).await?;
-    visit(on_moved.address).await?;
+    wait_visit(on_moved.address).await?;
     wait_way(second.address, Way::Direct).await?;
     // Goes, and its held connections with it or not; the others stay.
     inventory.nodes.remove(1);
@@ -127,7 +139,7 @@ async fn broken_file(testbed: &Testbed) -> Result<()> {
     let second =
         Target::start(&testbed.edge(1).ns, IpAddr::from([192, 168, 50, 88]), 10250, Behaviour::Echo)?;
     wait_way(second.address, Way::Tunnel).await?;
-    visit(second.address).await?;
+    wait_visit(second.address).await?;
     Ok(())
 }
 

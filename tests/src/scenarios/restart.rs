@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
-use tokio::io::AsyncReadExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::Scenario;
 use super::common::{server_and_agent, skip, target};
@@ -45,8 +45,8 @@ async fn agent_killed(testbed: &Testbed) -> Result<()> {
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
     expect_unreachable(on_edge.address).await?;
     server.wait_access("of the held connection", |line| line.text("outcome") == "tunnel_lost").await?;
-    agent.start_again()?;
     let start = Instant::now();
+    agent.start_again()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     figure(&format!("a restarted agent is back after {:.1?}", start.elapsed()));
     visit(on_edge.address).await?;
@@ -147,7 +147,8 @@ async fn finish_download(stream: &mut tokio::net::TcpStream) -> Result<()> {
         left = left.checked_sub(n as u64).context("more bytes than were sent")?;
     }
     ensure!(left == 0, "a clean end, {left} bytes too early");
-    Ok(())
+    // The other direction ends too: only then is the connection over.
+    stream.shutdown().await.context("closing")
 }
 
 async fn server_drains(testbed: &Testbed) -> Result<()> {

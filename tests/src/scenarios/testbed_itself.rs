@@ -25,6 +25,13 @@ async fn edges_only_dial_out(testbed: &Testbed) -> Result<()> {
             error.kind() == std::io::ErrorKind::TimedOut,
             "the edge must not be reachable from the cloud: {error}"
         );
+        let on_v6 = Target::start(&edge.ns, edge.address_v6, 10250, Behaviour::Echo)?;
+        let error = connect_error(on_v6.address, Duration::from_secs(2)).await?;
+        ensure!(error.kind() == std::io::ErrorKind::TimedOut, "nor by IPv6: {error}");
+        let v6_on_cloud =
+            Target::start(&testbed.cloud, "fd70::1".parse::<std::net::IpAddr>()?, 10262, Behaviour::Echo)?;
+        client::echo(&mut connect_from(&edge.ns, v6_on_cloud.address, client::PATIENCE)?, b"out by IPv6")
+            .await?;
         ensure!(on_edge.connections() == 0, "a connection got through to {}", edge.name);
     }
     testbed.cut_link(1)?;

@@ -150,6 +150,12 @@ impl Testbed {
         self.cloud.ip("-6 route add default via fd70::fe")?;
         self.cloud.write("/proc/sys/net/ipv4/ip_forward", "1")?;
         self.router.write("/proc/sys/net/ipv4/ip_forward", "1")?;
+        self.router.write("/proc/sys/net/ipv6/conf/all/forwarding", "1")?;
+        // IPv6 as sites have it: no NAT, and a firewall that lets the edges out and nobody in.
+        self.router.ip6tables("-P FORWARD DROP")?;
+        self.router.ip6tables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
+        self.router.ip6tables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
+        self.router.ip6tables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
         self.router.iptables("-P FORWARD DROP")?;
         self.router.iptables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
         self.router.iptables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
@@ -178,6 +184,8 @@ impl Testbed {
         self.router.ip(&format!("addr add 192.168.{net}.1/24 dev {router_port}"))?;
         self.router.ip(&format!("link set {router_port} up"))?;
         ns.ip(&format!("route add default via 192.168.{net}.1"))?;
+        self.router.ip(&format!("-6 addr add fd50:{number}::1/64 dev {router_port} nodad"))?;
+        ns.ip(&format!("-6 route add default via fd50:{number}::1"))?;
         self.edges.push(Edge {
             name,
             address: Ipv4Addr::new(192, 168, net, 2),
@@ -210,15 +218,23 @@ impl Testbed {
     /// Cuts the link of edge `n` at the router, without either end noticing: packets are dropped.
     pub fn cut_link(&self, n: usize) -> Result<()> {
         let port = &self.edge(n).router_port;
-        self.router.iptables(&format!("-I FORWARD -i {port} -j DROP"))?;
-        self.router.iptables(&format!("-I FORWARD -o {port} -j DROP"))
+        self.drop_at_router("-I", port)
     }
 
     /// Undoes [`Testbed::cut_link`].
     pub fn restore_link(&self, n: usize) -> Result<()> {
         let port = &self.edge(n).router_port;
-        self.router.iptables(&format!("-D FORWARD -i {port} -j DROP"))?;
-        self.router.iptables(&format!("-D FORWARD -o {port} -j DROP"))
+        self.drop_at_router("-D", port)
+    }
+
+    fn drop_at_router(&self, change: &str, port: &str) -> Result<()> {
+        for rule in
+            [format!("{change} FORWARD -i {port} -j DROP"), format!("{change} FORWARD -o {port} -j DROP")]
+        {
+            self.router.iptables(&rule)?;
+            self.router.ip6tables(&rule)?;
+        }
+        Ok(())
     }
 
     /// Makes edge `n` drop every packet for TCP `port`: a dial there ends in a black hole.

@@ -51,6 +51,11 @@ impl Namespace {
         run(self.command("iptables").arg("-w").args(args.split_whitespace()))
     }
 
+    /// Runs `ip6tables ARGS` inside.
+    pub fn ip6tables(&self, args: &str) -> Result<()> {
+        run(self.command("ip6tables").arg("-w").args(args.split_whitespace()))
+    }
+
     /// What a command prints on standard output inside.
     pub fn output(&self, program: &str, args: &str) -> Result<String> {
         let mut command = self.command(program);
