@@ -104,14 +104,7 @@ pub(super) async fn serve(
     let service = AgentServer::new(AgentService(session.clone()));
     let mut notices = session.notices.subscribe();
     let end = {
-        let mut attaching = session.notices.subscribe();
-        let attached = async {
-            let attached = attaching.wait_for(|notice| *notice != Notice::Connecting).await.is_ok();
-            if attached {
-                std::future::pending::<()>().await;
-            }
-        };
-        let mut attach_deadline = std::pin::pin!(within("Attach from the server", attached));
+        let mut never_attached = std::pin::pin!(never_attached(&session));
         let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
         let mut reports = std::pin::pin!(report(session.clone()));
         let mut drained = std::pin::pin!(drained(&session, &on_draining));
@@ -128,9 +121,7 @@ pub(super) async fn serve(
                     Some(Err(error)) => break SessionEnd::Link(error),
                     None => break SessionEnd::Closed,
                 },
-                late = &mut attach_deadline, if *session.notices.borrow() == Notice::Connecting => {
-                    if let Err(end) = late { break end }
-                }
+                end = &mut never_attached => break end,
                 dead = &mut alive => break dead.into(),
                 () = &mut reports => {}
                 end = told(&session, &mut notices, &on_draining) => break end,
@@ -148,6 +139,16 @@ pub(super) async fn serve(
         tracing::debug!(server = %session.server, "the server did not close the link in time");
     }
     end
+}
+
+/// Ends when the server has not attached in time.
+async fn never_attached(session: &SessionState) -> SessionEnd {
+    let mut notices = session.notices.subscribe();
+    let attached = notices.wait_for(|notice| *notice != Notice::Connecting);
+    match within("Attach from the server", async { attached.await.is_ok() }).await {
+        Ok(_) => std::future::pending().await,
+        Err(end) => end,
+    }
 }
 
 /// Ends when the server says that this session is over; passes its drain on.

@@ -16,7 +16,7 @@ use crate::metrics::Metrics;
 use crate::session::Session;
 
 /// The target of the access log's events.
-const ACCESS: &str = "access";
+const ACCESS: &str = "tunnel_server::access";
 
 /// A connection from the moment its node is known. Dropping it without [`Record::end`] (its task was cancelled, or
 /// panicked) records that too.
@@ -84,7 +84,7 @@ impl Drop for Record {
             door = self.door,
             client = %self.client,
             node = %self.node,
-            target = %self.target,
+            destination = %self.target,
             to_node = self.to_node,
             from_node = self.from_node,
             duration_ms = millis_since(self.started),

@@ -47,8 +47,10 @@ enum End {
     Dead(#[from] link::LinkDead),
     #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     NoHello,
-    #[error("Attach failed: {0}")]
+    #[error("Attach failed: {}", .0.message())]
     Attach(Box<Status>),
+    #[error("link lost: {}", .0.message())]
+    Lost(Box<Status>),
     #[error("the agent's first event is not Hello")]
     NotHello,
     #[error("the certificate names node {certified}, but Hello says {claimed:?}")]
@@ -258,7 +260,7 @@ async fn follow(
                 let event = match event {
                     Ok(Some(event)) => event,
                     Ok(None) => return End::Closed,
-                    Err(status) => return status.into(),
+                    Err(status) => return End::Lost(Box::new(status)),
                 };
                 if span.0.elapsed() > EVENT_SPAN {
                     span = (Instant::now(), 0);
