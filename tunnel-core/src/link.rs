@@ -117,6 +117,24 @@ impl Rtt {
     }
 }
 
+/// Why a connection failed, in words for an operator: `error` or one of its sources is the HTTP/2 layer's.
+pub fn reason(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut source = Some(error);
+    while let Some(inner) = source {
+        if let Some(h2) = inner.downcast_ref::<h2::Error>() {
+            return match h2.get_io() {
+                Some(io) if io.kind() == io::ErrorKind::UnexpectedEof => {
+                    "the peer closed the connection".to_owned()
+                }
+                Some(io) => io.to_string(),
+                None => h2.to_string(),
+            };
+        }
+        source = inner.source();
+    }
+    error.to_string()
+}
+
 /// Why the link is given up.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkDead {
@@ -124,7 +142,7 @@ pub enum LinkDead {
     #[error("no answer to an HTTP/2 PING for {} s", PING_TIMEOUT.as_secs())]
     Timeout,
     /// The connection failed meanwhile.
-    #[error("the connection failed: {0}")]
+    #[error("{}", reason(.0))]
     Failed(#[source] h2::Error),
 }
 

@@ -1,4 +1,5 @@
 //! The pump between real sockets, over a real HTTP/2 connection (in memory): what arrives, and how it ends.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
 use std::future::ready;
 use std::io::ErrorKind;
@@ -292,4 +293,37 @@ async fn stalled_readers_hold_up_nobody_else() {
         end.abort();
         writer.abort();
     }
+}
+
+/// A refused dial: the agent answers with a status and resets what it does not want of the request.
+#[tokio::test]
+async fn a_status_outlives_the_reset_of_an_unwanted_request() {
+    let (server_io, agent_io) = tokio::io::duplex(1 << 20);
+    tokio::spawn(async move {
+        let mut connection: h2::server::Connection<_, Bytes> =
+            link::server_builder().handshake(agent_io).await.unwrap();
+        let (request, mut respond) = connection.accept().await.unwrap().unwrap();
+        respond
+            .send_response(Response::builder().header("grpc-status", "14").body(()).unwrap(), true)
+            .unwrap();
+        drop((request, respond));
+        while connection.accept().await.is_some() {}
+    });
+    let (send, connection) = link::client_builder().handshake(server_io).await.unwrap();
+    tokio::spawn(connection);
+    let (stalls, abort, traffic) = (stalls(), Arc::new(Abort::default()), Traffic::default());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut caller = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let (mut socket, _) = listener.accept().await.unwrap();
+    let mut send = send.ready().await.unwrap();
+    let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
+    let inbound = async {
+        let response = response.await?;
+        Err(Broken::Dial(Outcome::Refused, response.headers()["grpc-status"].to_str().unwrap().to_owned()))
+    };
+    let carriage = Carriage { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
+    let ended = within(carriage.run(&mut socket, Bytes::from_static(b"early"), &mut stream, inbound)).await;
+    assert_eq!(ended.unwrap_err().outcome(Side::Server), Outcome::Refused);
+    drop(socket);
+    assert_eq!(within(caller.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }

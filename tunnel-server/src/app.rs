@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::admin::{Admin, register_process_metrics};
-use tunnel_core::config::BindError;
+use tunnel_core::config::{BindError, ConfigError};
 use tunnel_core::identity::TrustBundle;
 use tunnel_core::lifecycle::{Drain, Readiness, Shutdown};
 use tunnel_core::logging;
@@ -47,8 +47,11 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(router_config(&config), postern));
     let (source, inventory) =
-        FileSource::open(config.inventory.clone(), config.edge_selector.clone(), postern)
-            .with_context(|| format!("--inventory={}", config.inventory.display()))?;
+        FileSource::open(config.inventory.clone(), config.edge_selector.clone(), postern).map_err(
+            |error| {
+                ConfigError::new("--inventory", config.inventory.display().to_string(), error.to_string())
+            },
+        )?;
     let pki_metrics = PkiMetrics::register(postern);
     let ca = Ca::load_or_create(&config.state_dir, Lifetimes::from_environment()?)?;
     let certificate = ServerCertificate::start(ca, server_names(&config), pki_metrics.clone())?;

@@ -43,7 +43,7 @@ pub enum SessionEnd {
     #[error("TLS failed: {0}")]
     Tls(#[source] io::Error),
     /// HTTP/2 failed: the link broke.
-    #[error("link lost: {0}")]
+    #[error("link lost: {}", link::reason(.0))]
     Link(#[source] h2::Error),
     /// The link went silent.
     #[error("link lost: {0}")]

@@ -1,9 +1,11 @@
 //! The control calls that a server makes: Attach and Notify.
 
 use std::collections::BTreeSet;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_core::proto::agent_server::Agent;
@@ -11,11 +13,13 @@ use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, a
 
 use super::{Notice, SessionState};
 
+type Events = Pin<Box<dyn Stream<Item = Result<AgentEvent, Status>> + Send>>;
+
 pub(super) struct AgentService(pub(super) Arc<SessionState>);
 
 #[tonic::async_trait]
 impl Agent for AgentService {
-    type AttachStream = ReceiverStream<Result<AgentEvent, Status>>;
+    type AttachStream = Events;
     type CarryStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
@@ -50,7 +54,9 @@ impl Agent for AgentService {
         session
             .notices
             .send_replace(Notice::Attached { server_id: welcome.server_id, since: SystemTime::now() });
-        Ok(Response::new(ReceiverStream::new(events)))
+        // Its end tells the server that this session ends on purpose.
+        let stop = session.stop.clone().cancelled_owned();
+        Ok(Response::new(Box::pin(ReceiverStream::new(events).take_until(stop))))
     }
 
     async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {

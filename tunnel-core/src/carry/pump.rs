@@ -61,7 +61,7 @@ pub enum Broken {
     #[error("the other end of the tunnel reset the stream ({0})")]
     Reset(Reason),
     /// The whole link failed.
-    #[error("tunnel lost: {0}")]
+    #[error("tunnel lost: {}", crate::link::reason(.0))]
     Link(#[source] h2::Error),
     /// What came through the stream are not segments.
     #[error(transparent)]
@@ -146,7 +146,11 @@ impl Carriage<'_> {
             tokio::select! {
                 biased;
                 outcome = self.abort.triggered() => Err(Broken::Aborted(outcome)),
-                ended = async { tokio::try_join!(out, back) } => ended.map(|_| ()),
+                ended = async { tokio::try_join!(out, back) } => match ended {
+                    Ok((Sent::All, ())) => Ok(()),
+                    Ok((Sent::Unwanted, ())) => Err(Broken::Reset(Reason::NO_ERROR)),
+                    Err(broken) => Err(broken),
+                },
             }
         };
         match &ended {
@@ -156,43 +160,55 @@ impl Carriage<'_> {
         ended
     }
 
-    /// Socket to stream, until the socket's end of file has been passed on.
+    /// Socket to stream, until the socket's end of file has been passed on, or the answer is whole without it.
     async fn pump_out(
         &self,
         mut socket: ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
         prefix: Bytes,
-    ) -> Result<(), Broken> {
+    ) -> Result<Sent, Broken> {
         if !prefix.is_empty() {
             let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
             segment.put_bytes(0, HEADER_LEN);
             segment.extend_from_slice(&prefix);
-            self.send_segment(send, segment).await?;
+            if let Some(sent) = unwanted(self.send_segment(send, segment).await)? {
+                return Ok(sent);
+            }
         }
         let mut size = SMALL_READ;
         loop {
-            poll_fn(|cx| {
+            let readable = poll_fn(|cx| {
                 if let Poll::Ready(reset) = send.poll_reset(cx) {
                     return Poll::Ready(Err(reset.map_or_else(Broken::from, Broken::Reset)));
                 }
                 socket.as_ref().poll_read_ready(cx).map_err(Broken::Socket)
-            })
-            .await?;
+            });
+            if let Some(sent) = unwanted(readable.await)? {
+                return Ok(sent);
+            }
             let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
             segment.put_bytes(0, HEADER_LEN);
             let Some(read) = read_now(&mut socket, &mut segment).await.map_err(Broken::Socket)? else {
                 continue;
             };
             if read == 0 {
-                return match self.side {
+                let status = (GRPC_STATUS, HeaderValue::from_static("0"));
+                let ended = match self.side {
                     Side::Server => send.send_data(Bytes::new(), true),
-                    Side::Agent => send
-                        .send_trailers(HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static("0"))])),
-                }
-                .map_err(Broken::from);
+                    Side::Agent => send.send_trailers(HeaderMap::from_iter([status])),
+                };
+                return match ended {
+                    Ok(()) => Ok(Sent::All),
+                    Err(error) => match send_error(send, error).await {
+                        Broken::Reset(Reason::NO_ERROR) => Ok(Sent::Unwanted),
+                        broken => Err(broken),
+                    },
+                };
             }
             size = next_size(size, read);
-            self.send_segment(send, segment).await?;
+            if let Some(sent) = unwanted(self.send_segment(send, segment).await)? {
+                return Ok(sent);
+            }
         }
     }
 
@@ -212,7 +228,9 @@ impl Carriage<'_> {
                 };
                 continue;
             }
-            send.send_data(rest.split_to(capacity.min(rest.len())), false)?;
+            if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {
+                return Err(send_error(send, error).await);
+            }
         }
         self.traffic.from_socket.fetch_add(data as u64, Ordering::Relaxed);
         Ok(())
@@ -268,6 +286,23 @@ impl Carriage<'_> {
     }
 }
 
+/// What became of the outward direction.
+enum Sent {
+    /// Everything up to the socket's end of file.
+    All,
+    /// The answer was whole without it: only the answer says what that means, for example that the dial failed.
+    Unwanted,
+}
+
+/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 §8.1).
+fn unwanted(step: Result<(), Broken>) -> Result<Option<Sent>, Broken> {
+    match step {
+        Ok(()) => Ok(None),
+        Err(Broken::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
+        Err(broken) => Err(broken),
+    }
+}
+
 /// Reads what is there without waiting; `None` when the readiness was stale.
 async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<Option<usize>> {
     poll_fn(|cx| match poll_read_buf(Pin::new(&mut *socket), cx, into) {
@@ -286,6 +321,14 @@ const fn next_size(size: usize, read: usize) -> usize {
     } else {
         size
     }
+}
+
+/// What stopped a send: h2 reports a stream that the peer has reset as misuse.
+async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> Broken {
+    if error.is_io() || error.is_go_away() || error.is_reset() {
+        return Broken::from(error);
+    }
+    Broken::Reset(stream_reset(send).await)
 }
 
 /// The reason of a reset that `poll_capacity` reported as "no longer streaming".

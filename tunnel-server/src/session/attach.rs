@@ -39,17 +39,19 @@ const EVENT_SPAN: Duration = Duration::from_secs(10);
 /// Why a session ended.
 #[derive(Debug, thiserror::Error)]
 enum End {
-    #[error("HTTP/2 failed: {0}")]
+    #[error("link lost: {}", link::reason(.0))]
     Link(#[from] h2::Error),
     #[error("the agent closed the connection")]
     Closed,
+    #[error("the agent has left")]
+    Left,
     #[error(transparent)]
     Dead(#[from] link::LinkDead),
     #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     NoHello,
     #[error("Attach failed: {}", .0.message())]
     Attach(Box<Status>),
-    #[error("link lost: {}", .0.message())]
+    #[error("link lost: {}", link::reason(&**.0))]
     Lost(Box<Status>),
     #[error("the agent's first event is not Hello")]
     NotHello,
@@ -86,7 +88,7 @@ pub(super) async fn run(
         End::Attach(status) if status.code() == Code::AlreadyExists => {
             tracing::debug!(%node, %peer, "second link of an attached agent: {}", status.message());
         }
-        End::Ended => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
+        End::Ended | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
         End::Impostor { .. } | End::Flood | End::Fenced(_) => {
             port.config.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
@@ -259,7 +261,7 @@ async fn follow(
             event = events.message() => {
                 let event = match event {
                     Ok(Some(event)) => event,
-                    Ok(None) => return End::Closed,
+                    Ok(None) => return End::Left,
                     Err(status) => return End::Lost(Box::new(status)),
                 };
                 if span.0.elapsed() > EVENT_SPAN {
