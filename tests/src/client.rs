@@ -19,13 +19,26 @@ use crate::testbed::netns::Namespace;
 /// How long one step of a client may take before the scenario fails.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Connects, with a deadline.
+/// How long the kernel's routes may take to follow a session's coming or going; it is milliseconds.
+const SETTLE: Duration = Duration::from_secs(1);
+
+/// Connects, with a deadline. EHOSTUNREACH is tried again for [`SETTLE`].
 pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
     let address = address.into();
-    let stream = timeout(PATIENCE, TcpStream::connect(address)).await;
-    stream
-        .with_context(|| format!("connecting to {address} took more than {PATIENCE:?}"))?
-        .with_context(|| format!("connecting to {address}"))
+    let settled = Instant::now() + SETTLE;
+    loop {
+        let stream = timeout(PATIENCE, TcpStream::connect(address)).await;
+        match stream.with_context(|| format!("connecting to {address} took more than {PATIENCE:?}"))? {
+            Err(error) if is_unreachable(&error) && Instant::now() < settled => {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            result => return result.with_context(|| format!("connecting to {address}")),
+        }
+    }
+}
+
+fn is_unreachable(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(nix::libc::EHOSTUNREACH)
 }
 
 /// Connects from another namespace.
@@ -46,15 +59,18 @@ pub async fn connect_error(address: impl Into<SocketAddr>, limit: Duration) -> R
     }
 }
 
-/// Fails unless connect() itself fails with EHOSTUNREACH.
+/// Fails unless connect() itself fails with EHOSTUNREACH, [`SETTLE`] from now at the latest.
 pub async fn expect_unreachable(address: impl Into<SocketAddr>) -> Result<()> {
     let address = address.into();
-    let error = connect_error(address, PATIENCE).await?;
-    ensure!(
-        error.raw_os_error() == Some(nix::libc::EHOSTUNREACH),
-        "connect() to {address} failed with {error:?}, expected EHOSTUNREACH"
-    );
-    Ok(())
+    let settled = Instant::now() + SETTLE;
+    loop {
+        let result = timeout(PATIENCE, TcpStream::connect(address)).await;
+        match result.with_context(|| format!("connecting to {address} took more than {PATIENCE:?}"))? {
+            Err(error) if is_unreachable(&error) => return Ok(()),
+            _ if Instant::now() < settled => tokio::time::sleep(Duration::from_millis(5)).await,
+            other => bail!("connect() to {address} came to {other:?}, expected EHOSTUNREACH"),
+        }
+    }
 }
 
 /// Sends `text` and expects it back.

@@ -3,7 +3,8 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use tokio::io::AsyncReadExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
 use crate::agent::Agent;
 use crate::client::{self, Latencies, visit};
@@ -60,16 +61,23 @@ pub(super) async fn beside<T>(
     }
 }
 
-/// Connects, and reads nothing: the reset or end that the tunnel's failure must bring.
+/// Connects, and expects a reset and nothing else. It may come before connect() has returned.
 pub(super) async fn expect_reset(address: SocketAddr) -> Result<()> {
-    let mut stream = client::connect(address).await?;
+    let mut stream = match tokio::time::timeout(client::PATIENCE, TcpStream::connect(address)).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionReset => return Ok(()),
+        Ok(Err(error)) => return Err(error).with_context(|| format!("connecting to {address}")),
+        Err(_) => anyhow::bail!("connecting to {address} took more than {:?}", client::PATIENCE),
+    };
+    // What is written on the way changes nothing.
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n").await.ok();
     let end = client::end_of(&mut stream, client::PATIENCE).await?;
     ensure!(end == client::End::Reset, "{address} ended with {end:?}, expected a reset");
     Ok(())
 }
 
 /// Reads until `count` bytes are there, in any pieces, throwing them away.
-pub(super) async fn skip(stream: &mut tokio::net::TcpStream, count: usize) -> Result<()> {
+pub(super) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
     let mut left = count;
     let mut buffer = vec![0; 64 * 1024];
     while left > 0 {
