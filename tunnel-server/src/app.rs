@@ -43,6 +43,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let server_id = server_id();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
+    let pki_metrics = PkiMetrics::register(&mut registry);
     let postern = registry.sub_registry_with_prefix("postern");
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(router_config(&config), postern));
@@ -52,7 +53,6 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
                 ConfigError::new("--inventory", config.inventory.display().to_string(), error.to_string())
             },
         )?;
-    let pki_metrics = PkiMetrics::register(postern);
     let ca = Ca::load_or_create(&config.state_dir, Lifetimes::from_environment()?)?;
     let certificate = ServerCertificate::start(ca, server_names(&config), pki_metrics.clone())?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));

@@ -95,6 +95,16 @@ impl Metrics {
             metrics.sessions_refused.clone(),
         );
         registry.register("tunnels", "Agents attached now", metrics.tunnels.clone());
+        // Series that start at zero: rates work from the first event on.
+        for direction in ["to_node", "from_node"] {
+            let _ = metrics.bytes.get_or_create(&DirectionLabel { direction });
+        }
+        for result in ["attached", "grpc", "failed", "turned_away"] {
+            let _ = metrics.handshakes.get_or_create(&ResultLabel { result });
+        }
+        for result in ["impostor", "flood", "older"] {
+            let _ = metrics.sessions_refused.get_or_create(&ResultLabel { result });
+        }
         metrics
     }
 
