@@ -8,6 +8,7 @@ use anyhow::Result;
 use crate::testbed::Testbed;
 
 mod common;
+mod docs;
 mod hostile;
 mod https;
 mod identity;
@@ -64,6 +65,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         reload::ALL,
         hostile::ALL,
         operating::ALL,
+        docs::ALL,
     ]
     .into_iter()
     .flatten()
