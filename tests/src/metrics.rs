@@ -1,7 +1,8 @@
 //! Reading metrics in the text format of Prometheus and OpenMetrics.
 use std::collections::BTreeMap;
+use std::fmt;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 
 /// One line of /metrics.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,6 +32,23 @@ impl Metrics {
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
+    /// An error that shows the metric's series unless their sum is `expected`.
+    pub fn expect(&self, name: &str, labels: &[(&str, &str)], expected: f64) -> Result<()> {
+        let sum = self.sum(name, labels);
+        // Counters and gauges of whole numbers: exact below 2^53.
+        if sum == expected {
+            return Ok(());
+        }
+        let series: Vec<String> =
+            self.0.iter().filter(|sample| sample.name == name).map(ToString::to_string).collect();
+        if series.is_empty() {
+            let mut names: Vec<&str> = self.0.iter().map(|sample| sample.name.as_str()).collect();
+            names.dedup();
+            bail!("there is no metric {name}, only {}", names.join(" "));
+        }
+        bail!("{name}{labels:?} is {sum}, expected {expected}:\n{}", series.join("\n"))
+    }
+
     /// Whether the metric is there at all.
     pub fn has(&self, name: &str) -> bool {
         self.0.iter().any(|sample| sample.name == name)
@@ -41,6 +59,12 @@ impl Metrics {
             sample.name == name
                 && labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|have| have == value))
         })
+    }
+}
+
+impl fmt::Display for Sample {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{:?} {}", self.name, self.labels, self.value)
     }
 }
 
@@ -94,6 +118,10 @@ mod tests {
         assert_eq!(metrics.sum("a_total", &[("x", "1")]), 3.0);
         assert_eq!(metrics.sum("a_total", &[("y", "q\"}u")]), 3.0);
         assert_eq!(metrics.sum("plain", &[]), 7.0);
+        metrics.expect("a_total", &[("x", "1")], 3.0).unwrap();
+        assert!(metrics.expect("a_total", &[], 3.0).unwrap_err().to_string().contains("7.5"));
+        assert!(metrics.expect("b_total", &[], 0.0).is_ok(), "a series that never was counts as 0");
+        assert!(metrics.expect("b_total", &[], 1.0).unwrap_err().to_string().contains("no metric"));
         assert!(metrics.has("plain") && !metrics.has("a"));
     }
 

@@ -125,7 +125,7 @@ async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
         );
     }
     let metrics = server.metrics().await?;
-    ensure!(metrics.sum("postern_connections_total", &[("door", "https")]) == 2.0, "{metrics:?}");
+    metrics.expect("postern_connections_total", &[("door", "https")], 2.0)?;
     Ok(())
 }
 
@@ -183,7 +183,7 @@ async fn unknown_names(testbed: &Testbed) -> Result<()> {
         server.wait_log(name).await?;
     }
     let metrics = server.metrics().await?;
-    ensure!(metrics.sum("postern_callers_refused_total", &[("door", "https")]) == 4.0, "{metrics:?}");
+    metrics.expect("postern_callers_refused_total", &[("door", "https")], 4.0)?;
     Ok(())
 }
 

@@ -136,7 +136,7 @@ async fn refused_tokens(testbed: &Testbed) -> Result<()> {
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
     refused(&server, Builder::new(&server, 1).named("agent-second").token(token), "already used").await?;
     let metrics = server.metrics().await?;
-    ensure!(metrics.sum("postern_enrollments_total", &[("outcome", "issued")]) == 1.0, "{metrics:?}");
+    metrics.expect("postern_enrollments_total", &[("outcome", "issued")], 1.0)?;
     Ok(())
 }
 

@@ -160,6 +160,7 @@ async fn status_and_pages(testbed: &Testbed) -> Result<()> {
     ensure!(!metrics.0.is_empty(), "no metrics");
     for sample in &metrics.0 {
         let name = &sample.name;
+        ensure!(!name.starts_with("postern_postern_"), "{name} has its prefix twice");
         ensure!(name.starts_with("postern_") || name.starts_with("process_"), "{name} is not ours");
         for value in sample.labels.values() {
             ensure!(

@@ -73,11 +73,8 @@ async fn by_edge_address(testbed: &Testbed) -> Result<()> {
         .await?;
     }
     let metrics = server.metrics().await?;
-    ensure!(
-        metrics.sum("postern_connections_total", &[("door", "redirect"), ("outcome", "ok")]) == 2.0,
-        "{metrics:?}"
-    );
-    ensure!(metrics.sum("postern_tunnels", &[]) == 2.0, "postern_tunnels is not 2");
+    metrics.expect("postern_connections_total", &[("door", "redirect"), ("outcome", "ok")], 2.0)?;
+    metrics.expect("postern_tunnels", &[], 2.0)?;
     Ok(())
 }
 
