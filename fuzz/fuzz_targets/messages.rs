@@ -12,7 +12,7 @@ use tunnel_core::proto::{
 };
 use tunnel_server::pki::Token;
 
-fn message<M: Message + Default + PartialEq>(bytes: &[u8]) -> Option<M> {
+fn message<M: Message + Default + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<M> {
     let message = M::decode(bytes).ok()?;
     assert_eq!(M::decode(message.encode_to_vec().as_slice()).ok().as_ref(), Some(&message), "not stable");
     Some(message)

@@ -8,6 +8,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::mpsc;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, register_process_metrics};
+use tunnel_core::identity::{ALPN_GRPC, agent_tls};
 use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown};
 use tunnel_core::logging;
 
@@ -16,7 +17,7 @@ use crate::config::Config;
 use crate::enroll::{EnrollConfig, IdentityKeeper, IdentityMetrics, ensure_identity};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
-use crate::session::{Announced, Attached, EpochSource, LinkLoop, Shared};
+use crate::session::{Announced, Attached, EpochSource, LinkLoop, Shared, present_chain};
 use crate::status::{AgentStatus, CertificateStatus};
 
 /// Trust bundles that may wait to be installed.
@@ -103,15 +104,33 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
 }
 
 async fn install_bundles(keeper: Arc<IdentityKeeper>, mut announced: mpsc::Receiver<Announced>) {
-    while let Some(Announced { bundle, server_chain }) = announced.recv().await {
-        match keeper.install_bundle(&bundle, &server_chain).await {
-            Ok(true) => tracing::info!("trusting the roots that the server announced"),
+    while let Some(announced) = announced.recv().await {
+        match install_bundle(&keeper, &announced).await {
+            Ok(true) => {
+                tracing::info!(server = announced.server, "trusting the roots that the server announced");
+            }
             Ok(false) => {}
             Err(error) => {
-                tracing::error!(%error, "the roots that the server announced are refused; the present ones stay");
+                tracing::error!(
+                    server = announced.server,
+                    error = format!("{error:#}"),
+                    "the roots that the server announced are refused; the present ones stay"
+                );
             }
         }
     }
+}
+
+/// Roots are taken only if the server that announces them could still be verified by them. A session may be older than
+/// the server's certificate, so what the server shows at present counts too.
+async fn install_bundle(keeper: &IdentityKeeper, announced: &Announced) -> anyhow::Result<bool> {
+    if let Ok(installed) = keeper.install_bundle(&announced.bundle, &announced.server_chain).await {
+        return Ok(installed);
+    }
+    let tls = agent_tls(&keeper.current(), ALPN_GRPC)?;
+    let chain =
+        present_chain(&announced.server, tls).await.context("looking at the server's present certificate")?;
+    Ok(keeper.install_bundle(&announced.bundle, &chain).await?)
 }
 
 /// Ready when the first server has attached. Later losses show in the status and the metrics: restarting an agent

@@ -76,7 +76,9 @@ impl Metrics {
         for outcome in Outcome::ALL {
             let _ = metrics.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
         }
-        for outcome in ["ok", "cancelled", "refused", "timed_out", "unreachable", "denied", "busy", "protocol"] {
+        for outcome in
+            ["ok", "cancelled", "refused", "timed_out", "unreachable", "denied", "busy", "protocol"]
+        {
             let _ = metrics.dials.get_or_create(&OutcomeLabel { outcome });
         }
         for direction in ["to_target", "from_target"] {

@@ -327,3 +327,41 @@ async fn a_status_outlives_the_reset_of_an_unwanted_request() {
     drop(socket);
     assert_eq!(within(caller.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
+
+/// What stalled readers may hold is bounded: beyond it the one without progress for longest is reset, and says why.
+#[tokio::test]
+async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
+    let mut link = link().await;
+    let window = link::STREAM_WINDOW as usize;
+    // Room for one; four times that within the grace.
+    let stalls = Arc::new(StallBound::new(window, window));
+    let mut stalled = Vec::new();
+    for _ in 0..6 {
+        let (caller, end) = carry(&link.send, stalls.clone(), b"").await;
+        let (target, _) = within(link.targets.accept()).await.unwrap();
+        let writer = tokio::spawn(async move {
+            let mut target = target;
+            let piece = vec![7; 64 << 10];
+            while target.write_all(&piece).await.is_ok() {}
+        });
+        within(async {
+            let before = stalled.len().min(3);
+            while stalls.blocked() <= before {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+        stalled.push((caller, end, writer));
+    }
+    let (mut first, end, writer) = stalled.remove(0);
+    assert_eq!(within(end).await.unwrap().0, Err(Outcome::Stalled));
+    let mut rest = Vec::new();
+    assert_eq!(within(first.read_to_end(&mut rest)).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
+    assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::Stalled)));
+    within(writer).await.unwrap();
+    assert!(stalls.blocked() <= 4);
+    for (_, end, writer) in &stalled {
+        end.abort();
+        writer.abort();
+    }
+}

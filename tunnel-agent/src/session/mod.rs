@@ -22,7 +22,7 @@ use tunnel_core::proto::AgentEvent;
 
 pub use epoch::{EpochError, EpochSource};
 pub use link_loop::{LinkLoop, LinkStatus, Phase};
-pub use serve::SessionEnd;
+pub use serve::{SessionEnd, present_chain};
 
 use crate::metrics::Metrics;
 use crate::policy::Policy;
@@ -93,6 +93,8 @@ impl Attached {
 pub struct Announced {
     /// PEM.
     pub bundle: String,
+    /// The server's address as configured.
+    pub server: String,
     /// What the server showed in its TLS handshake, leaf first.
     pub server_chain: Arc<[CertificateDer<'static>]>,
 }
@@ -195,7 +197,8 @@ impl SessionState {
 
     /// Hands a bundle on to whoever keeps the identity.
     async fn announce(&self, bundle: String) {
-        let _ = self.shared.bundles.send(Announced { bundle, server_chain: self.server_chain.clone() }).await;
+        let (server, server_chain) = (self.server.clone(), self.server_chain.clone());
+        let _ = self.shared.bundles.send(Announced { bundle, server, server_chain }).await;
     }
 
     fn take_event_stream(&self) -> Option<mpsc::Receiver<Result<AgentEvent, tonic::Status>>> {

@@ -72,21 +72,39 @@ pub enum SessionEnd {
 
 pub(super) type LinkConnection = Connection<TlsStream<TcpStream>, bytes::Bytes>;
 
-/// TCP, TLS and HTTP/2 up to the first frames.
+type Chain = Arc<[CertificateDer<'static>]>;
+
+/// TCP, TLS and HTTP/2 up to the first frames; also what the server showed in its handshake, leaf first.
 pub(super) async fn connect(
     server: &str,
     tls: Arc<rustls::ClientConfig>,
-) -> Result<(LinkConnection, Arc<[CertificateDer<'static>]>), SessionEnd> {
-    let socket = within("TCP connection", TcpStream::connect(server)).await?.map_err(SessionEnd::Connect)?;
-    link::tune_link(&socket).map_err(SessionEnd::Connect)?;
-    // Every server of ours proves this name, whatever address or load balancer leads to it.
-    let handshake = TlsConnector::from(tls).connect(server_name(), socket);
-    let stream = within("TLS handshake", handshake).await?.map_err(SessionEnd::Tls)?;
-    let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().into();
+) -> Result<(LinkConnection, Chain), SessionEnd> {
+    let stream = handshake(server, tls).await?;
+    let chain = shown(&stream);
     let link = within("HTTP/2 preface", link::server_builder().handshake(stream))
         .await?
         .map_err(SessionEnd::Link)?;
     Ok((link, chain))
+}
+
+/// What the server shows at present, leaf first: a session that is older than its certificate does not know.
+///
+/// # Errors
+/// The server cannot be reached, or its certificate is refused.
+pub async fn present_chain(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<Chain, SessionEnd> {
+    handshake(server, tls).await.map(|stream| shown(&stream))
+}
+
+async fn handshake(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<TlsStream<TcpStream>, SessionEnd> {
+    let socket = within("TCP connection", TcpStream::connect(server)).await?.map_err(SessionEnd::Connect)?;
+    link::tune_link(&socket).map_err(SessionEnd::Connect)?;
+    // Every server of ours proves this name, whatever address or load balancer leads to it.
+    let handshake = TlsConnector::from(tls).connect(server_name(), socket);
+    within("TLS handshake", handshake).await?.map_err(SessionEnd::Tls)
+}
+
+fn shown(stream: &TlsStream<TcpStream>) -> Chain {
+    stream.get_ref().1.peer_certificates().unwrap_or_default().into()
 }
 
 async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {

@@ -154,7 +154,7 @@ impl Carriage<'_> {
             }
         };
         match &ended {
-            Ok(()) => linger(socket, None),
+            Ok(()) => end_on_drop(socket),
             Err(broken) => send.send_reset(broken.outcome(self.side).reset_reason()),
         }
         ended
@@ -343,6 +343,11 @@ async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
 /// Makes the socket's close a TCP RST, so that its peer cannot mistake a failure for an end of file.
 pub fn reset_on_drop(socket: &TcpStream) {
     linger(socket, Some(Duration::ZERO));
+}
+
+/// Takes [`reset_on_drop`] back: the socket's close is an end of file.
+pub fn end_on_drop(socket: &TcpStream) {
+    linger(socket, None);
 }
 
 fn linger(socket: &TcpStream, time: Option<Duration>) {

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::carry::{Abort, Broken, Side, Traffic, reset_on_drop};
+use tunnel_core::carry::{Abort, Broken, Side, Traffic, end_on_drop, reset_on_drop};
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Drain;
 use tunnel_core::link;
@@ -99,7 +99,8 @@ async fn receive<D: Door>(door: Arc<D>, mut socket: TcpStream, client: SocketAdd
     reset_on_drop(&socket);
     let opening = match door.open(&mut socket, &hall.router).await {
         Ok(opening) => opening,
-        Err(Refusal::Own) => return,
+        // A reset could overtake the end of the self-test's connect.
+        Err(Refusal::Own) => return end_on_drop(&socket),
         Err(refusal) => {
             hall.metrics.turned_away(D::NAME);
             tracing::warn!(door = D::NAME, %client, reason = %refusal, "caller turned away");
