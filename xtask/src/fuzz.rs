@@ -2,9 +2,9 @@
 use std::fs;
 use std::process::{Command, ExitCode};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::command::{cargo, need_cargo_tool, root, run};
+use crate::command::{cargo, need_cargo_tool, root, run, shown};
 use crate::{build_ebpf, packages};
 
 const VERSION: &str = "0.13.2";
@@ -36,7 +36,7 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
     };
     prepare()?;
     for target in chosen {
-        run_target(&target, options.seconds)?;
+        run_target(&target, options.seconds, false)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -58,21 +58,36 @@ pub(crate) fn prepare() -> Result<()> {
     run(cargo_fuzz("build")?.args(["--sanitizer", "none"]))
 }
 
-/// Runs one target from its checked-in seeds; what it finds stays in fuzz/artifacts.
-pub(crate) fn run_target(target: &str, seconds: u32) -> Result<()> {
+/// Runs one target from its checked-in seeds; what it finds stays in fuzz/artifacts. Quietly: its output is only shown
+/// when it finds something.
+pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()> {
     // New inputs go to the first folder, which is not checked in.
     let corpus = root().join("fuzz/corpus").join(target);
     let seeds = root().join("fuzz/seeds").join(target);
     fs::create_dir_all(&corpus).with_context(|| format!("creating {}", corpus.display()))?;
     ensure!(seeds.is_dir(), "{} is missing: every target has seeds", seeds.display());
-    run(cargo_fuzz("run")?.args(["--sanitizer", "none", target]).args([&corpus, &seeds]).args([
+    let mut command = cargo_fuzz("run")?;
+    command.args(["--sanitizer", "none", target]).args([&corpus, &seeds]);
+    command.args([
         "--",
         &format!("-max_total_time={seconds}"),
         "-print_final_stats=1",
-        "-verbosity=0",
         "-timeout=10",
         "-rss_limit_mb=2048",
-    ]))
+    ]);
+    if !quietly {
+        return run(&mut command);
+    }
+    let output = command.output().with_context(|| format!("starting {}", shown(&command)))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        let lines: Vec<&str> = said.lines().collect();
+        let end = lines[lines.len().saturating_sub(60)..].join("\n");
+        bail!("`{}` ended with {}:\n{end}", shown(&command), output.status);
+    }
+    let count = said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
+    println!("fuzz::{target}: {} inputs in {seconds} s", count.unwrap_or_default().trim());
+    Ok(())
 }
 
 /// The parsers are safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer: panics, endless loops

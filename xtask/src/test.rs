@@ -129,7 +129,7 @@ fn run_fuzz(filter: &[&str], tally: &mut Tally) -> Result<()> {
         return Ok(());
     }
     for target in chosen {
-        tally.step(&format!("fuzz::{target}"), fuzz::run_target(&target, FUZZ_SECONDS));
+        tally.step(&format!("fuzz::{target}"), fuzz::run_target(&target, FUZZ_SECONDS, true));
     }
     Ok(())
 }
