@@ -13,6 +13,7 @@ mod hostile;
 mod https;
 mod identity;
 mod load;
+mod mend;
 mod operating;
 mod path;
 mod reload;
@@ -66,6 +67,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         hostile::ALL,
         operating::ALL,
         docs::ALL,
+        mend::ALL,
     ]
     .into_iter()
     .flatten()

@@ -1,0 +1,38 @@
+//! The redirect looks after itself while it runs.
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use super::Scenario;
+use super::common::{server_and_agent, target};
+use crate::client::visit;
+use crate::runner::figure;
+use crate::target::Behaviour;
+use crate::testbed::Testbed;
+use crate::wait::wait_until;
+
+pub(super) const ALL: &[Scenario] =
+    &[Scenario::new("redirect::a_lost_route_is_restored", 1, |t| Box::pin(lost_route(t)))];
+
+/// Verified every 30 s (issue 3), and a little more for looking.
+const NOTICED: Duration = Duration::from_secs(40);
+
+async fn lost_route(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    testbed.cloud.output("ip", "route del local 198.18.0.0/15 dev lo")?;
+    let start = std::time::Instant::now();
+    let routes = async || testbed.cloud.output("ip", "route show table local");
+    wait_until("the token route to be back", NOTICED, routes, |routes| routes.contains("198.18.0.0/15")).await?;
+    figure(&format!("a lost token route is back after {:.1?}", start.elapsed()));
+    visit(on_edge.address).await?;
+    let mended = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
+    wait_until("the mending to be counted", NOTICED, mended, |mended| *mended >= 1.0).await?;
+    // The verification that follows the mending has gone through the door like any other connection.
+    let verified = server.metrics().await?.sum("postern_redirect_verified", &[]);
+    ensure!(verified == 1.0, "the redirect counts as broken after it was mended");
+    let status = server.status().await?;
+    ensure!(status["redirect"]["state"] == "on", "{}", status["redirect"]);
+    Ok(())
+}
