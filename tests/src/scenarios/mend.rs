@@ -24,7 +24,8 @@ async fn lost_route(testbed: &Testbed) -> Result<()> {
     testbed.cloud.output("ip", "route del local 198.18.0.0/15 dev lo")?;
     let start = std::time::Instant::now();
     let routes = async || testbed.cloud.output("ip", "route show table local");
-    wait_until("the token route to be back", NOTICED, routes, |routes| routes.contains("198.18.0.0/15")).await?;
+    wait_until("the token route to be back", NOTICED, routes, |routes| routes.contains("198.18.0.0/15"))
+        .await?;
     figure(&format!("a lost token route is back after {:.1?}", start.elapsed()));
     visit(on_edge.address).await?;
     let mended = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));

@@ -262,7 +262,7 @@ pub mod agent_client {
         /// `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
-        /// INVALID_ARGUMENT not an address. `postern-error` metadata repeats the reason as text.
+        /// INVALID_ARGUMENT not an address. `grpc-message` gives the reason as text.
         /// End of stream is a half-close, RST_STREAM a TCP reset, each way.
         pub async fn carry(
             &mut self,
@@ -346,7 +346,7 @@ pub mod agent_server {
         /// `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
-        /// INVALID_ARGUMENT not an address. `postern-error` metadata repeats the reason as text.
+        /// INVALID_ARGUMENT not an address. `grpc-message` gives the reason as text.
         /// End of stream is a half-close, RST_STREAM a TCP reset, each way.
         async fn carry(
             &self,
