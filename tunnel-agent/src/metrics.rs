@@ -8,6 +8,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use tunnel_core::carry::Totals;
 use tunnel_core::outcome::Outcome;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -27,7 +28,8 @@ pub struct Metrics {
     dial_seconds: Histogram,
     connections: Family<OutcomeLabel, Counter>,
     pub(crate) connections_active: Gauge,
-    bytes: Family<DirectionLabel, Counter>,
+    /// Payload, as it passes.
+    pub(crate) carried: Totals,
     pub(crate) sessions_started: Counter,
     pub(crate) sessions_ended: Counter,
 }
@@ -36,12 +38,15 @@ impl Metrics {
     /// Registers the metrics under `postern_agent`.
     pub fn new(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("postern_agent");
+        let bytes = Family::<DirectionLabel, Counter>::default();
+        let direction = |direction| bytes.get_or_create(&DirectionLabel { direction }).clone();
+        let carried = Totals { from_socket: direction("from_target"), to_socket: direction("to_target") };
         let metrics = Self {
             dials: Family::default(),
             dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
             connections: Family::default(),
             connections_active: Gauge::default(),
-            bytes: Family::default(),
+            carried,
             sessions_started: Counter::default(),
             sessions_ended: Counter::default(),
         };
@@ -62,7 +67,7 @@ impl Metrics {
             "Connections carried now",
             metrics.connections_active.clone(),
         );
-        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, metrics.bytes.clone());
+        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
         registry.register(
             "sessions_started",
             "Sessions that a server attached",
@@ -81,9 +86,6 @@ impl Metrics {
         {
             let _ = metrics.dials.get_or_create(&OutcomeLabel { outcome });
         }
-        for direction in ["to_target", "from_target"] {
-            let _ = metrics.bytes.get_or_create(&DirectionLabel { direction });
-        }
         metrics
     }
 
@@ -92,9 +94,7 @@ impl Metrics {
         self.dial_seconds.observe(took.as_secs_f64());
     }
 
-    pub(crate) fn carried(&self, outcome: Outcome, to_target: u64, from_target: u64) {
+    pub(crate) fn ended(&self, outcome: Outcome) {
         self.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
-        self.bytes.get_or_create(&DirectionLabel { direction: "to_target" }).inc_by(to_target);
-        self.bytes.get_or_create(&DirectionLabel { direction: "from_target" }).inc_by(from_target);
     }
 }

@@ -4,7 +4,6 @@
 use std::future::ready;
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -74,7 +73,7 @@ async fn carry(
         let carriage = Carriage { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
         let inbound = async { Ok(response.await?.into_body()) };
         let ended = carriage.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
-        let bytes = (traffic.from_socket.load(Ordering::Relaxed), traffic.to_socket.load(Ordering::Relaxed));
+        let bytes = (traffic.from_socket(), traffic.to_socket());
         (ended.map_err(|broken: Broken| broken.outcome(Side::Server)), bytes.0, bytes.1)
     });
     (caller, end)

@@ -8,6 +8,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use tunnel_core::carry::Totals;
 use tunnel_core::outcome::Outcome;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -37,11 +38,12 @@ pub struct Metrics {
     connections: Family<ConnectionLabels, Counter>,
     active: Family<DoorLabel, Gauge>,
     refused: Family<DoorLabel, Counter>,
-    bytes: Family<DirectionLabel, Counter>,
     dial_seconds: Histogram,
     connection_seconds: Histogram,
     handshakes: Family<ResultLabel, Counter>,
     sessions_refused: Family<ResultLabel, Counter>,
+    /// Payload, as it passes.
+    pub carried: Totals,
     /// Live sessions.
     pub tunnels: Gauge,
 }
@@ -49,11 +51,14 @@ pub struct Metrics {
 impl Metrics {
     /// Registers the metrics; `registry` has the prefix `postern` already.
     pub fn new(registry: &mut Registry) -> Self {
+        let bytes = Family::<DirectionLabel, Counter>::default();
+        let direction = |direction| bytes.get_or_create(&DirectionLabel { direction }).clone();
+        let carried = Totals { from_socket: direction("to_node"), to_socket: direction("from_node") };
         let metrics = Self {
             connections: Family::default(),
             active: Family::default(),
             refused: Family::default(),
-            bytes: Family::default(),
+            carried,
             dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
             connection_seconds: Histogram::new(exponential_buckets(0.001, 8.0, 8)),
             handshakes: Family::default(),
@@ -71,7 +76,7 @@ impl Metrics {
             "Callers that a door turned away before a node was known",
             metrics.refused.clone(),
         );
-        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, metrics.bytes.clone());
+        registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
         registry.register_with_unit(
             "dial",
             "Time until the agent answered a dial",
@@ -96,9 +101,6 @@ impl Metrics {
         );
         registry.register("tunnels", "Agents attached now", metrics.tunnels.clone());
         // Series that start at zero: rates work from the first event on.
-        for direction in ["to_node", "from_node"] {
-            let _ = metrics.bytes.get_or_create(&DirectionLabel { direction });
-        }
         for result in ["attached", "grpc", "failed", "turned_away"] {
             let _ = metrics.handshakes.get_or_create(&ResultLabel { result });
         }
@@ -121,19 +123,10 @@ impl Metrics {
         self.active.get_or_create(&DoorLabel { door }).inc();
     }
 
-    pub(crate) fn closed(
-        &self,
-        door: &'static str,
-        outcome: Outcome,
-        took: Duration,
-        to_node: u64,
-        from_node: u64,
-    ) {
+    pub(crate) fn closed(&self, door: &'static str, outcome: Outcome, took: Duration) {
         self.active.get_or_create(&DoorLabel { door }).dec();
         self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() }).inc();
         self.connection_seconds.observe(took.as_secs_f64());
-        self.bytes.get_or_create(&DirectionLabel { direction: "to_node" }).inc_by(to_node);
-        self.bytes.get_or_create(&DirectionLabel { direction: "from_node" }).inc_by(from_node);
     }
 
     pub(crate) fn turned_away(&self, door: &'static str) {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use crate::build_ebpf;
 use crate::command::{cargo, need_cargo_tool, run, succeeds};
 
-const DENY_VERSION: &str = "0.20";
+const DENY_VERSION: &str = "0.20.2";
 
 pub(crate) fn run_lint() -> Result<()> {
     run(cargo().args(["fmt", "--all", "--", "--check"]))?;

@@ -4,7 +4,6 @@ use std::future::{poll_fn, ready};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -58,7 +57,8 @@ pub(crate) async fn carry(
             return;
         }
     };
-    let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+    let abort = Arc::new(Abort::default());
+    let traffic = Traffic::part_of(vec![session.metrics.carried.clone()]);
     let carriage = Carriage { side: Side::Agent, stalls: &session.stalls, abort: &abort, traffic: &traffic };
     let stop = session.stop.clone();
     let ended = {
@@ -73,14 +73,12 @@ pub(crate) async fn carry(
         }
     };
     let outcome = ended.as_ref().map_or_else(|broken| broken.outcome(Side::Agent), |()| Outcome::Ok);
-    let (to_target, from_target) =
-        (traffic.to_socket.load(Ordering::Relaxed), traffic.from_socket.load(Ordering::Relaxed));
-    session.metrics.carried(outcome, to_target, from_target);
+    session.metrics.ended(outcome);
     tracing::debug!(
         server = %session.server,
         %target,
-        to_target,
-        from_target,
+        to_target = traffic.to_socket(),
+        from_target = traffic.from_socket(),
         duration_ms = started.elapsed().as_millis() as u64,
         %outcome,
         error = ended.err().map(tracing::field::display),

@@ -6,7 +6,7 @@ mod pump;
 mod stall;
 
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
-pub use pump::{Broken, Carriage, Side, Traffic, end_on_drop, reset_on_drop};
+pub use pump::{Broken, Carriage, Side, Totals, Traffic, end_on_drop, reset_on_drop};
 pub use stall::{Abort, StallBound, StallTicket};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).

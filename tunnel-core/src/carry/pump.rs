@@ -16,6 +16,7 @@ use std::time::Duration;
 use bytes::{BufMut, Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
+use prometheus_client::metrics::counter::Counter;
 use socket2::SockRef;
 use tokio::io::AsyncWrite;
 use tokio::net::TcpStream;
@@ -42,13 +43,52 @@ pub enum Side {
     Agent,
 }
 
-/// Bytes of one connection so far. Readers may look while it runs.
+/// Bytes of one connection so far, and of whatever it is a part of. Readers may look while it runs.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Read from the socket and handed to the tunnel.
-    pub from_socket: AtomicU64,
-    /// Taken from the tunnel and written to the socket.
-    pub to_socket: AtomicU64,
+    from_socket: AtomicU64,
+    to_socket: AtomicU64,
+    parts_of: Vec<Totals>,
+}
+
+/// Bytes of many connections, counted as they pass.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    /// Read from the sockets and handed to the tunnel.
+    pub from_socket: Counter,
+    /// Taken from the tunnel and written to the sockets.
+    pub to_socket: Counter,
+}
+
+impl Traffic {
+    /// Counts into `parts_of` as well.
+    pub fn part_of(parts_of: Vec<Totals>) -> Self {
+        Self { parts_of, ..Self::default() }
+    }
+
+    /// Bytes read from the socket and handed to the tunnel.
+    pub fn from_socket(&self) -> u64 {
+        self.from_socket.load(Ordering::Relaxed)
+    }
+
+    /// Bytes taken from the tunnel and written to the socket.
+    pub fn to_socket(&self) -> u64 {
+        self.to_socket.load(Ordering::Relaxed)
+    }
+
+    fn count_from_socket(&self, bytes: usize) {
+        self.from_socket.fetch_add(bytes as u64, Ordering::Relaxed);
+        for totals in &self.parts_of {
+            totals.from_socket.inc_by(bytes as u64);
+        }
+    }
+
+    fn count_to_socket(&self, bytes: usize) {
+        self.to_socket.fetch_add(bytes as u64, Ordering::Relaxed);
+        for totals in &self.parts_of {
+            totals.to_socket.inc_by(bytes as u64);
+        }
+    }
 }
 
 /// Why a carried connection did not end well.
@@ -232,7 +272,7 @@ impl Carriage<'_> {
                 return Err(send_error(send, error).await);
             }
         }
-        self.traffic.from_socket.fetch_add(data as u64, Ordering::Relaxed);
+        self.traffic.count_from_socket(data);
         Ok(())
     }
 
@@ -280,7 +320,7 @@ impl Carriage<'_> {
                 return Err(io::ErrorKind::WriteZero.into());
             }
             data = &data[written..];
-            self.traffic.to_socket.fetch_add(written as u64, Ordering::Relaxed);
+            self.traffic.count_to_socket(written);
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::carry::{Abort, Broken, Side, Traffic, end_on_drop, reset_on_drop};
+use tunnel_core::carry::{Abort, Broken, Side, end_on_drop, reset_on_drop};
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Drain;
 use tunnel_core::link;
@@ -128,7 +128,7 @@ async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Sessi
             Ok(socket) => socket,
             Err(error) => return record.end(Outcome::ClientReset, &error),
         };
-    let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session));
     let ended = {
         let forced = record.forced();
         let carrying = session.carry(&mut socket, opening.prefix, opening.target, &abort, &traffic, |took| {
@@ -148,7 +148,7 @@ async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Sessi
             }
         }
     };
-    record.carried(&session, &traffic);
+    record.carried(&traffic);
     match ended {
         Ok(()) => record.end(Outcome::Ok, &""),
         Err(broken @ Broken::Aborted(_)) => record.end(broken.outcome(Side::Server), &""),

@@ -2,7 +2,6 @@
 
 use std::fmt::Display;
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
@@ -61,12 +60,14 @@ impl Record {
         self.metrics.dialled(took);
     }
 
-    /// Adds up the bytes, here and in the session.
-    pub(super) fn carried(&mut self, session: &Session, traffic: &Traffic) {
-        self.to_node = traffic.from_socket.load(Ordering::Relaxed);
-        self.from_node = traffic.to_socket.load(Ordering::Relaxed);
-        session.to_node.fetch_add(self.to_node, Ordering::Relaxed);
-        session.from_node.fetch_add(self.from_node, Ordering::Relaxed);
+    /// Counts a connection's bytes as they pass: for itself, for the session and for the metrics.
+    pub(super) fn traffic(&self, session: &Session) -> Traffic {
+        Traffic::part_of(vec![session.carried.clone(), self.metrics.carried.clone()])
+    }
+
+    /// Takes the bytes that were carried into the line.
+    pub(super) fn carried(&mut self, traffic: &Traffic) {
+        (self.to_node, self.from_node) = (traffic.from_socket(), traffic.to_socket());
     }
 
     /// Ends the record.
@@ -78,7 +79,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        self.metrics.closed(self.door, self.outcome, self.started.elapsed(), self.to_node, self.from_node);
+        self.metrics.closed(self.door, self.outcome, self.started.elapsed());
         tracing::info!(
             target: ACCESS,
             door = self.door,

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status, Streaming};
-use tunnel_core::carry::StallBound;
+use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{Channel, origin};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, Rtt};
@@ -180,8 +180,7 @@ async fn session(
         rtt: Rtt::default(),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
         connections: AtomicU32::new(0),
-        to_node: AtomicU64::new(0),
-        from_node: AtomicU64::new(0),
+        carried: Totals::default(),
         closed: CancellationToken::new(),
         send,
         worker,

@@ -8,7 +8,7 @@ mod workers;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,7 +19,9 @@ use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
-use tunnel_core::carry::{Abort, Broken, CARRY_PATH, Carriage, Side, StallBound, TARGET_HEADER, Traffic};
+use tunnel_core::carry::{
+    Abort, Broken, CARRY_PATH, Carriage, Side, StallBound, TARGET_HEADER, Totals, Traffic,
+};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Rtt;
 use tunnel_core::outcome::Outcome;
@@ -53,10 +55,8 @@ pub struct Session {
     pub stalls: StallBound,
     /// Connections carried now.
     pub connections: AtomicU32,
-    /// Bytes carried to the node.
-    pub to_node: AtomicU64,
-    /// Bytes carried from the node.
-    pub from_node: AtomicU64,
+    /// Bytes carried: from callers to the node, and back to them.
+    pub carried: Totals,
     /// Ends the session.
     pub closed: CancellationToken,
     send: SendRequest<Bytes>,
