@@ -11,3 +11,4 @@ pub mod link;
 pub mod logging;
 pub mod outcome;
 pub mod proto;
+pub mod text;

@@ -12,8 +12,6 @@ pub enum Outcome {
     Ok,
     /// No agent of the node is attached to this server.
     NoTunnel,
-    /// The destination is known to no node, or to more than one.
-    Unroutable,
     /// The target answered the agent's SYN with a reset (`ECONNREFUSED`).
     Refused,
     /// The target did not answer before the dial's deadline.
@@ -40,10 +38,9 @@ pub enum Outcome {
 
 impl Outcome {
     /// Every outcome, for metrics that start at zero.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 13] = [
         Self::Ok,
         Self::NoTunnel,
-        Self::Unroutable,
         Self::Refused,
         Self::TimedOut,
         Self::Unreachable,
@@ -62,7 +59,6 @@ impl Outcome {
         match self {
             Self::Ok => "ok",
             Self::NoTunnel => "no_tunnel",
-            Self::Unroutable => "unroutable",
             Self::Refused => "refused",
             Self::TimedOut => "timed_out",
             Self::Unreachable => "unreachable",

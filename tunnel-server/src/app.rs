@@ -22,7 +22,7 @@ use crate::door::{self, Door, Hall, Https, Redirected};
 use crate::inventory::FileSource;
 use crate::metrics::Metrics;
 use crate::pki::{Ca, EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerFile, ServerNames};
-use crate::redirect::{Redirect, RedirectConfig, RedirectMetrics};
+use crate::redirect::{Redirect, RedirectConfig, RedirectError, RedirectMetrics};
 use crate::report::Reporter;
 use crate::route::{Router, RouterConfig, host_addresses};
 use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
@@ -31,6 +31,8 @@ use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
 const CLOSING: Duration = Duration::from_secs(3);
 /// Changes of routes within this time are applied as one.
 const FEED_PAUSE: Duration = Duration::from_millis(20);
+/// How often this host's addresses are compared with the inventory's.
+const HOST_PERIOD: Duration = Duration::from_secs(30);
 /// Pause after the kernel refused a change of its maps.
 const FEED_RETRY: Duration = Duration::from_secs(1);
 
@@ -60,7 +62,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let readiness = Readiness::new();
     let starting = readiness.pending("start");
 
-    // Every address is taken before anything is served: a second server fails before it disturbs the first.
+    // The doors' addresses are taken before the redirect is touched: a second server fails before it gets that far.
     let agents = listen("--agent-port", config.bind_address, config.agent_port).await?;
     let https = listen("--secure-port", config.bind_address, config.secure_port).await?;
     let redirected = match &config.redirect {
@@ -106,9 +108,10 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let following = router.clone();
     tasks.spawn(source.run(move |inventory| following.set_inventory(inventory), shutdown.clone()));
     if let Some(redirect) = &redirect {
-        feed_once(redirect, &router).await;
+        feed_once(redirect, &router, None).await;
         tasks.spawn(feed(redirect.clone(), router.clone(), stop.clone()));
         tasks.spawn(redirect.clone().watch(stop.clone()));
+        tasks.spawn(follow_host(router.clone(), stop.clone()));
     }
     let agent_port = AgentPort::new(AgentPortConfig {
         server_id: server_id.clone(),
@@ -250,7 +253,14 @@ async fn start_redirect(options: RedirectConfig) -> anyhow::Result<Redirecting> 
         let v4 = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a listener on loopback")?;
         // A host without IPv6 has none to redirect.
         let v6 = std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).ok();
-        let redirect = Redirect::start(options, &v4, v6.as_ref()).context("--redirect=on")?;
+        let redirect = Redirect::start(options, &v4, v6.as_ref()).map_err(|error| match error {
+            RedirectError::NotCgroup { path, reason } => anyhow::Error::new(ConfigError::new(
+                "--redirect-cgroup",
+                path.display().to_string(),
+                format!("{reason}: give a directory of a cgroup v2 hierarchy"),
+            )),
+            other => anyhow::Error::new(other).context("--redirect=on"),
+        })?;
         let v6 = v6.filter(|_| redirect.ipv6());
         anyhow::Ok((redirect, [Some(v4), v6]))
     })
@@ -274,7 +284,8 @@ async fn feed(redirect: Arc<Redirect>, router: Arc<Router>, stop: CancellationTo
             changed = changed.changed() => if changed.is_err() { return },
             () = stop.cancelled() => return,
         }
-        if !feed_once(&redirect, &router).await {
+        let failing = redirect.health().stale;
+        if !feed_once(&redirect, &router, failing).await {
             tokio::time::sleep(FEED_RETRY).await;
             changed.mark_changed();
         }
@@ -282,7 +293,8 @@ async fn feed(redirect: Arc<Redirect>, router: Arc<Router>, stop: CancellationTo
     }
 }
 
-async fn feed_once(redirect: &Arc<Redirect>, router: &Arc<Router>) -> bool {
+/// `failing` is the error of the last time: one that stays is logged once.
+async fn feed_once(redirect: &Arc<Redirect>, router: &Arc<Router>, failing: Option<String>) -> bool {
     let (redirect, router) = (redirect.clone(), router.clone());
     let applied = tokio::task::spawn_blocking(move || redirect.apply(&router.desired())).await;
     match applied {
@@ -291,12 +303,25 @@ async fn feed_once(redirect: &Arc<Redirect>, router: &Arc<Router>) -> bool {
             true
         }
         Ok(Err(error)) => {
-            tracing::error!(%error, "the routes in the kernel are not current");
+            if failing.is_none_or(|before| before != error.to_string()) {
+                tracing::error!(%error, "the routes in the kernel are not current");
+            }
             false
         }
         Err(error) => {
             tracing::error!(%error, "feeding the redirect failed");
             false
+        }
+    }
+}
+
+/// Which node of the inventory is this host may change with this host's addresses.
+async fn follow_host(router: Arc<Router>, stop: CancellationToken) {
+    let mut tick = tokio::time::interval(HOST_PERIOD);
+    loop {
+        tokio::select! {
+            _ = tick.tick() => router.refresh_host(),
+            () = stop.cancelled() => return,
         }
     }
 }

@@ -171,7 +171,8 @@ impl Parts {
         let health = redirect.health();
         let desired = self.router.desired();
         let counters = redirect.counters();
-        let reason = health.problem.or_else(|| counters.as_ref().err().map(ToString::to_string));
+        let reason =
+            health.problem.or(health.stale).or_else(|| counters.as_ref().err().map(ToString::to_string));
         RedirectStatus {
             state: if reason.is_some() { RedirectState::Degraded } else { RedirectState::On },
             reason,

@@ -1,18 +1,20 @@
-//! The redirect looks after itself while it runs.
+//! The redirect looks after itself while it runs, and opens no more than it should.
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
 use super::Scenario;
 use super::common::{server_and_agent, target};
-use crate::client::visit;
+use crate::client::{End, PATIENCE, connect, end_of, visit};
 use crate::runner::figure;
 use crate::target::Behaviour;
 use crate::testbed::Testbed;
 use crate::wait::wait_until;
 
-pub(super) const ALL: &[Scenario] =
-    &[Scenario::new("redirect::a_lost_route_is_restored", 1, |t| Box::pin(lost_route(t)))];
+pub(super) const ALL: &[Scenario] = &[
+    Scenario::new("redirect::a_lost_route_is_restored", 1, |t| Box::pin(lost_route(t))),
+    Scenario::new("redirect::a_token_opens_only_tunnelled_ports", 1, |t| Box::pin(only_tunnelled_ports(t))),
+];
 
 /// Verified every 30 s (issue 3), and a little more for looking.
 const NOTICED: Duration = Duration::from_secs(40);
@@ -36,4 +38,18 @@ async fn lost_route(testbed: &Testbed) -> Result<()> {
     let status = server.status().await?;
     ensure!(status["redirect"]["state"] == "on", "{}", status["redirect"]);
     Ok(())
+}
+
+/// A token is an address that anybody on the host may dial.
+async fn only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let tunnelled = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let other = target(testbed, 1, 2222, Behaviour::Echo)?;
+    let stream = connect(tunnelled.address).await?;
+    // A packet to a `local` route without a preferred source comes from where it goes: the token.
+    let token = stream.local_addr()?.ip();
+    visit((token, 10250).into()).await?;
+    let mut direct = connect((token, other.address.port())).await?;
+    ensure!(end_of(&mut direct, PATIENCE).await? == End::Reset, "a token opened a port that is not tunnelled");
+    server.wait_log("is not in --redirect-ports").await
 }

@@ -4,7 +4,7 @@ use std::fs::File;
 
 use ipnet::IpNet;
 
-use super::query::{self, Hook};
+use super::query::{self, Hook, Other};
 use super::{Redirect, RedirectConfig, RedirectError, checks, netlink};
 
 /// What [`cleanup`] found and removed.
@@ -25,7 +25,7 @@ impl Redirect {
     /// # Errors
     /// [`RedirectError::Map`], [`RedirectError::Io`]
     pub fn drain(&self) -> Result<(), RedirectError> {
-        if self.other_server()?.is_none() {
+        if !self.other_server()?.is_some_and(|other| other.certain) {
             return self.set_serving(false);
         }
         let mut inner = self.lock();
@@ -45,8 +45,8 @@ impl Redirect {
         drop(inner);
         match query::other_server(&self.netns, own) {
             Ok(None) => {}
-            Ok(Some(id)) => {
-                tracing::info!(program = id, "another server redirects here: the token route stays");
+            Ok(Some(Other { id, certain })) => {
+                tracing::info!(program = id, certain, "another server redirects here: the token route stays");
                 return;
             }
             Err(error) => tracing::warn!(%error, "cannot tell whether another server redirects here"),
@@ -68,7 +68,7 @@ impl Redirect {
         ranges(&self.config, self.ipv6)
     }
 
-    pub(super) fn other_server(&self) -> Result<Option<u32>, RedirectError> {
+    pub(super) fn other_server(&self) -> Result<Option<Other>, RedirectError> {
         let own = self.lock().programs.id(Hook::SkLookup);
         query::other_server(&self.netns, own)
             .map_err(|source| RedirectError::Io { what: "cannot ask for sk_lookup programs".into(), source })
@@ -108,7 +108,7 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Report, RedirectError> {
         .map_err(|source| RedirectError::Io { what: format!("cannot open {netns_path}"), source })?;
     let other = query::other_server(&netns, None)
         .map_err(|source| RedirectError::Io { what: "cannot ask for sk_lookup programs".into(), source })?;
-    if let Some(id) = other {
+    if let Some(Other { id, .. }) = other {
         return Err(RedirectError::InUse { id });
     }
     let ranges = ranges(config, checks::ipv6_usable().is_ok());

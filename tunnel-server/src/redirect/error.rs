@@ -103,7 +103,9 @@ pub enum RedirectError {
         reason: String,
     },
     /// A program could not be attached.
-    #[error("cannot attach {program} to {target}: {reason}; check `tunnel-server doctor`")]
+    #[error(
+        "cannot attach {program} to {target}: {reason}; the log at --log-level=debug has what the verifier said"
+    )]
     Attach {
         /// Its name.
         program: &'static str,

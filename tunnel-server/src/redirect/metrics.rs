@@ -25,6 +25,8 @@ impl Collector for RedirectMetrics {
             "1 if the last self-test of the redirect passed",
             works,
         )?;
+        let help = "1 if the kernel holds the routes and exclusions of the moment";
+        encode_gauge(&mut encoder, "redirect_current", help, i64::from(health.stale.is_none()))?;
         let help = "Times that something lost from the redirect was restored";
         let mended = encoder.encode_descriptor("redirect_mended", help, None, MetricType::Counter)?;
         ConstCounter::new(health.mended).encode(mended)?;

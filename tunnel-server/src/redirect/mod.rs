@@ -195,7 +195,9 @@ impl Redirect {
         let mut result = self.verify_now();
         for _ in 1..SELF_TEST_ATTEMPTS {
             match result {
-                Err(RedirectError::SelfTest(_)) if self.other_server()?.is_some() => {
+                Err(RedirectError::SelfTest(_))
+                    if self.other_server()?.is_some_and(|other| other.certain) =>
+                {
                     let mut inner = self.lock();
                     inner.self_test = SelfTest::new(&self.config)?;
                     self.rewrite(&mut inner)?;
@@ -212,8 +214,16 @@ impl Redirect {
     /// change, the next call writes the rest; an invalid `desired` changes nothing.
     ///
     /// # Errors
-    /// [`RedirectError::Route`], [`RedirectError::Full`] before anything is written; [`RedirectError::Map`].
+    /// [`RedirectError::Route`], [`RedirectError::Full`] before anything is written; [`RedirectError::Map`]. It shows
+    /// in [`health`](Self::health) until a call succeeds.
     pub fn apply(&self, desired: &Desired) -> Result<Applied, RedirectError> {
+        let applied = self.bring_to(desired);
+        let stale = applied.as_ref().err().map(ToString::to_string);
+        self.note(|health| health.stale = stale);
+        applied
+    }
+
+    fn bring_to(&self, desired: &Desired) -> Result<Applied, RedirectError> {
         let mut inner = self.lock();
         if inner.stopped {
             return Err(RedirectError::Stopped);

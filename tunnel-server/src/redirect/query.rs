@@ -128,11 +128,35 @@ pub(super) fn exclusive(cgroup: &Path, hook: Hook) -> Option<Exclusive> {
     None
 }
 
-/// An sk_lookup program of another Postern server in this network namespace.
-pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<u32>> {
+/// An sk_lookup program that is, or may be, another Postern server's.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Other {
+    pub(super) id: u32,
+    /// Its name says so. Reading names needs CAP_SYS_ADMIN; without it, any program may be a server's.
+    pub(super) certain: bool,
+}
+
+/// Another Postern server in this network namespace.
+pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<Other>> {
     let ids = attached(netns, Hook::SkLookup)?.ids;
-    Ok(ids
-        .into_iter()
-        .filter(|id| Some(*id) != own)
-        .find(|id| program_name(*id) == tunnel_abi::names::SK_LOOKUP))
+    let mut others = ids.into_iter().filter(|id| Some(*id) != own).filter_map(|id| match is_server(id) {
+        Some(true) => Some(Other { id, certain: true }),
+        Some(false) => None,
+        None => Some(Other { id, certain: false }),
+    });
+    let first = others.next();
+    Ok(first.and_then(|first| {
+        if first.certain { Some(first) } else { others.find(|other| other.certain).or(Some(first)) }
+    }))
+}
+
+/// Whether a program is a Postern server's; `None` when its name may not be read.
+fn is_server(id: u32) -> Option<bool> {
+    for program in loaded_programs() {
+        let program = program.ok()?;
+        if program.id() == id {
+            return Some(program.name_as_str() == Some(tunnel_abi::names::SK_LOOKUP));
+        }
+    }
+    Some(false)
 }

@@ -22,6 +22,8 @@ const RETRY: Duration = Duration::from_secs(1);
 pub struct Health {
     /// What does not work; none: all well.
     pub problem: Option<String>,
+    /// Why the kernel does not hold the routes of the moment; none: it does.
+    pub stale: Option<String>,
     /// When it last worked.
     pub verified: Option<Instant>,
     /// How often something lost had to be restored.
@@ -34,7 +36,7 @@ impl Redirect {
         self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn note(&self, change: impl FnOnce(&mut Health)) {
+    pub(super) fn note(&self, change: impl FnOnce(&mut Health)) {
         change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
     }
 

@@ -22,6 +22,7 @@ use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
     AgentEvent, Hello, Notice, Refused, Replaced, ServerDraining, TrustBundle, Welcome, agent_event, notice,
 };
+use tunnel_core::text::printable;
 
 use super::Session;
 use super::admission::Admitted;
@@ -49,9 +50,9 @@ enum End {
     Dead(#[from] link::LinkDead),
     #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     NoHello,
-    #[error("Attach failed: {}", .0.message())]
+    #[error("Attach failed: {}", printable(.0.message(), 200))]
     Attach(Box<Status>),
-    #[error("link lost: {}", link::reason(&**.0))]
+    #[error("link lost: {}", printable(&link::reason(&**.0), 200))]
     Lost(Box<Status>),
     #[error("the agent's first event is not Hello")]
     NotHello,
@@ -86,7 +87,7 @@ pub(super) async fn run(
     match end {
         // It has another address of this server, and is attached through that.
         End::Attach(status) if status.code() == Code::AlreadyExists => {
-            tracing::debug!(%node, %peer, "second link of an attached agent: {}", status.message());
+            tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
         }
         End::Ended | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
         End::Impostor { .. } | End::Flood | End::Fenced(_) => {
@@ -166,7 +167,7 @@ async fn session(
         Err(_) => return End::NoHello,
     };
     if hello.node != node.as_str() {
-        let end = End::Impostor { certified: node, claimed: hello.node };
+        let end = End::Impostor { certified: node, claimed: printable(&hello.node, 253) };
         tell(&mut client, notice::Notice::Refused(Refused { reason: end.to_string() })).await;
         return end;
     }
@@ -176,7 +177,7 @@ async fn session(
         epoch: hello.epoch,
         peer,
         since: Instant::now(),
-        agent_version: hello.agent_version.chars().take(64).collect(),
+        agent_version: printable(&hello.agent_version, 64),
         rtt: Rtt::default(),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
         connections: AtomicU32::new(0),

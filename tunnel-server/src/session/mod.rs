@@ -25,6 +25,7 @@ use tunnel_core::carry::{
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Rtt;
 use tunnel_core::outcome::Outcome;
+use tunnel_core::text::printable;
 
 pub use agent_port::{AgentPort, AgentPortConfig};
 pub use registry::{Fenced, Sessions};
@@ -160,7 +161,7 @@ async fn dialled(
                 Outcome::Protocol => "answered",
                 _ => "refused",
             };
-            Err(Broken::Dial(outcome, format!("{node} {verb}: {}", status.message())))
+            Err(Broken::Dial(outcome, format!("{node} {verb}: {}", printable(status.message(), 300))))
         }
     }
 }
