@@ -236,8 +236,16 @@ async fn guessing_is_slowed_down() {
     );
     assert_eq!(server.metrics.enrollments("enroll", "unknown_token"), refused);
     assert!(server.metrics.enrollments("enroll", "rate_limited") >= 1);
-    // An honest agent at the same address is only delayed.
-    enroll(&server.agent("edge-1", "agent", Some(&server.token("edge-1")))).await.unwrap();
+    // An honest agent at the same address is served at once: it enrols, and renews.
+    let limited = server.metrics.enrollments("enroll", "rate_limited");
+    let identity = enroll(&server.agent("edge-1", "agent", Some(&server.token("edge-1")))).await.unwrap();
+    assert_eq!(server.metrics.enrollments("enroll", "rate_limited"), limited, "it was delayed");
+    let tls = agent_tls(&identity, ALPN_GRPC).unwrap();
+    let mut honest = crate::harness::client(&server.address, tls).await;
+    honest.renew(RenewRequest { csr: create_csr(&generate_key().unwrap()).unwrap() }).await.unwrap();
+    assert_eq!(server.metrics.enrollments("renew", "issued"), 1);
+    // The limit was not lifted by that.
+    assert_eq!(guess(format!("abcdef.{}", "0".repeat(26))).await, Err(Code::ResourceExhausted));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,11 +3,11 @@
 use std::fs;
 use std::time::Duration;
 
-use tunnel_agent::enroll::{IdentityKeeper, IdentityMetrics};
-use tunnel_core::identity::TrustBundle;
+use tunnel_agent::enroll::{EnrollConfig, IdentityKeeper, IdentityMetrics};
+use tunnel_core::identity::{Secret, TrustBundle};
 use tunnel_server::pki::Lifetimes;
 
-use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually};
+use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
 
 /// Agents renew within a 20th of this after the activation.
 const LIFE: Duration = Duration::from_secs(60);
@@ -123,4 +123,79 @@ async fn a_retired_root_cannot_renew_on_an_old_connection() {
         (server.metrics.enrollments("renew", "bad_certificate") == 1).then_some(())
     })
     .await;
+}
+
+/// The certificate on disk has long to live, but no server of today takes it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
+    let server = TestServer::start().await;
+    let (away, old) = server.enrolled("edge-1").await;
+    let (attached, identity) = server.enrolled("edge-2").await;
+    let session = Session::open(&server.address, &identity).await.unwrap();
+    let keeper = IdentityKeeper::start(attached.clone(), identity, IdentityMetrics::default());
+    let new = server.ca.introduce().unwrap();
+    server.ca.activate().unwrap();
+    let pem = server_has(&server, 2, &new).await;
+    assert!(keeper.install_bundle(&pem, &session.server_chain).await.unwrap());
+    drop(keeper);
+    server.ca.retire(true).unwrap();
+    server_has(&server, 1, &new).await;
+    eventually("the old certificate is refused", async || {
+        Session::open(&server.address, &old).await.is_err().then_some(())
+    })
+    .await;
+    let enrolls_anew = async |server: &TestServer, mut config: EnrollConfig| {
+        config.servers = vec![server.address.clone()];
+        config.token = Some(Secret::new(server.token(config.node.as_str())));
+        config.ca_hash = Some(server.ca_hash());
+        let identity = enroll(&config).await.unwrap();
+        assert_eq!(identity.bundle.hashes(), [server.ca_hash()]);
+        Session::open(&server.address, &identity).await.unwrap();
+        let without = EnrollConfig { token: None, ca_hash: None, ..config };
+        assert_eq!(enroll(&without).await.unwrap().chain, identity.chain, "it is on disk");
+    };
+    enrolls_anew(&server, away.clone()).await;
+    // One that was told that its root has gone knows the new hash already.
+    let only_new = server.certificate.ca().borrow().bundle().to_pem();
+    fs::write(attached.state_dir.join("ca.crt"), only_new).unwrap();
+    enrolls_anew(&server, attached).await;
+    // The server has lost its CA and made another.
+    enrolls_anew(&TestServer::start().await, away).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_left_in_a_unit_file_does_not_stop_an_agent_that_works() {
+    let server = TestServer::start().await;
+    let other = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let upper = config.ca_hash.as_ref().map(|hash| hash.to_uppercase().replace("SHA256:", "sha256:"));
+    let asked = || server.metrics.enrollments("enroll", "unknown_token");
+    let token = || Some(Secret::new("abcdef.00000000000000000000000000"));
+    // Its own CA's hash: no server is asked, whatever the token.
+    for ca_hash in [config.ca_hash.clone(), upper, None] {
+        let stale = EnrollConfig { token: token(), ca_hash, ..config.clone() };
+        assert_eq!(enroll(&stale).await.unwrap().chain, identity.chain);
+    }
+    assert_eq!(asked(), 0);
+    // Another hash: the server's CA does not match it, refuses the token, or is away; or it is no hash at all.
+    let elsewhere = vec![other.address.clone()];
+    for (servers, ca_hash) in [
+        (config.servers.clone(), other.ca_hash()),
+        (elsewhere, other.ca_hash()),
+        (vec!["127.0.0.1:1".into()], other.ca_hash()),
+        (Vec::new(), other.ca_hash()),
+        (config.servers.clone(), "sha256:12".into()),
+    ] {
+        let stale = EnrollConfig { servers, token: token(), ca_hash: Some(ca_hash), ..config.clone() };
+        assert_eq!(enroll(&stale).await.unwrap().chain, identity.chain);
+    }
+    assert_eq!(
+        other.metrics.enrollments("enroll", "unknown_token"),
+        1,
+        "the one server that matched was asked"
+    );
+    let without = EnrollConfig { token: None, ..config };
+    let kept = enroll(&without).await.unwrap();
+    Session::open(&server.address, &kept).await.unwrap();
+    assert!(log().contains("going on with the stored certificate"));
 }

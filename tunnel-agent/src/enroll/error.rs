@@ -33,7 +33,8 @@ pub enum EnrollError {
     /// The certificate on disk has ended.
     #[error(
         "{path}: the certificate has ended: run `tunnel-server token create --node {node}` on the server and start \
-         this agent once with the --token that it prints (if this node's clock is wrong, mend that instead)",
+         this agent once with the --token and --ca-hash that it prints (if this node's clock is wrong, mend that \
+         instead)",
         path = .path.display()
     )]
     Expired {

@@ -97,7 +97,8 @@ impl IdentityKeeper {
             tracing::error!(
                 node = %identity.node,
                 "the root that signed this agent's certificate is trusted no longer: new connections will be refused \
-                 until it enrols again (`tunnel-server token create --node {}`)",
+                 until it is started once with the --token and --ca-hash that `tunnel-server token create --node {}` \
+                 prints",
                 identity.node
             );
         }
@@ -169,8 +170,8 @@ impl Shared {
             if identity.validity().is_over(SystemTime::now()) {
                 tracing::error!(
                     node = %identity.node,
-                    "the certificate has ended: start the agent again with a new token \
-                     (`tunnel-server token create --node {}`)",
+                    "the certificate has ended: start the agent again with the --token and --ca-hash that \
+                     `tunnel-server token create --node {}` prints",
                     identity.node
                 );
             }

@@ -6,6 +6,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+const RENEWED: &str = "renewed";
+const FAILED: &str = "failed";
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RenewalLabels {
     outcome: &'static str,
@@ -32,6 +35,10 @@ impl IdentityMetrics {
             "Attempts to renew the certificate by outcome",
             metrics.renewals.clone(),
         );
+        // A series that appears with its first failure cannot be alerted on by its increase.
+        for outcome in [RENEWED, FAILED] {
+            drop(metrics.renewals.get_or_create(&RenewalLabels { outcome }));
+        }
         metrics
     }
 
@@ -41,7 +48,25 @@ impl IdentityMetrics {
     }
 
     pub(super) fn count(&self, renewed: bool) {
-        let outcome = if renewed { "renewed" } else { "failed" };
+        let outcome = if renewed { RENEWED } else { FAILED };
         self.renewals.get_or_create(&RenewalLabels { outcome }).inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_outcomes_are_there_before_the_first_renewal() {
+        let mut registry = Registry::default();
+        let metrics = IdentityMetrics::register(&mut registry);
+        metrics.count(true);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for series in ["{outcome=\"renewed\"} 1", "{outcome=\"failed\"} 0"] {
+            let line = format!("postern_agent_certificate_renewals_total{series}");
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
     }
 }

@@ -40,13 +40,17 @@ pub struct EnrollConfig {
     pub node: NodeName,
     /// Where the identity is kept.
     pub state_dir: PathBuf,
-    /// For the first enrolment.
+    /// For the first enrolment, and for one at another CA.
     pub token: Option<Secret>,
-    /// `sha256:HEX` of the CA's key, for the first enrolment.
+    /// `sha256:HEX` of the CA's key, for an enrolment.
     pub ca_hash: Option<String>,
 }
 
 /// The identity on disk when it is this node's and has not ended, without any token; else a new one by enrolling.
+///
+/// With a token, an identity that has not ended but is another CA's than the given one, or whose root is trusted no
+/// longer, is replaced by enrolling if a server agrees; else it is used as it is, because a token and a hash that
+/// were left in a unit file must not stop an agent that works.
 ///
 /// Tries every server, again and again with growing pauses while none can be reached. The future may be dropped at
 /// any time: the next call goes on with the same key.
@@ -66,7 +70,12 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
                 });
             }
             if !identity.validity().is_over(SystemTime::now()) {
-                return Ok(*identity);
+                return Ok(match (&config.token, doubt(&identity, config.ca_hash.as_deref())) {
+                    (Some(token), Some(doubt)) => {
+                        replace_if_agreed(config, &files, token, *identity, doubt).await
+                    }
+                    _ => *identity,
+                });
             }
             if config.token.is_none() {
                 return Err(EnrollError::Expired { path: files.certificate(), node: config.node.clone() });
@@ -80,46 +89,107 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
         state_dir: config.state_dir.clone(),
         node: config.node.clone(),
     })?;
-    let tls = enrollment_tls(config, known.as_ref())?;
-    if config.servers.is_empty() {
-        return Err(EnrollError::NoServers);
-    }
-    files.prepare()?;
-    let key = files.pending_key()?;
-    let csr = create_csr(&key)?;
     let mut backoff = Backoff::default();
+    let round = Round::begin(config, &files, token, known.as_ref())?;
     loop {
+        if let Some(identity) = round.run().await? {
+            return Ok(identity);
+        }
+        tokio::time::sleep(backoff.next_delay()).await;
+    }
+}
+
+/// Why the identity, which has not ended, may be of no use with the servers of today.
+fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str> {
+    if identity.chain.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none()) {
+        return Some("the root that signed the certificate is trusted no longer");
+    }
+    let given = ca_hash?;
+    let is_known = identity.bundle.hashes().iter().any(|hash| hash.eq_ignore_ascii_case(given));
+    (!is_known).then_some("the certificate is another CA's than --ca-hash says")
+}
+
+/// One try to enrol at each server; the present identity when that brings nothing.
+async fn replace_if_agreed(
+    config: &EnrollConfig,
+    files: &IdentityFiles,
+    token: &Secret,
+    present: AgentIdentity,
+    doubt: &str,
+) -> AgentIdentity {
+    tracing::info!(node = %config.node, reason = doubt, "enrolling again");
+    let enrolled = async { Round::begin(config, files, token, Some(&present.bundle))?.run().await }.await;
+    let reason = match enrolled {
+        Ok(Some(identity)) => return identity,
+        Ok(None) => "no server could be asked".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    tracing::warn!(
+        node = %config.node,
+        doubt,
+        reason,
+        "could not enrol again; going on with the stored certificate (if it works, remove --token and --ca-hash; if \
+         it does not, start this agent with the ones that `tunnel-server token create --node {}` prints)",
+        config.node
+    );
+    present
+}
+
+/// What asking every server once needs.
+struct Round<'a> {
+    config: &'a EnrollConfig,
+    files: &'a IdentityFiles,
+    token: &'a Secret,
+    tls: Arc<ClientConfig>,
+    key: rcgen::KeyPair,
+    csr: Vec<u8>,
+}
+
+impl<'a> Round<'a> {
+    fn begin(
+        config: &'a EnrollConfig,
+        files: &'a IdentityFiles,
+        token: &'a Secret,
+        known: Option<&TrustBundle>,
+    ) -> Result<Self, EnrollError> {
+        let tls = enrollment_tls(config, known)?;
+        if config.servers.is_empty() {
+            return Err(EnrollError::NoServers);
+        }
+        files.prepare()?;
+        let key = files.pending_key()?;
+        let csr = create_csr(&key)?;
+        Ok(Self { config, files, token, tls, key, csr })
+    }
+
+    /// None when no server could be asked or could answer for now.
+    async fn run(&self) -> Result<Option<AgentIdentity>, EnrollError> {
+        let node = &self.config.node;
         let mut refusal = None;
-        for server in &config.servers {
+        for server in &self.config.servers {
             let request = EnrollRequest {
-                node: config.node.to_string(),
-                token: token.expose().to_owned(),
-                csr: csr.clone(),
+                node: node.to_string(),
+                token: self.token.expose().to_owned(),
+                csr: self.csr.clone(),
             };
-            match enroll_at(server, &tls, request, &key, &config.node).await {
+            match enroll_at(server, &self.tls, request, &self.key, node).await {
                 Ok(identity) => {
-                    files.store(&identity)?;
-                    tracing::info!(node = %config.node, server, "enrolled");
-                    return Ok(identity);
+                    self.files.store(&identity)?;
+                    tracing::info!(%node, server, "enrolled");
+                    return Ok(Some(identity));
                 }
                 Err(Failure::Definite(reason)) => {
                     tracing::error!(server, reason, "enrolment refused");
-                    refusal = Some(EnrollError::Refused {
-                        server: server.clone(),
-                        reason,
-                        node: config.node.clone(),
-                    });
+                    refusal =
+                        Some(EnrollError::Refused { server: server.clone(), reason, node: node.clone() });
                 }
                 Err(Failure::Transient(reason)) => {
-                    tracing::warn!(server, reason, "enrolment failed, will try again");
+                    tracing::warn!(server, reason, "enrolment failed");
                 }
             }
         }
         // The other servers had their chance, but asking this one again would not change its answer.
-        if let Some(refusal) = refusal {
-            return Err(refusal);
-        }
-        tokio::time::sleep(backoff.next_delay()).await;
+        refusal.map_or(Ok(None), Err)
     }
 }
 

@@ -127,9 +127,7 @@ impl EnrollService {
         let source = address.map(|address| address.0.ip());
         let result = match source {
             None => Err(Failure::Wiring("the request carries no peer address")),
-            Some(source) if !self.inner.failures().allows(source, Instant::now()) => {
-                Err(Failure::RateLimited)
-            }
+            // Never refused by its address alone: a stranger behind the same NAT must not keep an agent from renewing.
             Some(_) => {
                 let inner = Arc::clone(&self.inner);
                 // Never closed.
@@ -153,6 +151,16 @@ impl Inner {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Notes a failure of the address, unless it has made too many of late.
+    fn may_fail(&self, source: IpAddr) -> bool {
+        let (mut failures, now) = (self.failures(), Instant::now());
+        let allowed = failures.allows(source, now);
+        if allowed {
+            failures.failed(source, now);
+        }
+        allowed
+    }
+
     /// Logs and counts.
     fn finish(
         &self,
@@ -169,15 +177,18 @@ impl Inner {
             }
             Err(failure) => failure,
         };
-        self.metrics.count(call, failure.outcome());
-        if let Some(source) = source.filter(|_| failure.counts()) {
-            self.failures().failed(source, Instant::now());
-        }
-        match &failure {
-            // Each refusal before the limit was logged already.
-            Failure::RateLimited => {
-                tracing::debug!(call, source = source_text, "enrolment refused: rate limited");
+        let failure = match source.filter(|_| failure.counts()) {
+            Some(source) if !self.may_fail(source) => {
+                // Each refusal before the limit was logged as a warning already.
+                let outcome = failure.outcome();
+                tracing::debug!(call, source = source_text, outcome, reason = %failure, "enrolment refused: rate limited");
+                Failure::RateLimited
             }
+            _ => failure,
+        };
+        self.metrics.count(call, failure.outcome());
+        match &failure {
+            Failure::RateLimited => {}
             Failure::Internal(error) => {
                 tracing::error!(call, source = source_text, %error, "enrolment failed");
             }

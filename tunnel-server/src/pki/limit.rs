@@ -9,9 +9,10 @@ const REFILL: Duration = Duration::from_secs(6);
 /// Bounds the memory that strangers can make us use.
 const MAX_ADDRESSES: usize = 4096;
 
-/// Counts failed enrolments by source address, so that tokens cannot be guessed and the log cannot be filled.
+/// Counts failed enrolments by source address, so that one who guesses tokens learns nothing and cannot fill the log.
 ///
-/// Only failures count. Agents behind one NAT share an address, hence the burst; a refused one comes again.
+/// Only failures count, and only failures are held back: agents behind one NAT share an address with each other and
+/// with strangers, so a good token or certificate is served whatever else comes from there.
 #[derive(Debug, Default)]
 pub(super) struct FailureLimit {
     /// When the address will have no failure to its name any more; an address that is not here has none.
@@ -19,7 +20,7 @@ pub(super) struct FailureLimit {
 }
 
 impl FailureLimit {
-    /// Whether the address may try.
+    /// Whether the address may fail once more and be told why.
     pub(super) fn allows(&self, address: IpAddr, now: Instant) -> bool {
         let debt =
             self.clear_at.get(&key(address)).map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
