@@ -74,8 +74,8 @@ pub struct RunArgs {
           default_value = DEFAULT_ADMIN_ADDRESS)]
     pub admin_address: String,
     /// What the servers may reach through this agent, as CIDR:PORTS or node:PORTS, PORTS being ports and ranges such as
-    /// 22,8000-8099 or *; repeatable [default: this node's own addresses on any port; its loopback on the ports that
-    /// the server's configuration names].
+    /// 22,8000-8099 or *; repeatable [default: this node's own addresses on any port]. Loopback is closed unless a
+    /// CIDR within it is given here or, with the default, the server names the port when a session begins.
     #[arg(long, value_name = "CIDR:PORTS")]
     pub allow_target: Vec<String>,
     /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).

@@ -28,7 +28,8 @@ pub enum Denied {
     #[error("it is link-local; only an --allow-target that lies within the link-local range allows it")]
     LinkLocal,
     #[error(
-        "it is loopback, and the port is not one that the server's configuration names (localhost-proxy-ports)"
+        "it is loopback, and the server did not name the port when the session began; an --allow-target within the \
+         loopback range would allow it"
     )]
     Loopback,
     #[error("it is loopback, and no --allow-target within the loopback range allows it")]

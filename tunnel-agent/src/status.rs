@@ -5,10 +5,12 @@ use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
+use anyhow::Context;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
+use tokio::signal::unix::{SignalKind, signal};
 use tunnel_core::admin::client::{ClientError, fetch};
-use tunnel_core::config::{TargetRule, parse_loopback_door};
+use tunnel_core::config::{TargetRule, parse_loopback_door, report_error};
 use tunnel_core::identity::{AgentIdentity, NodeName};
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
@@ -81,7 +83,7 @@ impl AgentStatus {
             let state = match link.phase {
                 Phase::Attached => format!(
                     "attached to {} for {}, session {}, {} connections{}",
-                    link.server_id.as_deref().unwrap_or("?"),
+                    clean(link.server_id.as_deref().unwrap_or("?")),
                     age(link.attached_for_s.unwrap_or_default()),
                     link.epoch,
                     link.connections,
@@ -91,7 +93,7 @@ impl AgentStatus {
                 Phase::Waiting => "waiting before the next attempt".to_owned(),
             };
             let error = link.last_error.as_deref().filter(|_| link.phase != Phase::Attached);
-            let error = error.map(|error| format!(" (last error: {error})")).unwrap_or_default();
+            let error = error.map(|error| format!(" (last error: {})", clean(error))).unwrap_or_default();
             let _ = writeln!(text, "server {}: {state}{error}", link.address);
         }
         text
@@ -102,6 +104,11 @@ impl CertificateStatus {
     pub fn of(identity: &AgentIdentity) -> Self {
         Self { not_after: seconds(identity.not_after()), renews_at: seconds(identity.renew_at()) }
     }
+}
+
+/// What a server wrote must not steer the operator's terminal.
+fn clean(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
 }
 
 fn seconds(time: SystemTime) -> u64 {
@@ -142,7 +149,7 @@ impl StatusCommand {
     /// Prints until done, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// A bad `--admin-address`, or no answer there.
+    /// A bad `--admin-address`; without `--watch`, also no answer there.
     pub async fn run(&self) -> anyhow::Result<()> {
         let Some(address) = parse_loopback_door("--admin-address", &self.admin_address)? else {
             anyhow::bail!(
@@ -150,15 +157,29 @@ impl StatusCommand {
                 self.admin_address
             );
         };
-        loop {
-            let text = self.look(address).await?;
-            if !print(&text)? || !self.watch {
-                return Ok(());
+        if !self.watch {
+            print(&self.look(address).await?)?;
+            return Ok(());
+        }
+        // Before the first look: from here on Ctrl-C is a normal end, also while an answer is awaited.
+        let mut interrupt = signal(SignalKind::interrupt()).context("installing the handler of SIGINT")?;
+        let watch = async {
+            loop {
+                match self.look(address).await {
+                    Ok(text) if print(&text)? => {}
+                    Ok(_) => return Ok(()),
+                    // It may come back, as during an upgrade.
+                    Err(error) => {
+                        report_error("tunnel-agent", &error);
+                    }
+                }
+                tokio::time::sleep(Duration::from_secs(2)).await;
             }
-            tokio::select! {
-                () = tokio::time::sleep(Duration::from_secs(2)) => {}
-                interrupted = tokio::signal::ctrl_c() => return Ok(interrupted?),
-            }
+        };
+        tokio::select! {
+            biased;
+            _ = interrupt.recv() => Ok(()),
+            done = watch => done,
         }
     }
 
@@ -220,6 +241,12 @@ mod tests {
             assert!(text.contains(line), "{line}{text}");
         }
         assert!(status.to_text(now + Duration::from_secs(90_000)).contains("certificate: EXPIRED\n"));
+        let mut evil = status.clone();
+        evil.servers[0].server_id = Some("\u{1b}[2J\n".to_owned());
+        evil.servers[1].last_error = Some("\u{9b}2J\r".to_owned());
+        let evil = evil.to_text(now);
+        assert!(!evil.contains(|c: char| c.is_control() && c != '\n'), "{evil:?}");
+        assert_eq!(evil.lines().count(), text.lines().count(), "{evil:?}");
         let json = serde_json::to_string(&status).unwrap();
         assert_eq!(serde_json::from_str::<AgentStatus>(&json).unwrap(), status);
     }

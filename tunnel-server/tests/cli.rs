@@ -1,6 +1,8 @@
 //! The real program's exit codes and first words.
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
 
 fn run(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_tunnel-server")).args(args).output().expect("the program starts")
@@ -34,7 +36,7 @@ fn bad_configuration_is_64() {
 #[test]
 fn what_fails_while_running_is_1() {
     // A port that was free a moment ago, where nothing listens.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");
+    let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");
     let (code, error) = code_and_error(&["status", &format!("--admin-address={free}")]);
     assert_eq!(code, Some(1), "{error}");
     assert_eq!(
@@ -44,6 +46,32 @@ fn what_fails_while_running_is_1() {
              --admin-address?\n"
         )
     );
+}
+
+#[test]
+fn a_watch_survives_a_failed_look_and_ends_at_once_on_ctrl_c() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let admin = format!("--admin-address={}", listener.local_addr().expect("its address"));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_tunnel-server"))
+        .args(["status", "--watch", &admin])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut errors = BufReader::new(child.stderr.take().expect("it is piped"));
+    drop(listener.accept().expect("the first look"));
+    let mut error = String::new();
+    errors.read_line(&mut error).expect("an error");
+    assert!(error.starts_with(&format!("tunnel-server: {admin}: ")), "{error}");
+    // Never answered, so this look hangs until its own deadline, whose error would be printed.
+    let hung = listener.accept().expect("the second look");
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
+    let mut rest = String::new();
+    errors.read_to_string(&mut rest).expect("the end");
+    assert_eq!(rest, "");
+    assert_eq!(child.wait().expect("its end").code(), Some(0));
+    drop(hung);
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! `tunnel-server cleanup`.
 
+use std::io;
+
 use clap::Args;
 use ipnet::IpNet;
 use tunnel_core::config::{ConfigError, parse_cidr};
 
 use crate::config::{DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
-use crate::redirect::{self, RedirectConfig};
+use crate::redirect::{self, RedirectConfig, RedirectError};
 
 /// The flags that the killed server ran with.
 #[derive(Args, Clone, Debug)]
@@ -24,7 +26,7 @@ impl CleanupCommand {
     /// # Errors
     /// A bad range, missing privileges, or a server that still redirects here.
     pub fn run(&self) -> anyhow::Result<()> {
-        let report = redirect::cleanup(&self.config()?)?;
+        let report = redirect::cleanup(&self.config()?).map_err(explain)?;
         if report.routes_removed.is_empty() {
             println!("nothing was left behind");
         }
@@ -45,5 +47,32 @@ impl CleanupCommand {
             return Err(wrong("--token-range-v6", v6, "IPv6"));
         };
         Ok(RedirectConfig { token_range, token_range_v6, ..RedirectConfig::default() })
+    }
+}
+
+/// The kernel's bare EPERM says nothing of what would help.
+fn explain(error: RedirectError) -> anyhow::Error {
+    match &error {
+        RedirectError::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+            anyhow::Error::new(error).context(
+                "cleanup needs CAP_BPF and CAP_NET_ADMIN in the host's user namespace: run it as root (sudo), or in a \
+                 container with the server's capabilities",
+            )
+        }
+        _ => error.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_privilege_is_named_with_its_mend() {
+        let io = |kind: io::ErrorKind| RedirectError::Io { what: "cannot ask".into(), source: kind.into() };
+        let denied = format!("{:#}", explain(io(io::ErrorKind::PermissionDenied)));
+        assert!(denied.contains("CAP_NET_ADMIN") && denied.contains("root"), "{denied}");
+        assert!(denied.contains("cannot ask"), "what was tried stays: {denied}");
+        assert!(!format!("{:#}", explain(io(io::ErrorKind::NotFound))).contains("root"));
     }
 }

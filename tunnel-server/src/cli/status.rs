@@ -4,9 +4,11 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use anyhow::Context;
 use clap::{Args, ValueEnum};
+use tokio::signal::unix::{SignalKind, signal};
 use tunnel_core::admin::client::{ClientError, fetch};
-use tunnel_core::config::parse_loopback_door;
+use tunnel_core::config::{parse_loopback_door, report_error};
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::status::StatusReport;
@@ -41,7 +43,7 @@ impl StatusCommand {
     /// Prints once, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// A bad `--admin-address`, or no answer there.
+    /// A bad `--admin-address`; without `--watch`, also no answer there.
     pub async fn run(&self) -> anyhow::Result<()> {
         let Some(address) = parse_loopback_door("--admin-address", &self.admin_address)? else {
             anyhow::bail!(
@@ -49,15 +51,29 @@ impl StatusCommand {
                 self.admin_address
             );
         };
-        loop {
-            let text = self.look(address).await?;
-            if !print(&text)? || !self.watch {
-                return Ok(());
+        if !self.watch {
+            print(&self.look(address).await?)?;
+            return Ok(());
+        }
+        // Before the first look: from here on Ctrl-C is a normal end, also while an answer is awaited.
+        let mut interrupt = signal(SignalKind::interrupt()).context("installing the handler of SIGINT")?;
+        let watch = async {
+            loop {
+                match self.look(address).await {
+                    Ok(text) if print(&text)? => {}
+                    Ok(_) => return Ok(()),
+                    // It may come back, as during an upgrade.
+                    Err(error) => {
+                        report_error("tunnel-server", &error);
+                    }
+                }
+                tokio::time::sleep(INTERVAL).await;
             }
-            tokio::select! {
-                () = tokio::time::sleep(INTERVAL) => {}
-                interrupted = tokio::signal::ctrl_c() => return Ok(interrupted?),
-            }
+        };
+        tokio::select! {
+            biased;
+            _ = interrupt.recv() => Ok(()),
+            done = watch => done,
         }
     }
 

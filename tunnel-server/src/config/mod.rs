@@ -178,7 +178,14 @@ fn inventory(args: &RunArgs) -> Result<PathBuf, ConfigError> {
 
 /// Asking for a door that is not there must not look like having it.
 fn insecure_door(args: &RunArgs) -> Result<(), ConfigError> {
-    parse_ip("--insecure-bind-address", &args.insecure_bind_address)?;
+    let (key, value) = ("--insecure-bind-address", &args.insecure_bind_address);
+    if !parse_ip(key, value)?.is_loopback() {
+        return Err(ConfigError::new(
+            key,
+            value,
+            "not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1",
+        ));
+    }
     match &args.insecure_port {
         Some(value) if parse_port("--insecure-port", value)?.is_some() => Err(ConfigError::new(
             "--insecure-port",

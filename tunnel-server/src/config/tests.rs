@@ -129,6 +129,10 @@ fn errors_name_key_value_and_reason() {
             "--admin-address=10.0.0.1:10265: not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
         ),
         (
+            &["--insecure-bind-address=0.0.0.0"],
+            "--insecure-bind-address=0.0.0.0: not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1",
+        ),
+        (
             &["--insecure-port=10264"],
             "--insecure-port=10264: the http door is not in this build yet; use 0 or leave it out",
         ),

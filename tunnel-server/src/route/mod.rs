@@ -46,8 +46,9 @@ pub struct RouterConfig {
     pub exclude: Vec<IpNet>,
     /// May use the redirect, besides this host and its pods.
     pub clients: Vec<IpNet>,
-    /// Tells which node of the inventory is this host, whose pods may use the redirect: [`host_addresses`].
-    pub host_addresses: fn() -> HashSet<IpAddr>,
+    /// Tells which node of the inventory is this host, whose pods may use the redirect: [`host_addresses`]. None: it
+    /// cannot be known at this moment.
+    pub host_addresses: fn() -> Option<HashSet<IpAddr>>,
 }
 
 /// See the module.
@@ -56,6 +57,9 @@ pub struct Router {
     config: RouterConfig,
     snapshot: ArcSwap<Snapshot>,
     state: Mutex<State>,
+    /// This host's addresses as last known. Held over a whole recomputation, so that an older inventory never replaces
+    /// a newer one.
+    host: Mutex<HashSet<IpAddr>>,
     version: watch::Sender<u64>,
     conflicts: Family<[(&'static str, &'static str); 1], Gauge>,
 }
@@ -90,6 +94,7 @@ impl Router {
             config,
             snapshot: ArcSwap::default(),
             state: Mutex::new(state),
+            host: Mutex::default(),
             version: watch::Sender::new(0),
             conflicts,
         };
@@ -104,14 +109,34 @@ impl Router {
     }
 
     fn set_inventory_at(&self, inventory: Inventory, now: Instant) {
-        let inventory = Arc::new(inventory);
+        let mut host = self.lock_host();
+        if let Some(addresses) = (self.config.host_addresses)() {
+            *host = addresses;
+        }
+        self.recompute(Arc::new(inventory), &host, now);
+    }
+
+    /// Asks for this host's addresses again, which may have come or gone since the inventory was read: they tell whose
+    /// pods may use the redirect. Cheap while they stay the same; meant to be called every now and then.
+    pub fn refresh_host(&self) {
+        let mut host = self.lock_host();
+        match (self.config.host_addresses)() {
+            Some(addresses) if addresses != *host => *host = addresses,
+            _ => return,
+        }
+        let inventory = Arc::clone(&self.snapshot.load().inventory);
+        self.recompute(inventory, &host, Instant::now());
+    }
+
+    /// The caller holds `self.host`, whose content `host` is.
+    fn recompute(&self, inventory: Arc<Inventory>, host: &HashSet<IpAddr>, now: Instant) {
         let token_ranges = [IpNet::V4(self.config.token_range), IpNet::V6(self.config.token_range_v6)];
         let mut plan = Plan::new(&inventory, &self.config.exclude, &token_ranges);
-        let host = (self.config.host_addresses)();
+        // An edge node is never this host, whatever addresses it reports: its pods must not get at the other sites.
         let pods_here = inventory
             .nodes
             .iter()
-            .filter(|node| node.addresses.iter().any(|address| host.contains(address)))
+            .filter(|node| !node.edge && node.addresses.iter().any(|address| host.contains(address)))
             .flat_map(|node| node.pod_cidrs.iter().copied());
         let clients = self.config.clients.iter().copied().chain(pods_here).collect();
 
@@ -192,6 +217,11 @@ impl Router {
         }
     }
 
+    /// Whether connections to this TCP port are tunnelled.
+    pub fn tunnels(&self, port: u16) -> bool {
+        self.config.ports.contains(&port)
+    }
+
     /// The routes at this moment, without a lock.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.snapshot.load_full()
@@ -234,6 +264,11 @@ impl Router {
         // Every change under the lock is computed before it is stored, so a panic leaves nothing half-done.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn lock_host(&self) -> MutexGuard<'_, HashSet<IpAddr>> {
+        // It is replaced whole.
+        self.host.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 fn owner(inventory: &Inventory, plan: &Plan, address: IpAddr) -> Owner {
@@ -243,20 +278,28 @@ fn owner(inventory: &Inventory, plan: &Plan, address: IpAddr) -> Owner {
     }
 }
 
-/// Every address that an interface of this host has at this moment.
-pub fn host_addresses() -> HashSet<IpAddr> {
+/// Every address that an interface of this host has at this moment and that tells it from other hosts: loopback and
+/// link-local addresses do not. None when the kernel does not list them.
+pub fn host_addresses() -> Option<HashSet<IpAddr>> {
     let interfaces = match nix::ifaddrs::getifaddrs() {
         Ok(interfaces) => interfaces,
         Err(error) => {
-            tracing::warn!(%error, "cannot list this host's addresses; its pods may not use the redirect");
-            return HashSet::new();
+            tracing::warn!(%error, "cannot list this host's addresses; those known before stay in use");
+            return None;
         }
     };
-    interfaces
-        .filter_map(|interface| {
-            let address = interface.address?;
-            let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
-            v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
-        })
-        .collect()
+    let addresses = interfaces.filter_map(|interface| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+        v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
+    });
+    Some(addresses.filter(|address| names_one_host(*address)).collect())
+}
+
+fn names_one_host(address: IpAddr) -> bool {
+    let link_local = match address {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    !(address.is_loopback() || link_local || address.is_unspecified())
 }

@@ -1,5 +1,6 @@
 //! The router against a naive model: for each address, ask the rules one after the other.
 
+use std::cell::RefCell;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -14,8 +15,13 @@ fn config() -> RouterConfig {
         ports: BTreeSet::from([10250, 10255]),
         exclude: vec!["10.0.0.8/29".parse().unwrap()],
         clients: vec!["192.0.2.0/24".parse().unwrap()],
-        host_addresses: || HashSet::from([IpAddr::from([10, 0, 0, 1])]),
+        host_addresses: || HOST.with_borrow(Clone::clone),
     }
+}
+
+thread_local! {
+    // Each test has a thread of its own.
+    static HOST: RefCell<Option<HashSet<IpAddr>>> = RefCell::new(Some(HashSet::from([ip("10.0.0.1")])));
 }
 
 fn router() -> (Router, Registry) {
@@ -86,8 +92,64 @@ fn only_this_hosts_pods_and_the_operators_clients_may_use_it() {
     let mut other = node("cloud-2", false, &["10.0.0.2"]);
     other.pod_cidrs.push("10.244.1.0/24".parse().unwrap());
     router.set_inventory(inventory(vec![here, other]));
-    let clients: Vec<_> = router.desired().clients.iter().map(ToString::to_string).collect();
-    assert_eq!(clients, ["10.244.0.0/24", "192.0.2.0/24"]);
+    assert_eq!(clients(&router), ["10.244.0.0/24", "192.0.2.0/24"]);
+}
+
+fn clients(router: &Router) -> Vec<String> {
+    router.desired().clients.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn an_edge_node_with_this_hosts_address_gets_nothing() {
+    let (router, _) = router();
+    let mut liar = node("edge-1", true, &["10.0.0.1", "127.0.0.1"]);
+    liar.pod_cidrs.push("10.244.9.0/24".parse().unwrap());
+    router.set_inventory(inventory(vec![liar]));
+    assert_eq!(clients(&router), ["192.0.2.0/24"]);
+}
+
+#[test]
+fn this_host_is_found_by_addresses_that_are_its_own() {
+    for shared in ["127.0.0.1", "127.1.2.3", "::1", "169.254.1.1", "fe80::1", "0.0.0.0"] {
+        assert!(!names_one_host(ip(shared)), "{shared}");
+    }
+    for own in ["10.0.0.1", "203.0.113.1", "fd00::1", "2001:db8::1"] {
+        assert!(names_one_host(ip(own)), "{own}");
+    }
+    // Every machine has 127.0.0.1 somewhere, but it never counts.
+    assert!(host_addresses().unwrap().into_iter().all(names_one_host));
+}
+
+#[test]
+fn the_hosts_addresses_may_change_while_the_inventory_does_not() {
+    let (router, _) = router();
+    let mut first = node("cloud-1", false, &["10.0.0.1"]);
+    first.pod_cidrs.push("10.244.0.0/24".parse().unwrap());
+    let mut second = node("cloud-2", false, &["10.0.0.2"]);
+    second.pod_cidrs.push("10.244.1.0/24".parse().unwrap());
+    let edge = node("edge-1", true, &["10.8.0.7"]);
+    router.set_inventory(inventory(vec![first, second, edge]));
+    router.set_live(&"edge-1".parse().unwrap(), true);
+    let before = router.desired();
+    let mut changed = router.changed();
+    changed.mark_unchanged();
+
+    router.refresh_host();
+    assert!(!changed.has_changed().unwrap(), "the same addresses");
+    HOST.set(None);
+    router.refresh_host();
+    assert!(!changed.has_changed().unwrap(), "unknown is not gone");
+    HOST.set(Some(HashSet::from([ip("10.0.0.2")])));
+    router.refresh_host();
+    assert!(changed.has_changed().unwrap());
+    assert_eq!(clients(&router), ["10.244.1.0/24", "192.0.2.0/24"]);
+    assert_eq!(router.desired().routes, before.routes, "tokens and liveness stay");
+}
+
+#[test]
+fn only_the_configured_ports_are_tunnelled() {
+    let (router, _) = router();
+    assert!(router.tunnels(10250) && router.tunnels(10255) && !router.tunnels(22));
 }
 
 #[test]

@@ -24,13 +24,13 @@ impl StatusReport {
         let ready = if self.ready {
             "ready".to_owned()
         } else {
-            format!("NOT READY, waits for {}", self.pending.join(", "))
+            format!("NOT READY, waits for {}", clean(&self.pending.join(", ")))
         };
         writeln!(
             out,
             "tunnel-server {} on {}, up {}: {ready}",
-            self.version,
-            self.server_id,
+            clean(&self.version),
+            clean(&self.server_id),
             age(self.uptime_s)
         )?;
         for door in &self.doors {
@@ -39,7 +39,7 @@ impl StatusReport {
                 Some(accepted) => format!("{active} active, {accepted} accepted"),
                 None => format!("{active} tunnels"),
             };
-            writeln!(out, "door {} at {}: {use_of_it}", door.name, door.address)?;
+            writeln!(out, "door {} at {}: {use_of_it}", clean(&door.name), door.address)?;
         }
         self.redirect.write(out)?;
         self.write_inventory(out, all)?;
@@ -50,14 +50,15 @@ impl StatusReport {
 
     fn write_inventory(&self, out: &mut String, all: bool) -> std::fmt::Result {
         let source = &self.inventory.source;
-        writeln!(out, "inventory {}: {} edge, {} cloud", source.file.display(), source.edge, source.cloud)?;
+        let file = clean(&source.file.to_string_lossy());
+        writeln!(out, "inventory {file}: {} edge, {} cloud", source.edge, source.cloud)?;
         if let Some(error) = &source.last_error {
-            writeln!(out, "  NOT IN EFFECT, the last good one is: {error}")?;
+            writeln!(out, "  NOT IN EFFECT, the last good one is: {}", clean(error))?;
         }
         let conflicts = &self.inventory.conflicts;
         let shown = if all { conflicts.len() } else { conflicts.len().min(MAX_CONFLICTS) };
         for conflict in &conflicts[..shown] {
-            writeln!(out, "  CONFLICT: {}", conflict.message)?;
+            writeln!(out, "  CONFLICT: {}", clean(&conflict.message))?;
         }
         more(out, "  ", conflicts.len() - shown, "conflicts")
     }
@@ -99,6 +100,11 @@ impl StatusReport {
     }
 }
 
+/// What others wrote must not steer the operator's terminal (escape sequences) or look like lines of its own.
+fn clean(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
+}
+
 fn more(out: &mut String, indent: &str, left: usize, what: &str) -> std::fmt::Result {
     if left == 0 { Ok(()) } else { writeln!(out, "{indent}… and {left} more {what}; --all shows them") }
 }
@@ -109,7 +115,7 @@ impl RedirectStatus {
             RedirectState::Off => return writeln!(out, "redirect: off"),
             RedirectState::On => "on".to_owned(),
             RedirectState::Degraded => {
-                format!("DEGRADED: {}", self.reason.as_deref().unwrap_or("no reason known"))
+                format!("DEGRADED: {}", clean(self.reason.as_deref().unwrap_or("no reason known")))
             }
         };
         let Self { routes, routes_down, excluded, .. } = self;
@@ -118,7 +124,7 @@ impl RedirectStatus {
             "redirect: {state}; {routes} routes, {routes_down} of them down, {excluded} ranges excluded"
         )?;
         let counted = self.counters.iter().filter(|(_, count)| **count > 0);
-        let counted: Vec<_> = counted.map(|(name, count)| format!("{name} {count}")).collect();
+        let counted: Vec<_> = counted.map(|(name, count)| format!("{} {count}", clean(name))).collect();
         if !counted.is_empty() {
             writeln!(out, "  {}", counted.join(", "))?;
         }
@@ -182,7 +188,7 @@ impl NodeStatus {
             stalled.to_string(),
             bytes(*bytes_to_node),
             bytes(*bytes_from_node),
-            agent_version.clone(),
+            clean(agent_version),
         ]
     }
 }
@@ -317,6 +323,31 @@ mod tests {
         let lines: Vec<_> = text.lines().filter(|line| line.starts_with("edge-")).collect();
         let column = lines[1].find("203.0.113.9").unwrap();
         assert!(lines[1..].iter().all(|line| line.find("203.0.113.9") == Some(column)), "{text}");
+    }
+
+    #[test]
+    fn nothing_in_the_report_reaches_the_terminal_as_a_control_character() {
+        // Escape sequence, its one-character form (CSI), title, new line, tab, delete.
+        const EVIL: &str = "x\u{1b}[2J\u{9b}31m\u{1b}]0;t\u{7}\r\nFORGED\t\u{7f}\0";
+        let mut report = report(vec![node("edge-1", Some(0)), node("gone", None)]);
+        let lines = report.to_text(true).lines().count();
+        report.version = EVIL.to_owned();
+        report.server_id = EVIL.to_owned();
+        report.pending = vec![EVIL.to_owned()];
+        report.doors[0].name = EVIL.to_owned();
+        report.redirect.state = RedirectState::Degraded;
+        report.redirect.reason = Some(EVIL.to_owned());
+        report.redirect.counters = [(EVIL.to_owned(), 1)].into();
+        report.inventory.source.file = EVIL.into();
+        report.inventory.source.last_error = Some(EVIL.to_owned());
+        report.inventory.conflicts[0].message = EVIL.to_owned();
+        report.nodes[0].session.as_mut().unwrap().agent_version = EVIL.to_owned();
+        // As the command gets it.
+        let report: StatusReport = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
+        let text = report.to_text(true);
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+        assert_eq!(text.lines().count(), lines, "{text:?}");
+        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 10, "{text:?}");
     }
 
     #[test]
