@@ -31,6 +31,8 @@ const SEND_BUFFER: usize = 512 << 10;
 const LINK_NOTSENT_LOWAT: u32 = 128 << 10;
 /// The same on sockets of carried connections: bounds kernel memory held for a receiver that does not read.
 const CARRIED_NOTSENT_LOWAT: u32 = 256 << 10;
+/// Headers and trailers of one message: a few short fields.
+const MAX_HEADERS: u32 = 16 << 10;
 /// Resets of streams that may be remembered or pending before the peer counts as hostile. Both ends are
 /// authenticated, and thousands of callers may give up at once.
 const MAX_RESETS: usize = 1 << 17;
@@ -51,6 +53,7 @@ pub fn client_builder() -> h2::client::Builder {
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_frame_size(MAX_FRAME)
+        .max_header_list_size(MAX_HEADERS)
         .max_send_buffer_size(SEND_BUFFER)
         .initial_max_send_streams(MAX_STREAMS as usize)
         .max_concurrent_reset_streams(MAX_RESETS)
@@ -67,6 +70,7 @@ pub fn server_builder() -> h2::server::Builder {
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_frame_size(MAX_FRAME)
+        .max_header_list_size(MAX_HEADERS)
         .max_send_buffer_size(SEND_BUFFER)
         .max_concurrent_streams(MAX_STREAMS)
         .max_concurrent_reset_streams(MAX_RESETS)

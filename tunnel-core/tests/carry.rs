@@ -176,25 +176,15 @@ async fn a_reset_by_the_caller_is_a_reset_for_the_target() {
 async fn a_reset_passes_a_stream_that_is_blocked_the_other_way() {
     let mut link = link().await;
     let (caller, end) = carry(&link.send, stalls(), b"").await;
-    let (mut target, _) = within(link.targets.accept()).await.unwrap();
+    let (_target, _) = within(link.targets.accept()).await.unwrap();
     let big = vec![0; 64 << 10];
     // Fills every buffer up to the target, which never reads.
     while tokio::time::timeout(Duration::from_millis(500), caller.writable()).await.is_ok() {
         let _ = caller.try_write(&big);
     }
-    target.write_all(b"still open").await.unwrap();
+    // Nobody reads, nobody writes: only the caller's reset itself can tell.
     tunnel_core::carry::reset_on_drop(&caller);
     drop(caller);
-    // The target's next bytes find the caller gone.
-    let found = async {
-        loop {
-            if target.write_all(b"more").await.is_err() {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    within(found).await;
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::ClientReset));
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::ClientReset)));
 }
@@ -332,10 +322,10 @@ async fn a_status_outlives_the_reset_of_an_unwanted_request() {
 async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
     let mut link = link().await;
     let window = link::STREAM_WINDOW as usize;
-    // Room for one; four times that within the grace.
+    // Room for one; twice that within the grace.
     let stalls = Arc::new(StallBound::new(window, window));
     let mut stalled = Vec::new();
-    for _ in 0..6 {
+    for _ in 0..4 {
         let (caller, end) = carry(&link.send, stalls.clone(), b"").await;
         let (target, _) = within(link.targets.accept()).await.unwrap();
         let writer = tokio::spawn(async move {
@@ -344,7 +334,7 @@ async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
             while target.write_all(&piece).await.is_ok() {}
         });
         within(async {
-            let before = stalled.len().min(3);
+            let before = stalled.len().min(1);
             while stalls.blocked() <= before {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -358,9 +348,60 @@ async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
     assert_eq!(within(first.read_to_end(&mut rest)).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::Stalled)));
     within(writer).await.unwrap();
-    assert!(stalls.blocked() <= 4);
+    assert!(stalls.blocked() <= 2);
     for (_, end, writer) in &stalled {
         end.abort();
         writer.abort();
     }
+}
+
+#[tokio::test]
+async fn a_reset_after_a_half_close_is_noticed_while_the_target_is_silent() {
+    let mut link = link().await;
+    let (mut caller, end) = carry(&link.send, stalls(), b"").await;
+    let (mut target, _) = within(link.targets.accept()).await.unwrap();
+    caller.write_all(b"request").await.unwrap();
+    caller.shutdown().await.unwrap();
+    let mut got = Vec::new();
+    within(target.read_to_end(&mut got)).await.unwrap();
+    tunnel_core::carry::reset_on_drop(&caller);
+    drop(caller);
+    assert_eq!(within(end).await.unwrap().0, Err(Outcome::ClientReset));
+    assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::ClientReset)));
+}
+
+/// While the caller does not read, small pieces are gathered, and arrive in order among large ones.
+#[tokio::test]
+async fn what_was_gathered_for_a_slow_reader_arrives_in_order() {
+    let link = link().await;
+    let stalls = stalls();
+    let (mut caller, end) = carry(&link.send, stalls.clone(), b"").await;
+    let (mut target, _) = within(link.targets.accept()).await.unwrap();
+    target.set_nodelay(true).unwrap();
+    let data = pattern(12 << 20, 3);
+    let sent = data.clone();
+    let writer = tokio::spawn(async move {
+        let mut rest = &sent[..];
+        let mut turn = 0;
+        while !rest.is_empty() {
+            // Runs of small pieces between large ones.
+            let size = if turn % 200 < 180 { 1 + turn % 900 } else { 100_000 };
+            let (piece, after) = rest.split_at(size.min(rest.len()));
+            target.write_all(piece).await.unwrap();
+            tokio::task::yield_now().await;
+            (rest, turn) = (after, turn + 1);
+        }
+    });
+    within(async {
+        while stalls.blocked() == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    let mut got = Vec::new();
+    within(caller.read_to_end(&mut got)).await.unwrap();
+    assert!(got == data, "{} of {} bytes, or others", got.len(), data.len());
+    within(writer).await.unwrap();
+    drop(caller);
+    assert_eq!(within(end).await.unwrap(), (Ok(()), 0, data.len() as u64));
 }

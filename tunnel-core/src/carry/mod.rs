@@ -2,6 +2,8 @@
 //! held for receivers that do not read.
 
 mod frame;
+mod inward;
+mod outward;
 mod pump;
 mod stall;
 
@@ -13,3 +15,6 @@ pub use stall::{Abort, StallBound, StallTicket};
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
 /// Request metadata: where the agent shall dial, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
+
+/// gRPC's status, in the trailers of a stream that ended well.
+const GRPC_STATUS: http::HeaderName = http::HeaderName::from_static("grpc-status");

@@ -4,35 +4,23 @@
 //! and its size follows what the last reads brought. Flow control is returned to the sender only for bytes that the
 //! socket has taken, so a receiver that does not read stops its own stream and nothing else.
 
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io;
-use std::net::Shutdown;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::Poll;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
-use http::{HeaderMap, HeaderName, HeaderValue};
 use prometheus_client::metrics::counter::Counter;
 use socket2::SockRef;
-use tokio::io::AsyncWrite;
 use tokio::net::TcpStream;
-use tokio::net::tcp::{ReadHalf, WriteHalf};
-use tokio_util::io::poll_read_buf;
+use tokio::sync::Notify;
 
-use super::frame::{Deframer, FrameError, HEADER_LEN, header};
+use super::frame::FrameError;
+use super::outward::Sent;
 use super::stall::{Abort, StallBound};
 use crate::outcome::Outcome;
-
-/// A connection that is idle, or exchanges small messages, reads this much at once.
-const SMALL_READ: usize = 4 << 10;
-/// A busy one reads up to this much.
-const LARGE_READ: usize = 256 << 10;
-
-const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 
 /// Which end of the tunnel pumps: it decides what a broken socket is called, and who sends gRPC trailers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,14 +64,14 @@ impl Traffic {
         self.to_socket.load(Ordering::Relaxed)
     }
 
-    fn count_from_socket(&self, bytes: usize) {
+    pub(super) fn count_from_socket(&self, bytes: usize) {
         self.from_socket.fetch_add(bytes as u64, Ordering::Relaxed);
         for totals in &self.parts_of {
             totals.from_socket.inc_by(bytes as u64);
         }
     }
 
-    fn count_to_socket(&self, bytes: usize) {
+    pub(super) fn count_to_socket(&self, bytes: usize) {
         self.to_socket.fetch_add(bytes as u64, Ordering::Relaxed);
         for totals in &self.parts_of {
             totals.to_socket.inc_by(bytes as u64);
@@ -181,8 +169,15 @@ impl Carriage<'_> {
         reset_on_drop(socket);
         let ended = {
             let (read, write) = socket.split();
-            let out = self.pump_out(read, send, prefix);
-            let back = async { self.pump_in(write, inbound.await?).await };
+            let answer = Answer::default();
+            let out = self.outward(read, send, prefix, &answer);
+            let back = async {
+                let stream = inbound.await?;
+                answer.began();
+                self.inward(write, stream).await?;
+                answer.ended();
+                Ok(())
+            };
             tokio::select! {
                 biased;
                 outcome = self.abort.triggered() => Err(Broken::Aborted(outcome)),
@@ -199,185 +194,37 @@ impl Carriage<'_> {
         }
         ended
     }
-
-    /// Socket to stream, until the socket's end of file has been passed on, or the answer is whole without it.
-    async fn pump_out(
-        &self,
-        mut socket: ReadHalf<'_>,
-        send: &mut SendStream<Bytes>,
-        prefix: Bytes,
-    ) -> Result<Sent, Broken> {
-        if !prefix.is_empty() {
-            let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
-            segment.put_bytes(0, HEADER_LEN);
-            segment.extend_from_slice(&prefix);
-            if let Some(sent) = unwanted(self.send_segment(send, segment).await)? {
-                return Ok(sent);
-            }
-        }
-        let mut size = SMALL_READ;
-        loop {
-            let readable = poll_fn(|cx| {
-                if let Poll::Ready(reset) = send.poll_reset(cx) {
-                    return Poll::Ready(Err(reset.map_or_else(Broken::from, Broken::Reset)));
-                }
-                socket.as_ref().poll_read_ready(cx).map_err(Broken::Socket)
-            });
-            if let Some(sent) = unwanted(readable.await)? {
-                return Ok(sent);
-            }
-            let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
-            segment.put_bytes(0, HEADER_LEN);
-            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(Broken::Socket)? else {
-                continue;
-            };
-            if read == 0 {
-                let status = (GRPC_STATUS, HeaderValue::from_static("0"));
-                let ended = match self.side {
-                    Side::Server => send.send_data(Bytes::new(), true),
-                    Side::Agent => send.send_trailers(HeaderMap::from_iter([status])),
-                };
-                return match ended {
-                    Ok(()) => Ok(Sent::All),
-                    Err(error) => match send_error(send, error).await {
-                        Broken::Reset(Reason::NO_ERROR) => Ok(Sent::Unwanted),
-                        broken => Err(broken),
-                    },
-                };
-            }
-            size = next_size(size, read);
-            if let Some(sent) = unwanted(self.send_segment(send, segment).await)? {
-                return Ok(sent);
-            }
-        }
-    }
-
-    async fn send_segment(&self, send: &mut SendStream<Bytes>, mut segment: BytesMut) -> Result<(), Broken> {
-        let data = segment.len() - HEADER_LEN;
-        let head = header(data).ok_or(Broken::Frame(FrameError::Length))?;
-        segment[..HEADER_LEN].copy_from_slice(&head);
-        let mut rest = segment.freeze();
-        send.reserve_capacity(rest.len());
-        while !rest.is_empty() {
-            // `poll_capacity` tells changes only: what is there already must be asked for first.
-            let capacity = send.capacity();
-            if capacity == 0 {
-                match poll_fn(|cx| send.poll_capacity(cx)).await {
-                    Some(capacity) => capacity?,
-                    None => return Err(Broken::Reset(stream_reset(send).await)),
-                };
-                continue;
-            }
-            if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {
-                return Err(send_error(send, error).await);
-            }
-        }
-        self.traffic.count_from_socket(data);
-        Ok(())
-    }
-
-    /// Stream to socket, until the stream's end has been passed on as a half-close.
-    async fn pump_in(&self, mut socket: WriteHalf<'_>, mut stream: RecvStream) -> Result<(), Broken> {
-        let mut deframer = Deframer::default();
-        while let Some(chunk) = stream.data().await {
-            let mut chunk = chunk?;
-            let held = chunk.len();
-            while let Some(data) = deframer.next(&mut chunk)? {
-                self.write_all(&mut socket, &data).await.map_err(Broken::Socket)?;
-            }
-            stream.flow_control().release_capacity(held)?;
-        }
-        deframer.finish()?;
-        if self.side == Side::Server {
-            let trailers = stream.trailers().await?.unwrap_or_default();
-            match trailers.get(GRPC_STATUS) {
-                Some(status) if status == "0" => {}
-                Some(status) => return Err(Broken::Status(format!("grpc-status {status:?}"))),
-                None => return Err(Broken::Status("no grpc-status".to_owned())),
-            }
-        }
-        match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
-            // The other direction finds out what happened to the socket.
-            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(Broken::Socket(error)),
-            _ => Ok(()),
-        }
-    }
-
-    async fn write_all(&self, socket: &mut WriteHalf<'_>, mut data: &[u8]) -> io::Result<()> {
-        let mut ticket = None;
-        while !data.is_empty() {
-            let written = poll_fn(|cx| {
-                let written = Pin::new(&mut *socket).poll_write(cx, data);
-                match written {
-                    Poll::Ready(_) => ticket = None,
-                    Poll::Pending if ticket.is_none() => ticket = Some(self.stalls.enter(self.abort)),
-                    Poll::Pending => {}
-                }
-                written
-            })
-            .await?;
-            if written == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
-            data = &data[written..];
-            self.traffic.count_to_socket(written);
-        }
-        Ok(())
-    }
 }
 
-/// What became of the outward direction.
-enum Sent {
-    /// Everything up to the socket's end of file.
-    All,
-    /// The answer was whole without it: only the answer says what that means, for example that the dial failed.
-    Unwanted,
+/// What the outward direction has to know of the other one.
+#[derive(Debug, Default)]
+pub(super) struct Answer {
+    begun: AtomicBool,
+    begins: Notify,
+    ends: Notify,
 }
 
-/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 §8.1).
-fn unwanted(step: Result<(), Broken>) -> Result<Option<Sent>, Broken> {
-    match step {
-        Ok(()) => Ok(None),
-        Err(Broken::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
-        Err(broken) => Err(broken),
+impl Answer {
+    fn began(&self) {
+        self.begun.store(true, Ordering::Relaxed);
+        self.begins.notify_one();
     }
-}
 
-/// Reads what is there without waiting; `None` when the readiness was stale.
-async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<Option<usize>> {
-    poll_fn(|cx| match poll_read_buf(Pin::new(&mut *socket), cx, into) {
-        Poll::Ready(read) => Poll::Ready(read.map(Some)),
-        Poll::Pending => Poll::Ready(Ok(None)),
-    })
-    .await
-}
-
-/// Grows fast while reads fill the buffer, shrinks when they use little of it.
-const fn next_size(size: usize, read: usize) -> usize {
-    if read >= size {
-        if size * 4 < LARGE_READ { size * 4 } else { LARGE_READ }
-    } else if read < size / 8 && size / 2 >= SMALL_READ {
-        size / 2
-    } else {
-        size
+    fn ended(&self) {
+        self.ends.notify_one();
     }
-}
 
-/// What stopped a send: h2 reports a stream that the peer has reset as misuse.
-async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> Broken {
-    if error.is_io() || error.is_go_away() || error.is_reset() {
-        return Broken::from(error);
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::Relaxed)
     }
-    Broken::Reset(stream_reset(send).await)
-}
 
-/// The reason of a reset that `poll_capacity` reported as "no longer streaming".
-async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
-    poll_fn(|cx| match send.poll_reset(cx) {
-        Poll::Ready(reason) => Poll::Ready(reason.unwrap_or(Reason::CANCEL)),
-        Poll::Pending => Poll::Ready(Reason::CANCEL),
-    })
-    .await
+    pub(super) async fn begins(&self) {
+        self.begins.notified().await;
+    }
+
+    pub(super) async fn ends(&self) {
+        self.ends.notified().await;
+    }
 }
 
 /// Makes the socket's close a TCP RST, so that its peer cannot mistake a failure for an end of file.

@@ -82,12 +82,12 @@ impl StallBound {
     }
 }
 
-/// Cuts the longest blocked until `limit` are left. Within the grace only what passes four times the limit is cut.
+/// Cuts the longest blocked until `limit` are left. Within the grace only what passes twice the limit is cut.
 fn evict(blocked: &mut BTreeMap<(Instant, u64), Arc<Abort>>, limit: usize, now: Instant) {
     while blocked.len() > limit {
         let Some(oldest) = blocked.first_entry() else { return };
         let patient = now.saturating_duration_since(oldest.key().0) < GRACE;
-        if patient && oldest.get().outcome.get().is_none() && blocked.len() <= limit.saturating_mul(4) {
+        if patient && oldest.get().outcome.get().is_none() && blocked.len() <= limit.saturating_mul(2) {
             return;
         }
         if let Some((_, abort)) = blocked.pop_first() {
@@ -116,13 +116,13 @@ mod tests {
     #[test]
     fn young_stalls_are_spared_until_there_are_far_too_many() {
         let bound = StallBound::new(2 << 20, 1 << 20);
-        let aborts: Vec<_> = (0..9).map(|_| Arc::new(Abort::default())).collect();
-        let tickets: Vec<_> = aborts.iter().take(8).map(|abort| bound.enter(abort)).collect();
+        let aborts: Vec<_> = (0..5).map(|_| Arc::new(Abort::default())).collect();
+        let tickets: Vec<_> = aborts.iter().take(4).map(|abort| bound.enter(abort)).collect();
         assert!(aborts.iter().all(|abort| abort.outcome.get().is_none()));
-        let ninth = bound.enter(&aborts[8]);
+        let fifth = bound.enter(&aborts[4]);
         assert_eq!(aborts[0].outcome.get(), Some(&Outcome::Stalled), "the longest blocked goes first");
         assert!(aborts[1].outcome.get().is_none());
-        drop((tickets, ninth));
+        drop((tickets, fifth));
         assert_eq!(bound.blocked(), 0);
     }
 

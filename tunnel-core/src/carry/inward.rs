@@ -1,0 +1,150 @@
+//! Stream to socket.
+
+use std::future::poll_fn;
+use std::io;
+use std::net::Shutdown;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::{Bytes, BytesMut};
+use h2::RecvStream;
+use socket2::SockRef;
+use tokio::io::AsyncWrite;
+use tokio::net::tcp::WriteHalf;
+
+use super::GRPC_STATUS;
+use super::frame::Deframer;
+use super::pump::{Broken, Carriage, Side};
+use crate::text::printable;
+
+/// Chunks below this are gathered while the socket takes nothing: each costs h2 some 250 bytes of bookkeeping.
+const SMALL_CHUNK: usize = 4 << 10;
+
+/// What has come from the stream and is not written yet.
+#[derive(Default)]
+struct Inbox {
+    deframer: Deframer,
+    /// Of the chunk that is being written.
+    pieces: Vec<Bytes>,
+    /// Small chunks that came while the socket took nothing, without their headers.
+    backlog: BytesMut,
+    /// Flow control owed to the sender for the backlog.
+    owed: usize,
+    /// A large chunk that came behind them.
+    next: Option<Bytes>,
+    ended: bool,
+}
+
+impl Inbox {
+    /// Takes small chunks out of h2 while the socket is blocked. Their flow control is kept, so that a window's worth of
+    /// one-byte writes takes a window of memory, and not twenty. Notices a reset as well.
+    fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), Broken> {
+        while self.next.is_none() && !self.ended {
+            match stream.poll_data(cx) {
+                Poll::Ready(Some(chunk)) => {
+                    let mut chunk = chunk?;
+                    if chunk.len() >= SMALL_CHUNK {
+                        self.next = Some(chunk);
+                        continue;
+                    }
+                    self.owed += chunk.len();
+                    while let Some(data) = self.deframer.next(&mut chunk)? {
+                        self.backlog.extend_from_slice(&data);
+                    }
+                }
+                Poll::Ready(None) => self.ended = true,
+                Poll::Pending => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// What was gathered, and the flow control to return once it is written.
+    fn gathered(&mut self) -> (Bytes, usize) {
+        (std::mem::take(&mut self.backlog).freeze(), std::mem::take(&mut self.owed))
+    }
+}
+
+impl Carriage<'_> {
+    /// Stream to socket, until the stream's end has been passed on as a half-close.
+    pub(super) async fn inward(
+        &self,
+        mut socket: WriteHalf<'_>,
+        mut stream: RecvStream,
+    ) -> Result<(), Broken> {
+        let mut inbox = Inbox::default();
+        loop {
+            let (gathered, owed) = inbox.gathered();
+            if owed > 0 {
+                self.write_all(&mut socket, &gathered, &mut inbox, &mut stream).await?;
+                stream.flow_control().release_capacity(owed)?;
+                continue;
+            }
+            let chunk = match inbox.next.take() {
+                Some(chunk) => Some(chunk),
+                None if inbox.ended => None,
+                None => stream.data().await.transpose()?,
+            };
+            let Some(mut chunk) = chunk else { break };
+            let held = chunk.len();
+            // Taken apart before anything is written: what is gathered meanwhile comes behind it.
+            let mut pieces = std::mem::take(&mut inbox.pieces);
+            while let Some(data) = inbox.deframer.next(&mut chunk)? {
+                pieces.push(data);
+            }
+            for data in pieces.drain(..) {
+                self.write_all(&mut socket, &data, &mut inbox, &mut stream).await?;
+            }
+            inbox.pieces = pieces;
+            stream.flow_control().release_capacity(held)?;
+        }
+        inbox.deframer.finish()?;
+        if self.side == Side::Server {
+            let trailers = stream.trailers().await?.unwrap_or_default();
+            match trailers.get(GRPC_STATUS) {
+                Some(status) if status == "0" => {}
+                Some(status) => {
+                    return Err(Broken::Status(printable(&format!("grpc-status {status:?}"), 32)));
+                }
+                None => return Err(Broken::Status("no grpc-status".to_owned())),
+            }
+        }
+        match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
+            // The other direction finds out what happened to the socket.
+            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(Broken::Socket(error)),
+            _ => Ok(()),
+        }
+    }
+
+    async fn write_all(
+        &self,
+        socket: &mut WriteHalf<'_>,
+        mut data: &[u8],
+        inbox: &mut Inbox,
+        stream: &mut RecvStream,
+    ) -> Result<(), Broken> {
+        let mut ticket = None;
+        while !data.is_empty() {
+            let written = poll_fn(|cx| match Pin::new(&mut *socket).poll_write(cx, data) {
+                Poll::Ready(written) => {
+                    ticket = None;
+                    Poll::Ready(written.map_err(Broken::Socket))
+                }
+                Poll::Pending => {
+                    ticket.get_or_insert_with(|| self.stalls.enter(self.abort));
+                    match inbox.gather(stream, cx) {
+                        Ok(()) => Poll::Pending,
+                        Err(broken) => Poll::Ready(Err(broken)),
+                    }
+                }
+            })
+            .await?;
+            if written == 0 {
+                return Err(Broken::Socket(io::ErrorKind::WriteZero.into()));
+            }
+            data = &data[written..];
+            self.traffic.count_to_socket(written);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,205 @@
+//! Socket to stream.
+
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::task::Poll;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use h2::{Reason, SendStream};
+use http::{HeaderMap, HeaderValue};
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::net::tcp::ReadHalf;
+use tokio_util::io::poll_read_buf;
+
+use super::GRPC_STATUS;
+use super::frame::{FrameError, HEADER_LEN, header};
+use super::pump::{Answer, Broken, Carriage, Side};
+
+/// A connection that is idle, or exchanges small messages, reads this much at once.
+const SMALL_READ: usize = 4 << 10;
+/// A busy one reads up to this much.
+const LARGE_READ: usize = 256 << 10;
+/// What may travel before the agent has connected: it is held there, for as many dials as are pending.
+const EARLY_BYTES: usize = 64 << 10;
+
+impl Carriage<'_> {
+    /// Socket to stream, until the socket's end of file has been passed on and the answer is whole.
+    pub(super) async fn outward(
+        &self,
+        mut socket: ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+        prefix: Bytes,
+        answer: &Answer,
+    ) -> Result<Sent, Broken> {
+        let mut early = prefix.len();
+        if !prefix.is_empty() {
+            let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
+            segment.put_bytes(0, HEADER_LEN);
+            segment.extend_from_slice(&prefix);
+            if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
+                return Ok(sent);
+            }
+        }
+        let mut size = SMALL_READ;
+        loop {
+            if early >= EARLY_BYTES && !answer.has_begun() {
+                answer.begins().await;
+            }
+            let readable = poll_fn(|cx| {
+                if let Poll::Ready(reset) = send.poll_reset(cx) {
+                    return Poll::Ready(Err(reset.map_or_else(Broken::from, Broken::Reset)));
+                }
+                socket.as_ref().poll_read_ready(cx).map_err(Broken::Socket)
+            });
+            if let Some(sent) = unwanted(readable.await)? {
+                return Ok(sent);
+            }
+            let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
+            segment.put_bytes(0, HEADER_LEN);
+            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(Broken::Socket)? else {
+                continue;
+            };
+            if read == 0 {
+                return self.end(&socket, send, answer).await;
+            }
+            size = next_size(size, read);
+            early = early.saturating_add(read);
+            if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
+                return Ok(sent);
+            }
+        }
+    }
+
+    /// Passes the end of file on, and watches for a reset of either side until the answer is whole as well.
+    async fn end(
+        &self,
+        socket: &ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+        answer: &Answer,
+    ) -> Result<Sent, Broken> {
+        let status = (GRPC_STATUS, HeaderValue::from_static("0"));
+        let ended = match self.side {
+            Side::Server => send.send_data(Bytes::new(), true),
+            Side::Agent => send.send_trailers(HeaderMap::from_iter([status])),
+        };
+        if let Err(error) = ended {
+            let broken = send_error(send, error).await;
+            return unwanted(Err(broken)).map(|_| Sent::Unwanted);
+        }
+        tokio::select! {
+            biased;
+            () = answer.ends() => Ok(Sent::All),
+            reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(Broken::from, Broken::Reset) {
+                // The answer says what that means.
+                Broken::Reset(Reason::NO_ERROR) => Ok(Sent::All),
+                broken => Err(broken),
+            },
+            broken = self.caller_lost(socket.as_ref()) => Err(broken),
+        }
+    }
+
+    async fn send_segment(
+        &self,
+        socket: &ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+        mut segment: BytesMut,
+    ) -> Result<(), Broken> {
+        let data = segment.len() - HEADER_LEN;
+        let head = header(data).ok_or(Broken::Frame(FrameError::Length))?;
+        segment[..HEADER_LEN].copy_from_slice(&head);
+        let mut rest = segment.freeze();
+        send.reserve_capacity(rest.len());
+        while !rest.is_empty() {
+            // `poll_capacity` tells changes only: what is there already must be asked for first.
+            let capacity = send.capacity();
+            if capacity == 0 {
+                let changed = tokio::select! {
+                    biased;
+                    changed = poll_fn(|cx| send.poll_capacity(cx)) => changed,
+                    broken = self.caller_lost(socket.as_ref()) => return Err(broken),
+                };
+                match changed {
+                    Some(capacity) => capacity?,
+                    None => return Err(Broken::Reset(stream_reset(send).await)),
+                };
+                continue;
+            }
+            if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {
+                return Err(send_error(send, error).await);
+            }
+        }
+        self.traffic.count_from_socket(data);
+        Ok(())
+    }
+
+    /// On the server: waits until the caller's socket has failed (a reset, or keepalive's end), which nothing tells while
+    /// it is not read from. What a caller that is gone had sent, nobody needs. A target may close with a reset after
+    /// its whole answer, so the agent goes on reading until the error comes in its order.
+    async fn caller_lost(&self, socket: &TcpStream) -> Broken {
+        if self.side == Side::Server && socket.ready(Interest::ERROR).await.is_ok() {
+            match socket.take_error() {
+                Ok(Some(error)) | Err(error) => return Broken::Socket(error),
+                // A failed write has taken it, and tells.
+                Ok(None) => {}
+            }
+        }
+        std::future::pending().await
+    }
+}
+
+/// What became of the outward direction.
+#[derive(Debug)]
+pub(super) enum Sent {
+    /// Everything up to the socket's end of file.
+    All,
+    /// The answer was whole without it: only the answer says what that means, for example that the dial failed.
+    Unwanted,
+}
+
+/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 §8.1).
+fn unwanted(step: Result<(), Broken>) -> Result<Option<Sent>, Broken> {
+    match step {
+        Ok(()) => Ok(None),
+        Err(Broken::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
+        Err(broken) => Err(broken),
+    }
+}
+
+/// Reads what is there without waiting; `None` when the readiness was stale.
+async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<Option<usize>> {
+    poll_fn(|cx| match poll_read_buf(Pin::new(&mut *socket), cx, into) {
+        Poll::Ready(read) => Poll::Ready(read.map(Some)),
+        Poll::Pending => Poll::Ready(Ok(None)),
+    })
+    .await
+}
+
+/// Grows fast while reads fill the buffer, shrinks when they use little of it.
+const fn next_size(size: usize, read: usize) -> usize {
+    if read >= size {
+        if size * 4 < LARGE_READ { size * 4 } else { LARGE_READ }
+    } else if read < size / 8 && size / 2 >= SMALL_READ {
+        size / 2
+    } else {
+        size
+    }
+}
+
+/// What stopped a send: h2 reports a stream that the peer has reset as misuse.
+async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> Broken {
+    if error.is_io() || error.is_go_away() || error.is_reset() {
+        return Broken::from(error);
+    }
+    Broken::Reset(stream_reset(send).await)
+}
+
+/// The reason of a reset that `poll_capacity` reported as "no longer streaming".
+async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
+    poll_fn(|cx| match send.poll_reset(cx) {
+        Poll::Ready(reason) => Poll::Ready(reason.unwrap_or(Reason::CANCEL)),
+        Poll::Pending => Poll::Ready(Reason::CANCEL),
+    })
+    .await
+}
