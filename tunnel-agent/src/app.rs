@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, register_process_metrics};
 use tunnel_core::identity::{ALPN_GRPC, agent_tls};
-use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown};
+use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
 use crate::addresses::NodeAddresses;
@@ -28,6 +28,7 @@ const BUNDLES: usize = 16;
 /// # Errors
 /// What keeps it from starting: files, the admin address, or an identity that only the operator can mend.
 pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> anyhow::Result<()> {
+    raise_open_files();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
     let metrics = Metrics::new(&mut registry);

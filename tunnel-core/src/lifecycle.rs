@@ -10,11 +10,15 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
+
+/// The soft limit where nobody has changed it.
+const USUAL_OPEN_FILES: u32 = 1024;
 
 /// When to stop: `draining` means take nothing new and finish what is in flight, `forced` means end at once.
 ///
@@ -186,6 +190,24 @@ impl DrainGuard {
     /// Where the work learns that it should, or must, end.
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
+    }
+}
+
+/// Raises the limit of open files to what the process may have, and returns it: each carried connection takes one, and
+/// the soft limit of most hosts is 1,024.
+pub fn raise_open_files() -> u32 {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
+        if soft < hard {
+            setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+        }
+        Ok(hard)
+    });
+    match raised {
+        Ok(limit) => u32::try_from(limit).unwrap_or(u32::MAX),
+        Err(error) => {
+            tracing::warn!(%error, "the limit of open files stays as it is; it bounds the connections");
+            USUAL_OPEN_FILES
+        }
     }
 }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -14,9 +13,10 @@ use tokio_util::task::TaskTracker;
 use tunnel_core::admin::{Admin, register_process_metrics};
 use tunnel_core::config::{BindError, ConfigError};
 use tunnel_core::identity::TrustBundle;
-use tunnel_core::lifecycle::{Drain, Readiness, Shutdown};
+use tunnel_core::lifecycle::{Drain, Readiness, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
+use crate::admission::Admission;
 use crate::config::Config;
 use crate::door::{self, Door, Hall, Https, Redirected};
 use crate::inventory::FileSource;
@@ -41,7 +41,7 @@ const FEED_RETRY: Duration = Duration::from_secs(1);
 /// # Errors
 /// What keeps it from starting, each with its mend: files, addresses in use, a redirect that is on and impossible.
 pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> anyhow::Result<()> {
-    raise_open_files();
+    let open_files = raise_open_files();
     let server_id = server_id();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
@@ -125,17 +125,19 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         stop: stop.clone(),
         drain_timeout: config.drain_timeout,
     });
+    // Anybody may dial the https door; they must leave file descriptors for the agents and for this host's own callers.
+    let strangers = Admission::new(open_files / 4, open_files / 8);
     let hall = Hall { router, sessions, metrics, drain: drain.clone() };
     if let Some(listener) = agents {
         tasks.spawn(agent_port.clone().serve(listener));
     }
     if let Some(listener) = https {
-        tasks.spawn(door::serve(Https, listener, hall.clone()));
+        tasks.spawn(door::serve(Https, listener, hall.clone(), Some(strangers.clone())));
     }
     for listener in redirected.into_iter().flat_map(|started| started.listeners) {
         // There are listeners only when there is a redirect.
         let Some(redirect) = redirect.clone() else { continue };
-        tasks.spawn(door::serve(Redirected { redirect }, listener, hall.clone()));
+        tasks.spawn(door::serve(Redirected { redirect }, listener, hall.clone(), None));
     }
     tasks.close();
     starting.ready();
@@ -220,16 +222,6 @@ fn primary_address() -> Option<IpAddr> {
     source(Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into()).or_else(|| {
         source(Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into())
     })
-}
-
-/// Each carried connection takes a file descriptor; the soft limit of most hosts is 1,024.
-fn raise_open_files() {
-    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
-        if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) }
-    });
-    if let Err(error) = raised {
-        tracing::warn!(%error, "the limit of open files stays as it is; it bounds the connections");
-    }
 }
 
 async fn listen(

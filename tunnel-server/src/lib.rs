@@ -2,6 +2,7 @@
 #![deny(unsafe_code)]
 
 mod accept;
+mod admission;
 pub mod app;
 pub mod cli;
 pub mod config;

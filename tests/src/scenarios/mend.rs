@@ -50,6 +50,9 @@ async fn only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
     let token = stream.local_addr()?.ip();
     visit((token, 10250).into()).await?;
     let mut direct = connect((token, other.address.port())).await?;
-    ensure!(end_of(&mut direct, PATIENCE).await? == End::Reset, "a token opened a port that is not tunnelled");
+    ensure!(
+        end_of(&mut direct, PATIENCE).await? == End::Reset,
+        "a token opened a port that is not tunnelled"
+    );
     server.wait_log("is not in --redirect-ports").await
 }

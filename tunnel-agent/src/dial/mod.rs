@@ -12,7 +12,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use tokio::net::TcpStream;
 use tonic::{Code, Status};
-use tunnel_core::carry::{Abort, Carriage, Side, TARGET_HEADER, Traffic};
+use tunnel_core::carry::{Abort, Carriage, Side, TARGET_HEADER, Traffic, reset_on_drop};
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
@@ -152,6 +152,8 @@ async fn dial(session: &SessionState, headers: &HeaderMap) -> Result<(SocketAddr
         .await
         .map_err(|_| Refusal::TimedOut { target, after: deadline })?
         .map_err(|error| Refusal::of(target, deadline, error))?;
+    // Until the pump takes over, too: a server that goes away now must not look like an end of file to the target.
+    reset_on_drop(&socket);
     link::tune_carried(&socket).map_err(|error| Refusal::Unreachable { target, error })?;
     Ok((target, socket))
 }

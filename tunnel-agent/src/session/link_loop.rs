@@ -1,6 +1,6 @@
 //! Keeps one session with one server, for as long as the agent lives.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -69,12 +69,15 @@ pub struct LinkLoop {
     shared: Arc<Shared>,
     server: String,
     observed: Mutex<Observed>,
+    /// The number of a session that a newer one has replaced. With it the server takes this agent again only once the
+    /// newer session is gone; a fresh number would replace that one in turn.
+    yielded: Mutex<Option<u64>>,
 }
 
 impl LinkLoop {
     /// A loop for the server at `server` (`host:port`).
     pub fn new(shared: Arc<Shared>, server: String) -> Arc<Self> {
-        Arc::new(Self { shared, server, observed: Mutex::default() })
+        Arc::new(Self { shared, server, observed: Mutex::default(), yielded: Mutex::default() })
     }
 
     /// Runs until the agent drains. Sessions that outlive their turn (the server drains, its successor is dialled
@@ -101,7 +104,7 @@ impl LinkLoop {
             }
             failures = failures.saturating_add(1);
             let pause = match end {
-                SessionEnd::Replaced(_) => jittered(REPLACED_PAUSE, 0.5),
+                SessionEnd::Replaced(_) | SessionEnd::Refused(_) => jittered(REPLACED_PAUSE, 0.5),
                 SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
                 _ => jittered(pause_after(failures), 1.0),
             };
@@ -140,22 +143,43 @@ impl LinkLoop {
                 Err(error) => return SessionEnd::Tls(std::io::Error::other(error)),
             }
         };
-        let epoch = match self.shared.epochs.next() {
-            Ok(epoch) => epoch,
-            Err(error) => return SessionEnd::Connect(std::io::Error::other(error)),
+        let connected = tokio::select! {
+            connected = connect(&self.server, tls) => connected,
+            () = self.shared.draining.cancelled() => return SessionEnd::Stopping,
         };
-        let (link, chain) = match connect(&self.server, tls).await {
+        let (link, chain) = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
+        };
+        let epoch = match self.epoch().await {
+            Ok(epoch) => epoch,
+            Err(error) => return SessionEnd::Connect(error),
         };
         let state = Arc::new(SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain));
         self.observe(|observed| observed.session = Some(state.clone()));
         let server_drains = CancellationToken::new();
         let mut serving = leftovers.spawn(serve(state, link, server_drains.clone()));
-        tokio::select! {
+        let end = tokio::select! {
             ended = &mut serving => ended.unwrap_or(SessionEnd::Closed),
             () = server_drains.cancelled() => SessionEnd::Draining,
+        };
+        let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
+        *self.yielded() = yields.then_some(epoch);
+        end
+    }
+
+    /// The next session's number. Taken once the server is reached, and off this thread: the number is synced to disk.
+    async fn epoch(&self) -> std::io::Result<u64> {
+        if let Some(yielded) = *self.yielded() {
+            return Ok(yielded);
         }
+        let shared = self.shared.clone();
+        let next = tokio::task::spawn_blocking(move || shared.epochs.next()).await;
+        next.map_err(std::io::Error::other)?.map_err(std::io::Error::other)
+    }
+
+    fn yielded(&self) -> MutexGuard<'_, Option<u64>> {
+        self.yielded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether a server has this session in use.

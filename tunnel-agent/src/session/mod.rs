@@ -55,8 +55,8 @@ pub struct Shared {
 /// The servers that are attached: two addresses that lead to one server must not take turns replacing each other.
 #[derive(Debug, Default)]
 pub struct Attached {
-    /// Server id to configured address.
-    servers: Mutex<HashMap<String, String>>,
+    /// Server id to configured address, and the session's number.
+    servers: Mutex<HashMap<String, (String, u64)>>,
     released: Notify,
 }
 
@@ -65,20 +65,20 @@ impl Attached {
     ///
     /// # Errors
     /// The address through which it is attached already.
-    fn claim(&self, server_id: &str, address: &str) -> Result<(), String> {
+    fn claim(&self, server_id: &str, address: &str, epoch: u64) -> Result<(), String> {
         let mut servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
         match servers.get(server_id) {
-            Some(other) if other != address => Err(other.clone()),
+            Some((other, _)) if other != address => Err(other.clone()),
             _ => {
-                servers.insert(server_id.to_owned(), address.to_owned());
+                servers.insert(server_id.to_owned(), (address.to_owned(), epoch));
                 Ok(())
             }
         }
     }
 
-    /// Gives up what the link through `address` claimed.
-    fn release(&self, address: &str) {
-        self.servers.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, holder| holder != address);
+    /// Gives up what a session claimed, and not what its successor through the same address did.
+    fn release(&self, epoch: u64) {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner).retain(|_, (_, holder)| *holder != epoch);
         self.released.notify_waiters();
     }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
@@ -22,8 +22,12 @@ use super::service::AgentService;
 use super::{Notice, SessionState};
 use crate::dial;
 
-/// How long the server may take to hear the last frames of a session that ends.
+/// How long the server may take to hear the last frames of a session that failed.
 const GOODBYE: Duration = Duration::from_secs(1);
+/// The same after a drain: what was carried may still wait behind a slow link.
+const LONG_GOODBYE: Duration = Duration::from_secs(10);
+/// How long nothing must be carried for a drain to be over; on a slow link twice its round trip.
+const QUIET: Duration = Duration::from_millis(100);
 /// Time between two reports of load.
 const LOAD_INTERVAL: Duration = Duration::from_secs(15);
 
@@ -148,12 +152,16 @@ pub(super) async fn serve(
             }
         }
     };
-    session.shared.attached.release(&session.server);
+    session.shared.attached.release(session.epoch);
     // Whatever is still carried is reset; the GOAWAY tells the server that this was on purpose.
     session.stop.cancel();
     link.graceful_shutdown();
     let goodbye = async { while let Some(Ok(_)) = link.accept().await {} };
-    if tokio::time::timeout(GOODBYE, goodbye).await.is_err() {
+    let patience = match end {
+        SessionEnd::Draining | SessionEnd::Stopping if !session.shared.forced.is_cancelled() => LONG_GOODBYE,
+        _ => GOODBYE,
+    };
+    if tokio::time::timeout(patience, goodbye).await.is_err() {
         tracing::debug!(server = %session.server, "the server did not close the link in time");
     }
     end
@@ -182,7 +190,7 @@ async fn told(
         match &*notices.borrow_and_update() {
             Notice::Draining => {
                 // Its successor may be reached through the same address, or another.
-                session.shared.attached.release(&session.server);
+                session.shared.attached.release(session.epoch);
                 on_draining.cancel();
             }
             Notice::Refused(reason) => return SessionEnd::Refused(reason.clone()),
@@ -203,12 +211,15 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         }
         () = server_draining.cancelled() => SessionEnd::Draining,
     };
-    let mut tick = tokio::time::interval(Duration::from_millis(50));
-    // The server may have opened a stream before it knew; two quiet looks in a row are enough.
-    let mut quiet = 0;
-    while quiet < 2 {
+    // The server may have opened a stream before it knew.
+    let quiet = QUIET.max(session.rtt.last().unwrap_or_default() * 2);
+    let mut tick = tokio::time::interval(Duration::from_millis(20));
+    let mut since = Instant::now();
+    while since.elapsed() < quiet {
         tick.tick().await;
-        quiet = if session.connections() == 0 { quiet + 1 } else { 0 };
+        if session.connections() > 0 {
+            since = Instant::now();
+        }
     }
     end
 }

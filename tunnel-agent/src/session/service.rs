@@ -25,7 +25,9 @@ impl Agent for AgentService {
     async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
         let session = &self.0;
         let welcome = request.into_inner();
-        if let Err(through) = session.shared.attached.claim(&welcome.server_id, &session.server) {
+        if let Err(through) =
+            session.shared.attached.claim(&welcome.server_id, &session.server, session.epoch)
+        {
             let status =
                 Status::already_exists(format!("this agent is attached to this server through {through}"));
             session.notices.send_replace(Notice::SameServer { through });

@@ -25,6 +25,7 @@ pub use https::Https;
 pub use redirect::Redirected;
 
 use crate::accept::accept;
+use crate::admission::{Admission, Admitted};
 use crate::metrics::Metrics;
 use crate::route::Router;
 use crate::session::{Session, Sessions};
@@ -82,7 +83,9 @@ pub struct Hall {
 }
 
 /// Serves a door until the drain starts.
-pub async fn serve<D: Door>(door: D, listener: TcpListener, hall: Hall) {
+///
+/// `strangers` bounds the connections of a door that anybody may dial, for as long as they last.
+pub(crate) async fn serve<D: Door>(door: D, listener: TcpListener, hall: Hall, strangers: Option<Admission>) {
     let door = Arc::new(door);
     hall.metrics.door(D::NAME);
     loop {
@@ -90,11 +93,22 @@ pub async fn serve<D: Door>(door: D, listener: TcpListener, hall: Hall) {
             accepted = accept(&listener, D::NAME) => accepted,
             () = hall.drain.shutdown().draining() => return,
         };
-        hall.drain.spawn(receive(door.clone(), socket, client, hall.clone()));
+        let place = strangers.as_ref().map(|strangers| strangers.admit(client.ip()));
+        if let Some(None) = place {
+            hall.metrics.turned_away(D::NAME);
+            continue;
+        }
+        hall.drain.spawn(receive(door.clone(), socket, client, hall.clone(), place.flatten()));
     }
 }
 
-async fn receive<D: Door>(door: Arc<D>, mut socket: TcpStream, client: SocketAddr, hall: Hall) {
+async fn receive<D: Door>(
+    door: Arc<D>,
+    mut socket: TcpStream,
+    client: SocketAddr,
+    hall: Hall,
+    place: Option<Admitted>,
+) {
     // Whatever goes wrong from here on, the caller sees a reset and no clean end.
     reset_on_drop(&socket);
     let opening = match door.open(&mut socket, &hall.router).await {
@@ -107,7 +121,7 @@ async fn receive<D: Door>(door: Arc<D>, mut socket: TcpStream, client: SocketAdd
             return;
         }
     };
-    let record = Record::new(D::NAME, client, &opening, &hall);
+    let record = Record::new(D::NAME, client, &opening, &hall, place);
     let Some(session) = hall.sessions.of(&opening.node) else {
         record.end(Outcome::NoTunnel, &no_tunnel(&hall.sessions, &opening.node));
         return;

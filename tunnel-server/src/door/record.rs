@@ -11,6 +11,7 @@ use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::outcome::Outcome;
 
 use super::{Hall, Opening, millis_since};
+use crate::admission::Admitted;
 use crate::metrics::Metrics;
 use crate::session::Session;
 
@@ -31,10 +32,17 @@ pub(super) struct Record {
     detail: String,
     metrics: Metrics,
     in_flight: DrainGuard,
+    _place: Option<Admitted>,
 }
 
 impl Record {
-    pub(super) fn new(door: &'static str, client: SocketAddr, opening: &Opening, hall: &Hall) -> Self {
+    pub(super) fn new(
+        door: &'static str,
+        client: SocketAddr,
+        opening: &Opening,
+        hall: &Hall,
+        place: Option<Admitted>,
+    ) -> Self {
         hall.metrics.opened(door);
         Self {
             door,
@@ -48,6 +56,7 @@ impl Record {
             detail: String::new(),
             metrics: hall.metrics.clone(),
             in_flight: hall.drain.guard(),
+            _place: place,
         }
     }
 

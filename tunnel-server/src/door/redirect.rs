@@ -27,7 +27,10 @@ impl Door for Redirected {
         }
         // Only the hook at connect() rewrites, and only these ports: whoever brings another has dialled a token itself.
         if !router.tunnels(local.port()) {
-            return Err(Refusal::Caller(format!("port {} of {token} is not in --redirect-ports", local.port())));
+            return Err(Refusal::Caller(format!(
+                "port {} of {token} is not in --redirect-ports",
+                local.port()
+            )));
         }
         let destination = router.snapshot().by_token(token).ok_or_else(|| {
             Refusal::Caller(format!("{token} is no node's token: the node has left, or never was"))

@@ -1,6 +1,8 @@
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
+
+use crate::admission::source_key;
 
 /// Failures that an address may make at once.
 const BURST: u32 = 10;
@@ -22,14 +24,16 @@ pub(super) struct FailureLimit {
 impl FailureLimit {
     /// Whether the address may fail once more and be told why.
     pub(super) fn allows(&self, address: IpAddr, now: Instant) -> bool {
-        let debt =
-            self.clear_at.get(&key(address)).map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let debt = self
+            .clear_at
+            .get(&source_key(address))
+            .map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         debt <= REFILL * (BURST - 1)
     }
 
     /// Notes a failure of the address.
     pub(super) fn failed(&mut self, address: IpAddr, now: Instant) {
-        let address = key(address);
+        let address = source_key(address);
         if self.clear_at.len() >= MAX_ADDRESSES && !self.clear_at.contains_key(&address) {
             self.clear_at.retain(|_, at| *at > now);
             // Still full: the one with the least to its name goes.
@@ -42,14 +46,6 @@ impl FailureLimit {
         }
         let at = self.clear_at.entry(address).or_insert(now);
         *at = (*at).max(now) + REFILL;
-    }
-}
-
-/// IPv6 hosts have a /64 to choose addresses from.
-fn key(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from(u128::from(v6) & (u128::MAX << 64))),
-        v4 => v4,
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -17,19 +17,27 @@ use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, TrustBundle, node
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, PING_INTERVAL, PING_TIMEOUT};
 use tunnel_core::proto::enrollment_server::EnrollmentServer;
 
-use super::admission::{Admission, Admitted};
 use super::attach;
 use super::{Sessions, Workers};
 use crate::accept::accept;
+use crate::admission::{Admission, Admitted};
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerCertificate};
 
 /// The largest gRPC message of an enrolment: a CSR is under 2 KiB.
 const MAX_MESSAGE: usize = 64 << 10;
-/// Streams at once on an enrolment connection.
-const MAX_GRPC_STREAMS: u32 = 16;
+/// Handshakes at once, from everywhere.
+const HANDSHAKES: u32 = 4096;
+/// Handshakes at once from one address; a site's agents share one behind their NAT.
+const HANDSHAKES_PER_SOURCE: u32 = 256;
+/// Enrolment connections at once.
+const GRPC_CONNECTIONS: usize = 512;
+/// Streams at once on one of them.
+const MAX_GRPC_STREAMS: u32 = 4;
+/// HTTP/2 windows of one of them, in bytes.
+const GRPC_WINDOW: u32 = 64 << 10;
 /// How long a connection for enrolment may last.
-const GRPC_LIFETIME: std::time::Duration = std::time::Duration::from_secs(60);
+const GRPC_LIFETIME: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// What the agent port needs.
 pub struct AgentPortConfig {
@@ -59,6 +67,8 @@ pub struct AgentPortConfig {
 pub struct AgentPort {
     pub(super) config: AgentPortConfig,
     admission: Admission,
+    /// Connections that have no certificate to show, which is what enrolment is for.
+    grpc_places: Semaphore,
     routes: Routes,
     /// Links, until their end.
     pub(super) links: TaskTracker,
@@ -69,7 +79,13 @@ impl AgentPort {
     pub fn new(config: AgentPortConfig) -> Arc<Self> {
         let service = EnrollmentServer::new(config.enroll.clone()).max_decoding_message_size(MAX_MESSAGE);
         let routes = Routes::new(service).prepare();
-        Arc::new(Self { config, admission: Admission::default(), routes, links: TaskTracker::new() })
+        Arc::new(Self {
+            config,
+            admission: Admission::new(HANDSHAKES, HANDSHAKES_PER_SOURCE),
+            grpc_places: Semaphore::new(GRPC_CONNECTIONS),
+            routes,
+            links: TaskTracker::new(),
+        })
     }
 
     /// Takes connections until the drain starts.
@@ -93,7 +109,11 @@ impl AgentPort {
             let (port, worker) = (self.clone(), self.config.workers.next().clone());
             let on_worker = worker.clone();
             worker.spawn(self.links.track_future(async move {
-                if let Err(error) = port.take(socket, peer, admitted, on_worker).await {
+                let taken = tokio::select! {
+                    taken = port.take(socket, peer, admitted, on_worker) => taken,
+                    () = port.config.stop.cancelled() => Ok(()),
+                };
+                if let Err(error) = taken {
                     port.config.metrics.handshake("failed");
                     tracing::info!(%peer, %error, "handshake failed on the agent port");
                 }
@@ -136,9 +156,13 @@ impl AgentPort {
                 Ok(())
             }
             Some(ALPN_GRPC) => {
+                // Their own places: who has only this to do may not hold up those with a certificate.
+                drop(admitted);
+                let Ok(_place) = self.grpc_places.try_acquire() else {
+                    return Err(io::Error::other("too many enrolment connections at once"));
+                };
                 self.config.metrics.handshake("grpc");
                 self.grpc(stream, peer, PeerCertificate(certificate)).await;
-                drop(admitted);
                 Ok(())
             }
             _ => {
@@ -157,6 +181,8 @@ impl AgentPort {
         let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .max_concurrent_streams(MAX_GRPC_STREAMS)
+            .initial_stream_window_size(GRPC_WINDOW)
+            .initial_connection_window_size(GRPC_WINDOW)
             .max_header_list_size(16 << 10)
             .keep_alive_interval(PING_INTERVAL)
             .keep_alive_timeout(PING_TIMEOUT)

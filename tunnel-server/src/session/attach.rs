@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -25,9 +25,9 @@ use tunnel_core::proto::{
 use tunnel_core::text::printable;
 
 use super::Session;
-use super::admission::Admitted;
 use super::agent_port::AgentPort;
 use super::registry::Fenced;
+use crate::admission::Admitted;
 
 /// The largest control message taken from an agent.
 const MAX_MESSAGE: usize = 64 << 10;
@@ -94,6 +94,10 @@ pub(super) async fn run(
             port.config.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
         }
+        End::NoHello | End::NotHello | End::Attach(_) => {
+            port.config.metrics.handshake("failed");
+            tracing::warn!(%node, %peer, lasted_s, "no session: {end}");
+        }
         _ => tracing::warn!(%node, %peer, lasted_s, "session ended: {end}"),
     }
 }
@@ -145,7 +149,7 @@ struct Registered<'a> {
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        self.port.config.sessions.unregister(&self.session);
+        self.port.config.sessions.ended(&self.session);
         self.session.closed.cancel();
     }
 }
@@ -246,7 +250,7 @@ async fn greet(
 /// Follows a registered session until it ends.
 async fn follow(
     port: &AgentPort,
-    session: &Session,
+    session: &Arc<Session>,
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
     pings: PingPong,
@@ -261,7 +265,11 @@ async fn follow(
             event = events.message() => {
                 let event = match event {
                     Ok(Some(event)) => event,
-                    Ok(None) => return End::Left,
+                    Ok(None) => {
+                        port.config.sessions.leave(session);
+                        finish(port, session).await;
+                        return End::Left;
+                    }
                     Err(status) => return End::Lost(Box::new(status)),
                 };
                 if span.0.elapsed() > EVENT_SPAN {
@@ -274,7 +282,7 @@ async fn follow(
                 match event.event {
                     Some(agent_event::Event::Draining(_)) => {
                         tracing::info!(node = %session.node, "the agent is draining");
-                        port.config.sessions.unregister(session);
+                        port.config.sessions.leave(session);
                     }
                     Some(agent_event::Event::Hello(_)) => return End::NotHello,
                     // For an operator's eyes only: routes come from the inventory.
@@ -298,6 +306,22 @@ async fn follow(
             () = session.closed.cancelled() => return End::Ended,
             () = port.config.stop.cancelled() => return End::Ended,
         }
+    }
+}
+
+/// The agent has left on purpose: callers that read slowly still get what was carried.
+async fn finish(port: &AgentPort, session: &Session) {
+    let idle = async {
+        let mut tick = tokio::time::interval(Duration::from_millis(20));
+        while session.connections.load(Ordering::Relaxed) > 0 {
+            tick.tick().await;
+        }
+    };
+    tokio::select! {
+        () = idle => {}
+        () = session.closed.cancelled() => {}
+        () = port.config.stop.cancelled() => {}
+        () = tokio::time::sleep(port.config.drain_timeout) => {}
     }
 }
 

@@ -1,6 +1,5 @@
 //! The sessions with the agents: taking their links, and opening a stream for each connection that a door brings.
 
-mod admission;
 mod agent_port;
 mod attach;
 mod registry;
@@ -88,7 +87,17 @@ impl Session {
         let mut link = self.send.clone();
         let request =
             carry_request(target).map_err(|error| Broken::Dial(Outcome::Protocol, error.to_string()))?;
-        std::future::poll_fn(|cx| link.poll_ready(cx)).await.map_err(Broken::Link)?;
+        if let Err(error) = std::future::poll_fn(|cx| link.poll_ready(cx)).await {
+            // Nothing can be carried on this link any more, whatever its PINGs say.
+            self.closed.cancel();
+            return Err(Broken::Link(error));
+        }
+        // Beyond what the agent takes, h2 would queue the stream; one is the session's own.
+        if self.connections.load(Ordering::Relaxed) as usize >= link.current_max_send_streams() {
+            let reason =
+                format!("{} takes no more than {} streams", self.node, link.current_max_send_streams());
+            return Err(Broken::Dial(Outcome::Busy, reason));
+        }
         let (response, mut send) = link.send_request(request, false).map_err(Broken::Link)?;
         let asked = Instant::now();
         let inbound = async {

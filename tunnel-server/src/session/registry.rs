@@ -29,6 +29,8 @@ pub struct Fenced {
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
     departed: Mutex<HashMap<NodeName, Instant>>,
+    /// Sessions whose agents are leaving: out of use, but not at their end.
+    leaving: Mutex<HashMap<NodeName, Arc<Session>>>,
     ids: AtomicU64,
     router: Arc<Router>,
     metrics: Metrics,
@@ -37,7 +39,14 @@ pub struct Sessions {
 impl Sessions {
     /// No session yet; liveness is told to `router`.
     pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
-        Self { live: RwLock::default(), departed: Mutex::default(), ids: AtomicU64::new(1), router, metrics }
+        Self {
+            live: RwLock::default(),
+            departed: Mutex::default(),
+            leaving: Mutex::default(),
+            ids: AtomicU64::new(1),
+            router,
+            metrics,
+        }
     }
 
     /// A number for a session or a connection, unique in this process.
@@ -102,6 +111,31 @@ impl Sessions {
             departed.remove(&oldest);
         }
         departed.insert(session.node.clone(), Instant::now());
+    }
+
+    /// Takes the session of an agent that is leaving out of use. One a node: an agent that says so again and again must not
+    /// pile up links.
+    pub fn leave(&self, session: &Arc<Session>) {
+        self.unregister(session);
+        let before = self.leaving().insert(session.node.clone(), session.clone());
+        if let Some(before) = before
+            && before.id != session.id
+        {
+            before.closed.cancel();
+        }
+    }
+
+    /// Forgets a session that has ended.
+    pub(super) fn ended(&self, session: &Session) {
+        self.unregister(session);
+        let mut leaving = self.leaving();
+        if leaving.get(&session.node).is_some_and(|other| other.id == session.id) {
+            leaving.remove(&session.node);
+        }
+    }
+
+    fn leaving(&self) -> MutexGuard<'_, HashMap<NodeName, Arc<Session>>> {
+        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn departed(&self) -> MutexGuard<'_, HashMap<NodeName, Instant>> {
