@@ -16,11 +16,12 @@ use crate::runner::figure;
 use crate::server::Server;
 use crate::target::Behaviour;
 use crate::testbed::{CLOUD, Testbed};
-use crate::wait::wait_for;
+use crate::wait::{wait_for, wait_until};
 
 pub(super) const ALL: &[Scenario] = &[
     Scenario::new("hostile::newer_session_wins_and_older_is_told", 1, |t| Box::pin(newer_session_wins(t))),
-    Scenario::new("hostile::two_real_agents_of_one_node_do_not_flap", 2, |t| Box::pin(two_real_agents(t))),
+    Scenario::new("hostile::two_real_agents_of_one_node_do_not_flap", 2, |t| Box::pin(two_real_agents(t)))
+        .limit(180),
     Scenario::new("hostile::certificate_of_another_node", 2, |t| Box::pin(certificate_of_another_node(t)))
         .quick(),
     Scenario::new("hostile::no_certificate", 1, |t| Box::pin(no_certificate(t))),
@@ -102,6 +103,17 @@ async fn two_real_agents(testbed: &Testbed) -> Result<()> {
         Ok(attached(&server)? > before + 1 || !server.is_connected("edge-1").await?)
     })
     .await?;
+    // When it tries again, after one to two minutes, it is refused for as long as the newer session lives.
+    let refused = async || {
+        Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &[("result", "older")]))
+    };
+    wait_until("the older agent to be refused", Duration::from_secs(140), refused, |count| *count >= 1.0)
+        .await?;
+    ensure!(attached(&server)? == before, "the sessions took turns");
+    ensure!(
+        server.is_connected("edge-1").await?,
+        "the newer session did not survive the older agent's return"
+    );
     ensure!(first.process.ended()?.is_none(), "the older agent ended instead of waiting");
     let log = first.process.output()?.to_lowercase();
     ensure!(

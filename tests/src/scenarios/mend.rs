@@ -1,7 +1,9 @@
 //! The redirect looks after itself while it runs, and opens no more than it should.
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use tokio::net::TcpStream;
 
 use super::Scenario;
 use super::common::{server_and_agent, target};

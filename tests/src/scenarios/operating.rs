@@ -12,7 +12,7 @@ use crate::inventory::Inventory;
 use crate::server::{self, Builder};
 use crate::target::Behaviour;
 use crate::testbed::Testbed;
-use crate::testbed::process::{Process, program};
+use crate::testbed::process::{Process, log_file, program};
 
 pub(super) const ALL: &[Scenario] = &[
     Scenario::new("operating::bad_configuration_exits_64", 1, |t| Box::pin(bad_configuration(t))).quick(),
@@ -80,8 +80,9 @@ async fn expect_64(testbed: &Testbed, name: &str, flags: &[&str], expected: &[&s
     let mut command = testbed.on_cloud().command(&program(name)?);
     command.args(flags);
     let log = format!("{name}-misconfigured");
+    // Before it is started: it may have said everything a moment later.
+    let before = std::fs::metadata(log_file(testbed.dir(), &log)).map_or(0, |log| log.len() as usize);
     let mut process = Process::spawn(testbed, &log, command)?;
-    let before = process.output()?.len();
     let status =
         process.wait_exit(Duration::from_secs(10)).await.with_context(|| format!("{name} {flags:?}"))?;
     let output = process.output()?;

@@ -26,12 +26,13 @@ pub struct Placement<'a> {
 impl Placement<'_> {
     /// A command on that host.
     pub fn command(&self, program: &Path) -> Command {
-        // POSIX shells have no slices of "$@": `shift` does it.
+        // POSIX shells have no slices of "$@": `shift` does it. Most hosts start programs with 1,024 open files, and so
+        // do we, whatever the scenario's own limit is.
         let mut command = Command::new("sh");
         command
             .args([
                 "-c",
-                r#"echo $$ > "$1" || exit 125; net="$2"; shift 2; exec nsenter --net="$net" -- "$@""#,
+                r#"echo $$ > "$1" || exit 125; ulimit -S -n 1024; net="$2"; shift 2; exec nsenter --net="$net" -- "$@""#,
                 "sh",
             ])
             .arg(self.cgroup.path().join("cgroup.procs"))
