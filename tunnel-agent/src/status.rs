@@ -1,17 +1,14 @@
 //! What the agent says of itself, and `tunnel-agent status`, which shows it.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
-use std::net::SocketAddr;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::{Deserialize, Serialize};
-use tokio::signal::unix::{SignalKind, signal};
-use tunnel_core::admin::client::{ClientError, fetch};
-use tunnel_core::config::{TargetRule, parse_loopback_door, report_error};
+use tunnel_core::admin::Show;
+use tunnel_core::config::{TargetRule, parse_loopback_door};
 use tunnel_core::identity::{AgentIdentity, NodeName};
+use tunnel_core::text::harmless;
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::session::{LinkStatus, Phase};
@@ -83,7 +80,7 @@ impl AgentStatus {
             let state = match link.phase {
                 Phase::Attached => format!(
                     "attached to {} for {}, session {}, {} connections{}",
-                    clean(link.server_id.as_deref().unwrap_or("?")),
+                    harmless(link.server_id.as_deref().unwrap_or("?")),
                     age(link.attached_for_s.unwrap_or_default()),
                     link.epoch,
                     link.connections,
@@ -93,7 +90,7 @@ impl AgentStatus {
                 Phase::Waiting => "waiting before the next attempt".to_owned(),
             };
             let error = link.last_error.as_deref().filter(|_| link.phase != Phase::Attached);
-            let error = error.map(|error| format!(" (last error: {})", clean(error))).unwrap_or_default();
+            let error = error.map(|error| format!(" (last error: {})", harmless(error))).unwrap_or_default();
             let _ = writeln!(text, "server {}: {state}{error}", link.address);
         }
         text
@@ -104,11 +101,6 @@ impl CertificateStatus {
     pub fn of(identity: &AgentIdentity) -> Self {
         Self { not_after: seconds(identity.not_after()), renews_at: seconds(identity.renew_at()) }
     }
-}
-
-/// What a server wrote must not steer the operator's terminal.
-fn clean(text: &str) -> String {
-    text.replace(char::is_control, "\u{fffd}")
 }
 
 fn seconds(time: SystemTime) -> u64 {
@@ -128,21 +120,11 @@ fn age(seconds: u64) -> String {
 /// `tunnel-agent status`.
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
-    /// text, or json as `/status` has it.
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
-    output: Output,
-    /// Show it again every 2 s until Ctrl-C.
-    #[arg(short, long)]
-    watch: bool,
+    #[command(flatten)]
+    show: Show,
     /// The running agent's --admin-address.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
-    Text,
-    Json,
 }
 
 impl StatusCommand {
@@ -157,57 +139,15 @@ impl StatusCommand {
                 self.admin_address
             );
         };
-        if !self.watch {
-            print(&self.look(address).await?)?;
-            return Ok(());
-        }
-        // Before the first look: from here on Ctrl-C is a normal end, also while an answer is awaited.
-        let mut interrupt = signal(SignalKind::interrupt()).context("installing the handler of SIGINT")?;
-        let watch = async {
-            loop {
-                match self.look(address).await {
-                    Ok(text) if print(&text)? => {}
-                    Ok(_) => return Ok(()),
-                    // It may come back, as during an upgrade.
-                    Err(error) => {
-                        report_error("tunnel-agent", &error);
-                    }
-                }
-                tokio::time::sleep(Duration::from_secs(2)).await;
-            }
-        };
-        tokio::select! {
-            biased;
-            _ = interrupt.recv() => Ok(()),
-            done = watch => done,
-        }
-    }
-
-    async fn look(&self, address: SocketAddr) -> Result<String, ClientError> {
-        match self.output {
-            Output::Json => {
-                // Passed on as it is: a newer agent may say more than this version knows.
-                let status: serde_json::Value = fetch(address, "/status").await?;
-                Ok(format!("{status:#}\n"))
-            }
-            Output::Text => Ok(fetch::<AgentStatus>(address, "/status").await?.to_text(SystemTime::now())),
-        }
-    }
-}
-
-/// False when nobody reads any more, as behind `| head`.
-fn print(text: &str) -> io::Result<bool> {
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
-        Err(error) => Err(error),
+        let to_text = |status: AgentStatus| status.to_text(SystemTime::now());
+        Ok(self.show.run("tunnel-agent", address, to_text).await?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     fn link(phase: Phase) -> LinkStatus {
         LinkStatus {

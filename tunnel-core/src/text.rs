@@ -3,7 +3,12 @@
 /// At most `max` characters of `text`, without control characters: nobody writes lines into our log, or escape sequences
 /// to an operator's terminal.
 pub fn printable(text: &str, max: usize) -> String {
-    text.chars().take(max).map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
+    harmless(&text.chars().take(max).collect::<String>())
+}
+
+/// `text` without control characters, whatever its length.
+pub fn harmless(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
 }
 
 #[cfg(test)]

@@ -10,8 +10,10 @@
 
 pub mod client;
 mod process;
+mod show;
 
 pub use process::register_process_metrics;
+pub use show::{Show, ShowError};
 
 use std::fmt;
 use std::io;

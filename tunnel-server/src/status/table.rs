@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use tunnel_core::text::harmless;
 
 use super::{NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
 
@@ -24,13 +25,13 @@ impl StatusReport {
         let ready = if self.ready {
             "ready".to_owned()
         } else {
-            format!("NOT READY, waits for {}", clean(&self.pending.join(", ")))
+            format!("NOT READY, waits for {}", harmless(&self.pending.join(", ")))
         };
         writeln!(
             out,
             "tunnel-server {} on {}, up {}: {ready}",
-            clean(&self.version),
-            clean(&self.server_id),
+            harmless(&self.version),
+            harmless(&self.server_id),
             age(self.uptime_s)
         )?;
         for door in &self.doors {
@@ -39,7 +40,7 @@ impl StatusReport {
                 Some(accepted) => format!("{active} active, {accepted} accepted"),
                 None => format!("{active} tunnels"),
             };
-            writeln!(out, "door {} at {}: {use_of_it}", clean(&door.name), door.address)?;
+            writeln!(out, "door {} at {}: {use_of_it}", harmless(&door.name), door.address)?;
         }
         self.redirect.write(out)?;
         self.write_inventory(out, all)?;
@@ -50,15 +51,15 @@ impl StatusReport {
 
     fn write_inventory(&self, out: &mut String, all: bool) -> std::fmt::Result {
         let source = &self.inventory.source;
-        let file = clean(&source.file.to_string_lossy());
+        let file = harmless(&source.file.to_string_lossy());
         writeln!(out, "inventory {file}: {} edge, {} cloud", source.edge, source.cloud)?;
         if let Some(error) = &source.last_error {
-            writeln!(out, "  NOT IN EFFECT, the last good one is: {}", clean(error))?;
+            writeln!(out, "  NOT IN EFFECT, the last good one is: {}", harmless(error))?;
         }
         let conflicts = &self.inventory.conflicts;
         let shown = if all { conflicts.len() } else { conflicts.len().min(MAX_CONFLICTS) };
         for conflict in &conflicts[..shown] {
-            writeln!(out, "  CONFLICT: {}", clean(&conflict.message))?;
+            writeln!(out, "  CONFLICT: {}", harmless(&conflict.message))?;
         }
         more(out, "  ", conflicts.len() - shown, "conflicts")
     }
@@ -100,11 +101,6 @@ impl StatusReport {
     }
 }
 
-/// What others wrote must not steer the operator's terminal (escape sequences) or look like lines of its own.
-fn clean(text: &str) -> String {
-    text.replace(char::is_control, "\u{fffd}")
-}
-
 fn more(out: &mut String, indent: &str, left: usize, what: &str) -> std::fmt::Result {
     if left == 0 { Ok(()) } else { writeln!(out, "{indent}… and {left} more {what}; --all shows them") }
 }
@@ -115,7 +111,7 @@ impl RedirectStatus {
             RedirectState::Off => return writeln!(out, "redirect: off"),
             RedirectState::On => "on".to_owned(),
             RedirectState::Degraded => {
-                format!("DEGRADED: {}", clean(self.reason.as_deref().unwrap_or("no reason known")))
+                format!("DEGRADED: {}", harmless(self.reason.as_deref().unwrap_or("no reason known")))
             }
         };
         let Self { routes, routes_down, excluded, .. } = self;
@@ -124,7 +120,7 @@ impl RedirectStatus {
             "redirect: {state}; {routes} routes, {routes_down} of them down, {excluded} ranges excluded"
         )?;
         let counted = self.counters.iter().filter(|(_, count)| **count > 0);
-        let counted: Vec<_> = counted.map(|(name, count)| format!("{} {count}", clean(name))).collect();
+        let counted: Vec<_> = counted.map(|(name, count)| format!("{} {count}", harmless(name))).collect();
         if !counted.is_empty() {
             writeln!(out, "  {}", counted.join(", "))?;
         }
@@ -188,7 +184,7 @@ impl NodeStatus {
             stalled.to_string(),
             bytes(*bytes_to_node),
             bytes(*bytes_from_node),
-            clean(agent_version),
+            harmless(agent_version),
         ]
     }
 }

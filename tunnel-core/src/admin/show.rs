@@ -1,0 +1,107 @@
+//! The `status` command of both programs: shows what `/status` says, once or again and again.
+
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use serde::de::DeserializeOwned;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::client::{ClientError, fetch};
+use crate::config::report_error;
+
+/// Between two looks with `--watch`.
+const INTERVAL: Duration = Duration::from_secs(2);
+
+/// How to show it.
+#[derive(Args, Clone, Debug)]
+pub struct Show {
+    /// text, or json as `/status` has it.
+    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    output: Output,
+    /// Show it again every 2 s until Ctrl-C.
+    #[arg(short, long)]
+    watch: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    Text,
+    Json,
+}
+
+/// It cannot be shown.
+#[derive(Debug, thiserror::Error)]
+pub enum ShowError {
+    /// No answer, or none that is understood.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// Standard output, or the handler of SIGINT, failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl Show {
+    /// Prints what `program` says at `address`, made readable by `to_text`; until Ctrl-C with `--watch`.
+    ///
+    /// # Errors
+    /// Standard output fails; without `--watch`, also no answer.
+    pub async fn run<T: DeserializeOwned>(
+        &self,
+        program: &str,
+        address: SocketAddr,
+        to_text: impl Fn(T) -> String,
+    ) -> Result<(), ShowError> {
+        if !self.watch {
+            print(&self.look(address, &to_text).await?)?;
+            return Ok(());
+        }
+        // Before the first look: from here on Ctrl-C is a normal end, also while an answer is awaited.
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let watch = async {
+            loop {
+                match self.look(address, &to_text).await {
+                    Ok(text) if print(&text)? => {}
+                    Ok(_) => return Ok(()),
+                    // It may come back, as during an upgrade.
+                    Err(error) => {
+                        report_error(program, &error);
+                    }
+                }
+                tokio::time::sleep(INTERVAL).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            _ = interrupt.recv() => Ok(()),
+            done = watch => done,
+        }
+    }
+
+    async fn look<T: DeserializeOwned>(
+        &self,
+        address: SocketAddr,
+        to_text: impl Fn(T) -> String,
+    ) -> Result<String, ClientError> {
+        let mut shown = match self.output {
+            // Passed on as it is: a newer program may say more than this version knows.
+            Output::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, "/status").await?),
+            Output::Text => to_text(fetch(address, "/status").await?),
+        };
+        if self.watch && self.output == Output::Text {
+            shown.push('\n');
+        }
+        Ok(shown)
+    }
+}
+
+/// False when nobody reads any more, as behind `| head`.
+fn print(text: &str) -> io::Result<bool> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(error),
+    }
+}
