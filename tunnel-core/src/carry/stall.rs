@@ -68,7 +68,7 @@ impl StallBound {
         StallTicket { bound: self, key }
     }
 
-    /// Ends what has outlived its grace since the last [`StallBound::enter`]. Call it every second or so.
+    /// Ends what has outlived its grace since the last [`StallBound::enter`]; called before each PING.
     pub fn sweep(&self) {
         let mut blocked = self.blocked.lock().unwrap_or_else(PoisonError::into_inner);
         if blocked.len() > self.limit {
