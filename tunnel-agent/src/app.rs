@@ -72,7 +72,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let shared = Arc::new(Shared {
         node: config.node_name.clone(),
         epochs,
-        policy: Arc::new(Policy::new(config.allow_targets.clone(), addresses.shared())),
+        policy: Arc::new(Policy::new(config.allow_targets.clone(), addresses.shared(), Arc::default())),
         addresses: addresses.subscribe(),
         bundles,
         attached: Attached::default(),

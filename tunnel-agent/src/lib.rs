@@ -6,6 +6,7 @@ pub mod app;
 pub mod config;
 pub mod dial;
 pub mod enroll;
+pub mod kube;
 pub mod metrics;
 pub mod policy;
 pub mod session;

@@ -8,14 +8,16 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use ipnet::IpNet;
 use tunnel_core::config::{TargetNet, TargetRule};
 
 /// Decides whether a target may be dialled.
 #[derive(Debug)]
 pub struct Policy {
-    /// None given: the node's own addresses on any port, and its loopback on the ports that the server names.
+    /// None given: the node's own addresses and its pods on any port, and its loopback on the ports that the server names.
     rules: Vec<TargetRule>,
     addresses: Arc<ArcSwap<Vec<IpAddr>>>,
+    pods: Arc<ArcSwap<Vec<IpNet>>>,
 }
 
 /// Why a target may not be dialled.
@@ -34,16 +36,20 @@ pub enum Denied {
     Loopback,
     #[error("it is loopback, and no --allow-target within the loopback range allows it")]
     LoopbackRule,
-    #[error("it is not an address of this node; --allow-target would allow it")]
+    #[error("it is no address of this node or its pods; --allow-target would allow it")]
     Foreign,
     #[error("no --allow-target of the agent allows it")]
     NoRule,
 }
 
 impl Policy {
-    /// `rules` replace the default; `addresses` are the node's at each moment.
-    pub fn new(rules: Vec<TargetRule>, addresses: Arc<ArcSwap<Vec<IpAddr>>>) -> Self {
-        Self { rules, addresses }
+    /// `rules` replace the default; `addresses` are the node's and `pods` the ranges of its pods at each moment.
+    pub fn new(
+        rules: Vec<TargetRule>,
+        addresses: Arc<ArcSwap<Vec<IpAddr>>>,
+        pods: Arc<ArcSwap<Vec<IpNet>>>,
+    ) -> Self {
+        Self { rules, addresses, pods }
     }
 
     /// `loopback_ports` are those that the asking server's Welcome names; they count only without rules.
@@ -60,7 +66,7 @@ impl Policy {
         let allowed = match reach {
             Reach::Nothing => return Err(Denied::NotAHost),
             Reach::Loopback if self.rules.is_empty() => loopback_ports.contains(&port),
-            Reach::Host if self.rules.is_empty() => self.is_own(address),
+            Reach::Host if self.rules.is_empty() => self.is_own(address) || self.is_pod(address),
             Reach::LinkLocal if self.rules.is_empty() => false,
             _ => self.rules.iter().any(|rule| self.allows(rule, address, port, reach)),
         };
@@ -78,6 +84,10 @@ impl Policy {
 
     fn is_own(&self, address: IpAddr) -> bool {
         self.addresses.load().iter().any(|own| own.to_canonical() == address)
+    }
+
+    fn is_pod(&self, address: IpAddr) -> bool {
+        self.pods.load().iter().any(|range| range.contains(&address))
     }
 
     fn allows(&self, rule: &TargetRule, address: IpAddr, port: u16, reach: Reach) -> bool {
@@ -127,13 +137,12 @@ impl Reach {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ipnet::IpNet;
     use proptest::prelude::*;
 
     fn policy(rules: &[&str], own: &[&str]) -> Policy {
         let rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
         let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
-        Policy::new(rules, Arc::new(ArcSwap::from_pointee(own)))
+        Policy::new(rules, Arc::new(ArcSwap::from_pointee(own)), Arc::default())
     }
 
     fn check(policy: &Policy, target: &str) -> Result<(), Denied> {
@@ -176,11 +185,26 @@ mod tests {
     #[test]
     fn the_nodes_addresses_are_those_of_the_moment() {
         let addresses = Arc::new(ArcSwap::from_pointee(vec![IpAddr::from([10, 8, 0, 7])]));
-        let policy = Policy::new(Vec::new(), Arc::clone(&addresses));
+        let policy = Policy::new(Vec::new(), Arc::clone(&addresses), Arc::default());
         assert_eq!(check(&policy, "10.8.0.9:22"), Err(Denied::Foreign));
         addresses.store(Arc::new(vec![IpAddr::from([10, 8, 0, 9])]));
         assert_eq!(check(&policy, "10.8.0.9:22"), Ok(()));
         assert_eq!(check(&policy, "10.8.0.7:22"), Err(Denied::Foreign));
+    }
+
+    #[test]
+    fn the_nodes_pods_are_its_own() {
+        let pods = Arc::new(ArcSwap::from_pointee(vec!["10.244.3.0/24".parse().unwrap()]));
+        let policy = Policy::new(Vec::new(), Arc::default(), Arc::clone(&pods));
+        assert_eq!(check(&policy, "10.244.3.9:8080"), Ok(()));
+        assert_eq!(check(&policy, "[::ffff:10.244.3.9]:8080"), Ok(()));
+        assert_eq!(check(&policy, "10.244.4.9:8080"), Err(Denied::Foreign));
+        // A range that has everything in it still opens neither loopback nor link-local addresses.
+        pods.store(Arc::new(vec!["0.0.0.0/0".parse().unwrap()]));
+        assert_eq!(check(&policy, "127.0.0.1:22"), Err(Denied::Loopback));
+        assert_eq!(check(&policy, "169.254.169.254:80"), Err(Denied::LinkLocal));
+        let ruled = Policy::new(vec!["node:10250".parse().unwrap()], Arc::default(), pods);
+        assert_eq!(check(&ruled, "10.244.3.9:8080"), Err(Denied::NoRule));
     }
 
     #[test]
@@ -251,7 +275,7 @@ mod tests {
                 .map(|(ip, bits, port)| format!("{}:{port}", IpNet::new(*ip, *bits).unwrap().trunc()).parse().unwrap())
                 .collect();
             let IpAddr::V4(v4) = address else { unreachable!() };
-            let policy = Policy::new(parsed.clone(), Arc::new(ArcSwap::from_pointee(own.clone())));
+            let policy = Policy::new(parsed.clone(), Arc::new(ArcSwap::from_pointee(own.clone())), Arc::default());
             let ports = BTreeSet::from([loopback_port]);
             let class = |v4: std::net::Ipv4Addr| match v4.octets() {
                 [0, ..] | [224..=239, ..] | [255, 255, 255, 255] => 'n',

@@ -8,6 +8,7 @@ pub mod cli;
 pub mod config;
 pub mod door;
 pub mod inventory;
+pub mod kube;
 pub mod metrics;
 pub mod pki;
 pub mod redirect;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
 
 use super::Session;
@@ -34,6 +35,7 @@ pub struct Sessions {
     ids: AtomicU64,
     router: Arc<Router>,
     metrics: Metrics,
+    changed: watch::Sender<u64>,
 }
 
 impl Sessions {
@@ -46,6 +48,7 @@ impl Sessions {
             ids: AtomicU64::new(1),
             router,
             metrics,
+            changed: watch::Sender::new(0),
         }
     }
 
@@ -62,6 +65,16 @@ impl Sessions {
     /// Every live session.
     pub fn all(&self) -> Vec<Arc<Session>> {
         self.live.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// The nodes that have a live session.
+    pub fn live(&self) -> Vec<NodeName> {
+        self.live.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    }
+
+    /// Grows whenever a node gets or loses its session. A receiver sees many changes as one.
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
     }
 
     /// How long ago the node's last session ended.
@@ -86,6 +99,9 @@ impl Sessions {
             self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
             // Under the lock, so that liveness follows the map in the same order.
             self.router.set_live(&node, true);
+            if older.is_none() {
+                self.changed.send_modify(|changes| *changes += 1);
+            }
             older
         };
         self.departed().remove(&node);
@@ -102,6 +118,7 @@ impl Sessions {
             live.remove(&session.node);
             self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
             self.router.set_live(&session.node, false);
+            self.changed.send_modify(|changes| *changes += 1);
         }
         let mut departed = self.departed();
         if departed.len() >= REMEMBERED

@@ -1,0 +1,1 @@
+//! The CA, kept in a Secret.

@@ -1,0 +1,1 @@
+//! Certificates for agents, by CertificateSigningRequest.

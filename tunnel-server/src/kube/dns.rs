@@ -1,0 +1,1 @@
+//! The DNS records, for CoreDNS's hosts plugin.

@@ -1,0 +1,5 @@
+//! Events in the cluster.
+
+/// Publishes Events.
+#[derive(Clone, Debug)]
+pub struct Events;

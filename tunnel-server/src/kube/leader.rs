@@ -1,0 +1,1 @@
+//! Which of the servers writes.

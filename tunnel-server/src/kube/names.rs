@@ -1,0 +1,1 @@
+//! What the server's certificate names in a cluster.

@@ -1,0 +1,1 @@
+//! The nodes, as an inventory.

@@ -1,0 +1,1 @@
+//! The ports of the internal Service.

@@ -1,0 +1,1 @@
+//! Tunnels, as Events and as a condition of their Node.

@@ -1,0 +1,1 @@
+//! The Kubernetes side against a scripted API server over real HTTP: what a real one cannot be made to do on demand.
