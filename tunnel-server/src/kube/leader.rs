@@ -1,1 +1,3 @@
 //! Which of the servers writes.
+
+pub mod writer;
