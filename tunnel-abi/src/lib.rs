@@ -54,7 +54,7 @@ pub mod names {
     pub const CLIENTS_V6: &str = "CLIENTS_V6";
     /// Bitmap of tunnelled TCP ports.
     pub const PORTS: &str = "PORTS";
-    /// One word: is the server serving?
+    /// One word of bits: [`SERVING`](crate::SERVING) and [`ANY_PORT_ROUTES`](crate::ANY_PORT_ROUTES).
     pub const STATE: &str = "STATE";
     /// The listeners that accept redirected connections.
     pub const LISTENER: &str = "LISTENER";
@@ -190,6 +190,14 @@ impl<A: Address> Prefix<A> {
 
 /// [`Mapping::flags`]: no server holds a tunnel to this node, connects to it fail.
 pub const DOWN: u32 = 1;
+/// [`Mapping::flags`]: every port is tunnelled, not only those of `PORTS`.
+pub const ANY_PORT: u32 = 2;
+
+/// Bit of `STATE`: the server serves.
+pub const SERVING: u32 = 1;
+/// Bit of `STATE`: there are routes with [`ANY_PORT`]. Without it a connect to a port that is not tunnelled costs no
+/// lookup of its address.
+pub const ANY_PORT_ROUTES: u32 = 2;
 
 /// Value of `ROUTES_*` and `ORIGINS_*`: the block of addresses that a matching block is mapped to,
 /// one to one.
@@ -200,7 +208,7 @@ pub struct Mapping<A> {
     pub base: A,
     /// Ones where the address's own bits are kept: the host bits of both blocks.
     pub host_mask: A,
-    /// [`DOWN`] or 0. Always 0 in `ORIGINS_*`.
+    /// [`DOWN`], [`ANY_PORT`], both or 0. Always 0 in `ORIGINS_*`.
     pub flags: u32,
 }
 

@@ -1,6 +1,6 @@
 //! What happens to a `connect()`: a pure function over a few lookups.
 
-use crate::{Address, DOWN, Mapping, V4, V6};
+use crate::{ANY_PORT, Address, DOWN, Mapping, V4, V6};
 
 /// A `connect()` as the hook sees it.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +26,7 @@ pub enum Reason {
     Marked,
     /// Bound to a device.
     BoundDevice,
-    /// The port is not tunnelled.
+    /// The port is not tunnelled, or not at this address.
     Port,
     /// The address is a cloud node's, this host's, or excluded by the operator.
     Excluded,
@@ -50,6 +50,8 @@ pub enum Verdict<A> {
 pub trait State {
     /// Whether `port` is tunnelled.
     fn tunnelled(&self, port: u16) -> bool;
+    /// Whether there are routes that take every port.
+    fn any_port_routes(&self) -> bool;
     /// Whether the server serves at all; when it does not, every route counts as down.
     fn serving(&self) -> bool;
 }
@@ -74,7 +76,8 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     if connect.bound_device {
         return Verdict::Direct(Reason::BoundDevice);
     }
-    if !tables.tunnelled(connect.port) {
+    let tunnelled = tables.tunnelled(connect.port);
+    if !tunnelled && !tables.any_port_routes() {
         return Verdict::Direct(Reason::Port);
     }
     if tables.excluded(connect.address) {
@@ -83,6 +86,9 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     let Some(route) = tables.route(connect.address) else {
         return Verdict::Direct(Reason::NoRoute);
     };
+    if !tunnelled && route.flags & ANY_PORT == 0 {
+        return Verdict::Direct(Reason::Port);
+    }
     let token = route.apply(connect.address);
     if route.flags & DOWN != 0 || !tables.serving() { Verdict::Down(token) } else { Verdict::Redirect(token) }
 }

@@ -7,13 +7,14 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use proptest::prelude::*;
 use tunnel_abi::verdict::{Connect, Reason, State, Tables, Verdict, VerdictV6, verdict, verdict_v6};
-use tunnel_abi::{Address, DOWN, Mapping, V4, V6, counter};
+use tunnel_abi::{ANY_PORT, Address, DOWN, Mapping, V4, V6, counter};
 
 #[derive(Clone, Debug, Default)]
 struct World {
     ports: BTreeSet<u16>,
     excluded: BTreeSet<IpNet>,
-    routes: BTreeMap<IpNet, (IpAddr, bool)>,
+    /// Token, whether it is up, and whether it takes every port.
+    routes: BTreeMap<IpNet, (IpAddr, bool, bool)>,
     serving: bool,
 }
 
@@ -23,12 +24,14 @@ fn host_mask(net: IpNet) -> IpAddr {
 }
 
 impl World {
-    fn longest(&self, address: IpAddr) -> Option<(IpNet, IpAddr, bool)> {
+    fn longest(&self, address: IpAddr) -> Option<(IpNet, IpAddr, u32)> {
         self.routes
             .iter()
             .filter(|(net, _)| net.contains(&address))
             .max_by_key(|(net, _)| net.prefix_len())
-            .map(|(net, (token, up))| (*net, *token, *up))
+            .map(|(net, (token, up, any))| {
+                (*net, *token, if *up { 0 } else { DOWN } | if *any { ANY_PORT } else { 0 })
+            })
     }
 }
 
@@ -39,6 +42,9 @@ impl State for World {
     fn serving(&self) -> bool {
         self.serving
     }
+    fn any_port_routes(&self) -> bool {
+        self.routes.values().any(|(_, _, any)| *any)
+    }
 }
 
 impl Tables<V4> for World {
@@ -47,10 +53,10 @@ impl Tables<V4> for World {
         self.excluded.iter().any(|net| net.contains(&address))
     }
     fn route(&self, address: V4) -> Option<Mapping<V4>> {
-        let (net, token, up) = self.longest(IpAddr::V4(address.into()))?;
+        let (net, token, flags) = self.longest(IpAddr::V4(address.into()))?;
         match (token, host_mask(net)) {
             (IpAddr::V4(token), IpAddr::V4(mask)) => {
-                Some(Mapping { base: token.into(), host_mask: mask.into(), flags: if up { 0 } else { DOWN } })
+                Some(Mapping { base: token.into(), host_mask: mask.into(), flags })
             }
             _ => None,
         }
@@ -63,10 +69,10 @@ impl Tables<V6> for World {
         self.excluded.iter().any(|net| net.contains(&address))
     }
     fn route(&self, address: V6) -> Option<Mapping<V6>> {
-        let (net, token, up) = self.longest(IpAddr::V6(address.into()))?;
+        let (net, token, flags) = self.longest(IpAddr::V6(address.into()))?;
         match (token, host_mask(net)) {
             (IpAddr::V6(token), IpAddr::V6(mask)) => {
-                Some(Mapping { base: token.into(), host_mask: mask.into(), flags: if up { 0 } else { DOWN } })
+                Some(Mapping { base: token.into(), host_mask: mask.into(), flags })
             }
             _ => None,
         }
@@ -75,19 +81,22 @@ impl Tables<V6> for World {
 
 /// The rules in prose order, with plain integers, sharing nothing with the code under test.
 fn model(world: &World, address: IpAddr, port: u16, tcp: bool, marked: bool, bound: bool) -> Model {
-    if !tcp || marked || bound || !world.ports.contains(&port) {
+    if !tcp || marked || bound {
         return Model::Direct;
     }
     if world.excluded.iter().any(|net| net.contains(&address)) {
         return Model::Direct;
     }
-    let mut best: Option<(&IpNet, &(IpAddr, bool))> = None;
+    let mut best: Option<(&IpNet, &(IpAddr, bool, bool))> = None;
     for (net, target) in &world.routes {
         if net.contains(&address) && best.is_none_or(|(b, _)| net.prefix_len() > b.prefix_len()) {
             best = Some((net, target));
         }
     }
-    let Some((net, (token, up))) = best else { return Model::Direct };
+    let Some((net, (token, up, any))) = best else { return Model::Direct };
+    if !any && !world.ports.contains(&port) {
+        return Model::Direct;
+    }
     let number = |a: IpAddr| match a {
         IpAddr::V4(a) => u128::from(u32::from(a)),
         IpAddr::V6(a) => u128::from(a),
@@ -133,8 +142,8 @@ fn net_v6() -> impl Strategy<Value = Ipv6Net> {
 }
 
 fn world() -> impl Strategy<Value = World> {
-    let routes_v4 = prop::collection::btree_map(net_v4(), any::<bool>(), 0..8);
-    let routes_v6 = prop::collection::btree_map(net_v6(), any::<bool>(), 0..8);
+    let routes_v4 = prop::collection::btree_map(net_v4(), (any::<bool>(), prop::bool::weighted(0.2)), 0..8);
+    let routes_v6 = prop::collection::btree_map(net_v6(), (any::<bool>(), prop::bool::weighted(0.2)), 0..8);
     let excluded_v4 = prop::collection::btree_set(net_v4(), 0..4);
     let excluded_v6 = prop::collection::btree_set(net_v6(), 0..4);
     let ports = prop::collection::btree_set(10250_u16..10253, 1..3);
@@ -142,12 +151,13 @@ fn world() -> impl Strategy<Value = World> {
         |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving)| {
             let mut routes = BTreeMap::new();
             // Each route owns a 64-address slot of the token range, so blocks of any size are aligned.
-            for (slot, (net, up)) in (0_u32..).zip(routes_v4) {
-                routes.insert(IpNet::V4(net), (IpAddr::V4(Ipv4Addr::from(0xc612_0000 + slot * 64)), up));
+            for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
+                let token = Ipv4Addr::from(0xc612_0000 + slot * 64);
+                routes.insert(IpNet::V4(net), (IpAddr::V4(token), up, any));
             }
-            for (slot, (net, up)) in (0_u128..).zip(routes_v6) {
+            for (slot, (net, (up, any))) in (0_u128..).zip(routes_v6) {
                 let token = Ipv6Addr::from((0xfd70_u128 << 112) + slot * 64);
-                routes.insert(IpNet::V6(net), (IpAddr::V6(token), up));
+                routes.insert(IpNet::V6(net), (IpAddr::V6(token), up, any));
             }
             let excluded = excluded_v4
                 .into_iter()

@@ -8,7 +8,8 @@ use aya_ebpf::{
     maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
 use tunnel_abi::{
-    LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix, ROUTE_CAPACITY, SOCKET_MARK, V4, V6, counter,
+    ANY_PORT_ROUTES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix, ROUTE_CAPACITY, SERVING,
+    SOCKET_MARK, V4, V6, counter,
     verdict::{State, Tables},
 };
 
@@ -71,7 +72,12 @@ impl State for KernelTables {
 
     #[inline(always)]
     fn serving(&self) -> bool {
-        STATE.get(0).is_some_and(|state| *state != 0)
+        STATE.get(0).is_some_and(|state| *state & SERVING != 0)
+    }
+
+    #[inline(always)]
+    fn any_port_routes(&self) -> bool {
+        STATE.get(0).is_some_and(|state| *state & ANY_PORT_ROUTES != 0)
     }
 }
 

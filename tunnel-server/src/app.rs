@@ -172,6 +172,7 @@ fn router_config(config: &Config) -> RouterConfig {
         token_range: config.token_range,
         token_range_v6: config.token_range_v6,
         ports: config.redirect_ports.clone(),
+        pods: false,
         exclude: config.exclude.clone(),
         clients: config.redirect_clients.clone(),
         host_addresses,

@@ -58,5 +58,5 @@ async fn only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
         Err(error) => return Err(error.into()),
     };
     ensure!(end == End::Reset, "a token opened a port that is not tunnelled");
-    server.wait_log("is not in --redirect-ports").await
+    server.wait_log("is not tunnelled").await
 }

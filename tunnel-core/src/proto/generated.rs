@@ -73,7 +73,7 @@ pub struct Segment {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Notice {
-    #[prost(oneof = "notice::Notice", tags = "1, 2, 3, 4")]
+    #[prost(oneof = "notice::Notice", tags = "1, 2, 3, 4, 5")]
     pub notice: ::core::option::Option<notice::Notice>,
 }
 /// Nested message and enum types in `Notice`.
@@ -88,6 +88,8 @@ pub mod notice {
         Replaced(super::Replaced),
         #[prost(message, tag = "4")]
         TrustBundle(super::TrustBundle),
+        #[prost(message, tag = "5")]
+        LoopbackPorts(super::LoopbackPorts),
     }
 }
 /// The server stops soon: attach elsewhere, let what is in flight finish.
@@ -114,6 +116,12 @@ pub struct Replaced {
 pub struct TrustBundle {
     #[prost(string, tag = "1")]
     pub pem: ::prost::alloc::string::String,
+}
+/// Replaces the ports of Welcome.loopback_ports. Connections that are open stay.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LoopbackPorts {
+    #[prost(uint32, repeated, tag = "1")]
+    pub ports: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct NoticeAck {}

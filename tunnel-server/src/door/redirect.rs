@@ -25,20 +25,18 @@ impl Door for Redirected {
         if self.redirect.is_self_test(token) {
             return Err(Refusal::Own);
         }
-        // Only the hook at connect() rewrites, and only these ports: whoever brings another has dialled a token itself.
-        if !router.tunnels(local.port()) {
-            return Err(Refusal::Caller(format!(
-                "port {} of {token} is not in --redirect-ports",
-                local.port()
-            )));
-        }
         let destination = router.snapshot().by_token(token).ok_or_else(|| {
             Refusal::Caller(format!("{token} is no node's token: the node has left, or never was"))
         })?;
-        Ok(Opening {
-            node: destination.node,
-            target: SocketAddr::new(destination.address, local.port()),
-            prefix: Bytes::new(),
-        })
+        // Only the hook at connect() rewrites, and only these ports: whoever brings another has dialled a token itself.
+        if !destination.pod && !router.tunnels(local.port()) {
+            return Err(Refusal::Caller(format!("port {} of {token} is not tunnelled", local.port())));
+        }
+        let target = if destination.pod {
+            SocketAddr::new(destination.address, local.port())
+        } else {
+            router.target(destination.address, local.port())
+        };
+        Ok(Opening { node: destination.node, target, prefix: Bytes::new() })
     }
 }

@@ -26,6 +26,8 @@ pub struct RouteTarget {
     pub token: IpAddr,
     /// False: connect() fails, since no server holds a tunnel to the node.
     pub up: bool,
+    /// Every port is redirected, not only [`Desired::ports`].
+    pub any_port: bool,
 }
 
 /// What does not change while the redirect runs.

@@ -7,7 +7,7 @@ use aya::Ebpf;
 use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, LpmTrie, MapData, MapError, PerCpuArray, SockMap};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_abi::{DOWN, Mapping, V4, V6, counter, names};
+use tunnel_abi::{ANY_PORT, ANY_PORT_ROUTES, DOWN, Mapping, SERVING, V4, V6, counter, names};
 
 use super::tables::{Change, Tables};
 use super::{RedirectError, RouteTarget};
@@ -22,6 +22,8 @@ pub(super) struct Maps {
     origins: (Trie<V4, Mapping<V4>>, Trie<V6, Mapping<V6>>),
     ports: Array<MapData, u64>,
     state: Array<MapData, u32>,
+    /// What `state` holds.
+    state_bits: u32,
     listener: SockMap<MapData>,
     counters: PerCpuArray<MapData, u64>,
 }
@@ -60,6 +62,7 @@ impl Maps {
             origins: (take!(ebpf, names::ORIGINS_V4), take!(ebpf, names::ORIGINS_V6)),
             ports: take!(ebpf, names::PORTS),
             state: take!(ebpf, names::STATE),
+            state_bits: 0,
             listener: take!(ebpf, names::LISTENER),
             counters: take!(ebpf, names::COUNTERS),
         })
@@ -88,11 +91,16 @@ impl Maps {
             Change::Origin(block, net) => self.origin(block, net),
             Change::OpenPort(port) => self.port(port, true, before),
             Change::ClosePort(port) => self.port(port, false, before),
+            Change::AnyPort(any) => self.set_state(ANY_PORT_ROUTES, any),
         }
     }
 
-    fn route(&mut self, net: IpNet, RouteTarget { token, up }: RouteTarget) -> Result<(), RedirectError> {
-        let flags = if up { 0 } else { DOWN };
+    fn route(
+        &mut self,
+        net: IpNet,
+        RouteTarget { token, up, any_port }: RouteTarget,
+    ) -> Result<(), RedirectError> {
+        let flags = if up { 0 } else { DOWN } | if any_port { ANY_PORT } else { 0 };
         match (net, token) {
             (IpNet::V4(net), IpAddr::V4(token)) => {
                 let value = Mapping { base: token.into(), host_mask: net.hostmask().into(), flags };
@@ -141,7 +149,14 @@ impl Maps {
     }
 
     pub(super) fn set_serving(&mut self, serving: bool) -> Result<(), RedirectError> {
-        self.state.set(0, u32::from(serving), 0).map_err(failed(names::STATE))
+        self.set_state(SERVING, serving)
+    }
+
+    fn set_state(&mut self, bit: u32, on: bool) -> Result<(), RedirectError> {
+        let bits = if on { self.state_bits | bit } else { self.state_bits & !bit };
+        self.state.set(0, bits, 0).map_err(failed(names::STATE))?;
+        self.state_bits = bits;
+        Ok(())
     }
 
     pub(super) fn set_listener(&mut self, slot: u32, socket: &impl AsRawFd) -> Result<(), RedirectError> {

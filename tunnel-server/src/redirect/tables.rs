@@ -18,6 +18,8 @@ pub(super) struct Tables {
     pub(super) routes: BTreeMap<IpNet, RouteTarget>,
     /// Token block to the network that it stands for.
     pub(super) origins: BTreeMap<IpNet, IpNet>,
+    /// Whether the programs look for routes that take every port.
+    pub(super) any_port: bool,
 }
 
 /// One map write or delete.
@@ -33,13 +35,19 @@ pub(super) enum Change {
     Unroute(IpNet),
     Origin(IpNet, IpNet),
     Forget(IpNet),
+    AnyPort(bool),
 }
 
 impl Change {
     pub(super) fn is_delete(&self) -> bool {
         matches!(
             self,
-            Self::Include(_) | Self::Dismiss(_) | Self::ClosePort(_) | Self::Unroute(_) | Self::Forget(_)
+            Self::Include(_)
+                | Self::Dismiss(_)
+                | Self::ClosePort(_)
+                | Self::Unroute(_)
+                | Self::Forget(_)
+                | Self::AnyPort(false)
         )
     }
 }
@@ -98,6 +106,7 @@ impl Tables {
                 tables.add_route(net, *target)?;
             }
         }
+        tables.any_port = tables.routes.values().any(|target| target.any_port);
         tables.check_sizes()?;
         tables.check_origins()?;
         Ok(tables)
@@ -200,6 +209,7 @@ impl Tables {
                 .map(|block| Change::Forget(*block)),
         );
         changes.extend(want.ports.difference(&self.ports).map(|port| Change::OpenPort(*port)));
+        changes.extend((want.any_port != self.any_port).then_some(Change::AnyPort(want.any_port)));
         changes.extend(self.excluded.difference(&want.excluded).map(|net| Change::Include(*net)));
         changes
     }
@@ -237,6 +247,7 @@ impl Tables {
             Change::Forget(block) => {
                 self.origins.remove(&block);
             }
+            Change::AnyPort(any) => self.any_port = any,
         }
     }
 }

@@ -34,7 +34,7 @@ fn desired(routes: &[(&str, &str, bool)]) -> Desired {
         routes: routes
             .iter()
             .map(|(net, token, up)| {
-                (net.parse().unwrap(), RouteTarget { token: token.parse().unwrap(), up: *up })
+                (net.parse().unwrap(), RouteTarget { token: token.parse().unwrap(), up: *up, any_port: false })
             })
             .collect(),
         ..Desired::default()
@@ -59,7 +59,7 @@ fn any_desired() -> impl Strategy<Value = Desired> {
                 .filter(|(_, (token, _))| used.insert(*token))
                 .map(|(n, (token, up))| {
                     let token = IpAddr::V4(Ipv4Addr::from(0xc612_0000 + token));
-                    (IpNet::from(IpAddr::V4(address(n))), RouteTarget { token, up })
+                    (IpNet::from(IpAddr::V4(address(n))), RouteTarget { token, up, any_port: false })
                 })
                 .collect(),
         }
@@ -157,7 +157,7 @@ fn more_routes_than_the_kernel_holds_are_refused() {
     let mut desired = Desired { ports: [10250].into(), ..Desired::default() };
     for n in 0..131_072_u32 {
         let net = IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a00_0000 + n)));
-        desired.routes.insert(net, RouteTarget { token: Ipv4Addr::from(0x1400_0000 + n).into(), up: true });
+        desired.routes.insert(net, RouteTarget { token: Ipv4Addr::from(0x1400_0000 + n).into(), up: true, any_port: false });
     }
     let error = complete_with(&desired, &config, &BTreeSet::new()).unwrap_err();
     // One more: the self-test's own.

@@ -14,8 +14,8 @@ pub use plan::{Conflict, ConflictKind};
 pub use snapshot::{ByAddress, Destination, Snapshot};
 pub use tokens::QUARANTINE;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
-use std::net::IpAddr;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -40,8 +40,10 @@ const MAX_LOGGED: usize = 20;
 pub struct RouterConfig {
     pub token_range: Ipv4Net,
     pub token_range_v6: Ipv6Net,
-    /// TCP ports that are tunnelled.
+    /// TCP ports that are tunnelled, whatever [`Router::set_ports`] adds.
     pub ports: BTreeSet<u16>,
+    /// Whether the pods of edge nodes are redirected too, on any port.
+    pub pods: bool,
     /// Never redirected.
     pub exclude: Vec<IpNet>,
     /// May use the redirect, besides this host and its pods.
@@ -56,12 +58,21 @@ pub struct RouterConfig {
 pub struct Router {
     config: RouterConfig,
     snapshot: ArcSwap<Snapshot>,
+    ports: ArcSwap<Ports>,
     state: Mutex<State>,
     /// This host's addresses as last known. Held over a whole recomputation, so that an older inventory never replaces
     /// a newer one.
     host: Mutex<HashSet<IpAddr>>,
     version: watch::Sender<u64>,
     conflicts: Family<[(&'static str, &'static str); 1], Gauge>,
+}
+
+/// What the doors ask about a port.
+#[derive(Debug)]
+struct Ports {
+    tunnelled: BTreeSet<u16>,
+    /// Those that the agent dials on its node's loopback.
+    loopback: BTreeSet<u16>,
 }
 
 #[derive(Debug)]
@@ -90,7 +101,9 @@ impl Router {
             routes_of: HashMap::new(),
             conflicts: BTreeSet::new(),
         };
+        let ports = Ports { tunnelled: config.ports.clone(), loopback: BTreeSet::new() };
         let router = Self {
+            ports: ArcSwap::from_pointee(ports),
             config,
             snapshot: ArcSwap::default(),
             state: Mutex::new(state),
@@ -132,6 +145,9 @@ impl Router {
     fn recompute(&self, inventory: Arc<Inventory>, host: &HashSet<IpAddr>, now: Instant) {
         let token_ranges = [IpNet::V4(self.config.token_range), IpNet::V6(self.config.token_range_v6)];
         let mut plan = Plan::new(&inventory, &self.config.exclude, &token_ranges);
+        if self.config.pods {
+            plan.route_pods(&inventory, &token_ranges);
+        }
         // An edge node is never this host, whatever addresses it reports: its pods must not get at the other sites.
         let pods_here = inventory
             .nodes
@@ -141,11 +157,13 @@ impl Router {
         let clients = self.config.clients.iter().copied().chain(pods_here).collect();
 
         let mut state = self.lock();
-        let owners = plan.routed.iter().map(|address| owner(&inventory, &plan, *address)).collect();
+        let pods = plan.pods.iter().map(|(range, index)| pods_of(&inventory, *index, *range));
+        let owners =
+            plan.routed.iter().map(|address| owner(&inventory, &plan, *address)).chain(pods).collect();
         let assigned = state.tokens.assign(owners, now);
 
         let mut desired = Desired {
-            ports: self.config.ports.clone(),
+            ports: self.ports.load().tunnelled.clone(),
             excluded: std::mem::take(&mut plan.excluded),
             clients,
             ..Desired::default()
@@ -174,7 +192,21 @@ impl Router {
                 }
             }
             let token = token.unwrap_or_else(|| state.tokens.nowhere(address));
-            desired.routes.insert(IpNet::from(address), RouteTarget { token, up });
+            desired.routes.insert(IpNet::from(address), RouteTarget { token, up, any_port: false });
+        }
+        let mut blocks = BTreeMap::new();
+        for (range, index) in std::mem::take(&mut plan.pods) {
+            let name = &inventory.nodes[index].name;
+            let Some(token) = assigned.get(&pods_of(&inventory, index, range)).copied().flatten() else {
+                plan.conflict(ConflictKind::NoTokenBlock, Some(range.network()), &inventory, &[index]);
+                continue;
+            };
+            let up = state.live.contains(name);
+            routes_of.entry(name.clone()).or_default().push(range);
+            desired.routes.insert(range, RouteTarget { token, up, any_port: true });
+            if let Ok(block) = IpNet::new(token, range.prefix_len()) {
+                blocks.insert(token, (block, index, range));
+            }
         }
 
         self.report(&state.conflicts, &plan.conflicts);
@@ -186,6 +218,7 @@ impl Router {
             names,
             holders: plan.holders,
             tokens,
+            blocks,
             conflicts,
         }));
         state.conflicts = plan.conflicts;
@@ -217,9 +250,28 @@ impl Router {
         }
     }
 
-    /// Whether connections to this TCP port are tunnelled.
+    /// Replaces the ports that are tunnelled besides the configured ones, and those that agents dial on their node's
+    /// loopback.
+    pub fn set_ports(&self, more: &BTreeSet<u16>, loopback: &BTreeSet<u16>) {
+        let tunnelled: BTreeSet<u16> = self.config.ports.union(more).copied().collect();
+        let mut state = self.lock();
+        self.ports.store(Arc::new(Ports { tunnelled: tunnelled.clone(), loopback: loopback.clone() }));
+        if state.desired.ports != tunnelled {
+            state.desired.ports = tunnelled;
+            self.bump();
+        }
+    }
+
+    /// Whether connections to this TCP port of a node are tunnelled.
     pub fn tunnels(&self, port: u16) -> bool {
-        self.config.ports.contains(&port)
+        self.ports.load().tunnelled.contains(&port)
+    }
+
+    /// What the agent shall dial for a connection to `port` of `address`, which is its node's.
+    pub fn target(&self, address: IpAddr, port: u16) -> SocketAddr {
+        // What listens on a node's loopback only is on 127.0.0.1, whatever the node's own address family.
+        let loopback = self.ports.load().loopback.contains(&port);
+        SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { address }, port)
     }
 
     /// The routes at this moment, without a lock.
@@ -276,6 +328,10 @@ fn owner(inventory: &Inventory, plan: &Plan, address: IpAddr) -> Owner {
         Holder::One(index) => Owner::Node(inventory.nodes[*index].name.clone(), address),
         Holder::Several(_) => Owner::Nobody(address),
     }
+}
+
+fn pods_of(inventory: &Inventory, index: usize, range: IpNet) -> Owner {
+    Owner::Pods(inventory.nodes[index].name.clone(), range)
 }
 
 /// Every address that an interface of this host has at this moment and that tells it from other hosts: loopback and

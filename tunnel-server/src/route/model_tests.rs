@@ -13,6 +13,7 @@ fn config() -> RouterConfig {
         token_range: "198.18.0.0/15".parse().unwrap(),
         token_range_v6: "fd00:706f::/64".parse().unwrap(),
         ports: BTreeSet::from([10250, 10255]),
+        pods: false,
         exclude: vec!["10.0.0.8/29".parse().unwrap()],
         clients: vec!["192.0.2.0/24".parse().unwrap()],
         host_addresses: || HOST.with_borrow(Clone::clone),
@@ -363,6 +364,91 @@ fn expect(address: IpAddr, nodes: &[InventoryNode], live: &HashSet<NodeName>) ->
         [node] => Expect::To(node.name.clone(), live.contains(&node.name)),
         _ => Expect::Down,
     }
+}
+
+fn pods_router() -> Router {
+    Router::new(RouterConfig { pods: true, ..config() }, &mut Registry::default())
+}
+
+fn with_pods(name: &str, edge: bool, address: &str, ranges: &[&str]) -> InventoryNode {
+    let mut node = node(name, edge, &[address]);
+    node.pod_cidrs = ranges.iter().map(|range| range.parse().unwrap()).collect();
+    node
+}
+
+#[test]
+fn pods_of_edge_nodes_are_reached_on_any_port() {
+    let router = pods_router();
+    router.set_inventory(inventory(vec![
+        with_pods("edge-1", true, "10.8.0.7", &["10.244.3.0/24"]),
+        with_pods("cloud", false, "10.0.0.2", &["10.244.0.0/24"]),
+    ]));
+    let pods: IpNet = "10.244.3.0/24".parse().unwrap();
+    let target = router.desired().routes[&pods];
+    assert!(target.any_port && !target.up);
+    assert!(!route(&router.desired(), "10.8.0.7").unwrap().any_port);
+    assert_eq!(router.desired().routes.len(), 2, "the cloud's pods are not routed");
+    let IpAddr::V4(first) = target.token else { panic!("{target:?}") };
+    let token = IpAddr::from((u32::from(first) + 77).to_be_bytes());
+    let destination = router.snapshot().by_token(token).unwrap();
+    assert_eq!((destination.node.as_str(), destination.address), ("edge-1", ip("10.244.3.77")));
+    assert!(destination.pod);
+    assert_eq!(router.snapshot().by_token(IpAddr::from((u32::from(first) + 256).to_be_bytes())), None);
+    router.set_live(&"edge-1".parse().unwrap(), true);
+    assert!(router.desired().routes[&pods].up);
+    // The block stays while the node does, whatever else comes.
+    router.set_inventory(inventory(vec![
+        with_pods("edge-0", true, "10.8.0.6", &["10.244.2.0/24"]),
+        with_pods("edge-1", true, "10.8.0.7", &["10.244.3.0/24"]),
+    ]));
+    assert_eq!(router.desired().routes[&pods], RouteTarget { up: true, ..target });
+}
+
+#[test]
+fn pod_ranges_that_contradict_each_other_are_not_routed() {
+    let router = pods_router();
+    router.set_inventory(inventory(vec![
+        with_pods("same-1", true, "10.8.0.1", &["10.1.0.0/24"]),
+        with_pods("same-2", true, "10.8.0.2", &["10.1.0.0/24"]),
+        with_pods("wide", true, "10.8.0.3", &["10.2.0.0/16"]),
+        with_pods("narrow", true, "10.8.0.4", &["10.2.7.0/24"]),
+        with_pods("like-the-clouds", true, "10.8.0.5", &["10.3.0.0/24"]),
+        with_pods("cloud", false, "10.4.0.9", &["10.3.0.0/25"]),
+        with_pods("tokens", true, "10.8.0.6", &["198.18.4.0/24"]),
+        with_pods("excluded", true, "10.8.0.7", &["10.0.0.8/30"]),
+        // A cloud node's address within it is excluded at connect(); the rest is routed.
+        with_pods("good", true, "10.8.0.8", &["10.4.0.0/24"]),
+        with_pods("too-large", true, "10.8.0.9", &["10.128.0.0/9", "fd00:9::/64"]),
+    ]));
+    let desired = router.desired();
+    let routed: Vec<_> =
+        desired.routes.iter().filter(|(_, target)| target.any_port).map(|(net, _)| net).collect();
+    assert_eq!(routed, [&"10.4.0.0/24".parse::<IpNet>().unwrap()]);
+    let snapshot = router.snapshot();
+    let of = |kind| {
+        let conflicts = snapshot.conflicts().iter().filter(|conflict| conflict.kind == kind);
+        conflicts.map(|conflict| conflict.nodes[0].to_string()).collect::<BTreeSet<_>>()
+    };
+    let expected = ["same-1", "same-2", "wide", "narrow", "like-the-clouds", "tokens", "excluded"];
+    assert_eq!(of(ConflictKind::PodRange), expected.iter().map(ToString::to_string).collect());
+    assert_eq!(of(ConflictKind::NoTokenBlock), BTreeSet::from(["too-large".to_owned()]));
+}
+
+#[test]
+fn ports_come_and_go_while_running() {
+    let (router, _) = router();
+    let mut changed = router.changed();
+    changed.mark_unchanged();
+    router.set_ports(&BTreeSet::from([9100, 10266]), &BTreeSet::from([10266]));
+    assert!(changed.has_changed().unwrap());
+    assert_eq!(router.desired().ports, BTreeSet::from([9100, 10250, 10255, 10266]));
+    assert!(router.tunnels(9100) && router.tunnels(10250) && !router.tunnels(22));
+    assert_eq!(router.target(ip("10.8.0.7"), 9100), "10.8.0.7:9100".parse().unwrap());
+    assert_eq!(router.target(ip("fd00::7"), 10266), "127.0.0.1:10266".parse().unwrap());
+    router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7"])]));
+    assert!(router.desired().ports.contains(&9100), "a change of the nodes keeps them");
+    router.set_ports(&BTreeSet::new(), &BTreeSet::new());
+    assert_eq!(router.desired().ports, BTreeSet::from([10250, 10255]), "the configured ones stay");
 }
 
 proptest! {

@@ -36,16 +36,22 @@ pub enum ConflictKind {
     NoAddress,
     /// The token range is used up: connecting to the address fails.
     NoToken,
+    /// A range of pods that overlaps another node's or the token range, or is excluded: it is not redirected.
+    PodRange,
+    /// The token range has no room for a range of pods: it is not redirected.
+    NoTokenBlock,
 }
 
 impl ConflictKind {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Ambiguous,
         Self::CloudAndEdge,
         Self::Excluded,
         Self::Unroutable,
         Self::NoAddress,
         Self::NoToken,
+        Self::PodRange,
+        Self::NoTokenBlock,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -56,6 +62,8 @@ impl ConflictKind {
             Self::Unroutable => "unroutable",
             Self::NoAddress => "no_address",
             Self::NoToken => "no_token",
+            Self::PodRange => "pod_range",
+            Self::NoTokenBlock => "no_token_block",
         }
     }
 }
@@ -81,6 +89,15 @@ impl fmt::Display for Conflict {
             ConflictKind::NoToken => {
                 ": the token range is used up; connections to it fail (widen --token-range)"
             }
+            ConflictKind::PodRange => {
+                ": the pod range that begins there overlaps another node's or the token range, or lies in \
+                 --exclude; \
+                 it is not redirected"
+            }
+            ConflictKind::NoTokenBlock => {
+                ": the token range has no room for the pod range that begins there; it is not redirected (widen \
+                 --token-range)"
+            }
         })
     }
 }
@@ -93,6 +110,16 @@ pub(super) enum Holder {
     Several(Vec<usize>),
 }
 
+/// Who has a range of addresses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Claim {
+    Excluded,
+    /// Tokens, or the pods of a cloud node.
+    Taken,
+    /// The pods of the edge node with this index.
+    Pods(usize),
+}
+
 /// What follows from an inventory.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
@@ -102,6 +129,8 @@ pub(super) struct Plan {
     pub(super) holders: HashMap<IpAddr, Holder>,
     /// Those that the redirect routes; the key is in `holders`.
     pub(super) routed: BTreeSet<IpAddr>,
+    /// Ranges of edge nodes' pods that the redirect routes, and whose they are.
+    pub(super) pods: BTreeMap<IpNet, usize>,
     pub(super) conflicts: BTreeSet<Conflict>,
 }
 
@@ -151,6 +180,40 @@ impl Plan {
             plan.holders.insert(address, holder);
         }
         plan
+    }
+
+    /// Adds the pods of edge nodes. Ranges that overlap lead nowhere: which pod was meant cannot be known.
+    pub(super) fn route_pods(&mut self, inventory: &Inventory, token_ranges: &[IpNet]) {
+        let excluded = self.excluded.iter().map(|net| (*net, Claim::Excluded));
+        let tokens = token_ranges.iter().map(|net| (*net, Claim::Taken));
+        let mut claims: Vec<(IpNet, Claim)> = excluded.chain(tokens).collect();
+        for (index, node) in inventory.nodes.iter().enumerate() {
+            let claim = if node.edge { Claim::Pods(index) } else { Claim::Taken };
+            claims.extend(node.pod_cidrs.iter().map(|range| (range.trunc(), claim)));
+        }
+        // In this order a range comes right after those that it lies in.
+        claims.sort_by_key(|(net, _)| (net.network(), net.prefix_len()));
+        let mut bad = HashSet::new();
+        let mut around: Vec<usize> = Vec::new();
+        for (position, (net, claim)) in claims.iter().enumerate() {
+            while around.last().is_some_and(|outer| !claims[*outer].0.contains(net)) {
+                around.pop();
+            }
+            // What is excluded within a range takes nothing else away from it: exclusion wins at connect().
+            if *claim != Claim::Excluded && !around.is_empty() {
+                bad.insert(position);
+                bad.extend(around.iter().copied());
+            }
+            around.push(position);
+        }
+        for (position, (net, claim)) in claims.into_iter().enumerate() {
+            let Claim::Pods(index) = claim else { continue };
+            if bad.contains(&position) || !is_host(net.network()) {
+                self.conflict(ConflictKind::PodRange, Some(net.network()), inventory, &[index]);
+            } else {
+                self.pods.insert(net, index);
+            }
+        }
     }
 
     pub(super) fn conflict(

@@ -1,9 +1,10 @@
 //! What a connection looks up: made whole on each change, then only read.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use ipnet::IpNet;
 use tunnel_core::identity::NodeName;
 
 use super::plan::{Conflict, Holder};
@@ -16,6 +17,8 @@ pub struct Destination {
     /// What the agent is asked to dial.
     pub address: IpAddr,
     pub kubelet_port: u16,
+    /// The address is a pod's: every port of it is tunnelled.
+    pub pod: bool,
 }
 
 /// Whom an address belongs to.
@@ -35,14 +38,20 @@ pub struct Snapshot {
     pub(super) names: HashMap<NodeName, usize>,
     pub(super) holders: HashMap<IpAddr, Holder>,
     pub(super) tokens: HashMap<IpAddr, (usize, IpAddr)>,
+    /// Blocks of tokens by their first: the block's length, and the pods that it stands for.
+    pub(super) blocks: BTreeMap<IpAddr, (IpNet, usize, IpNet)>,
     pub(super) conflicts: Vec<Conflict>,
 }
 
 impl Snapshot {
     /// The destination that a token stands for.
     pub fn by_token(&self, token: IpAddr) -> Option<Destination> {
-        let (index, address) = self.tokens.get(&token)?;
-        Some(self.destination(*index, *address))
+        if let Some((index, address)) = self.tokens.get(&token) {
+            return Some(self.destination(*index, *address));
+        }
+        let (_, (block, index, pods)) = self.blocks.range(..=token).next_back()?;
+        let address = block.contains(&token).then(|| translate(token, *pods))??;
+        Some(Destination { pod: true, ..self.destination(*index, address) })
     }
 
     /// An edge node, at its first address. None also when it has none.
@@ -84,6 +93,19 @@ impl Snapshot {
 
     fn destination(&self, index: usize, address: IpAddr) -> Destination {
         let node = &self.inventory.nodes[index];
-        Destination { node: node.name.clone(), address, kubelet_port: node.kubelet_port }
+        Destination { node: node.name.clone(), address, kubelet_port: node.kubelet_port, pod: false }
+    }
+}
+
+/// The address of `range` that has the host bits of `token`.
+fn translate(token: IpAddr, range: IpNet) -> Option<IpAddr> {
+    match (token, range) {
+        (IpAddr::V4(token), IpNet::V4(range)) => {
+            Some(IpAddr::V4(range.network() | (token & range.hostmask())))
+        }
+        (IpAddr::V6(token), IpNet::V6(range)) => {
+            Some(IpAddr::V6(range.network() | (token & range.hostmask())))
+        }
+        _ => None,
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-use ipnet::{Ipv4Net, Ipv6Net};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_core::identity::NodeName;
 
 use crate::redirect::{reserved_tokens, reserved_tokens_v6};
@@ -13,19 +13,32 @@ use crate::redirect::{reserved_tokens, reserved_tokens_v6};
 /// destination, to it.
 pub const QUARANTINE: Duration = Duration::from_secs(600);
 
-/// Whom a token belongs to.
+/// Whom a token, or a block of them, belongs to.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Owner {
     /// A node's address. Another node with the same address has another token.
     Node(NodeName, IpAddr),
+    /// The addresses of a node's pods.
+    Pods(NodeName, IpNet),
     /// An address that several nodes claim: it leads nowhere, and a claimant that remains has a token of its own.
     Nobody(IpAddr),
 }
 
 impl Owner {
-    fn address(&self) -> IpAddr {
+    fn is_ipv4(&self) -> bool {
         match self {
-            Self::Node(_, address) | Self::Nobody(address) => *address,
+            Self::Node(_, address) | Self::Nobody(address) => address.is_ipv4(),
+            Self::Pods(_, range) => matches!(range, IpNet::V4(_)),
+        }
+    }
+
+    /// As many tokens as there are addresses; None for more than 2^127.
+    fn size(&self) -> Option<u128> {
+        match self {
+            Self::Node(..) | Self::Nobody(_) => Some(1),
+            Self::Pods(_, range) => {
+                1_u128.checked_shl(u32::from(range.max_prefix_len() - range.prefix_len()))
+            }
         }
     }
 }
@@ -47,10 +60,10 @@ impl Tokens {
         }
     }
 
-    /// A token for each owner: the one that it has, or had within the quarantine, else another. Owners that are not
-    /// named lose theirs. None when the range is used up.
+    /// A token, or the first of a block, for each owner: the one that it has, or had within the quarantine, else
+    /// another. Owners that are not named lose theirs. None when the range is used up.
     pub(super) fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> HashMap<Owner, Option<IpAddr>> {
-        let (v4, v6): (Vec<_>, Vec<_>) = owners.into_iter().partition(|owner| owner.address().is_ipv4());
+        let (v4, v6): (Vec<_>, Vec<_>) = owners.into_iter().partition(Owner::is_ipv4);
         let mut tokens: HashMap<_, _> = HashMap::with_capacity(v4.len() + v6.len());
         for (owner, number) in self.v4.assign(v4, now) {
             // The pool numbers addresses of an IPv4 range, so the cast loses nothing.
@@ -75,13 +88,14 @@ impl Tokens {
 #[derive(Debug)]
 struct Pool {
     nowhere: u128,
-    /// The lowest number that was never given out.
+    /// The lowest number that was never given out: single tokens come from below.
     fresh: u128,
+    /// Blocks come from above, so that they stay aligned without holes between single tokens.
     end: u128,
     live: HashMap<Owner, u128>,
     departed: HashMap<Owner, (u128, Instant)>,
-    /// The departed, oldest first. An entry is stale when `departed` does not say the same.
-    order: VecDeque<(Owner, Instant)>,
+    /// The departed by the size of what they had, oldest first. An entry is stale when `departed` does not say the same.
+    order: HashMap<u128, VecDeque<(Owner, Instant)>>,
 }
 
 impl Pool {
@@ -94,7 +108,7 @@ impl Pool {
             end,
             live: HashMap::new(),
             departed: HashMap::new(),
-            order: VecDeque::new(),
+            order: HashMap::new(),
         }
     }
 
@@ -114,11 +128,12 @@ impl Pool {
             }
         }
         for (owner, number) in before {
+            let size = owner.size().unwrap_or(1);
             self.departed.insert(owner.clone(), (number, now));
-            self.order.push_back((owner, now));
+            self.order.entry(size).or_default().push_back((owner, now));
         }
         for owner in wanting {
-            let number = self.take(now);
+            let number = owner.size().and_then(|size| self.take(size, now));
             if let Some(number) = number {
                 self.live.insert(owner.clone(), number);
             }
@@ -128,26 +143,44 @@ impl Pool {
     }
 
     /// One that left its quarantine, so that the tables stay as small as the cluster was large, else a fresh one.
-    fn take(&mut self, now: Instant) -> Option<u128> {
-        while let Some((owner, since)) = self.order.front() {
+    fn take(&mut self, size: u128, now: Instant) -> Option<u128> {
+        self.rested(size, now).or_else(|| if size == 1 { self.fresh() } else { self.fresh_block(size) })
+    }
+
+    fn rested(&mut self, size: u128, now: Instant) -> Option<u128> {
+        let order = self.order.get_mut(&size)?;
+        while let Some((owner, since)) = order.front() {
             let number = match self.departed.get(owner) {
                 Some((number, at)) if at == since => *number,
                 // Back in the meantime, and perhaps gone again: that is a later entry.
                 _ => {
-                    self.order.pop_front();
+                    order.pop_front();
                     continue;
                 }
             };
             if now.saturating_duration_since(*since) < QUARANTINE {
-                break;
+                return None;
             }
             self.departed.remove(owner);
-            self.order.pop_front();
+            order.pop_front();
             return Some(number);
         }
+        None
+    }
+
+    fn fresh(&mut self) -> Option<u128> {
         (self.fresh < self.end).then(|| {
             self.fresh += 1;
             self.fresh - 1
+        })
+    }
+
+    fn fresh_block(&mut self, size: u128) -> Option<u128> {
+        // Sizes are powers of two: rounding down aligns.
+        let first = self.end.checked_sub(size)? & !(size - 1);
+        (first >= self.fresh).then(|| {
+            self.end = first;
+            first
         })
     }
 }
@@ -209,6 +242,55 @@ mod tests {
         assert!(assigned.iter().all(|(_, token)| *token != Some(pool.nowhere)));
         assert_eq!(one(&mut pool, 100, start), None);
         assert!(one(&mut pool, 101, start + QUARANTINE).is_some());
+    }
+
+    fn pods(number: u8, range: &str) -> Owner {
+        Owner::Pods(format!("edge-{number}").parse().unwrap(), range.parse().unwrap())
+    }
+
+    #[test]
+    fn blocks_are_aligned_and_meet_nothing_else() {
+        let mut tokens = Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
+        let wanted = [
+            pods(1, "10.244.1.0/24"),
+            pods(2, "10.244.2.0/25"),
+            pods(3, "10.244.3.0/24"),
+            owner(1),
+            owner(2),
+        ];
+        let given = tokens.assign(wanted.to_vec(), Instant::now());
+        let text = |owner: &Owner| given[owner].map(|token| token.to_string());
+        // The last block is the redirect's own; below it they are packed, each aligned to its size.
+        assert_eq!(text(&wanted[0]).as_deref(), Some("198.18.2.0"));
+        assert_eq!(text(&wanted[1]).as_deref(), Some("198.18.1.128"));
+        assert_eq!(text(&wanted[2]), None, "no room is left above the single tokens");
+        assert_eq!(text(&wanted[3]).as_deref(), Some("198.18.0.2"));
+    }
+
+    #[test]
+    fn a_departed_block_rests_and_is_given_to_one_of_its_size() {
+        let mut tokens = Tokens::new("198.18.0.0/23".parse().unwrap(), "fd00::/112".parse().unwrap());
+        let start = Instant::now();
+        let (first, second, half) =
+            (pods(1, "10.244.1.0/25"), pods(2, "10.244.2.0/25"), pods(3, "10.244.3.0/26"));
+        let block = |given: HashMap<Owner, Option<IpAddr>>, owner: &Owner| given[owner];
+        let one = block(tokens.assign(vec![first.clone()], start), &first);
+        assert!(one.is_some());
+        let two = block(tokens.assign(vec![second.clone()], start), &second);
+        assert!(two.is_some() && two != one);
+        let later = start + QUARANTINE;
+        let other = block(tokens.assign(vec![second.clone(), half.clone()], later), &half);
+        assert!(other.is_some() && other != one, "another size does not take it");
+        let third = pods(4, "10.244.4.0/25");
+        assert_eq!(block(tokens.assign(vec![second, half, third.clone()], later), &third), one);
+    }
+
+    #[test]
+    fn a_range_larger_than_the_tokens_gets_none() {
+        let mut tokens = Tokens::new("198.18.0.0/24".parse().unwrap(), "fd00::/112".parse().unwrap());
+        let wanted = [pods(1, "10.0.0.0/8"), pods(2, "fd01::/64"), pods(3, "::/0"), pods(4, "0.0.0.0/0")];
+        let given = tokens.assign(wanted.to_vec(), Instant::now());
+        assert!(given.values().all(Option::is_none), "{given:?}");
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub(crate) const CASES: &[Case] = &[
     ("connects::down_and_closed_fail_at_connect", down),
     ("connects::without_set_retval_down_is_accepted", down_on_old_kernels),
     ("connects::blocks_map_one_to_one", blocks),
+    ("connects::routes_of_any_port", any_port),
     ("connects::source_address_chosen_by_the_client", bound_source),
 ];
 
@@ -84,7 +85,7 @@ fn tcp_fast_open() {
 fn retried() {
     let up = desired(&[EDGE]);
     let mut down = up.clone();
-    down.routes.insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false });
+    down.routes.insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false, any_port: false });
     let world = World::start(&down);
     let to = SockAddr::from(at(EDGE.0, PORT));
 
@@ -131,7 +132,9 @@ fn af_unspec() {
 fn mapped() {
     let mut desired = desired(&[EDGE]);
     desired.excluded.insert(net_of("10.8.0.9"));
-    desired.routes.insert(net_of("10.8.0.9"), RouteTarget { token: address("198.18.0.9"), up: true });
+    desired
+        .routes
+        .insert(net_of("10.8.0.9"), RouteTarget { token: address("198.18.0.9"), up: true, any_port: false });
     let world = World::start(&desired);
     let asked = at("::ffff:10.8.0.7", PORT);
     let socket = tcp(Domain::IPV6);
@@ -146,9 +149,10 @@ fn mapped() {
 
 fn ipv6() {
     let mut desired = desired(&[EDGE_V6]);
-    desired
-        .routes
-        .insert(net_of("2001:db8:7::8"), RouteTarget { token: address("fd9e:706f:7374:6572::8"), up: false });
+    desired.routes.insert(
+        net_of("2001:db8:7::8"),
+        RouteTarget { token: address("fd9e:706f:7374:6572::8"), up: false, any_port: false },
+    );
     let world = World::start(&desired);
     assert!(world.redirect.ipv6());
     let asked = at(EDGE_V6.0, PORT);
@@ -226,7 +230,9 @@ fn marked() {
 
 fn down() {
     let mut some_down = desired(&[EDGE, EDGE_B]);
-    some_down.routes.insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false });
+    some_down
+        .routes
+        .insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false, any_port: false });
     let world = World::start(&some_down);
     assert!(world.redirect.fails_at_connect(), "this kernel has bpf_set_retval (5.18)?");
     fails(at(EDGE.0, PORT), libc::EHOSTUNREACH);
@@ -242,7 +248,9 @@ fn down() {
 
 fn down_on_old_kernels() {
     let mut some_down = desired(&[EDGE]);
-    some_down.routes.insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false });
+    some_down
+        .routes
+        .insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false, any_port: false });
     let config =
         tunnel_server::redirect::RedirectConfig { fail_at_connect: false, ..crate::support::config() };
     let world = World::with(config, &some_down);
@@ -254,11 +262,17 @@ fn down_on_old_kernels() {
 
 fn blocks() {
     let mut desired = desired(&[]);
-    desired.routes.insert(net_of("10.244.3.0/24"), RouteTarget { token: address("198.18.3.0"), up: true });
-    desired.routes.insert(net_of("10.244.3.77"), RouteTarget { token: address("198.18.9.1"), up: true });
+    desired.routes.insert(
+        net_of("10.244.3.0/24"),
+        RouteTarget { token: address("198.18.3.0"), up: true, any_port: false },
+    );
+    desired.routes.insert(
+        net_of("10.244.3.77"),
+        RouteTarget { token: address("198.18.9.1"), up: true, any_port: false },
+    );
     desired.routes.insert(
         net_of("2001:db8:9::/120"),
-        RouteTarget { token: address("fd9e:706f:7374:6572::900"), up: true },
+        RouteTarget { token: address("fd9e:706f:7374:6572::900"), up: true, any_port: false },
     );
     let _world = World::start(&desired);
     for (asked, token) in [
@@ -269,6 +283,40 @@ fn blocks() {
     ] {
         arrived(&TcpStream::connect(at(asked, PORT)).unwrap(), at(asked, PORT), token);
     }
+}
+
+fn any_port() {
+    let mut desired = desired(&[EDGE]);
+    let pods = net_of("10.244.3.0/24");
+    desired.routes.insert(pods, RouteTarget { token: address("198.18.3.0"), up: true, any_port: true });
+    desired.excluded.insert(net_of("10.244.3.9"));
+    let world = World::start(&desired);
+    for port in [1, 80, PORT, 65_535] {
+        arrived(&TcpStream::connect(at("10.244.3.7", port)).unwrap(), at("10.244.3.7", port), "198.18.3.7");
+    }
+    arrived(&TcpStream::connect(at("10.244.3.8", 8080)).unwrap(), at("10.244.3.8", 8080), "198.18.3.8");
+    arrived(
+        &TcpStream::connect(at("::ffff:10.244.3.8", 8080)).unwrap(),
+        at("10.244.3.8", 8080),
+        "198.18.3.8",
+    );
+    // The node itself is still reached on the tunnelled ports only, and exclusion wins.
+    let ports = world.counter("connect4/port");
+    assert!(ask(at(EDGE.0, 8080)).is_err());
+    assert_eq!(world.counter("connect4/port"), ports + 1);
+    let excluded = world.counter("connect4/excluded");
+    assert!(ask(at("10.244.3.9", 8080)).is_err());
+    assert_eq!(world.counter("connect4/excluded"), excluded + 1);
+    ask(at(EDGE.0, PORT)).unwrap();
+
+    desired.routes.get_mut(&pods).unwrap().up = false;
+    world.redirect.apply(&desired).unwrap();
+    fails(at("10.244.3.7", 8080), libc::EHOSTUNREACH);
+    desired.routes.remove(&pods);
+    world.redirect.apply(&desired).unwrap();
+    let ports = world.counter("connect4/port");
+    assert!(ask(at("10.244.3.9", 8080)).is_err());
+    assert_eq!(world.counter("connect4/port"), ports + 1, "without such routes no address is looked up");
 }
 
 fn bound_source() {

@@ -193,7 +193,9 @@ fn address_reused() {
     let old = std::net::TcpStream::connect(at(EDGE.0, PORT)).unwrap();
     assert_eq!(crate::support::greeting(&old).unwrap().local, at(EDGE.1, PORT));
     let mut reused = desired(&[]);
-    reused.routes.insert(net_of(EDGE.0), RouteTarget { token: address("198.18.4.4"), up: true });
+    reused
+        .routes
+        .insert(net_of(EDGE.0), RouteTarget { token: address("198.18.4.4"), up: true, any_port: false });
     world.redirect.apply(&reused).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at("198.18.4.4", PORT));
     // The departed node's token has no origin any more: an old connection shows it as it is.

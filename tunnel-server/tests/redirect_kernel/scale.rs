@@ -26,7 +26,9 @@ fn cluster(count: u32, cloud: u32) -> Desired {
         ports: [10250, 10255, 9100].into(),
         excluded: (0..cloud).map(|n| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a10_0000 + n)))).collect(),
         clients: BTreeSet::new(),
-        routes: (0..count).map(|n| (edge(n), RouteTarget { token: token(n), up: true })).collect(),
+        routes: (0..count)
+            .map(|n| (edge(n), RouteTarget { token: token(n), up: true, any_port: false }))
+            .collect(),
     }
 }
 

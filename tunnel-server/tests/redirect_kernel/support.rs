@@ -32,7 +32,9 @@ pub(crate) fn desired(edges: &[Edge]) -> Desired {
         ports: [PORT, 10255].into(),
         routes: edges
             .iter()
-            .map(|(net, token)| (net_of(net), RouteTarget { token: address(token), up: true }))
+            .map(|(net, token)| {
+                (net_of(net), RouteTarget { token: address(token), up: true, any_port: false })
+            })
             .collect(),
         ..Desired::default()
     }
