@@ -6,6 +6,7 @@ mod command;
 mod demo;
 mod ebpf_sources;
 mod fuzz;
+mod image;
 mod lint;
 mod packages;
 mod test;
@@ -35,6 +36,8 @@ enum Command {
     Lint,
     /// What CI runs: lint, then test.
     Ci,
+    /// Static binaries, and an OCI archive of each in <target dir>/image/; installs what is missing for that.
+    Image(image::Options),
     /// Runs fuzz targets.
     Fuzz(fuzz::Options),
 }
@@ -62,6 +65,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
             lint::run_lint()?;
             test::run_tests(&test::Options::default())
         }
+        Command::Image(options) => image::run_image(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
     }
 }

@@ -27,6 +27,9 @@ pub(crate) const DEMO: &[Need] = &[
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
 ];
 
+/// What static binaries are compiled with: ring has some C in it.
+pub(crate) const MUSL: &[Need] = &[Need { program: "musl-gcc", package: "musl-tools" }];
+
 /// Debian asks this program whether a service may start; 101 means no (invoke-rc.d).
 const POLICY: &str = "/usr/sbin/policy-rc.d";
 
