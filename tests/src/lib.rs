@@ -10,6 +10,7 @@ pub mod access_log;
 pub mod agent;
 pub mod authority;
 pub mod client;
+pub mod cluster;
 pub mod demo;
 pub mod evil;
 pub mod inventory;

@@ -1,6 +1,7 @@
 //! Runs scenarios, each as a process of its own, and removes everything that a run made, however it ended.
 use std::ffi::OsString;
 use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
@@ -20,6 +21,8 @@ use crate::testbed::{Shape, Testbed, sweep};
 
 /// Lines of a scenario's output that begin so are shown even when it passes.
 const FIGURE: &str = "figure: ";
+/// Lines of a scenario's output that begin so are shown while it runs.
+const PROGRESS: &str = "progress: ";
 /// How much of each log a failure shows.
 const LINES_SHOWN: usize = 60;
 /// Open files that a scenario may have, and every program that it starts.
@@ -32,6 +35,11 @@ static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
 /// Prints a measured value so that the runner shows it.
 pub fn figure(text: &str) {
     println!("{FIGURE}{text}");
+}
+
+/// Says how far a long scenario is; the runner shows it at once.
+pub fn progress(text: &str) {
+    println!("{PROGRESS}{text}");
 }
 
 /// The `scenarios` program: `[--quick] [FILTER] [--list]` and what libtest takes besides, or `--run NAME --id ID`
@@ -129,7 +137,9 @@ fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
         .spawn()
         .context("starting the scenario's process")?;
     let start = Instant::now();
-    let status = wait_limited(&mut child, scenario.limit)?;
+    let mut shown = Shown { scenario: scenario.name, log: &log, at: 0, start };
+    let status = wait_limited(&mut child, scenario.limit, &mut shown)?;
+    shown.follow();
     let left = sweep::leftovers(id)?;
     match status {
         Some(status) if status.success() && left.is_empty() => {}
@@ -146,7 +156,7 @@ fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
 }
 
 /// Waits for the end; None: the limit came first and the process group was killed.
-fn wait_limited(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
+fn wait_limited(child: &mut Child, limit: Duration, shown: &mut Shown<'_>) -> Result<Option<ExitStatus>> {
     let deadline = Instant::now() + limit;
     loop {
         if let Some(status) = child.try_wait().context("waiting for the scenario")? {
@@ -159,6 +169,34 @@ fn wait_limited(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>
             return Ok(None);
         }
         std::thread::sleep(Duration::from_millis(20));
+        shown.follow();
+    }
+}
+
+/// What has been shown of a running scenario's progress.
+struct Shown<'a> {
+    scenario: &'a str,
+    log: &'a Path,
+    at: u64,
+    start: Instant,
+}
+
+impl Shown<'_> {
+    /// Shows the lines that have come since. A log that cannot be read just now is read the next time.
+    fn follow(&mut self) {
+        let Ok(mut log) = File::open(self.log) else { return };
+        let mut new = Vec::new();
+        if log.seek(SeekFrom::Start(self.at)).is_err() || log.read_to_end(&mut new).is_err() {
+            return;
+        }
+        // Half a line is shown when it is whole.
+        let Some(end) = new.iter().rposition(|byte| *byte == b'\n') else { return };
+        self.at += end as u64 + 1;
+        for line in String::from_utf8_lossy(&new[..end]).lines() {
+            if let Some(text) = line.strip_prefix(PROGRESS) {
+                println!("  [{:>5.1} s] {}: {text}", self.start.elapsed().as_secs_f32(), self.scenario);
+            }
+        }
     }
 }
 

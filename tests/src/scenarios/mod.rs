@@ -12,6 +12,7 @@ mod docs;
 mod hostile;
 mod https;
 mod identity;
+mod kubernetes;
 mod load;
 mod mend;
 mod operating;
@@ -68,6 +69,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         operating::ALL,
         docs::ALL,
         mend::ALL,
+        kubernetes::ALL,
     ]
     .into_iter()
     .flatten()

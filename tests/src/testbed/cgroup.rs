@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -47,6 +47,35 @@ pub fn unified_mount() -> Result<PathBuf> {
         }
     }
     bail!("no cgroup2 mount in /proc/mounts: mount one with `mount -t cgroup2 none /sys/fs/cgroup/unified`")
+}
+
+/// Every cgroup v1 hierarchy that is mounted; none on a host with cgroup v2 alone.
+pub fn v1_mounts() -> Result<Vec<PathBuf>> {
+    let mounts = fs::read_to_string("/proc/mounts").context("reading /proc/mounts")?;
+    let of_line = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let (_, at, kind) = (fields.next()?, fields.next()?, fields.next()?);
+        (kind == "cgroup").then(|| PathBuf::from(at))
+    };
+    Ok(mounts.lines().filter_map(of_line).collect())
+}
+
+/// Makes the same path as a v2 cgroup's in every v1 hierarchy, and returns it: where a kubelet puts its pods. On
+/// hybrid hosts a pod's processes are moved in both.
+pub fn create_for_kubelet(parent: &Cgroup, name: &str) -> Result<String> {
+    let mounts = v1_mounts()?;
+    // On cgroup v2 alone a kubelet hands controllers down from a cgroup that must then have no processes itself.
+    ensure!(
+        !mounts.is_empty(),
+        "this host has cgroup v2 alone; the test cluster needs v1 controllers beside it (a hybrid host)"
+    );
+    let group = parent.path().join(name);
+    let path = group.strip_prefix(unified_mount()?).context("a cgroup outside of the v2 hierarchy")?;
+    for mount in mounts {
+        let folder = mount.join(path);
+        fs::create_dir_all(&folder).with_context(|| format!("creating cgroup {}", folder.display()))?;
+    }
+    Ok(format!("/{}", path.display()))
 }
 
 /// The cgroup v2 folder that this process is in.

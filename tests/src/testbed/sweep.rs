@@ -1,7 +1,7 @@
 //! Removing what a run made, by its name, from whatever process: the way that also works after `kill -9`.
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result};
@@ -15,9 +15,13 @@ const NETNS: &str = "/run/netns";
 /// Marks the folder of a demo that was left up on purpose.
 pub const KEPT: &str = "KEPT";
 
-/// Kills the run's processes, removes its cgroups and its namespaces (and with them all links, routes and rules).
+/// Kills the run's processes, removes its cgroups and its namespaces (and with them all links, routes, rules and
+/// mounts). Every process of a run, a container's included, is in its v2 cgroup.
 pub fn namespaces_and_cgroups(id: &Id) -> Result<()> {
     cgroup::destroy(&cgroup::unified_mount()?.join(id.to_string()))?;
+    for group in v1_groups(id)? {
+        cgroup::destroy(&group)?;
+    }
     for name in names_in(Path::new(NETNS)) {
         if Id::of_name(&name).as_ref() == Some(id) {
             netns::run(Command::new("ip").args(["netns", "delete", &name]))?;
@@ -44,6 +48,7 @@ pub fn leftovers(id: &Id) -> Result<Vec<String>> {
     if group.exists() {
         found.push(format!("cgroup {}", group.display()));
     }
+    found.extend(v1_groups(id)?.into_iter().map(|group| format!("cgroup {}", group.display())));
     for name in names_in(Path::new(NETNS)) {
         if Id::of_name(&name).as_ref() == Some(id) {
             found.push(format!("network namespace {name}"));
@@ -72,6 +77,12 @@ pub fn dead_runs(kind: Kind) -> Result<Vec<Id>> {
 /// Whether somebody asked for this run to stay up.
 pub fn is_kept(id: &Id) -> bool {
     id.dir().join(KEPT).exists()
+}
+
+/// Cgroups of a run's kubelets in the v1 hierarchies.
+fn v1_groups(id: &Id) -> Result<Vec<PathBuf>> {
+    let groups = cgroup::v1_mounts()?.into_iter().map(|mount| mount.join(id.to_string()));
+    Ok(groups.filter(|group| group.exists()).collect())
 }
 
 fn names_in(dir: &Path) -> Vec<String> {

@@ -1,0 +1,154 @@
+//! A real Kubernetes on the testbed: the control plane on the cloud host, a containerd and a kubelet on the cloud host
+//! and on each edge host, kubectl beside it. Nothing in it is told of the tunnel.
+pub mod api;
+pub mod control_plane;
+pub mod host;
+pub mod image;
+pub mod kubectl;
+pub mod peers;
+pub mod pki;
+pub mod pods;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use serde_json::json;
+
+use self::api::{Api, is_true};
+use self::control_plane::ControlPlane;
+use self::host::{Host, Spec};
+use self::kubectl::Kubectl;
+use self::pki::Pki;
+use crate::runner::progress;
+use crate::testbed::{CLOUD, POD_CIDR, Testbed};
+
+/// Addresses of Services.
+pub const SERVICE_CIDR: &str = "10.96.0.0/16";
+/// The Service `kubernetes`.
+pub const KUBERNETES_SERVICE: &str = "10.96.0.1";
+/// The node on the cloud host.
+pub const CLOUD_NODE: &str = "cloud-1";
+/// The node on edge 1.
+pub const EDGE_NODE: &str = "edge-1";
+
+const NODE_READY: Duration = Duration::from_secs(90);
+
+/// A running cluster. Dropping it kills every process; the testbed removes the rest.
+pub struct Cluster<'a> {
+    /// What it runs on.
+    pub testbed: &'a Testbed,
+    /// Its API, as the administrator.
+    pub api: Api,
+    /// kubectl, as the administrator.
+    pub kubectl: Kubectl,
+    /// Its certificates.
+    pub pki: Pki,
+    /// Its control plane.
+    pub control_plane: ControlPlane,
+    /// The cloud's node first, then edge 1, and so on.
+    pub hosts: Vec<Host>,
+    /// The test image.
+    pub image: PathBuf,
+}
+
+impl<'a> Cluster<'a> {
+    /// Brings the cluster up, with a node on the cloud host and one on every edge, all ready.
+    pub async fn start(testbed: &'a Testbed) -> Result<Self> {
+        let start = Instant::now();
+        let dir = testbed.dir().join("kubernetes");
+        let pki = Pki::create(dir.clone())?;
+        let server = format!("https://{CLOUD}:6443");
+        let mut control_plane = ControlPlane::start(testbed, &pki)?;
+        let mut hosts = Vec::new();
+        for spec in specs(testbed) {
+            hosts.push(Host::create(testbed, spec, &pki, &server)?);
+        }
+        let image_dir = dir.join("image");
+        let image = image::busybox(&image_dir)?;
+        for host in &mut hosts {
+            host.import(&image).await?;
+        }
+        progress(&format!(
+            "containerd of {} hosts is up, {:.1?} from the start",
+            hosts.len(),
+            start.elapsed()
+        ));
+
+        let admin = pki.client("admin", "kubernetes-admin", &["system:masters"])?;
+        let kubeconfig = pki.kubeconfig("admin", &server, &admin)?;
+        let api = Api::open(&kubeconfig).await?;
+        let kubectl = Kubectl::new(peers::program(&peers::folder()?, "kubectl")?, kubeconfig, dir);
+        control_plane.wait_ready(&api).await?;
+        progress(&format!("the API server is ready, {:.1?} from the start", start.elapsed()));
+        control_plane.start_controllers(testbed, &pki, &server)?;
+        for host in &mut hosts {
+            host.start_kubelet(testbed, &pki)?;
+        }
+        let cluster = Self { testbed, api, kubectl, pki, control_plane, hosts, image };
+        cluster.label_nodes().await?;
+        for host in &cluster.hosts {
+            cluster.wait_ready(&host.spec.name).await?;
+        }
+        cluster
+            .api
+            .wait(
+                "the default service account",
+                "/api/v1/namespaces/default/serviceaccounts/default",
+                NODE_READY,
+                |_| true,
+            )
+            .await?;
+        progress(&format!("every node is ready, {:.1?} from the start", start.elapsed()));
+        Ok(cluster)
+    }
+
+    /// What the administrator does once per node: its role and its pods' addresses.
+    async fn label_nodes(&self) -> Result<()> {
+        for host in &self.hosts {
+            let Spec { name, pod_cidr, .. } = &host.spec;
+            let path = format!("/api/v1/nodes/{name}");
+            self.api.wait(&format!("node {name} to register"), &path, NODE_READY, |_| true).await?;
+            let role = if name == CLOUD_NODE { "control-plane" } else { "edge" };
+            let change = json!({
+                "metadata": { "labels": { format!("node-role.kubernetes.io/{role}"): "" } },
+                "spec": { "podCIDR": pod_cidr, "podCIDRs": [pod_cidr] },
+            });
+            self.api.patch(&path, &change).await.with_context(|| format!("labelling {name}"))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a node is ready.
+    pub async fn wait_ready(&self, node: &str) -> Result<()> {
+        let path = format!("/api/v1/nodes/{node}");
+        let ready = |node: &serde_json::Value| is_true(node, "Ready");
+        self.api.wait(&format!("node {node} to be ready"), &path, NODE_READY, ready).await?;
+        Ok(())
+    }
+
+    /// The host of a node.
+    pub fn host(&self, node: &str) -> Result<&Host> {
+        self.hosts.iter().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
+    }
+}
+
+fn specs(testbed: &Testbed) -> Vec<Spec> {
+    let mut specs = vec![Spec {
+        name: CLOUD_NODE.to_owned(),
+        address: CLOUD,
+        pod_cidr: POD_CIDR.to_owned(),
+        ns: testbed.cloud.clone(),
+        cgroup: testbed.cloud_cgroup.clone(),
+    }];
+    for (at, edge) in testbed.edges().iter().enumerate() {
+        specs.push(Spec {
+            name: edge.name.clone(),
+            address: edge.address,
+            pod_cidr: format!("10.72.{}.0/24", at + 1),
+            ns: edge.ns.clone(),
+            cgroup: testbed.edge_cgroup.clone(),
+        });
+    }
+    specs
+}
