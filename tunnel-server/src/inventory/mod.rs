@@ -9,6 +9,7 @@ mod parse_tests;
 
 pub use file::{FileSource, SourceStatus};
 pub use parse::{InventoryError, MAX_BYTES, parse};
+pub(crate) use parse::{ROUTED, add_address, kubelet_port};
 pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};
 
 use std::net::IpAddr;

@@ -262,8 +262,7 @@ impl Reader<'_> {
         self.nodes.push(InventoryNode {
             edge: self.selector.matches(&labels),
             addresses: addresses(&listed.unwrap_or_default(), prefix)?,
-            // Kubernetes writes 0 for "not known".
-            kubelet_port: port.filter(|port| *port != 0).unwrap_or(DEFAULT_KUBELET_PORT),
+            kubelet_port: kubelet_port(port),
             pod_cidrs: spec.map_or_else(|| Ok(Vec::new()), |spec| pod_cidrs(spec, prefix))?,
             name,
         });
@@ -271,19 +270,31 @@ impl Reader<'_> {
     }
 }
 
-/// InternalIPs, then ExternalIPs, each once. Host names are not routed.
+/// Types of addresses, the preferred one first. Host names are not routed.
+pub(crate) const ROUTED: [&str; 2] = ["InternalIP", "ExternalIP"];
+
+/// Adds an address once, and IPv4 not as v4-mapped IPv6.
+pub(crate) fn add_address(addresses: &mut Vec<IpAddr>, address: IpAddr) {
+    let address = address.to_canonical();
+    if !addresses.contains(&address) {
+        addresses.push(address);
+    }
+}
+
+/// Kubernetes writes 0 for "not known".
+pub(crate) fn kubelet_port(port: Option<u16>) -> u16 {
+    port.filter(|port| *port != 0).unwrap_or(DEFAULT_KUBELET_PORT)
+}
+
 fn addresses(listed: &[Address], prefix: &str) -> Result<Vec<IpAddr>, InventoryError> {
     let mut addresses = Vec::new();
-    for wanted in ["InternalIP", "ExternalIP"] {
+    for wanted in ROUTED {
         for (index, entry) in listed.iter().enumerate().filter(|(_, entry)| entry.r#type == wanted) {
             let address = entry.address.value.parse::<IpAddr>().map_err(|_| {
                 let key = format!("{prefix}status.addresses[{index}].address");
                 at(&entry.address, key, format!("{:?} is not an IP address", entry.address.value))
             })?;
-            let address = address.to_canonical();
-            if !addresses.contains(&address) {
-                addresses.push(address);
-            }
+            add_address(&mut addresses, address);
         }
     }
     Ok(addresses)

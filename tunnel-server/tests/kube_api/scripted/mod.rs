@@ -1,0 +1,373 @@
+//! A scripted API server: real HTTP/1.1 on loopback, on a thread of its own, with the verbs of the Kubernetes API on
+//! any object, and with faults on demand.
+//!
+//! What it does not do: schemas, admission, authentication, ownership of fields (apply is a merge that creates).
+#![allow(dead_code, reason = "each test module uses another part")]
+
+mod http;
+mod patch;
+mod store;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde_json::Value;
+use socket2::{Domain, Socket, Type};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tunnel_server::kube::client::connect;
+use tunnel_server::kube::{KubeOptions, ObjectNames};
+
+pub(crate) use store::Collection;
+use store::Store;
+
+/// What happens to a request instead of its answer, or before it.
+#[derive(Clone, Debug)]
+pub(crate) enum Fault {
+    /// A Status with this code.
+    Status(u16),
+    /// 429 with a text body, as API priority and fairness answers.
+    TooManyRequests { retry_after: u64 },
+    /// The right answer, this much later.
+    Delay(Duration),
+    /// The connection ends in the middle of the answer's body.
+    Truncate,
+    /// 200 and an ERROR event with code 410, as the watch cache answers. For `watch`.
+    GoneEvent,
+    /// 200 and an end at once. For `watch`.
+    CloseAtOnce,
+}
+
+struct Rule {
+    verb: &'static str,
+    resource: &'static str,
+    fault: Fault,
+    times: usize,
+}
+
+/// What is done to the watches that are open now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Order {
+    #[default]
+    Run,
+    /// Half a line, then the connection breaks.
+    Cut,
+    /// A clean end.
+    End,
+    /// An ERROR event with code 410, then a clean end.
+    Gone,
+    /// Not a byte more, for ever; the connection stays open.
+    Freeze,
+    /// A BOOKMARK now.
+    Bookmark,
+}
+
+pub(crate) struct Shared {
+    store: Mutex<Store>,
+    /// The store's version; watches wait for it.
+    version: tokio::sync::watch::Sender<u64>,
+    /// Counts up with each order to the watches that are open.
+    orders: tokio::sync::watch::Sender<(u64, Order)>,
+    rules: Mutex<Vec<Rule>>,
+    requests: Mutex<BTreeMap<(String, String), usize>>,
+    open_watches: Mutex<BTreeMap<String, usize>>,
+}
+
+impl Shared {
+    fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().unwrap()
+    }
+
+    /// Runs `change` on the store and wakes the watches.
+    fn change<T>(&self, change: impl FnOnce(&mut Store) -> T) -> T {
+        let mut store = self.store();
+        let result = change(&mut store);
+        self.version.send_replace(store.version());
+        result
+    }
+}
+
+enum Command {
+    Down(std::sync::mpsc::SyncSender<()>),
+    Up(std::sync::mpsc::SyncSender<()>),
+}
+
+/// A running server; ends when dropped.
+pub(crate) struct ApiServer {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    commands: mpsc::UnboundedSender<Command>,
+    stop: CancellationToken,
+    thread: Option<JoinHandle<()>>,
+    dir: tempfile::TempDir,
+    /// Bound, never listening: keeps the port while the server is down.
+    _port: Socket,
+}
+
+impl ApiServer {
+    pub(crate) fn start() -> Self {
+        let port = bind("127.0.0.1:0".parse().unwrap());
+        let address = port.local_addr().unwrap().as_socket().unwrap();
+        let shared = Arc::new(Shared {
+            store: Mutex::default(),
+            version: tokio::sync::watch::Sender::new(0),
+            orders: tokio::sync::watch::Sender::default(),
+            rules: Mutex::default(),
+            requests: Mutex::default(),
+            open_watches: Mutex::default(),
+        });
+        let (commands, received) = mpsc::unbounded_channel();
+        let stop = CancellationToken::new();
+        let thread = std::thread::spawn({
+            let (shared, stop) = (shared.clone(), stop.clone());
+            move || {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(run(address, shared, received, stop));
+            }
+        });
+        let dir = tempfile::tempdir().unwrap();
+        let kubeconfig = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: scripted\n\
+             clusters:\n- name: scripted\n  cluster: {{server: \"http://{address}\"}}\n\
+             users:\n- name: scripted\n  user: {{token: scripted}}\n\
+             contexts:\n- name: scripted\n  context: {{cluster: scripted, user: scripted, namespace: kube-system}}\n"
+        );
+        std::fs::write(dir.path().join("kubeconfig"), kubeconfig).unwrap();
+        let server = Self { address, shared, commands, stop, thread: Some(thread), dir, _port: port };
+        server.up();
+        server
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// A file that leads here.
+    pub(crate) fn kubeconfig(&self) -> PathBuf {
+        self.dir.path().join("kubeconfig")
+    }
+
+    /// A folder that lives as long as the server.
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A client as the server's own code makes it.
+    pub(crate) async fn client(&self) -> kube::Client {
+        let options = KubeOptions {
+            kubeconfig: Some(self.kubeconfig()),
+            namespace: Some("kube-system".into()),
+            names: ObjectNames::default(),
+        };
+        connect(&options).await.unwrap().0
+    }
+
+    // The objects, without a request.
+
+    /// Creates or replaces the object; `metadata.name` names it.
+    pub(crate) fn put(&self, collection: &str, object: Value) -> Value {
+        let collection = Collection::parse(collection).unwrap();
+        self.shared.change(|store| store.put(&collection, object))
+    }
+
+    pub(crate) fn put_all(&self, collection: &str, objects: impl IntoIterator<Item = Value>) {
+        let collection = Collection::parse(collection).unwrap();
+        self.shared.change(|store| {
+            for object in objects {
+                store.put(&collection, object);
+            }
+        });
+    }
+
+    /// Changes an object that is there.
+    pub(crate) fn edit(&self, collection: &str, name: &str, edit: impl FnOnce(&mut Value)) {
+        let collection = Collection::parse(collection).unwrap();
+        self.shared.change(|store| {
+            let mut object = store.get(&collection, name).expect("no such object").as_ref().clone();
+            edit(&mut object);
+            store.put(&collection, object);
+        });
+    }
+
+    pub(crate) fn remove(&self, collection: &str, name: &str) {
+        let collection = Collection::parse(collection).unwrap();
+        self.shared.change(|store| store.remove(&collection, name)).expect("no such object");
+    }
+
+    pub(crate) fn get(&self, collection: &str, name: &str) -> Option<Value> {
+        let collection = Collection::parse(collection).unwrap();
+        self.shared.store().get(&collection, name).map(|object| object.as_ref().clone())
+    }
+
+    pub(crate) fn list(&self, collection: &str) -> Vec<Value> {
+        let collection = Collection::parse(collection).unwrap();
+        self.shared.store().list(&collection).map(|(_, object)| object.as_ref().clone()).collect()
+    }
+
+    // Faults.
+
+    /// Connections are refused, those that are open are reset, until `up`.
+    pub(crate) fn down(&self) {
+        self.command(Command::Down);
+    }
+
+    pub(crate) fn up(&self) {
+        self.command(Command::Up);
+    }
+
+    /// The next `times` requests that match get `fault`. Verbs: `list` (first pages), `continue` (further pages),
+    /// `watch`, `get`, `create`, `update`, `patch`, `delete`, or `*`; `resource` is the plural, or `*`.
+    pub(crate) fn inject(&self, verb: &'static str, resource: &'static str, fault: Fault, times: usize) {
+        self.shared.rules.lock().unwrap().push(Rule { verb, resource, fault, times });
+    }
+
+    /// Whether every injected fault was met.
+    pub(crate) fn faults_are_spent(&self) -> bool {
+        self.shared.rules.lock().unwrap().is_empty()
+    }
+
+    /// Takes back what `inject` has left.
+    pub(crate) fn heal(&self) {
+        self.shared.rules.lock().unwrap().clear();
+    }
+
+    /// The watches that are open break in the middle of a line.
+    pub(crate) fn cut_watches(&self) {
+        self.order(Order::Cut);
+    }
+
+    /// The watches that are open end well.
+    pub(crate) fn end_watches(&self) {
+        self.order(Order::End);
+    }
+
+    /// The watches that are open get an ERROR event with code 410 and end.
+    pub(crate) fn expire_watches(&self) {
+        self.order(Order::Gone);
+    }
+
+    /// The watches that are open send nothing more and stay open; later ones work.
+    pub(crate) fn freeze_watches(&self) {
+        self.order(Order::Freeze);
+    }
+
+    /// The watches that are open get a BOOKMARK.
+    pub(crate) fn bookmark_watches(&self) {
+        self.order(Order::Bookmark);
+    }
+
+    /// Forgets the changes until now: who wants to watch from before gets 410.
+    pub(crate) fn compact(&self) {
+        self.shared.store().compact();
+    }
+
+    fn order(&self, order: Order) {
+        self.shared.orders.send_modify(|(number, current)| (*number, *current) = (*number + 1, order));
+    }
+
+    // What was asked.
+
+    /// Requests with this verb to this path (without its query). Further pages count as `continue`.
+    pub(crate) fn requests(&self, verb: &str, path: &str) -> usize {
+        self.shared.requests.lock().unwrap().get(&(verb.to_owned(), path.to_owned())).copied().unwrap_or(0)
+    }
+
+    /// Writes (create, update, patch, delete) to paths that contain `part`.
+    pub(crate) fn writes(&self, part: &str) -> usize {
+        let requests = self.shared.requests.lock().unwrap();
+        let write = |verb: &str| matches!(verb, "create" | "update" | "patch" | "delete");
+        requests.iter().filter(|((verb, path), _)| write(verb) && path.contains(part)).map(|(_, n)| n).sum()
+    }
+
+    /// Every request until now, for messages of assertions.
+    pub(crate) fn all_requests(&self) -> BTreeMap<(String, String), usize> {
+        self.shared.requests.lock().unwrap().clone()
+    }
+
+    /// Watches open now on the collection with this path.
+    pub(crate) fn open_watches(&self, path: &str) -> usize {
+        self.shared.open_watches.lock().unwrap().get(path).copied().unwrap_or(0)
+    }
+
+    fn command(&self, command: impl FnOnce(std::sync::mpsc::SyncSender<()>) -> Command) {
+        let (done, wait) = std::sync::mpsc::sync_channel(1);
+        self.commands.send(command(done)).ok().expect("the server's thread has ended");
+        wait.recv().expect("the server's thread has ended");
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        self.stop.cancel();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn bind(address: SocketAddr) -> Socket {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
+    socket.set_reuse_address(true).unwrap();
+    socket.set_reuse_port(true).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    socket.bind(&address.into()).unwrap();
+    socket
+}
+
+async fn run(
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    mut commands: mpsc::UnboundedReceiver<Command>,
+    stop: CancellationToken,
+) {
+    let mut listener: Option<TcpListener> = None;
+    let mut connections = stop.child_token();
+    loop {
+        let accept = async {
+            match &listener {
+                Some(listener) => listener.accept().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = stop.cancelled() => return,
+            command = commands.recv() => match command {
+                None => return,
+                Some(Command::Up(done)) => {
+                    if listener.is_none() {
+                        let socket = bind(address);
+                        socket.listen(1024).unwrap();
+                        listener = Some(TcpListener::from_std(socket.into()).unwrap());
+                    }
+                    let _ = done.send(());
+                }
+                Some(Command::Down(done)) => {
+                    listener = None;
+                    connections.cancel();
+                    connections = stop.child_token();
+                    let _ = done.send(());
+                }
+            },
+            Ok((stream, _)) = accept => {
+                tokio::spawn(http::serve(stream, shared.clone(), connections.clone()));
+            }
+        }
+    }
+}
+
+/// Waits until `condition` gives something; panics with `what` after ten seconds.
+pub(crate) async fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
+    loop {
+        if let Some(result) = condition() {
+            return result;
+        }
+        assert!(tokio::time::Instant::now() < deadline, "not within 10 s: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
