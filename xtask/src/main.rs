@@ -9,6 +9,7 @@ mod fuzz;
 mod image;
 mod lint;
 mod packages;
+mod peers;
 mod test;
 
 use std::process::ExitCode;
@@ -36,6 +37,8 @@ enum Command {
     Lint,
     /// What CI runs: lint, then test.
     Ci,
+    /// The real Kubernetes and konnectivity that tests and demo run beside, built once and kept in the user's cache.
+    Peers(peers::Options),
     /// Static binaries, and an OCI archive of each in <target dir>/image/; installs what is missing for that.
     Image(image::Options),
     /// Runs fuzz targets.
@@ -65,6 +68,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
             lint::run_lint()?;
             test::run_tests(&test::Options::default())
         }
+        Command::Peers(options) => peers::run_peers(&options),
         Command::Image(options) => image::run_image(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
     }

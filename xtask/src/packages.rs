@@ -30,6 +30,17 @@ pub(crate) const DEMO: &[Need] = &[
 /// What static binaries are compiled with: ring has some C in it.
 pub(crate) const MUSL: &[Need] = &[Need { program: "musl-gcc", package: "musl-tools" }];
 
+/// What the test cluster is made of besides the peers.
+pub(crate) const CLUSTER: &[Need] = &[
+    Need { program: "etcd", package: "etcd-server" },
+    Need { program: "containerd", package: "containerd" },
+    Need { program: "runc", package: "runc" },
+    Need { program: "/usr/lib/cni/bridge", package: "containernetworking-plugins" },
+    Need { program: "busybox", package: "busybox-static" },
+    Need { program: "prometheus", package: "prometheus" },
+    Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
+];
+
 /// Debian asks this program whether a service may start; 101 means no (invoke-rc.d).
 const POLICY: &str = "/usr/sbin/policy-rc.d";
 

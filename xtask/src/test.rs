@@ -6,6 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{built, cargo, is_root, program, shown};
+use crate::peers::{self, Peer};
 use crate::{build_ebpf, demo, fuzz, packages};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
@@ -15,8 +16,9 @@ const WHY_ROOT: &str = "\
 cargo xtask test needs root, because it
   - makes network namespaces and iptables rules inside them (a cloud host, a router with NAT, edge hosts),
   - makes child cgroups and attaches eBPF programs to those and to those namespaces, never to the machine's own,
-  - starts the real tunnel-server, tunnel-agent, Prometheus and node exporters in there,
-  - installs Debian packages that are missing (iptables, iproute2, util-linux, g++, prometheus, prometheus-node-exporter).
+  - starts the real tunnel-server, tunnel-agent, Prometheus, node exporters and a Kubernetes cluster in there,
+  - installs Debian packages that are missing (iptables, iproute2, util-linux, g++, prometheus, prometheus-node-exporter,
+    and for the cluster etcd-server, containerd, runc, containernetworking-plugins, busybox-static).
 Everything it makes is removed again, whether tests pass or fail.";
 
 #[derive(clap::Args, Default)]
@@ -57,8 +59,11 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
     let start = Instant::now();
     packages::install(&[packages::TESTBED])?;
+    let mut kubernetes = None;
     if !options.quick {
-        packages::install(&[packages::DEMO])?;
+        packages::install(&[packages::DEMO, packages::CLUSTER])?;
+        heading("the programs of Kubernetes");
+        kubernetes = Some(peers::build(Peer::Kubernetes)?);
     }
     heading("building the eBPF programs and the two programs");
     build_ebpf::run()?;
@@ -81,10 +86,15 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
     heading("scenarios");
     let mut scenarios = program(built("scenarios")?);
     scenarios.args(options.quick.then_some("--quick")).args(&filter);
+    if let Some(folder) = kubernetes {
+        scenarios.env(peers::VARIABLE, folder);
+    }
     count(&mut scenarios, &mut tally)?;
 
     if options.quick {
-        println!("\nleft out by --quick: kernel and doc tests, most scenarios, the demo, fuzz targets");
+        println!(
+            "\nleft out by --quick: kernel and doc tests, most scenarios (everything on the real Kubernetes), the demos, fuzz targets"
+        );
     } else {
         run_demo(&filter, &mut tally);
         run_fuzz(&filter, &mut tally)?;

@@ -1,0 +1,238 @@
+//! `cargo xtask peers`: the real Kubernetes and konnectivity, built from Go modules once and kept outside of any clone.
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitCode};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::ValueEnum;
+use sha2::{Digest as _, Sha256};
+
+use crate::command::{program, root, shown};
+
+/// Tells the scenarios and the demo where the programs of Kubernetes are.
+pub(crate) const VARIABLE: &str = "POSTERN_PEERS_KUBERNETES";
+/// How often a build that takes long says so.
+const SAY: Duration = Duration::from_secs(15);
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Only one of the two.
+    #[arg(long, value_enum)]
+    only: Option<Peer>,
+}
+
+/// What is built together, from one Go module below tests/peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Peer {
+    Kubernetes,
+    Konnectivity,
+}
+
+impl Peer {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kubernetes => "kubernetes",
+            Self::Konnectivity => "konnectivity",
+        }
+    }
+
+    /// The names of the programs, and their packages.
+    fn programs(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Kubernetes => &[
+                ("kube-apiserver", "k8s.io/kubernetes/cmd/kube-apiserver"),
+                ("kube-controller-manager", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+                ("kube-scheduler", "k8s.io/kubernetes/cmd/kube-scheduler"),
+                ("kubelet", "k8s.io/kubernetes/cmd/kubelet"),
+                ("kubectl", "k8s.io/kubernetes/cmd/kubectl"),
+            ],
+            Self::Konnectivity => &[
+                ("proxy-server", "sigs.k8s.io/apiserver-network-proxy/cmd/server"),
+                ("proxy-agent", "sigs.k8s.io/apiserver-network-proxy/cmd/agent"),
+            ],
+        }
+    }
+
+    fn module(self) -> PathBuf {
+        root().join("tests/peers").join(self.name())
+    }
+
+    /// Without the version's flags Kubernetes calls itself v0.0.0.
+    fn ldflags(self, go_mod: &str) -> Result<String> {
+        if self == Self::Konnectivity {
+            return Ok("-s -w".to_owned());
+        }
+        let version = word_after(go_mod, "require k8s.io/kubernetes ")?;
+        let mut numbers = version.trim_start_matches('v').split('.');
+        let (Some(major), Some(minor)) = (numbers.next(), numbers.next()) else {
+            bail!("tests/peers/kubernetes/go.mod requires k8s.io/kubernetes {version:?}: not a version")
+        };
+        let package = "k8s.io/component-base/version";
+        Ok(format!(
+            "-s -w -X {package}.gitVersion={version} -X {package}.gitMajor={major} -X {package}.gitMinor={minor}"
+        ))
+    }
+}
+
+pub(crate) fn run_peers(options: &Options) -> Result<ExitCode> {
+    for peer in options.only.map_or_else(|| vec![Peer::Kubernetes, Peer::Konnectivity], |peer| vec![peer]) {
+        println!("{}", build(peer)?.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The folder with the programs, built first when it is not there.
+pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
+    let module = peer.module();
+    let read = |name: &str| {
+        let path = module.join(name);
+        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
+    };
+    let go_mod = read("go.mod")?;
+    let ldflags = peer.ldflags(&go_mod)?;
+    let key = key(&[&read("go.sum")?, &go_mod, &ldflags, &format!("{:?}", peer.programs())]);
+    let cache = cache()?;
+    let folder = cache.join(format!("{}-{key}", peer.name()));
+    if folder.exists() {
+        return Ok(folder);
+    }
+    let (go, version) = need_go(peer, &go_mod)?;
+    fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
+    let _lock = lock(&cache.join(format!("{}.lock", peer.name())))?;
+    if folder.exists() {
+        // Somebody else has built it while this process waited.
+        return Ok(folder);
+    }
+    let temporary = cache.join(format!("{}-{key}.tmp", peer.name()));
+    // Half a build of a run that was killed; nobody else works there while the lock is held.
+    fs::remove_dir_all(&temporary).ok();
+    fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
+    let programs = peer.programs();
+    println!(
+        "building {} programs of {} with {version}, once for every clone on this machine; the first time takes some minutes",
+        programs.len(),
+        peer.name()
+    );
+    let start = Instant::now();
+    for (at, (name, package)) in programs.iter().enumerate() {
+        let mut command = program(&go);
+        command
+            .current_dir(&module)
+            .env("CGO_ENABLED", "0")
+            .args(["build", "-trimpath", "-mod=readonly", "-ldflags", &ldflags, "-o"])
+            .arg(temporary.join(name))
+            .arg(package);
+        let what = format!("{name} ({} of {})", at + 1, programs.len());
+        println!("building {what}, {:.0?} so far", start.elapsed());
+        let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
+        watch(child, &what).with_context(|| format!("`{}` in {}", shown(&command), module.display()))?;
+    }
+    fs::rename(&temporary, &folder).with_context(|| format!("renaming to {}", folder.display()))?;
+    println!("built {} in {:.0?}", peer.name(), start.elapsed());
+    Ok(folder)
+}
+
+fn watch(mut child: Child, what: &str) -> Result<()> {
+    let start = Instant::now();
+    let mut said = start;
+    loop {
+        if let Some(status) = child.try_wait().context("waiting for go")? {
+            ensure!(status.success(), "go ended with {status}");
+            return Ok(());
+        }
+        if said.elapsed() >= SAY {
+            said = Instant::now();
+            println!("  still building {what}, {:.0?}", start.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn cache() -> Result<PathBuf> {
+    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = set("XDG_CACHE_HOME")
+        .or_else(|| Some(set("HOME")?.join(".cache")))
+        .context("neither XDG_CACHE_HOME nor HOME is set: there is no place to keep what is built")?;
+    Ok(base.join("postern/peers"))
+}
+
+/// Held until the file is closed, at the latest when the process ends.
+fn lock(path: &Path) -> Result<File> {
+    let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    if file.try_lock().is_err() {
+        println!("waiting for another build that holds {}", path.display());
+        file.lock().with_context(|| format!("locking {}", path.display()))?;
+    }
+    Ok(file)
+}
+
+fn key(parts: &[&str]) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update(part.len().to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A Go that is new enough, and what it calls itself.
+fn need_go(peer: Peer, go_mod: &str) -> Result<(PathBuf, String)> {
+    let least = word_after(go_mod, "go ")?;
+    let install = format!(
+        "install Go {least} or newer (tests/peers/{}/go.mod says so; Debian's package is golang-go, from backports where the release's own is older) and put it on PATH",
+        peer.name()
+    );
+    // Where Go's own archive puts it: not on the PATH of every shell.
+    let places = [PathBuf::from("go"), PathBuf::from("/usr/local/go/bin/go")];
+    let found = places.iter().find_map(|go| {
+        let output = program(go).current_dir(peer.module()).args(["env", "GOVERSION"]).output().ok()?;
+        Some((go.clone(), String::from_utf8_lossy(&output.stdout).trim().to_owned()))
+    });
+    let (go, version) = found.with_context(|| format!("Go is missing: {install}"))?;
+    ensure!(
+        numbers(version.trim_start_matches("go")) >= numbers(least),
+        "{} is {version:?}, too old: {install}",
+        go.display()
+    );
+    Ok((go, version))
+}
+
+fn numbers(version: &str) -> Vec<u32> {
+    version.split('.').map_while(|part| part.parse().ok()).collect()
+}
+
+/// The rest of the line that begins so.
+fn word_after<'a>(go_mod: &'a str, prefix: &str) -> Result<&'a str> {
+    let found = go_mod.lines().find_map(|line| line.strip_prefix(prefix));
+    found.map(str::trim).with_context(|| format!("no line {prefix:?} in go.mod"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_by_number() {
+        assert!(numbers("1.26.10") > numbers("1.26.2"));
+        assert!(numbers("1.24.0") < numbers("1.26.2"));
+        assert!(numbers("") < numbers("1.24.0"), "what says no version is too old");
+    }
+
+    #[test]
+    fn the_version_of_kubernetes_goes_into_its_programs() {
+        let flags = Peer::Kubernetes.ldflags("go 1.24.0\nrequire k8s.io/kubernetes v1.34.4\n").unwrap();
+        for part in ["gitVersion=v1.34.4", "gitMajor=1 ", "gitMinor=34"] {
+            assert!(flags.contains(part), "{flags}");
+        }
+        assert!(Peer::Kubernetes.ldflags("go 1.24.0\n").is_err());
+    }
+
+    #[test]
+    fn the_key_follows_every_part() {
+        assert_eq!(key(&["a", "b"]).len(), 16);
+        assert_ne!(key(&["a", "b"]), key(&["ab", ""]));
+        assert_ne!(key(&["a", "b"]), key(&["a", "c"]));
+    }
+}
