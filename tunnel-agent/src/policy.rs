@@ -30,8 +30,7 @@ pub enum Denied {
     #[error("it is link-local; only an --allow-target that lies within the link-local range allows it")]
     LinkLocal,
     #[error(
-        "it is loopback, and the server did not name the port when the session began; an --allow-target within the \
-         loopback range would allow it"
+        "it is loopback, and the server does not name the port; an --allow-target within the loopback range would allow it"
     )]
     Loopback,
     #[error("it is loopback, and no --allow-target within the loopback range allows it")]

@@ -17,13 +17,15 @@ use tunnel_core::lifecycle::{Drain, Readiness, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
 use crate::admission::Admission;
-use crate::config::Config;
+use crate::config::{Config, NodeSource};
 use crate::door::{self, Door, Hall, Https, Redirected};
-use crate::inventory::FileSource;
+use crate::inventory::{FileSource, Inventory};
+use crate::kube::settings::Doors;
+use crate::kube::{Kube, Parts};
 use crate::metrics::Metrics;
 use crate::pki::{Ca, EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerFile, ServerNames};
 use crate::redirect::{Redirect, RedirectConfig, RedirectError, RedirectMetrics};
-use crate::report::Reporter;
+use crate::report::{Reporter, SourceReport};
 use crate::route::{Router, RouterConfig, host_addresses};
 use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
 
@@ -31,6 +33,8 @@ use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
 const CLOSING: Duration = Duration::from_secs(3);
 /// Changes of routes within this time are applied as one.
 const FEED_PAUSE: Duration = Duration::from_millis(20);
+/// Port of the http door, which this build does not have.
+const DEFAULT_HTTP_PORT: u16 = 10264;
 /// How often this host's addresses are compared with the inventory's.
 const HOST_PERIOD: Duration = Duration::from_secs(30);
 /// Pause after the kernel refused a change of its maps.
@@ -49,14 +53,8 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     let postern = registry.sub_registry_with_prefix("postern");
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(router_config(&config), postern));
-    let (source, inventory) =
-        FileSource::open(config.inventory.clone(), config.edge_selector.clone(), postern).map_err(
-            |error| {
-                ConfigError::new("--inventory", config.inventory.display().to_string(), error.to_string())
-            },
-        )?;
-    let ca = Ca::load_or_create(&config.state_dir, Lifetimes::from_environment()?)?;
-    let certificate = ServerCertificate::start(ca, server_names(&config), pki_metrics.clone())?;
+    let lifetimes = Lifetimes::from_environment()?;
+    let source = Source::open(&config, lifetimes, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
     let drain = Drain::new(shutdown.clone());
     let readiness = Readiness::new();
@@ -74,8 +72,15 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         let postern = registry.sub_registry_with_prefix("postern");
         postern.register_collector(Box::new(RedirectMetrics(redirect.clone())));
     }
-    let reporter =
-        Reporter::new(&server_id, &readiness, &sessions, &router, &source, &metrics, redirect.clone());
+    let reporter = Reporter::new(
+        &server_id,
+        &readiness,
+        &sessions,
+        &router,
+        source.status(&router),
+        &metrics,
+        redirect.clone(),
+    );
     let doors = [("agents", agents.as_ref()), (Https::NAME, https.as_ref())];
     for (door, listener) in doors.into_iter().filter_map(|(door, listener)| Some((door, listener?))) {
         reporter.door(door, listener.local_addr()?);
@@ -101,12 +106,35 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
             .write(&config.state_dir)?;
     }
 
+    let Some(ca) = source.authority(&config, lifetimes, &readiness, &shutdown).await? else { return Ok(()) };
+    let certificate = Arc::new(ServerCertificate::start(ca, server_names(&config), pki_metrics.clone())?);
+
     // From here on nothing fails any more; what runs is stopped below.
     let tasks = TaskTracker::new();
     let stop = CancellationToken::new();
-    router.set_inventory(inventory);
-    let following = router.clone();
-    tasks.spawn(source.run(move |inventory| following.set_inventory(inventory), shutdown.clone()));
+    let (settings, settings_now) = watch::channel(Arc::default());
+    match source {
+        Source::File { source, inventory, .. } => {
+            router.set_inventory(inventory);
+            let following = router.clone();
+            tasks.spawn(source.run(move |inventory| following.set_inventory(inventory), shutdown.clone()));
+        }
+        Source::Kubernetes(kube) => kube.start(Parts {
+            router: router.clone(),
+            sessions: sessions.clone(),
+            certificate: certificate.clone(),
+            server_names: server_names(&config),
+            server_id: &server_id,
+            selector: config.edge_selector.clone(),
+            doors: doors_of(&config),
+            state_dir: config.state_dir.clone(),
+            pki_metrics: pki_metrics.clone(),
+            settings: settings.clone(),
+            nodes_known: readiness.pending("nodes"),
+            tasks: &tasks,
+            stop: stop.clone(),
+        }),
+    }
     if let Some(redirect) = &redirect {
         feed_once(redirect, &router, None).await;
         tasks.spawn(feed(redirect.clone(), router.clone(), stop.clone()));
@@ -117,6 +145,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         server_id: server_id.clone(),
         tls: certificate.tls(),
         bundle: follow_bundle(certificate.ca(), &tasks, stop.clone()),
+        settings: settings_now,
         sessions: sessions.clone(),
         workers: workers.clone(),
         enroll: EnrollService::new(certificate.ca(), &config.state_dir, pki_metrics),
@@ -163,8 +192,70 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         tokio::task::spawn_blocking(move || redirect.stop()).await.context("stopping the redirect")?;
     }
     tracing::info!(%drained, "stopped");
-    drop((stopping, admin));
+    drop((stopping, admin, settings));
     Ok(())
+}
+
+/// Where nodes and CA come from.
+enum Source {
+    File { source: Arc<FileSource>, inventory: Inventory, ca: Ca },
+    Kubernetes(Kube),
+}
+
+impl Source {
+    /// Everything about it that can be wrong before anything else is touched.
+    async fn open(config: &Config, lifetimes: Lifetimes, postern: &mut Registry) -> anyhow::Result<Self> {
+        match &config.source {
+            NodeSource::File(path) => {
+                let (source, inventory) =
+                    FileSource::open(path.clone(), config.edge_selector.clone(), postern).map_err(
+                        |error| {
+                            ConfigError::new("--inventory", path.display().to_string(), error.to_string())
+                        },
+                    )?;
+                let ca = Ca::load_or_create(&config.state_dir, lifetimes)?;
+                Ok(Self::File { source, inventory, ca })
+            }
+            NodeSource::Kubernetes(options) => Ok(Self::Kubernetes(Kube::connect(options, postern).await?)),
+        }
+    }
+
+    fn status(&self, router: &Arc<Router>) -> SourceReport {
+        match self {
+            Self::File { source, .. } => {
+                let source = source.clone();
+                Box::new(move || (*source.status()).clone())
+            }
+            Self::Kubernetes(kube) => kube.status(router),
+        }
+    }
+
+    /// None: the server was stopped while it waited for the API server.
+    async fn authority(
+        &self,
+        config: &Config,
+        lifetimes: Lifetimes,
+        readiness: &Readiness,
+        shutdown: &Shutdown,
+    ) -> anyhow::Result<Option<Ca>> {
+        let kube = match self {
+            Self::File { ca, .. } => return Ok(Some(ca.clone())),
+            Self::Kubernetes(kube) => kube,
+        };
+        let waiting = readiness.pending("the CA of the cluster");
+        let stop = shutdown.draining_token();
+        let ca = match kube.authority(&config.state_dir, lifetimes, stop).await {
+            Err(_) if stop.is_cancelled() => return Ok(None),
+            ca => ca?,
+        };
+        waiting.ready();
+        Ok(Some(ca))
+    }
+}
+
+/// Where the internal Service's ports lead to.
+fn doors_of(config: &Config) -> Doors {
+    Doors { https: config.secure_port.unwrap_or_default(), http: DEFAULT_HTTP_PORT }
 }
 
 fn router_config(config: &Config) -> RouterConfig {
@@ -172,7 +263,7 @@ fn router_config(config: &Config) -> RouterConfig {
         token_range: config.token_range,
         token_range_v6: config.token_range_v6,
         ports: config.redirect_ports.clone(),
-        pods: false,
+        pods: config.edge_pod_routes,
         exclude: config.exclude.clone(),
         clients: config.redirect_clients.clone(),
         host_addresses,

@@ -10,7 +10,7 @@ use tunnel_core::admin;
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Readiness;
 
-use crate::inventory::FileSource;
+use crate::inventory::SourceStatus;
 use crate::metrics::Metrics;
 use crate::redirect::Redirect;
 use crate::route::Router;
@@ -23,6 +23,9 @@ use crate::status::{
 /// The agents' door, whose connections are tunnels.
 pub const AGENTS: &str = "agents";
 
+/// Tells about the source of the nodes.
+pub type SourceReport = Box<dyn Fn() -> SourceStatus + Send + Sync>;
+
 /// Knows everybody who knows a part of the status. Clones share it.
 #[derive(Clone)]
 pub struct Reporter(Arc<Parts>);
@@ -33,7 +36,7 @@ struct Parts {
     readiness: Readiness,
     sessions: Arc<Sessions>,
     router: Arc<Router>,
-    source: Arc<FileSource>,
+    source: SourceReport,
     metrics: Metrics,
     redirect: Option<Arc<Redirect>>,
     doors: Mutex<Vec<(&'static str, SocketAddr)>>,
@@ -46,7 +49,7 @@ impl Reporter {
         readiness: &Readiness,
         sessions: &Arc<Sessions>,
         router: &Arc<Router>,
-        source: &Arc<FileSource>,
+        source: SourceReport,
         metrics: &Metrics,
         redirect: Option<Arc<Redirect>>,
     ) -> Self {
@@ -56,7 +59,7 @@ impl Reporter {
             readiness: readiness.clone(),
             sessions: Arc::clone(sessions),
             router: Arc::clone(router),
-            source: Arc::clone(source),
+            source,
             metrics: metrics.clone(),
             redirect,
             doors: Mutex::default(),
@@ -92,7 +95,7 @@ impl Reporter {
             doors: parts.doors(),
             redirect: parts.redirect(),
             inventory: InventoryStatus {
-                source: (*parts.source.status()).clone(),
+                source: (parts.source)(),
                 conflicts: snapshot.conflicts().iter().map(Into::into).collect(),
             },
         }

@@ -36,9 +36,7 @@ impl Agent for AgentService {
         let events = session
             .take_event_stream()
             .ok_or_else(|| Status::failed_precondition("this session is attached already"))?;
-        let ports: BTreeSet<u16> =
-            welcome.loopback_ports.iter().filter_map(|port| u16::try_from(*port).ok()).collect();
-        session.loopback_ports.store(Arc::new(ports));
+        session.loopback_ports.store(Arc::new(ports(&welcome.loopback_ports)));
         if !welcome.trust_bundle.is_empty() {
             session.announce(welcome.trust_bundle).await;
         }
@@ -75,9 +73,17 @@ impl Agent for AgentService {
                 self.0.announce(bundle.pem).await;
                 return Ok(Response::new(NoticeAck {}));
             }
+            Some(notice::Notice::LoopbackPorts(named)) => {
+                self.0.loopback_ports.store(Arc::new(ports(&named.ports)));
+                return Ok(Response::new(NoticeAck {}));
+            }
             None => return Err(Status::invalid_argument("a notice of a kind that this agent does not know")),
         };
         self.0.notices.send_replace(notice);
         Ok(Response::new(NoticeAck {}))
     }
+}
+
+fn ports(named: &[u32]) -> BTreeSet<u16> {
+    named.iter().filter_map(|port| u16::try_from(*port).ok()).collect()
 }

@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::cli::cleanup::CleanupCommand;
 use crate::cli::status::StatusCommand;
+use crate::config::kube::KubeArgs;
 use crate::inventory::DEFAULT_EDGE_SELECTOR;
 use crate::pki::DEFAULT_STATE_DIR;
 use crate::pki::cli::{CaCommand, TokenCommand};
@@ -43,12 +44,9 @@ pub enum Command {
 /// The flags as text: [`Config::new`](super::Config::new) makes values of them, so that every error has the same form.
 #[derive(Args, Clone, Debug)]
 pub struct RunArgs {
-    /// The nodes: a NodeList as `kubectl get nodes -o yaml` prints it; read again whenever it changes.
+    /// Without Kubernetes: the nodes, a NodeList as `kubectl get nodes -o yaml` prints it; read again whenever it changes.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
-    /// Nodes from the API server; not in this build yet.
-    #[arg(long, value_name = "FILE", alias = "kube-config")]
-    pub kubeconfig: Option<PathBuf>,
     /// Where the CA, keys, tokens and certificates are kept.
     #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
     pub state_dir: PathBuf,
@@ -110,4 +108,6 @@ pub struct RunArgs {
     /// off, error, warn, info, debug, trace, or klog's number.
     #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
     pub log_level: String,
+    #[command(flatten)]
+    pub kube: KubeArgs,
 }

@@ -1,6 +1,7 @@
 //! The server's configuration: flags in, typed values free of contradictions out.
 
 mod args;
+mod kube;
 
 #[cfg(test)]
 mod tests;
@@ -20,12 +21,22 @@ use tunnel_core::config::{
 use tunnel_core::logging;
 
 use crate::inventory::Selector;
+use crate::kube::KubeOptions;
 use crate::redirect::{RedirectConfig, SOCKET_MARK};
+
+/// Where the nodes come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NodeSource {
+    /// A file, without Kubernetes.
+    File(PathBuf),
+    /// The API server.
+    Kubernetes(KubeOptions),
+}
 
 /// A configuration that is whole and free of contradictions.
 #[derive(Clone, Debug)]
 pub struct Config {
-    pub inventory: PathBuf,
+    pub source: NodeSource,
     pub edge_selector: Selector,
     pub state_dir: PathBuf,
     pub bind_address: IpAddr,
@@ -40,6 +51,8 @@ pub struct Config {
     pub redirect_ports: BTreeSet<u16>,
     pub redirect_clients: Vec<IpNet>,
     pub exclude: Vec<IpNet>,
+    /// Redirect connections to edge nodes' pods too.
+    pub edge_pod_routes: bool,
     pub token_range: Ipv4Net,
     pub token_range_v6: Ipv6Net,
     pub cert_dns_names: Vec<String>,
@@ -72,7 +85,7 @@ impl Config {
             return Err(ConfigError::new("--redirect-ports", &args.redirect_ports, reason));
         }
         let config = Self {
-            inventory: inventory(args)?,
+            source: source(args)?,
             edge_selector: parse_with("--edge-selector", &args.edge_selector)?,
             state_dir: args.state_dir.clone(),
             bind_address: parse_ip("--bind-address", &args.bind_address)?,
@@ -83,6 +96,7 @@ impl Config {
             redirect_ports,
             redirect_clients,
             exclude,
+            edge_pod_routes: args.kube.edge_pod_routes()?,
             token_range,
             token_range_v6,
             cert_dns_names: dns_names(&args.cert_dns_names)?,
@@ -100,9 +114,9 @@ impl Config {
         fn list<T: ToString>(values: impl IntoIterator<Item = T>) -> String {
             values.into_iter().map(|value| value.to_string()).collect::<Vec<_>>().join(",")
         }
+        let on_off = |on: bool| if on { "on" } else { "off" }.to_owned();
         let door = |port: Option<u16>| port.unwrap_or_default().to_string();
         let mut flags = vec![
-            ("inventory", self.inventory.display().to_string()),
             ("edge-selector", self.edge_selector.to_string()),
             ("state-dir", self.state_dir.display().to_string()),
             ("bind-address", self.bind_address.to_string()),
@@ -112,10 +126,11 @@ impl Config {
                 "admin-address",
                 self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
             ),
-            ("redirect", if self.redirect.is_some() { "on" } else { "off" }.to_owned()),
+            ("redirect", on_off(self.redirect.is_some())),
             ("redirect-ports", list(&self.redirect_ports)),
             ("redirect-clients", list(&self.redirect_clients)),
             ("exclude", list(&self.exclude)),
+            ("edge-pod-routes", on_off(self.edge_pod_routes)),
             ("token-range", self.token_range.to_string()),
             ("token-range-v6", self.token_range_v6.to_string()),
             ("cert-dns-names", list(&self.cert_dns_names)),
@@ -124,6 +139,10 @@ impl Config {
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),
         ];
+        match &self.source {
+            NodeSource::File(path) => flags.push(("inventory", path.display().to_string())),
+            NodeSource::Kubernetes(options) => flags.extend(kube::flags(options)),
+        }
         if let Some(cgroup) = self.redirect.as_ref().and_then(|redirect| redirect.cgroup.as_ref()) {
             flags.push(("redirect-cgroup", cgroup.display().to_string()));
         }
@@ -162,18 +181,13 @@ impl Config {
     }
 }
 
-fn inventory(args: &RunArgs) -> Result<PathBuf, ConfigError> {
-    match (&args.inventory, &args.kubeconfig) {
-        (_, Some(path)) => {
-            let reason = "Kubernetes mode is not in this build yet; use --inventory";
-            Err(ConfigError::new("--kubeconfig", path.to_string_lossy(), reason))
-        }
-        (Some(path), None) => Ok(path.clone()),
-        (None, None) => {
-            let reason = "needed: a file as `kubectl get nodes -o yaml` prints it (standalone); Kubernetes mode is not in this build yet";
-            Err(ConfigError::without_value("--inventory", reason))
-        }
-    }
+fn source(args: &RunArgs) -> Result<NodeSource, ConfigError> {
+    // Checked in both cases: a wrong name is to be found before the flag is needed.
+    let options = args.kube.options()?;
+    Ok(match &args.inventory {
+        Some(path) => NodeSource::File(path.clone()),
+        None => NodeSource::Kubernetes(options),
+    })
 }
 
 /// Asking for a door that is not there must not look like having it.

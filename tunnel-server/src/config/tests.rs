@@ -9,6 +9,10 @@ fn config(args: &[&str]) -> Result<Config, ConfigError> {
     Config::new(&Cli::try_parse_from(base.iter().chain(args)).unwrap().run)
 }
 
+fn in_cluster(args: &[&str]) -> Result<Config, ConfigError> {
+    Config::new(&Cli::try_parse_from(["tunnel-server"].iter().chain(args)).unwrap().run)
+}
+
 fn error(args: &[&str]) -> String {
     config(args).expect_err(&format!("{args:?}")).to_string()
 }
@@ -21,7 +25,8 @@ fn the_command_line_is_consistent() {
 #[test]
 fn defaults_are_those_of_the_design() {
     let config = config(&[]).unwrap();
-    assert_eq!(config.inventory, PathBuf::from("/nodes.yaml"));
+    assert_eq!(config.source, NodeSource::File("/nodes.yaml".into()));
+    assert!(!config.edge_pod_routes);
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/postern/server"));
     assert_eq!(config.bind_address, IpAddr::from([0, 0, 0, 0]));
     assert_eq!((config.agent_port, config.secure_port), (Some(10262), Some(10263)));
@@ -64,8 +69,10 @@ fn every_flag_does_something() {
         "--log-format=json",
         "--log-level=debug",
         "--insecure-port=0",
+        "--edge-pod-routes=on",
     ])
     .unwrap();
+    assert!(config.edge_pod_routes);
     assert_eq!(config.bind_address, "::".parse::<IpAddr>().unwrap());
     assert_eq!((config.agent_port, config.secure_port), (Some(1), None));
     assert_eq!(config.admin_address, Some("[::1]:3".parse().unwrap()));
@@ -105,7 +112,36 @@ fn other_systems_names_are_taken() {
     assert_eq!(config.agent_port, Some(7));
     assert_eq!(config.admin_address, Some("127.0.0.1:9".parse().unwrap()));
     assert_eq!((config.state_dir, config.log_level), (PathBuf::from("/c"), logging::Level::Debug));
-    assert!(error(&["--kube-config=/k"]).starts_with("--kubeconfig=/k: "));
+    let NodeSource::Kubernetes(options) = in_cluster(&["--kube-config=/k"]).unwrap().source else {
+        panic!("--kube-config means Kubernetes")
+    };
+    assert_eq!(options.kubeconfig, Some("/k".into()));
+}
+
+#[test]
+fn without_an_inventory_it_is_kubernetes() {
+    let NodeSource::Kubernetes(options) = in_cluster(&[]).unwrap().source else { panic!("not Kubernetes") };
+    assert_eq!(options, KubeOptions { kubeconfig: None, namespace: None, names: Default::default() });
+    let config = in_cluster(&[
+        "--kubeconfig=/k",
+        "--namespace=edge",
+        "--configmap=yurt-tunnel-server-cfg",
+        "--dns-configmap=yurt-tunnel-nodes",
+        "--service=a",
+        "--internal-service=b",
+        "--ca-secret=c",
+        "--lease=d",
+        "--agent-service-account=e.f",
+    ])
+    .unwrap();
+    let again =
+        Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(config.flags())).unwrap();
+    assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+    let NodeSource::Kubernetes(options) = config.source else { panic!("not Kubernetes") };
+    assert_eq!(options.namespace.as_deref(), Some("edge"));
+    assert_eq!(options.names.configmap, "yurt-tunnel-server-cfg");
+    assert_eq!(options.names.agent_service_account, "e.f");
+    assert!(Cli::try_parse_from(["tunnel-server", "--kubeconfig=/k", "--inventory=/n"]).is_err());
 }
 
 #[test]
@@ -191,15 +227,18 @@ fn errors_name_key_value_and_reason() {
             &["--log-level=loud"],
             "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
         ),
-        (&["--kubeconfig=/k"], "--kubeconfig=/k: Kubernetes mode is not in this build yet; use --inventory"),
+        (&["--edge-pod-routes=yes"], "--edge-pod-routes=yes: use on or off"),
+        (
+            &["--namespace=Kube"],
+            "--namespace=Kube: not the name of an object; use lower-case letters, digits, - and ., such as tunnel-server",
+        ),
+        (
+            &["--lease="],
+            "--lease=: not the name of an object; use lower-case letters, digits, - and ., such as tunnel-server",
+        ),
     ] {
         assert_eq!(error(args), expected, "{args:?}");
     }
-    let bare = Cli::try_parse_from(["tunnel-server"]).unwrap();
-    assert_eq!(
-        Config::new(&bare.run).unwrap_err().to_string(),
-        "--inventory: needed: a file as `kubectl get nodes -o yaml` prints it (standalone); Kubernetes mode is not in this build yet"
-    );
 }
 
 #[test]
@@ -222,7 +261,6 @@ fn flags_and_subcommands_do_not_mix() {
 /// The flags of DESIGN §11: name, and the default that `--help` shows (None: it shows none of its own).
 const DESIGN: &[(&str, Option<&str>)] = &[
     ("inventory", None),
-    ("kubeconfig", None),
     ("state-dir", Some("/var/lib/postern/server")),
     ("bind-address", Some("0.0.0.0")),
     ("agent-port", Some("10262")),
@@ -249,6 +287,17 @@ const DESIGN: &[(&str, Option<&str>)] = &[
     ("drain-timeout", Some("30s")),
     ("log-format", Some("text")),
     ("log-level", Some("info")),
+    ("kubeconfig", None),
+    // What follows, DESIGN has as "object names are flags".
+    ("namespace", None),
+    ("configmap", Some("tunnel-server-cfg")),
+    ("dns-configmap", Some("tunnel-nodes")),
+    ("service", Some("x-tunnel-server-svc")),
+    ("internal-service", Some("x-tunnel-server-internal-svc")),
+    ("ca-secret", Some("tunnel-server-ca")),
+    ("lease", Some("tunnel-server")),
+    ("agent-service-account", Some("tunnel-agent")),
+    ("edge-pod-routes", Some("off")),
 ];
 
 #[test]

@@ -33,7 +33,8 @@ type Digest = [u8; 32];
 /// What `status` shows of the source.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceStatus {
-    pub file: PathBuf,
+    /// The file's path, or `API server`.
+    pub source: String,
     pub edge: usize,
     pub cloud: usize,
     /// Why the file's present content is not in effect.
@@ -73,7 +74,7 @@ impl FileSource {
         registry: &mut Registry,
     ) -> Result<(Arc<Self>, Inventory), InventoryError> {
         let source = Self {
-            status: ArcSwap::from_pointee(SourceStatus { file: path.clone(), ..SourceStatus::default() }),
+            status: ArcSwap::from_pointee(SourceStatus { source: path.display().to_string(), ..SourceStatus::default() }),
             path,
             selector,
             digest: Mutex::new(None),

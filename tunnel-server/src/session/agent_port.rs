@@ -21,6 +21,7 @@ use super::attach;
 use super::{Sessions, Workers};
 use crate::accept::accept;
 use crate::admission::{Admission, Admitted};
+use crate::kube::settings::Settings;
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerCertificate};
 
@@ -47,6 +48,8 @@ pub struct AgentPortConfig {
     pub tls: Arc<ServerTls>,
     /// The roots to announce.
     pub bundle: watch::Receiver<Arc<TrustBundle>>,
+    /// Ports that agents dial on their node's loopback.
+    pub settings: watch::Receiver<Arc<Settings>>,
     /// Where sessions are registered.
     pub sessions: Arc<Sessions>,
     /// The data path's threads.

@@ -20,7 +20,8 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, Rtt};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
-    AgentEvent, Hello, Notice, Refused, Replaced, ServerDraining, TrustBundle, Welcome, agent_event, notice,
+    AgentEvent, Hello, LoopbackPorts, Notice, Refused, Replaced, ServerDraining, TrustBundle, Welcome,
+    agent_event, notice,
 };
 use tunnel_core::text::printable;
 
@@ -28,6 +29,7 @@ use super::Session;
 use super::agent_port::AgentPort;
 use super::registry::Fenced;
 use crate::admission::Admitted;
+use crate::kube::settings::Settings;
 
 /// The largest control message taken from an agent.
 const MAX_MESSAGE: usize = 64 << 10;
@@ -165,7 +167,9 @@ async fn session(
 ) -> End {
     let mut client =
         AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
-    let (hello, mut events) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, greet(port, &mut client)).await {
+    let loopback = loopback_ports(&port.config.settings.borrow());
+    let greeting = greet(port, &mut client, &loopback);
+    let (hello, mut events) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting).await {
         Ok(Ok(greeting)) => greeting,
         Ok(Err(end)) => return end,
         Err(_) => return End::NoHello,
@@ -201,7 +205,7 @@ async fn session(
     drop(admitted);
     port.config.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    let end = follow(port, &session, &mut client, &mut events, pings).await;
+    let end = follow(port, &session, &mut client, &mut events, pings, loopback).await;
     if matches!(end, End::Ended) && !port.config.draining.is_cancelled() {
         let reason = notice::Notice::Replaced(Replaced {
             epoch: session.epoch,
@@ -232,12 +236,14 @@ fn retire(older: Option<Arc<Session>>, newer: &Session) {
 async fn greet(
     port: &AgentPort,
     client: &mut AgentClient<Channel>,
+    loopback_ports: &[u32],
 ) -> Result<(Hello, Streaming<AgentEvent>), End> {
     let bundle = port.config.bundle.borrow().to_pem();
     let welcome = Welcome {
         server_id: port.config.server_id.clone(),
         server_version: env!("CARGO_PKG_VERSION").to_owned(),
         trust_bundle: bundle,
+        loopback_ports: loopback_ports.to_vec(),
         ..Welcome::default()
     };
     let mut events = client.attach(welcome).await?.into_inner();
@@ -254,9 +260,13 @@ async fn follow(
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
     pings: PingPong,
+    mut loopback: Vec<u32>,
 ) -> End {
     let mut bundle = port.config.bundle.clone();
     bundle.mark_unchanged();
+    let mut settings = port.config.settings.clone();
+    // They may have changed since the Welcome.
+    settings.mark_changed();
     let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
     let mut span = (Instant::now(), 0u32);
     let mut told_draining = false;
@@ -298,6 +308,14 @@ async fn follow(
                 let pem = bundle.borrow_and_update().to_pem();
                 tell(client, notice::Notice::TrustBundle(TrustBundle { pem })).await;
             }
+            changed = settings.changed(), if !told_draining => {
+                if changed.is_err() { return End::Ended }
+                let ports = loopback_ports(&settings.borrow_and_update());
+                if ports != loopback {
+                    loopback.clone_from(&ports);
+                    tell(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
+                }
+            }
             () = port.config.draining.cancelled(), if !told_draining => {
                 told_draining = true;
                 let timeout_seconds = u32::try_from(port.config.drain_timeout.as_secs()).unwrap_or(u32::MAX);
@@ -307,6 +325,10 @@ async fn follow(
             () = port.config.stop.cancelled() => return End::Ended,
         }
     }
+}
+
+fn loopback_ports(settings: &Settings) -> Vec<u32> {
+    settings.loopback.iter().map(|port| u32::from(*port)).collect()
 }
 
 /// The agent has left on purpose: callers that read slowly still get what was carried.

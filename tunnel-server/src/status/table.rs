@@ -51,8 +51,8 @@ impl StatusReport {
 
     fn write_inventory(&self, out: &mut String, all: bool) -> std::fmt::Result {
         let source = &self.inventory.source;
-        let file = harmless(&source.file.to_string_lossy());
-        writeln!(out, "inventory {file}: {} edge, {} cloud", source.edge, source.cloud)?;
+        let origin = harmless(&source.source);
+        writeln!(out, "inventory {origin}: {} edge, {} cloud", source.edge, source.cloud)?;
         if let Some(error) = &source.last_error {
             writeln!(out, "  NOT IN EFFECT, the last good one is: {}", harmless(error))?;
         }
@@ -264,7 +264,7 @@ mod tests {
             },
             inventory: InventoryStatus {
                 source: SourceStatus {
-                    file: "/nodes.yaml".into(),
+                    source: "/nodes.yaml".into(),
                     edge: 2,
                     cloud: 1,
                     last_error: Some("line 3".into()),
@@ -334,7 +334,7 @@ mod tests {
         report.redirect.state = RedirectState::Degraded;
         report.redirect.reason = Some(EVIL.to_owned());
         report.redirect.counters = [(EVIL.to_owned(), 1)].into();
-        report.inventory.source.file = EVIL.into();
+        report.inventory.source.source = EVIL.into();
         report.inventory.source.last_error = Some(EVIL.to_owned());
         report.inventory.conflicts[0].message = EVIL.to_owned();
         report.nodes[0].session.as_mut().unwrap().agent_version = EVIL.to_owned();
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<StatusReport>(&json).unwrap(), report);
         let value: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!(value["nodes"][0]["connected"], true);
-        assert_eq!(value["inventory"]["file"], "/nodes.yaml");
+        assert_eq!(value["inventory"]["source"], "/nodes.yaml");
         assert_eq!(value["inventory"]["conflicts"][0]["kind"], "ambiguous");
         assert_eq!(value["redirect"]["state"], "on");
     }
