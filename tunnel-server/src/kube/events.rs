@@ -150,7 +150,7 @@ impl Publisher {
                 };
                 complaint.error(&error);
                 // What is refused now is refused later; what did not get through, or was too much, may be taken.
-                let refused = error.code().is_some_and(|code| (400..500).contains(&code) && code != 429);
+                let refused = error.code.is_some_and(|code| (400..500).contains(&code) && code != 429);
                 if refused || queued.at.elapsed() > WORTH_TRYING {
                     break;
                 }
@@ -167,7 +167,7 @@ impl Publisher {
         let recorder = self.recorders.entry(queued.event.note.clone()).or_insert_with(fresh);
         let published = request(recorder.publish(&queued.event, &queued.regarding)).await;
         // The Event whose repetitions were counted has been deleted: this one is the first again.
-        if published.as_ref().is_err_and(|error| error.code() == Some(404)) {
+        if published.as_ref().is_err_and(|error| error.code == Some(404)) {
             *recorder = fresh();
             return request(recorder.publish(&queued.event, &queued.regarding)).await;
         }

@@ -1,11 +1,11 @@
 //! What everything that writes to the API server has in common: requests that end, retries, and errors that are said
 //! once.
 
-use std::error::Error;
 use std::time::Duration;
 
-use kube::core::Status;
 use kube::runtime::watcher;
+
+use crate::kube::client::reason;
 
 /// How long one request may take. Together with the ten seconds after which a server that cannot renew the Lease stops
 /// to write, it ends before another server may hold the Lease.
@@ -14,44 +14,20 @@ pub const REQUEST: Duration = Duration::from_secs(4);
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(30);
 
-/// Why a request to the API server came to nothing.
+/// Why a request to the API server came to nothing, in its own words where it answered: a missing permission is named
+/// there by verb, resource and namespace.
 #[derive(Debug, thiserror::Error)]
-pub enum RequestError {
-    /// The API server's own words: a missing permission is named there by verb, resource and namespace.
-    #[error("{} ({} {})", .0.message, .0.code, .0.reason)]
-    Refused(Box<Status>),
-    #[error("no answer within {} s", REQUEST.as_secs())]
-    Timeout,
-    #[error("{0}")]
-    Failed(String),
-}
-
-impl RequestError {
-    /// Of an answer that came.
-    pub fn code(&self) -> Option<u16> {
-        match self {
-            Self::Refused(status) => Some(status.code),
-            Self::Timeout | Self::Failed(_) => None,
-        }
-    }
+#[error("{reason}")]
+pub struct RequestError {
+    reason: String,
+    /// The HTTP status of an answer that came.
+    pub code: Option<u16>,
 }
 
 impl From<kube::Error> for RequestError {
     fn from(error: kube::Error) -> Self {
-        if let kube::Error::Api(status) = error {
-            return Self::Refused(status);
-        }
-        // The outer errors say little ("ServiceError"); what went wrong is at the end of the chain.
-        let mut text = error.to_string();
-        let mut source = error.source();
-        while let Some(error) = source {
-            let inner = error.to_string();
-            if !text.contains(&inner) {
-                text = format!("{text}: {inner}");
-            }
-            source = error.source();
-        }
-        Self::Failed(text)
+        let code = if let kube::Error::Api(status) = &error { Some(status.code) } else { None };
+        Self { reason: reason(&error), code }
     }
 }
 
@@ -62,7 +38,9 @@ impl From<kube::Error> for RequestError {
 pub async fn request<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, RequestError> {
     match tokio::time::timeout(REQUEST, request).await {
         Ok(result) => result.map_err(RequestError::from),
-        Err(_) => Err(RequestError::Timeout),
+        Err(_) => {
+            Err(RequestError { reason: format!("no answer within {} s", REQUEST.as_secs()), code: None })
+        }
     }
 }
 
