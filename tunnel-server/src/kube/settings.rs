@@ -1,6 +1,29 @@
-//! The port lists of the ConfigMap.
+//! The port lists of the ConfigMap, with YurtTunnel's keys and rules.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::IntErrorKind;
+use std::pin::pin;
+use std::sync::Arc;
+
+use futures_util::StreamExt as _;
+use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference};
+use kube::runtime::events::EventType;
+use kube::runtime::watcher::Config;
+use kube::{Api, Resource as _};
+use tokio::sync::watch;
+use tunnel_core::text::printable;
+
+use super::Cluster;
+use super::leader::writer::Followed;
+use super::watch::follow;
+
+const HTTPS: &str = "https-proxy-ports";
+const HTTP: &str = "http-proxy-ports";
+const DNAT: &str = "dnat-ports-pair";
+const LOOPBACK: &str = "localhost-proxy-ports";
+
+/// Tunnelled whatever the lists say (--redirect-ports), and ports of the internal Service already.
+const KUBELET: [u16; 2] = [10250, 10255];
 
 /// What the ConfigMap says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,4 +41,306 @@ pub struct Settings {
 pub enum InternalDoor {
     Https,
     Http,
+}
+
+/// The ports of the two doors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Doors {
+    pub https: u16,
+    /// The second half of every pair in a list.
+    pub http: u16,
+}
+
+/// An entry of a list that is left out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{key}: {value:?} {reason}")]
+pub struct Problem {
+    pub key: &'static str,
+    pub value: String,
+    pub reason: String,
+}
+
+impl Settings {
+    /// Reads the ConfigMap's data. Entries that cannot be used are left out; keys that are not known here are left alone.
+    ///
+    /// A list is separated by commas. Once there is a `=` in it, all of it is pairs, and the second half of each has to be
+    /// the http door. A port in several lists leads to the https door before the http door.
+    pub fn parse(data: &BTreeMap<String, String>, doors: &Doors) -> (Self, Vec<Problem>) {
+        let mut problems = Vec::new();
+        let mut list = |key| {
+            let text = data.get(key).map(String::as_str).unwrap_or_default();
+            ports(key, text, doors, &mut problems)
+        };
+        let mut settings = Self::default();
+        for (key, door) in
+            [(DNAT, InternalDoor::Http), (HTTP, InternalDoor::Http), (HTTPS, InternalDoor::Https)]
+        {
+            let ports = list(key).into_iter().filter(|port| !KUBELET.contains(port));
+            settings.internal.extend(ports.map(|port| (port, door)));
+        }
+        settings.loopback = list(LOOPBACK);
+        for port in KUBELET.into_iter().filter(|port| settings.loopback.remove(port)) {
+            problems.push(Problem {
+                key: LOOPBACK,
+                value: port.to_string(),
+                reason: "is a port of the kubelet, which is reached at its node's address".to_owned(),
+            });
+        }
+        settings.tunnelled = settings.internal.keys().chain(&settings.loopback).copied().collect();
+        (settings, problems)
+    }
+}
+
+fn ports(key: &'static str, text: &str, doors: &Doors, problems: &mut Vec<Problem>) -> BTreeSet<u16> {
+    let pairs = text.contains('=');
+    let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    let mut ports = BTreeSet::new();
+    for entry in entries {
+        match if pairs { pair(entry, doors.http) } else { port(entry) } {
+            Ok(port) => drop(ports.insert(port)),
+            Err(reason) => problems.push(Problem { key, value: entry.to_owned(), reason }),
+        }
+    }
+    ports
+}
+
+fn pair(entry: &str, http: u16) -> Result<u16, String> {
+    let Some((from, to)) = entry.split_once('=') else {
+        return Err(format!(
+            "is no pair in a list of pairs; write {entry}={http}, or every entry as a plain port"
+        ));
+    };
+    if to.trim().parse() == Ok(http) {
+        port(from.trim())
+    } else {
+        Err(format!("does not lead to the http door; the second half has to be {http}"))
+    }
+}
+
+fn port(text: &str) -> Result<u16, String> {
+    let number = match text.parse::<i64>() {
+        Ok(number) => u16::try_from(number).ok(),
+        Err(error) if matches!(error.kind(), IntErrorKind::PosOverflow | IntErrorKind::NegOverflow) => None,
+        Err(_) => return Err("is not a number".to_owned()),
+    };
+    number.filter(|port| *port != 0).ok_or_else(|| "is not a port; ports are 1 to 65535".to_owned())
+}
+
+/// Follows the one ConfigMap and publishes what it says, until the cluster's `stop`. One that is missing is an empty one;
+/// while the API server is silent, what it last said stays. Each entry that is left out is logged and told in an Event
+/// of the ConfigMap, once while it is there.
+pub async fn run(cluster: Cluster, doors: Doors, publish: watch::Sender<Arc<Settings>>) {
+    let api = Api::<ConfigMap>::namespaced(cluster.client.clone(), &cluster.namespace);
+    let only = Config::default().fields(&format!("metadata.name={}", cluster.names.configmap));
+    let mut events = pin!(follow(api, only, "configmap", cluster.health.clone()));
+    let mut followed = Followed::default();
+    let mut said = Vec::new();
+    while let Some(Some(event)) = cluster.stop.run_until_cancelled(events.next()).await {
+        followed.apply(event);
+        if !followed.known {
+            continue;
+        }
+        let data = followed.object.as_ref().and_then(|configmap| configmap.data.as_ref());
+        let (settings, problems) = data.map(|data| Settings::parse(data, &doors)).unwrap_or_default();
+        if let Some(configmap) = &followed.object {
+            for problem in problems.iter().filter(|problem| !said.contains(*problem)) {
+                report(&cluster, configmap.object_ref(&()), problem);
+            }
+        }
+        said = problems;
+        publish.send_if_modified(|current| {
+            let changed = **current != settings;
+            if changed {
+                tracing::info!(
+                    configmap = cluster.names.configmap,
+                    tunnelled = ?settings.tunnelled,
+                    loopback = ?settings.loopback,
+                    "the ports of the ConfigMap are in effect"
+                );
+                *current = Arc::new(settings);
+            }
+            changed
+        });
+    }
+}
+
+fn report(cluster: &Cluster, configmap: ObjectReference, problem: &Problem) {
+    let problem = printable(&problem.to_string(), 256);
+    tracing::warn!(
+        configmap = cluster.names.configmap,
+        problem,
+        "an entry of the ConfigMap is left out; the rest is in effect"
+    );
+    cluster.events.publish(configmap, EventType::Warning, "InvalidPort", format!("left out: {problem}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use InternalDoor::{Http, Https};
+
+    const DOORS: Doors = Doors { https: 10263, http: 10264 };
+
+    fn data(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
+        entries.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn clean(entries: &[(&str, &str)]) -> Settings {
+        let (settings, problems) = Settings::parse(&data(entries), &DOORS);
+        assert_eq!(problems, [], "{entries:?}");
+        settings
+    }
+
+    fn problems(entries: &[(&str, &str)]) -> (Vec<u16>, Vec<String>) {
+        let (settings, problems) = Settings::parse(&data(entries), &DOORS);
+        (settings.tunnelled.into_iter().collect(), problems.iter().map(Problem::to_string).collect())
+    }
+
+    fn internal(settings: &Settings) -> Vec<(u16, InternalDoor)> {
+        settings.internal.iter().map(|(port, door)| (*port, *door)).collect()
+    }
+
+    /// The cases that YurtTunnel's own tests have.
+    #[test]
+    fn yurttunnels_cases() {
+        assert_eq!(internal(&clean(&[("dnat-ports-pair", "9100=10264")])), [(9100, Http)]);
+        assert_eq!(internal(&clean(&[("http-proxy-ports", "9100,9200")])), [(9100, Http), (9200, Http)]);
+        let both = clean(&[("http-proxy-ports", "9100,9200"), ("https-proxy-ports", "9300,9400")]);
+        assert_eq!(internal(&both), [(9100, Http), (9200, Http), (9300, Https), (9400, Https)]);
+        assert_eq!(both.tunnelled, BTreeSet::from([9100, 9200, 9300, 9400]));
+        assert_eq!(both.loopback, BTreeSet::new());
+    }
+
+    #[test]
+    fn the_shipped_localhost_ports() {
+        let settings = clean(&[("localhost-proxy-ports", "10266, 10267")]);
+        let ports = BTreeSet::from([10266, 10267]);
+        assert_eq!((&settings.loopback, &settings.tunnelled), (&ports, &ports));
+        assert_eq!(internal(&settings), [], "they are not ports of the Service");
+    }
+
+    #[test]
+    fn nothing_and_other_keys_are_no_ports_and_no_problem() {
+        for entries in [
+            &[][..],
+            &[("http-proxy-ports", "")],
+            &[("http-proxy-ports", " \n"), ("https-proxy-ports", ", ,")],
+            &[("metrics", "not,a,list")],
+        ] {
+            assert_eq!(clean(entries), Settings::default());
+        }
+    }
+
+    #[test]
+    fn white_space_does_not_matter() {
+        let settings =
+            clean(&[("http-proxy-ports", " 9100 ,\n\t9200,"), ("dnat-ports-pair", " 9300 = 10264 ")]);
+        assert_eq!(internal(&settings), [(9100, Http), (9200, Http), (9300, Http)]);
+    }
+
+    #[test]
+    fn https_goes_before_http_before_dnat() {
+        let all = [
+            ("https-proxy-ports", "9100,9100"),
+            ("http-proxy-ports", "9100,9200"),
+            ("dnat-ports-pair", "9100=10264,9200=10264"),
+        ];
+        assert_eq!(internal(&clean(&all)), [(9100, Https), (9200, Http)]);
+        assert_eq!(internal(&clean(&all[1..])), [(9100, Http), (9200, Http)]);
+        let everywhere = clean(&[("https-proxy-ports", "9100"), ("localhost-proxy-ports", "9100")]);
+        assert_eq!(
+            (internal(&everywhere), everywhere.loopback),
+            (vec![(9100, Https)], BTreeSet::from([9100]))
+        );
+    }
+
+    #[test]
+    fn the_kubelets_ports_are_not_the_lists() {
+        let settings = clean(&[
+            ("https-proxy-ports", "10250,9100"),
+            ("http-proxy-ports", "10255"),
+            ("dnat-ports-pair", "10255=10264, 10250=10264"),
+        ]);
+        assert_eq!(internal(&settings), [(9100, Https)]);
+        assert_eq!(settings.tunnelled, BTreeSet::from([9100]));
+        let (tunnelled, problems) = problems(&[("localhost-proxy-ports", "10250, 10266")]);
+        assert_eq!(tunnelled, [10266]);
+        assert_eq!(
+            problems,
+            [
+                "localhost-proxy-ports: \"10250\" is a port of the kubelet, which is reached at its node's address"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_pair_has_to_lead_to_the_http_door() {
+        assert_eq!(
+            problems(&[("dnat-ports-pair", "9100=10264, 9200=10263, 9300=, 9400=x")]),
+            (
+                vec![9100],
+                [
+                    "dnat-ports-pair: \"9200=10263\" does not lead to the http door; the second half has to be 10264",
+                    "dnat-ports-pair: \"9300=\" does not lead to the http door; the second half has to be 10264",
+                    "dnat-ports-pair: \"9400=x\" does not lead to the http door; the second half has to be 10264",
+                ]
+                .map(str::to_owned)
+                .to_vec()
+            )
+        );
+        // The rule is about the text, whatever the key, and it takes plain ports along.
+        assert_eq!(internal(&clean(&[("http-proxy-ports", "9100=10264")])), [(9100, Http)]);
+        assert_eq!(internal(&clean(&[("dnat-ports-pair", "9100")])), [(9100, Http)]);
+        assert_eq!(
+            problems(&[("http-proxy-ports", "9100=10264,9200")]),
+            (
+                vec![9100],
+                vec![
+                    "http-proxy-ports: \"9200\" is no pair in a list of pairs; write 9200=10264, or every entry as a \
+                     plain port"
+                        .to_owned()
+                ]
+            )
+        );
+        let elsewhere = Doors { https: 443, http: 80 };
+        let (settings, problems) = Settings::parse(&data(&[("dnat-ports-pair", "9100=80")]), &elsewhere);
+        assert_eq!((internal(&settings), problems), (vec![(9100, Http)], Vec::new()));
+    }
+
+    #[test]
+    fn ports_are_1_to_65535() {
+        assert_eq!(
+            problems(&[("http-proxy-ports", "0,1,65535,65536,-1,99999999999999999999,http,9100-9200,١")]),
+            (
+                vec![1, 65535],
+                [
+                    "http-proxy-ports: \"0\" is not a port; ports are 1 to 65535",
+                    "http-proxy-ports: \"65536\" is not a port; ports are 1 to 65535",
+                    "http-proxy-ports: \"-1\" is not a port; ports are 1 to 65535",
+                    "http-proxy-ports: \"99999999999999999999\" is not a port; ports are 1 to 65535",
+                    "http-proxy-ports: \"http\" is not a number",
+                    "http-proxy-ports: \"9100-9200\" is not a number",
+                    "http-proxy-ports: \"١\" is not a number",
+                ]
+                .map(str::to_owned)
+                .to_vec()
+            )
+        );
+        assert_eq!(
+            problems(&[("localhost-proxy-ports", "10266; 10267"), ("dnat-ports-pair", "0=10264")]).1,
+            [
+                "dnat-ports-pair: \"0=10264\" is not a port; ports are 1 to 65535",
+                "localhost-proxy-ports: \"10266; 10267\" is not a number",
+            ]
+        );
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_makes_it_panic(text in "[0-9=, \n-]{0,40}|\\PC{0,40}") {
+            let entries = [HTTP, HTTPS, DNAT, LOOPBACK].map(|key| (key, text.as_str()));
+            let (settings, _) = Settings::parse(&data(&entries), &DOORS);
+            proptest::prop_assert!(settings.tunnelled.iter().all(|port| *port != 0 && !KUBELET.contains(port)));
+        }
+    }
 }
