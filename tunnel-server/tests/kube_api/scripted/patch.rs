@@ -19,6 +19,10 @@ pub(crate) fn merge(target: &mut Value, patch: &Value, strategic: bool) {
             }
             (Value::Array(new), Some(Value::Array(old))) if strategic && key == "conditions" => {
                 for condition in new {
+                    if condition["$patch"] == "delete" {
+                        old.retain(|known| known["type"] != condition["type"]);
+                        continue;
+                    }
                     match old.iter_mut().find(|known| known["type"] == condition["type"]) {
                         Some(known) => merge(known, condition, true),
                         None => old.push(condition.clone()),
