@@ -194,9 +194,19 @@ impl CaState {
     /// Signs a certificate for the node and this key: `O=postern:agents`, `CN=postern:node:<node>`, client
     /// authentication only.
     pub fn issue_agent(&self, node: &NodeName, key: &CsrKey) -> Result<IssuedCertificate, PkiError> {
+        self.issue_agent_for(node, key, self.lifetimes.agent)
+    }
+
+    /// [`CaState::issue_agent`] for a shorter life than the usual one; a longer one is cut.
+    pub fn issue_agent_for(
+        &self,
+        node: &NodeName,
+        key: &CsrKey,
+        life: Duration,
+    ) -> Result<IssuedCertificate, PkiError> {
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
         params.distinguished_name = agent_distinguished_name(node);
-        set_validity(&mut params, self.lifetimes.agent);
+        set_validity(&mut params, self.lifetimes.agent.min(life));
         self.sign(&params, &key.public_key)
     }
 

@@ -1,18 +1,18 @@
+use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use rcgen::KeyPair;
-use rustls_pki_types::CertificateDer;
 use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE, PUBLIC_FILE};
-use tunnel_core::identity::{TrustBundle, pem_of_certificates};
 
 use super::authority::short_hash;
-use super::{CaState, IssuedLedger, LOCK, Lifetimes, PkiError, Role, Root};
+use super::material::{KEY_SUFFIX, ROOTS, key_names};
+use super::{CaMaterial, CaState, IssuedLedger, LOCK, Lifetimes, PkiError};
 
 const DIRECTORY: &str = "ca";
-const ROOTS: &str = "ca.crt";
+/// Names the Secret that the directory is a copy of.
+const SOURCE: &str = "secret";
 const BACKUP: &str = "restore it from a backup; only if there is none, move the directory `ca` away: a new CA is made \
                       then, and every agent must enrol again";
 
@@ -34,7 +34,8 @@ impl Ca {
         files::create_private_directory(state_dir)?;
         let _lock = ca.lock()?;
         if !ca.directory().exists() {
-            ca.create()?;
+            ca.create(&CaMaterial::generate()?)?;
+            tracing::info!(directory = %ca.directory().display(), ca_hash = ca.state()?.hash(), "made a new CA");
         }
         ca.state()?;
         Ok(ca)
@@ -67,33 +68,26 @@ impl Ca {
         self.directory().join(ROOTS)
     }
 
-    fn key_file(&self, hash: &str) -> PathBuf {
-        self.directory().join(format!("{}.key", short_hash(hash)))
-    }
-
     fn lock(&self) -> Result<DirectoryLock, PkiError> {
         Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
     }
 
     /// Made under another name and moved into place: a crash leaves no half of a CA.
-    fn create(&self) -> Result<(), PkiError> {
+    fn create(&self, material: &CaMaterial) -> Result<(), PkiError> {
         let fail = |error: io::Error| PkiError::io(&self.directory(), error);
         let new = tempfile::Builder::new()
             .prefix(".ca-")
             .permissions(Permissions::from_mode(0o700))
             .tempdir_in(&self.state_dir)
             .map_err(fail)?;
-        let (root, key) = Root::create(1)?;
-        let key_path = new.path().join(format!("{}.key", short_hash(&root.hash)));
-        files::replace(&key_path, key.serialize_pem().as_bytes(), PRIVATE_FILE)?;
-        let pem = pem_of_certificates(std::slice::from_ref(&root.certificate));
-        files::replace(&new.path().join(ROOTS), pem.as_bytes(), PUBLIC_FILE)?;
+        for (name, key) in material.keys() {
+            files::replace(&new.path().join(name), key.as_bytes(), PRIVATE_FILE)?;
+        }
+        files::replace(&new.path().join(ROOTS), material.roots().as_bytes(), PUBLIC_FILE)?;
         fs::rename(new.path(), self.directory()).map_err(fail)?;
         // Moved: there is nothing left to remove under the old name.
         let _ = new.keep();
-        fs::File::open(&self.state_dir).and_then(|directory| directory.sync_all()).map_err(fail)?;
-        tracing::info!(directory = %self.directory().display(), ca_hash = root.hash, "made a new CA");
-        Ok(())
+        fs::File::open(&self.state_dir).and_then(|directory| directory.sync_all()).map_err(fail)
     }
 
     /// The text of `ca.crt`: another text means that something changed.
@@ -102,78 +96,141 @@ impl Ca {
         files::read_optional(&path)?.ok_or_else(|| PkiError::file(&path, &"there is no such file", BACKUP))
     }
 
+    /// The directory's texts.
+    ///
+    /// # Errors
+    /// The roots cannot be understood, or a file cannot be read.
+    pub fn material(&self) -> Result<CaMaterial, PkiError> {
+        let roots = self.fingerprint()?;
+        let mut keys = BTreeMap::new();
+        for name in key_names(&roots).map_err(|error| self.located(error))? {
+            if let Some(key) = files::read_optional_private(&self.directory().join(&name))? {
+                keys.insert(name, key);
+            }
+        }
+        Ok(CaMaterial::new(roots, keys))
+    }
+
     /// Reads the roots and their keys.
     pub fn state(&self) -> Result<CaState, PkiError> {
-        let path = self.roots_file();
-        let bundle = TrustBundle::from_pem(&self.fingerprint()?)
-            .map_err(|error| PkiError::file(&path, &error, BACKUP))?;
-        let mut roots = Vec::new();
-        for (index, certificate) in bundle.roots().iter().enumerate() {
-            roots.push(self.read_root(certificate, index == 0)?);
-        }
-        CaState::new(roots, self.lifetimes)
+        self.material()?.state(self.lifetimes).map_err(|error| self.located(error))
     }
 
-    fn read_root(&self, certificate: &CertificateDer<'static>, signs: bool) -> Result<Root, PkiError> {
-        let hash = tunnel_core::identity::ca_hash(certificate)?;
-        let path = self.key_file(&hash);
-        let Some(pem) = files::read_optional_private(&path)? else {
-            if signs {
-                return Err(PkiError::file(&path, &"the signing root's key is missing", BACKUP));
+    /// Says in which file a text is wrong, and what mends it.
+    fn located(&self, error: PkiError) -> PkiError {
+        match error {
+            PkiError::Material { name, reason } => {
+                PkiError::file(&self.directory().join(name), &reason, BACKUP)
             }
-            return Root::new(certificate.clone(), None);
-        };
-        let key = KeyPair::from_pem(&pem).map_err(|error| PkiError::file(&path, &error, BACKUP))?;
-        Root::new(certificate.clone(), Some(key)).map_err(|error| PkiError::file(&path, &error, BACKUP))
+            other => other,
+        }
     }
 
-    fn write_roots(&self, roots: &[&Root]) -> Result<(), PkiError> {
-        let certificates: Vec<_> = roots.iter().map(|root| root.certificate.clone()).collect();
-        let pem = TrustBundle::new(certificates)?.to_pem();
-        Ok(files::replace(&self.roots_file(), pem.as_bytes(), PUBLIC_FILE)?)
+    /// The keys are there before the roots that need them, and go after the roots that needed them.
+    fn write(&self, material: &CaMaterial) -> Result<(), PkiError> {
+        for (name, key) in material.keys() {
+            let path = self.directory().join(name);
+            if files::read_optional(&path)?.as_ref() != Some(key) {
+                files::replace(&path, key.as_bytes(), PRIVATE_FILE)?;
+            }
+        }
+        if files::read_optional(&self.roots_file())?.as_deref() != Some(material.roots()) {
+            files::replace(&self.roots_file(), material.roots().as_bytes(), PUBLIC_FILE)?;
+        }
+        let directory = self.directory();
+        let entries = fs::read_dir(&directory).map_err(|error| PkiError::io(&directory, error))?;
+        for entry in entries {
+            let path = entry.map_err(|error| PkiError::io(&directory, error))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if name.ends_with(KEY_SUFFIX) && !material.keys().contains_key(name) {
+                files::remove_if_present(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the directory a copy of a Secret's material; true when that changed something. A CA that has no root in
+    /// common with it is set aside, not overwritten.
+    ///
+    /// # Errors
+    /// The material is no CA, which changes nothing; or the files cannot be written.
+    pub fn install(
+        state_dir: &Path,
+        lifetimes: Lifetimes,
+        material: &CaMaterial,
+        secret: &str,
+    ) -> Result<(Self, bool), PkiError> {
+        let state = material.state(lifetimes)?;
+        let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
+        files::create_private_directory(state_dir)?;
+        let _lock = ca.lock()?;
+        // Files that cannot be understood are worth keeping too.
+        let present = ca.directory().exists().then(|| ca.material());
+        if let Some(present) = &present {
+            let hashes =
+                |state: &CaState| state.roots().iter().map(|root| root.hash.clone()).collect::<Vec<_>>();
+            let known = present.as_ref().ok().and_then(|present| present.state(lifetimes).ok());
+            let related = known
+                .as_ref()
+                .is_some_and(|known| hashes(known).iter().any(|hash| hashes(&state).contains(hash)));
+            if !related {
+                ca.set_aside(known.as_ref().map_or("broken", |known| short_hash(known.hash())), secret)?;
+            }
+        }
+        let changed = !matches!(&present, Some(Ok(present)) if present == material);
+        if ca.directory().exists() {
+            ca.write(material)?;
+        } else {
+            ca.create(material)?;
+        }
+        files::replace(&ca.directory().join(SOURCE), format!("{secret}\n").as_bytes(), PUBLIC_FILE)?;
+        Ok((ca, changed))
+    }
+
+    fn set_aside(&self, name: &str, secret: &str) -> Result<(), PkiError> {
+        let aside = self.state_dir.join(format!("{DIRECTORY}.replaced-{name}"));
+        let fail = |error: io::Error| PkiError::io(&aside, error);
+        match fs::remove_dir_all(&aside) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(fail(error)),
+            _ => {}
+        }
+        fs::rename(self.directory(), &aside).map_err(fail)?;
+        tracing::warn!(
+            secret,
+            kept = %aside.display(),
+            "the CA in the state directory was another one than the Secret's: the Secret's is used, and the other kept"
+        );
+        Ok(())
+    }
+
+    /// Changes the files in one locked step; `step` also returns the hash of the root that it is about.
+    fn rotate(
+        &self,
+        step: impl FnOnce(&CaMaterial) -> Result<(CaMaterial, String), PkiError>,
+    ) -> Result<String, PkiError> {
+        let _lock = self.lock()?;
+        let path = self.directory().join(SOURCE);
+        if let Some(secret) = files::read_optional(&path)? {
+            return Err(PkiError::file(
+                &path,
+                &format_args!("this is a copy of the CA in Secret {}", secret.trim()),
+                "change it there: give --kubeconfig FILE, or --in-cluster within a pod (a server that left the cluster \
+                 for good: remove this file)",
+            ));
+        }
+        let (next, hash) = step(&self.material()?).map_err(|error| self.located(error))?;
+        self.write(&next)?;
+        Ok(hash)
     }
 
     /// First step of a rotation: makes a new root that is trusted besides the one that signs. Returns its hash.
     pub fn introduce(&self) -> Result<String, PkiError> {
-        let _lock = self.lock()?;
-        let state = self.state()?;
-        if let Some(other) = state.roots().get(1) {
-            return Err(PkiError::Rotation(match state.role(other) {
-                Role::Introduced => format!(
-                    "a rotation is under way: root {} is introduced and waits for `ca activate`",
-                    other.hash
-                ),
-                _ => format!("a rotation is under way: root {} waits for `ca retire`", other.hash),
-            }));
-        }
-        let generation = state.roots().iter().map(|root| root.generation).max().unwrap_or(0) + 1;
-        let (root, key) = Root::create(generation)?;
-        files::replace(&self.key_file(&root.hash), key.serialize_pem().as_bytes(), PRIVATE_FILE)?;
-        let all: Vec<_> = state.roots().iter().chain([&root]).collect();
-        self.write_roots(&all)?;
-        Ok(root.hash)
+        self.rotate(CaMaterial::introduce)
     }
 
     /// Second step: the introduced root signs from now on. Returns its hash.
     pub fn activate(&self) -> Result<String, PkiError> {
-        let _lock = self.lock()?;
-        let state = self.state()?;
-        let introduced =
-            state.roots().iter().find(|root| state.role(root) == Role::Introduced).ok_or_else(|| {
-                PkiError::Rotation("there is no introduced root to activate; `ca introduce` makes one".into())
-            })?;
-        if !introduced.has_key() {
-            let path = self.key_file(&introduced.hash);
-            return Err(PkiError::file(
-                &path,
-                &"the introduced root's key is missing",
-                "restore it from a backup",
-            ));
-        }
-        let rest = state.roots().iter().filter(|root| root.hash != introduced.hash);
-        let order: Vec<_> = std::iter::once(introduced).chain(rest).collect();
-        self.write_roots(&order)?;
-        Ok(introduced.hash.clone())
+        self.rotate(CaMaterial::activate)
     }
 
     /// Last step: the old root is trusted no longer, and its key is removed. Returns its hash.
@@ -182,27 +239,20 @@ impl Ca {
     /// [`PkiError::Rotation`] while a node holds a certificate of the old root that has not ended, unless `force`:
     /// such an agent would have to enrol again by a token.
     pub fn retire(&self, force: bool) -> Result<String, PkiError> {
-        let _lock = self.lock()?;
-        let state = self.state()?;
-        let old = state.roots().iter().find(|root| state.role(root) == Role::Retiring).ok_or_else(|| {
-            PkiError::Rotation(
-                "there is no old root to retire; `ca introduce` and `ca activate` come first".into(),
-            )
-        })?;
-        let left = IssuedLedger::new(&self.state_dir).live_of_root(&old.hash)?;
-        if !left.is_empty() && !force {
-            let names: Vec<_> = left.iter().take(10).map(|issued| issued.node.as_str()).collect();
-            let more = if left.len() > names.len() { ", …" } else { "" };
-            return Err(PkiError::Rotation(format!(
-                "{} node(s) still hold a certificate of the old root: {}{more}; they renew by themselves once they \
-                 are connected. `ca retire --force` gives them up: they must enrol again with a new token",
-                left.len(),
-                names.join(", "),
-            )));
-        }
-        let kept: Vec<_> = state.roots().iter().filter(|root| root.hash != old.hash).collect();
-        self.write_roots(&kept)?;
-        files::remove_if_present(&self.key_file(&old.hash))?;
-        Ok(old.hash.clone())
+        self.rotate(|present| {
+            let (next, old) = present.retire()?;
+            let left = IssuedLedger::new(&self.state_dir).live_of_root(&old)?;
+            if !left.is_empty() && !force {
+                let names: Vec<_> = left.iter().take(10).map(|issued| issued.node.as_str()).collect();
+                let more = if left.len() > names.len() { ", …" } else { "" };
+                return Err(PkiError::Rotation(format!(
+                    "{} node(s) still hold a certificate of the old root: {}{more}; they renew by themselves once \
+                     they are connected. `ca retire --force` gives them up: they must enrol again with a new token",
+                    left.len(),
+                    names.join(", "),
+                )));
+            }
+            Ok((next, old))
+        })
     }
 }

@@ -37,6 +37,14 @@ pub enum PkiError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A text of the CA that cannot be used. Where it is kept is the caller's to say.
+    #[error("{name}: {reason}")]
+    Material {
+        /// `ca.crt`, or the name of a key.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A file that exists but cannot be used. It is never overwritten.
     #[error("{path}: {reason}; {mend}", path = .path.display())]
     File {
@@ -58,6 +66,10 @@ pub enum PkiError {
 }
 
 impl PkiError {
+    pub(super) fn material(name: &str, reason: &dyn std::fmt::Display) -> Self {
+        Self::Material { name: name.to_owned(), reason: reason.to_string() }
+    }
+
     pub(super) fn file(path: &Path, reason: &dyn std::fmt::Display, mend: impl Into<String>) -> Self {
         Self::File { path: path.to_owned(), reason: reason.to_string(), mend: mend.into() }
     }

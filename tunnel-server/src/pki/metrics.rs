@@ -24,7 +24,7 @@ impl PkiMetrics {
         let metrics = Self::default();
         registry.register(
             "postern_enrollments",
-            "Enroll and Renew calls of agents by outcome",
+            "Enrolments and renewals of agents by call (enroll, renew, csr) and outcome",
             metrics.enrollments.clone(),
         );
         registry.register(
@@ -40,11 +40,11 @@ impl PkiMetrics {
         metrics
     }
 
-    pub(super) fn count(&self, call: &'static str, outcome: &'static str) {
+    pub(crate) fn count(&self, call: &'static str, outcome: &'static str) {
         self.enrollments.get_or_create(&EnrollmentLabels { call, outcome }).inc();
     }
 
-    /// How often a call (`enroll`, `renew`) had an outcome (`issued`, `unknown_token`, …).
+    /// How often a call (`enroll`, `renew`, `csr`) had an outcome (`issued`, `unknown_token`, …).
     pub fn enrollments(&self, call: &'static str, outcome: &'static str) -> u64 {
         self.enrollments.get_or_create(&EnrollmentLabels { call, outcome }).get()
     }

@@ -8,6 +8,7 @@
 //! |---|---|---|
 //! | `ca/ca.crt` | 0644 | the roots, the one that signs first; its replacement is the one step of every change |
 //! | `ca/<16 hex>.key` | 0600 | the key of the root whose hash begins so |
+//! | `ca/secret` | 0644 | in a cluster: the Secret that this directory is a copy of |
 //! | `tokens/<id>.json` | 0600 | a token: hash, node, dates, the key that it was used by |
 //! | `issued/<node>` | 0600 | root and end of the node's latest certificate, so that no root is retired too early |
 //! | `server.json` | 0644 | where agents reach the running server |
@@ -33,6 +34,7 @@ mod error;
 mod issued;
 mod keeper;
 mod limit;
+mod material;
 mod metrics;
 mod server_file;
 mod store;
@@ -46,6 +48,8 @@ pub use enroll::{EnrollService, PeerAddress, PeerCertificate};
 pub use error::PkiError;
 pub use issued::{Issued, IssuedLedger};
 pub use keeper::{ServerCertificate, ServerNames};
+pub use material::CaMaterial;
+pub(crate) use material::{KEY_SUFFIX, ROOTS};
 pub use metrics::PkiMetrics;
 pub use server_file::ServerFile;
 pub use store::{Refusal, TokenRecord, TokenState, TokenStore};

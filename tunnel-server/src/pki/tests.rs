@@ -206,10 +206,12 @@ fn run(state_dir: &Path, line: &str) -> Result<String, String> {
     let program = Program::try_parse_from(words).map_err(|error| error.to_string())?;
     let mut out = Vec::new();
     match program {
-        Program::Token(command) => command.run_to(&mut out),
-        Program::Ca(command) => command.run_to(&mut out),
+        Program::Token(command) => command.run_to(&mut out).map_err(|error| error.to_string())?,
+        Program::Ca(command) => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(command.run_to(&mut out)).map_err(|error| error.to_string())?;
+        }
     }
-    .map_err(|error| error.to_string())?;
     Ok(String::from_utf8(out).unwrap())
 }
 
@@ -310,6 +312,63 @@ fn ca_commands_rotate() {
     assert!(run(&state_dir, "ca retire").unwrap_err().contains("edge-1"));
     assert!(run(&state_dir, "ca retire --force").unwrap().contains("retired"));
     assert_eq!(run_json(&state_dir, "ca status")["roots"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn a_copy_of_a_secret_is_rotated_there() {
+    let (_directory, state_dir, ca) = new_ca();
+    let other = super::CaMaterial::generate().unwrap();
+    let install =
+        || Ca::install(&state_dir, Lifetimes::default(), &other, "kube-system/tunnel-server-ca").unwrap();
+    let old = ca.material().unwrap();
+    let (copy, changed) = install();
+    assert!(changed && copy.material().unwrap() == other);
+    assert_eq!(mode(&only_key(&state_dir)), 0o600);
+    assert!(!install().1, "the same again");
+    // The other CA is not lost.
+    let aside: Vec<_> = fs::read_dir(&state_dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.to_str().unwrap().contains("ca.replaced-"))
+        .collect();
+    assert_eq!(aside.len(), 1);
+    for (name, key) in old.keys() {
+        assert_eq!(&fs::read_to_string(aside[0].join(name)).unwrap(), key);
+    }
+    let error = run(&state_dir, "ca introduce").unwrap_err();
+    assert!(
+        error.contains("Secret kube-system/tunnel-server-ca") && error.contains("--kubeconfig"),
+        "{error}"
+    );
+    assert_eq!(copy.material().unwrap(), other);
+    // A rotation of the Secret arrives step by step, and leaves no key behind.
+    let (both, _) = other.introduce().unwrap();
+    let (active, new) = both.activate().unwrap();
+    let (last, _) = active.retire().unwrap();
+    for step in [both, active, last] {
+        let (copy, changed) =
+            Ca::install(&state_dir, Lifetimes::default(), &step, "kube-system/tunnel-server-ca").unwrap();
+        assert!(changed && copy.material().unwrap() == step);
+    }
+    assert_eq!(copy.state().unwrap().hash(), new);
+    only_key(&state_dir);
+}
+
+#[test]
+fn cluster_flags_need_a_cluster() {
+    let (_directory, state_dir, _) = new_ca();
+    for (flags, reason) in [
+        ("--ca-secret x", "--ca-secret: only with --kubeconfig or --in-cluster"),
+        ("--namespace x", "--namespace: only with"),
+        ("--in-cluster", "--in-cluster: this is not a pod"),
+        ("--kubeconfig /no/such/file", "--kubeconfig=/no/such/file"),
+        ("--in-cluster --kubeconfig /k", "cannot be used with"),
+    ] {
+        for line in [format!("ca status {flags}"), format!("ca {flags} status")] {
+            let error = run(&state_dir, &line).unwrap_err();
+            assert!(error.contains(reason), "{line}: {error}");
+        }
+    }
 }
 
 #[test]

@@ -1,37 +1,12 @@
-//! `tunnel-server token …` and `tunnel-server ca …`. They work on the files, whether the server runs or not.
-
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
-use super::{
-    Ca, DEFAULT_STATE_DIR, IssuedLedger, Lifetimes, PkiError, Role, ServerFile, TokenRecord, TokenStore,
-    parse_ttl,
-};
-
-/// What to print.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Output {
-    /// For people.
-    #[default]
-    Text,
-    /// For programs: one JSON document.
-    Json,
-}
-
-#[derive(Args, Clone, Debug)]
-struct Common {
-    /// The server's state directory.
-    #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR, global = true)]
-    state_dir: PathBuf,
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t, global = true)]
-    output: Output,
-}
+use super::super::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
+use super::{Common, Output, note, print, print_json};
 
 /// Make, list and revoke the tokens by which agents enrol.
 #[derive(Args, Clone, Debug)]
@@ -77,26 +52,13 @@ fn parse_server_address(text: &str) -> Result<String, String> {
     }
 }
 
-fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
-    out.write_all(text.as_bytes()).map_err(|error| PkiError::io(Path::new("standard output"), error))
-}
-
-fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiError> {
-    print(out, &format!("{value:#}\n"))
-}
-
-fn note(text: &str) {
-    // Nothing can be done about a closed stderr.
-    let _ = writeln!(io::stderr(), "{text}");
-}
-
 impl TokenCommand {
     /// Carries it out, printing to standard output.
     pub fn run(&self) -> Result<(), PkiError> {
         self.run_to(&mut io::stdout().lock())
     }
 
-    pub(super) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
+    pub(crate) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
         let store = TokenStore::new(&self.common.state_dir);
         match &self.action {
             TokenAction::Create { node, ttl, server_address } => {
@@ -216,102 +178,4 @@ fn token_json(record: &TokenRecord, now: Timestamp) -> Value {
         "used_at": record.used_at,
         "used_by": record.used_by,
     })
-}
-
-/// Show and rotate the CA. A rotation is: introduce, wait until the agents are connected, activate, wait until they
-/// have renewed (`ca status` counts), retire.
-#[derive(Args, Clone, Debug)]
-pub struct CaCommand {
-    #[command(flatten)]
-    common: Common,
-    #[command(subcommand)]
-    action: CaAction,
-}
-
-#[derive(Subcommand, Clone, Copy, Debug)]
-enum CaAction {
-    /// Show the roots, what each does, and how many nodes hold a certificate of it.
-    Status,
-    /// Make a new root that is trusted besides the one that signs. A running server tells its agents.
-    Introduce,
-    /// Let the introduced root sign from now on. Agents renew early.
-    Activate,
-    /// Trust the old root no longer, once no node holds a certificate of it.
-    Retire {
-        /// Even if nodes hold a certificate of it: they must enrol again with a token.
-        #[arg(long)]
-        force: bool,
-    },
-}
-
-impl CaCommand {
-    /// Carries it out, printing to standard output.
-    pub fn run(&self) -> Result<(), PkiError> {
-        self.run_to(&mut io::stdout().lock())
-    }
-
-    pub(super) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
-        let ca = Ca::open(&self.common.state_dir, Lifetimes::default())?;
-        let (key, hash, next) = match self.action {
-            CaAction::Status => return self.status(&ca, out),
-            CaAction::Introduce => (
-                "introduced",
-                ca.introduce()?,
-                "trusted besides the old root; a running server tells its agents within seconds. Next: ca activate",
-            ),
-            CaAction::Activate => (
-                "activated",
-                ca.activate()?,
-                "it signs from now on, and connected agents renew within minutes. Tokens that are not used yet stay \
-                 good until the old root is retired. Next: ca status, and ca retire once no node is left on the old root",
-            ),
-            CaAction::Retire { force } => (
-                "retired",
-                ca.retire(force)?,
-                "trusted no longer. Tokens that were made before the activation carry its hash: make new ones",
-            ),
-        };
-        match self.common.output {
-            Output::Text => print(out, &format!("root {hash} {key}: {next}\n")),
-            Output::Json => print_json(out, &json!({ key: hash })),
-        }
-    }
-
-    fn status(&self, ca: &Ca, out: &mut dyn Write) -> Result<(), PkiError> {
-        let state = ca.state()?;
-        let ledger = IssuedLedger::new(ca.state_dir());
-        let mut rows = Vec::new();
-        let mut text = String::new();
-        for root in state.roots() {
-            let role = state.role(root);
-            let nodes: Vec<_> =
-                ledger.live_of_root(&root.hash)?.into_iter().map(|issued| issued.node).collect();
-            let not_after = Timestamp::try_from(root.validity()?.not_after)
-                .map_err(|error| PkiError::Sign(format!("a root's end is out of range: {error}")))?;
-            let does = match role {
-                Role::Issuing => "signs",
-                Role::Introduced => "introduced: trusted, does not sign yet (next: ca activate)",
-                Role::Retiring => "old: trusted, signs no more (next: ca retire)",
-            };
-            let key = if root.has_key() { "" } else { ", key not here" };
-            text += &format!("{}\n  {does}{key}\n  ends {not_after:.0}, {} node(s)", root.hash, nodes.len());
-            if role == Role::Retiring && !nodes.is_empty() {
-                let names: Vec<_> = nodes.iter().take(20).map(NodeName::as_str).collect();
-                text += &format!(": {}{}", names.join(", "), if nodes.len() > 20 { ", …" } else { "" });
-            }
-            text.push('\n');
-            rows.push(json!({
-                "hash": root.hash,
-                "role": role,
-                "generation": root.generation,
-                "has_key": root.has_key(),
-                "expires": not_after,
-                "nodes": nodes,
-            }));
-        }
-        match self.common.output {
-            Output::Text => print(out, &text),
-            Output::Json => print_json(out, &json!({ "roots": rows })),
-        }
-    }
 }

@@ -1,1 +1,0 @@
-//! Certificates for agents, by CertificateSigningRequest.

@@ -1,0 +1,199 @@
+use std::collections::BTreeMap;
+use std::fmt;
+
+use rcgen::KeyPair;
+use tunnel_core::identity::{TrustBundle, ca_hash, pem_of_certificates};
+
+use super::authority::short_hash;
+use super::{CaState, Lifetimes, PkiError, Role, Root};
+
+/// Name of the text with the roots.
+pub(crate) const ROOTS: &str = "ca.crt";
+/// How the name of a key's text ends.
+pub(crate) const KEY_SUFFIX: &str = ".key";
+
+/// The CA as named texts, which is what its directory and its Secret have in common: `ca.crt` has the roots, the one
+/// that signs first, and `<16 hex>.key` the key of the root whose hash begins so.
+///
+/// The steps of a rotation make other material of it; who keeps it, and how it is replaced in one step, is the
+/// caller's matter.
+#[derive(Clone, PartialEq, Eq)]
+pub struct CaMaterial {
+    roots: String,
+    keys: BTreeMap<String, String>,
+}
+
+/// The keys are left out.
+impl fmt::Debug for CaMaterial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CaMaterial").field("keys", &self.keys.keys()).finish_non_exhaustive()
+    }
+}
+
+/// The name of the text that holds the key of the root with this hash.
+pub(super) fn key_name(hash: &str) -> String {
+    format!("{}{KEY_SUFFIX}", short_hash(hash))
+}
+
+/// The names of the keys that the roots may have.
+pub(super) fn key_names(roots: &str) -> Result<Vec<String>, PkiError> {
+    let bundle = TrustBundle::from_pem(roots).map_err(|error| PkiError::material(ROOTS, &error))?;
+    Ok(bundle.hashes().iter().map(|hash| key_name(hash)).collect())
+}
+
+impl CaMaterial {
+    /// A new CA.
+    pub fn generate() -> Result<Self, PkiError> {
+        let (root, key) = Root::create(1)?;
+        let keys = BTreeMap::from([(key_name(&root.hash), key.serialize_pem())]);
+        Ok(Self { roots: pem_of_certificates(std::slice::from_ref(&root.certificate)), keys })
+    }
+
+    /// Material of these texts. Whether they are a CA tells [`CaMaterial::state`].
+    pub fn new(roots: String, keys: BTreeMap<String, String>) -> Self {
+        Self { roots, keys }
+    }
+
+    /// The text of `ca.crt`.
+    pub fn roots(&self) -> &str {
+        &self.roots
+    }
+
+    /// The texts of the keys by name.
+    pub fn keys(&self) -> &BTreeMap<String, String> {
+        &self.keys
+    }
+
+    /// The CA of these texts.
+    ///
+    /// # Errors
+    /// [`PkiError::Material`] with the name of the text that is wrong.
+    pub fn state(&self, lifetimes: Lifetimes) -> Result<CaState, PkiError> {
+        let bundle = TrustBundle::from_pem(&self.roots).map_err(|error| PkiError::material(ROOTS, &error))?;
+        let mut roots = Vec::new();
+        for (index, certificate) in bundle.roots().iter().enumerate() {
+            let name = key_name(&ca_hash(certificate)?);
+            let key = match self.keys.get(&name) {
+                Some(pem) => Some(KeyPair::from_pem(pem).map_err(|error| PkiError::material(&name, &error))?),
+                None if index == 0 => {
+                    return Err(PkiError::material(&name, &"the signing root's key is missing"));
+                }
+                None => None,
+            };
+            let root =
+                Root::new(certificate.clone(), key).map_err(|error| PkiError::material(&name, &error))?;
+            roots.push(root);
+        }
+        CaState::new(roots, lifetimes)
+    }
+
+    /// How long certificates live does not matter to a rotation.
+    fn present(&self) -> Result<CaState, PkiError> {
+        self.state(Lifetimes::default())
+    }
+
+    fn with_roots(&self, roots: &[&Root]) -> Result<Self, PkiError> {
+        let certificates = roots.iter().map(|root| root.certificate.clone()).collect();
+        let names: Vec<_> = roots.iter().map(|root| key_name(&root.hash)).collect();
+        let mut keys = self.keys.clone();
+        keys.retain(|name, _| names.contains(name));
+        Ok(Self { roots: TrustBundle::new(certificates)?.to_pem(), keys })
+    }
+
+    /// First step of a rotation: a new root that is trusted besides the one that signs. Also returns its hash.
+    pub fn introduce(&self) -> Result<(Self, String), PkiError> {
+        let state = self.present()?;
+        if let Some(other) = state.roots().get(1) {
+            return Err(PkiError::Rotation(match state.role(other) {
+                Role::Introduced => format!(
+                    "a rotation is under way: root {} is introduced and waits for `ca activate`",
+                    other.hash
+                ),
+                _ => format!("a rotation is under way: root {} waits for `ca retire`", other.hash),
+            }));
+        }
+        let generation = state.roots().iter().map(|root| root.generation).max().unwrap_or(0) + 1;
+        let (root, key) = Root::create(generation)?;
+        let all: Vec<_> = state.roots().iter().chain([&root]).collect();
+        let mut next = self.with_roots(&all)?;
+        next.keys.insert(key_name(&root.hash), key.serialize_pem());
+        Ok((next, root.hash))
+    }
+
+    /// Second step: the introduced root signs from now on. Also returns its hash.
+    pub fn activate(&self) -> Result<(Self, String), PkiError> {
+        let state = self.present()?;
+        let introduced =
+            state.roots().iter().find(|root| state.role(root) == Role::Introduced).ok_or_else(|| {
+                PkiError::Rotation("there is no introduced root to activate; `ca introduce` makes one".into())
+            })?;
+        if !introduced.has_key() {
+            return Err(PkiError::material(
+                &key_name(&introduced.hash),
+                &"the introduced root's key is missing",
+            ));
+        }
+        let rest = state.roots().iter().filter(|root| root.hash != introduced.hash);
+        let order: Vec<_> = std::iter::once(introduced).chain(rest).collect();
+        Ok((self.with_roots(&order)?, introduced.hash.clone()))
+    }
+
+    /// Last step: the old root is trusted no longer, and its key is gone. Also returns its hash. Whether anybody still
+    /// depends on it is the caller's question.
+    pub fn retire(&self) -> Result<(Self, String), PkiError> {
+        let state = self.present()?;
+        let old = state.roots().iter().find(|root| state.role(root) == Role::Retiring).ok_or_else(|| {
+            PkiError::Rotation(
+                "there is no old root to retire; `ca introduce` and `ca activate` come first".into(),
+            )
+        })?;
+        let kept: Vec<_> = state.roots().iter().filter(|root| root.hash != old.hash).collect();
+        Ok((self.with_roots(&kept)?, old.hash.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn roles(material: &CaMaterial) -> Vec<Role> {
+        let state = material.state(Lifetimes::default()).unwrap();
+        state.roots().iter().map(|root| state.role(root)).collect()
+    }
+
+    #[test]
+    fn a_rotation_changes_roots_and_keys_together() {
+        let first = CaMaterial::generate().unwrap();
+        assert_eq!((roles(&first), first.keys().len()), (vec![Role::Issuing], 1));
+        assert!(matches!(first.activate(), Err(PkiError::Rotation(_))));
+        let (both, new) = first.introduce().unwrap();
+        assert_eq!((roles(&both), both.keys().len()), (vec![Role::Issuing, Role::Introduced], 2));
+        assert!(matches!(both.introduce(), Err(PkiError::Rotation(_))));
+        assert!(matches!(both.retire(), Err(PkiError::Rotation(_))));
+        let (active, hash) = both.activate().unwrap();
+        assert_eq!((roles(&active), hash), (vec![Role::Issuing, Role::Retiring], new.clone()));
+        let (last, old) = active.retire().unwrap();
+        assert_ne!(old, new);
+        assert_eq!(
+            (roles(&last), last.keys().keys().collect::<Vec<_>>()),
+            (vec![Role::Issuing], vec![&key_name(&new)])
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_and_keys_are_not_shown() {
+        let good = CaMaterial::generate().unwrap();
+        let name = good.keys().keys().next().unwrap().clone();
+        let other = CaMaterial::generate().unwrap();
+        let foreign = BTreeMap::from([(name.clone(), other.keys().values().next().unwrap().clone())]);
+        for (material, parts) in [
+            (CaMaterial::new(String::new(), good.keys().clone()), ["ca.crt", "no certificate"]),
+            (CaMaterial::new(good.roots().to_owned(), BTreeMap::new()), [name.as_str(), "key is missing"]),
+            (CaMaterial::new(good.roots().to_owned(), foreign), [name.as_str(), "not the key of"]),
+        ] {
+            let error = material.state(Lifetimes::default()).map(|_| ()).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        }
+        assert!(!format!("{good:?}").contains("PRIVATE"));
+    }
+}
