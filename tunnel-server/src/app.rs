@@ -18,7 +18,7 @@ use tunnel_core::logging;
 
 use crate::admission::Admission;
 use crate::config::{Config, NodeSource};
-use crate::door::{self, Door, Hall, Https, Redirected};
+use crate::door::{self, Door, Hall, Http, Https, Redirected};
 use crate::inventory::{FileSource, Inventory};
 use crate::kube::settings::Doors;
 use crate::kube::{Kube, Parts};
@@ -33,8 +33,6 @@ use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
 const CLOSING: Duration = Duration::from_secs(3);
 /// Changes of routes within this time are applied as one.
 const FEED_PAUSE: Duration = Duration::from_millis(20);
-/// Port of the http door, which this build does not have.
-const DEFAULT_HTTP_PORT: u16 = 10264;
 /// How often this host's addresses are compared with the inventory's.
 const HOST_PERIOD: Duration = Duration::from_secs(30);
 /// Pause after the kernel refused a change of its maps.
@@ -63,6 +61,10 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     // The doors' addresses are taken before the redirect is touched: a second server fails before it gets that far.
     let agents = listen("--agent-port", config.bind_address, config.agent_port).await?;
     let https = listen("--secure-port", config.bind_address, config.secure_port).await?;
+    let http = match config.insecure_address {
+        Some(address) => listen("--insecure-port", address.ip(), Some(address.port())).await?,
+        None => None,
+    };
     let redirected = match &config.redirect {
         Some(options) => Some(start_redirect(options.clone()).await?),
         None => None,
@@ -81,7 +83,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
         &metrics,
         redirect.clone(),
     );
-    let doors = [("agents", agents.as_ref()), (Https::NAME, https.as_ref())];
+    let doors = [("agents", agents.as_ref()), (Https::NAME, https.as_ref()), (Http::NAME, http.as_ref())];
     for (door, listener) in doors.into_iter().filter_map(|(door, listener)| Some((door, listener?))) {
         reporter.door(door, listener.local_addr()?);
     }
@@ -162,6 +164,9 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     }
     if let Some(listener) = https {
         tasks.spawn(door::serve(Https, listener, hall.clone(), Some(strangers.clone())));
+    }
+    if let Some(listener) = http {
+        tasks.spawn(door::serve(Http, listener, hall.clone(), Some(strangers.clone())));
     }
     for listener in redirected.into_iter().flat_map(|started| started.listeners) {
         // There are listeners only when there is a redirect.
@@ -255,7 +260,8 @@ impl Source {
 
 /// Where the internal Service's ports lead to.
 fn doors_of(config: &Config) -> Doors {
-    Doors { https: config.secure_port.unwrap_or_default(), http: DEFAULT_HTTP_PORT }
+    let http = config.insecure_address.map(|address| address.port());
+    Doors { https: config.secure_port.unwrap_or_default(), http: http.unwrap_or_default() }
 }
 
 fn router_config(config: &Config) -> RouterConfig {

@@ -10,6 +10,7 @@ use crate::testbed::Testbed;
 mod common;
 mod docs;
 mod hostile;
+mod http;
 mod https;
 mod identity;
 mod kubernetes;
@@ -63,6 +64,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         load::ALL,
         restart::ALL,
         identity::ALL,
+        http::ALL,
         https::ALL,
         reload::ALL,
         hostile::ALL,

@@ -62,9 +62,9 @@ pub struct RunArgs {
     /// Address of --insecure-port; only a loopback address.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     pub insecure_bind_address: String,
-    /// Port of the http door; that door is not in this build yet, so only 0 is accepted.
-    #[arg(long, value_name = "PORT")]
-    pub insecure_port: Option<String>,
+    /// Port of the http door, where a request's Host names the node; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "10264")]
+    pub insecure_port: String,
     /// Where /metrics, /healthz, /readyz and /status answer: a loopback address and a port, or a port; port 0: nowhere.
     #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
           default_value = DEFAULT_ADMIN_ADDRESS)]

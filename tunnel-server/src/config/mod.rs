@@ -45,6 +45,8 @@ pub struct Config {
     /// None: off.
     pub secure_port: Option<u16>,
     /// None: off.
+    pub insecure_address: Option<SocketAddr>,
+    /// None: off.
     pub admin_address: Option<SocketAddr>,
     /// None: off.
     pub redirect: Option<RedirectConfig>,
@@ -66,7 +68,6 @@ impl Config {
     /// # Errors
     /// Names the flag, its value and the reason.
     pub fn new(args: &RunArgs) -> Result<Self, ConfigError> {
-        insecure_door(args)?;
         let exclude = parse_cidrs("--exclude", &args.exclude)?;
         let token_range = token_range(&args.token_range, &exclude)?;
         let token_range_v6 = token_range_v6(&args.token_range_v6, &exclude)?;
@@ -91,6 +92,7 @@ impl Config {
             bind_address: parse_ip("--bind-address", &args.bind_address)?,
             agent_port: parse_port("--agent-port", &args.agent_port)?,
             secure_port: parse_port("--secure-port", &args.secure_port)?,
+            insecure_address: insecure_address(args)?,
             admin_address: parse_loopback_door("--admin-address", &args.admin_address)?,
             redirect,
             redirect_ports,
@@ -122,6 +124,7 @@ impl Config {
             ("bind-address", self.bind_address.to_string()),
             ("agent-port", door(self.agent_port)),
             ("secure-port", door(self.secure_port)),
+            ("insecure-port", door(self.insecure_address.map(|address| address.port()))),
             (
                 "admin-address",
                 self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
@@ -139,6 +142,9 @@ impl Config {
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),
         ];
+        if let Some(address) = self.insecure_address {
+            flags.push(("insecure-bind-address", address.ip().to_string()));
+        }
         match &self.source {
             NodeSource::File(path) => flags.push(("inventory", path.display().to_string())),
             NodeSource::Kubernetes(options) => flags.extend(kube::flags(options)),
@@ -155,6 +161,7 @@ impl Config {
         let doors = [
             ("--agent-port", at(self.agent_port)),
             ("--secure-port", at(self.secure_port)),
+            ("--insecure-port", self.insecure_address),
             ("--admin-address", self.admin_address),
         ];
         let doors: Vec<_> = doors.into_iter().filter_map(|(key, address)| Some((key, address?))).collect();
@@ -190,24 +197,15 @@ fn source(args: &RunArgs) -> Result<NodeSource, ConfigError> {
     })
 }
 
-/// Asking for a door that is not there must not look like having it.
-fn insecure_door(args: &RunArgs) -> Result<(), ConfigError> {
+/// None: off.
+fn insecure_address(args: &RunArgs) -> Result<Option<SocketAddr>, ConfigError> {
     let (key, value) = ("--insecure-bind-address", &args.insecure_bind_address);
-    if !parse_ip(key, value)?.is_loopback() {
-        return Err(ConfigError::new(
-            key,
-            value,
-            "not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1",
-        ));
+    let address = parse_ip(key, value)?;
+    if !address.is_loopback() {
+        let reason = "not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1";
+        return Err(ConfigError::new(key, value, reason));
     }
-    match &args.insecure_port {
-        Some(value) if parse_port("--insecure-port", value)?.is_some() => Err(ConfigError::new(
-            "--insecure-port",
-            value,
-            "the http door is not in this build yet; use 0 or leave it out",
-        )),
-        _ => Ok(()),
-    }
+    Ok(parse_port("--insecure-port", &args.insecure_port)?.map(|port| SocketAddr::new(address, port)))
 }
 
 fn on_or_off(key: &str, value: &str) -> Result<bool, ConfigError> {

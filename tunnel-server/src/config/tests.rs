@@ -30,6 +30,7 @@ fn defaults_are_those_of_the_design() {
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/postern/server"));
     assert_eq!(config.bind_address, IpAddr::from([0, 0, 0, 0]));
     assert_eq!((config.agent_port, config.secure_port), (Some(10262), Some(10263)));
+    assert_eq!(config.insecure_address, Some("127.0.0.1:10264".parse().unwrap()));
     assert_eq!(config.admin_address, Some("127.0.0.1:10265".parse().unwrap()));
     assert_eq!(config.redirect_ports, BTreeSet::from([10250, 10255]));
     assert_eq!(config.token_range.to_string(), "198.18.0.0/15");
@@ -68,11 +69,13 @@ fn every_flag_does_something() {
         "--drain-timeout=1m",
         "--log-format=json",
         "--log-level=debug",
-        "--insecure-port=0",
+        "--insecure-bind-address=127.0.0.2",
+        "--insecure-port=4",
         "--edge-pod-routes=on",
     ])
     .unwrap();
     assert!(config.edge_pod_routes);
+    assert_eq!(config.insecure_address, Some("127.0.0.2:4".parse().unwrap()));
     assert_eq!(config.bind_address, "::".parse::<IpAddr>().unwrap());
     assert_eq!((config.agent_port, config.secure_port), (Some(1), None));
     assert_eq!(config.admin_address, Some("[::1]:3".parse().unwrap()));
@@ -97,9 +100,14 @@ fn every_flag_does_something() {
         "the flags that are logged give the same configuration"
     );
 
-    let off =
-        self::config(&["--redirect=off", "--redirect-ports=", "--admin-address=0", "--drain-timeout=1500ms"])
-            .unwrap();
+    let off = self::config(&[
+        "--redirect=off",
+        "--insecure-port=0",
+        "--redirect-ports=",
+        "--admin-address=0",
+        "--drain-timeout=1500ms",
+    ])
+    .unwrap();
     assert!(off.redirect.is_none());
     let again = Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(off.flags())).unwrap();
     assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{off:?}"));
@@ -169,8 +177,8 @@ fn errors_name_key_value_and_reason() {
             "--insecure-bind-address=0.0.0.0: not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1",
         ),
         (
-            &["--insecure-port=10264"],
-            "--insecure-port=10264: the http door is not in this build yet; use 0 or leave it out",
+            &["--insecure-port=10265"],
+            "--admin-address=127.0.0.1:10265: --insecure-port has that port already; choose another",
         ),
         (&["--redirect=maybe"], "--redirect=maybe: use on or off"),
         (&["--redirect-ports=a"], "--redirect-ports=a: \"a\" is not a port; use 1 to 65535, comma-separated"),
@@ -266,8 +274,7 @@ const DESIGN: &[(&str, Option<&str>)] = &[
     ("agent-port", Some("10262")),
     ("secure-port", Some("10263")),
     ("insecure-bind-address", Some("127.0.0.1")),
-    // 10264 once the door is there.
-    ("insecure-port", None),
+    ("insecure-port", Some("10264")),
     ("admin-address", Some("127.0.0.1:10265")),
     ("redirect", Some("on")),
     ("redirect-cgroup", None),

@@ -4,6 +4,7 @@
 //! after that (the session, the bytes, the access log, the metrics) is the same for all.
 
 pub mod hello;
+mod http;
 mod https;
 mod record;
 mod redirect;
@@ -21,6 +22,7 @@ use tunnel_core::lifecycle::Drain;
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
+pub use http::Http;
 pub use https::Https;
 pub use redirect::Redirected;
 
@@ -67,6 +69,11 @@ pub trait Door: Send + Sync + 'static {
         socket: &mut TcpStream,
         router: &Router,
     ) -> impl Future<Output = Result<Opening, Refusal>> + Send;
+
+    /// Tells a caller to which nothing was sent yet why its connection ends, where the door's protocol has words for it.
+    fn failed(_socket: &mut TcpStream, _outcome: Outcome, _detail: &str) -> impl Future<Output = ()> + Send {
+        async {}
+    }
 }
 
 /// What every door works with.
@@ -123,20 +130,27 @@ async fn receive<D: Door>(
     };
     let record = Record::new(D::NAME, client, &opening, &hall, place);
     let Some(session) = hall.sessions.of(&opening.node) else {
-        record.end(Outcome::NoTunnel, &no_tunnel(&hall.sessions, &opening.node));
+        let reason = no_tunnel(&hall.sessions, &opening.node);
+        D::failed(&mut socket, Outcome::NoTunnel, &reason).await;
+        record.end(Outcome::NoTunnel, &reason);
         return;
     };
     // From the accepting thread to the one that owns the link; both sides of the pump stay there.
     let worker = session.worker().clone();
     match socket.into_std() {
         Ok(socket) => {
-            worker.spawn(carry(socket, opening, session, record));
+            worker.spawn(carry::<D>(socket, opening, session, record));
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
 }
 
-async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Session>, mut record: Record) {
+async fn carry<D: Door>(
+    socket: std::net::TcpStream,
+    opening: Opening,
+    session: Arc<Session>,
+    mut record: Record,
+) {
     let mut socket =
         match TcpStream::from_std(socket).and_then(|socket| link::tune_carried(&socket).map(|()| socket)) {
             Ok(socket) => socket,
@@ -163,6 +177,11 @@ async fn carry(socket: std::net::TcpStream, opening: Opening, session: Arc<Sessi
         }
     };
     record.carried(&traffic);
+    if let Err(broken) = &ended
+        && traffic.to_socket() == 0
+    {
+        D::failed(&mut socket, broken.outcome(Side::Server), &broken.to_string()).await;
+    }
     match ended {
         Ok(()) => record.end(Outcome::Ok, &""),
         Err(broken @ Broken::Aborted(_)) => record.end(broken.outcome(Side::Server), &""),

@@ -1,0 +1,313 @@
+//! The http door: the first request's head names the node.
+//!
+//! A request is carried with the connection that brought it, so a connection carries one: the target is told to close
+//! after its answer (`Connection: close`, RFC 9112 §9.6), and a caller that names another node next has to connect
+//! again. Upgrades are carried as they are. No credentials are added.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::StatusCode;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tunnel_core::identity::NodeName;
+use tunnel_core::outcome::Outcome;
+use tunnel_core::text::printable;
+
+use super::{Door, Opening, Refusal};
+use crate::route::{ByAddress, Destination, Router};
+
+/// How long a caller may take to send the head of its request.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a refused caller may take to read why.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+const MAX_HEAD: usize = 64 << 10;
+const MAX_HEADERS: usize = 128;
+/// Names the node, in place of Host.
+const PROXY_HOST: &str = "x-tunnel-proxy-host";
+/// Names what the node's agent shall dial, in place of the node's own address.
+const PROXY_DEST: &str = "x-tunnel-proxy-dest";
+
+/// HTTP/1.1 requests by Host.
+pub struct Http;
+
+impl Door for Http {
+    const NAME: &'static str = "http";
+
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opening, Refusal> {
+        let mut read = BytesMut::new();
+        let head = tokio::time::timeout(HEAD_TIMEOUT, read_head(socket, &mut read)).await;
+        let asked = match head {
+            Ok(Err(Wrong::Socket(error))) => return Err(error.into()),
+            Ok(Err(Wrong::Closed)) => {
+                return Err(Refusal::Caller("closed before a whole request".to_owned()));
+            }
+            Ok(Err(Wrong::Request(reason))) => Err((StatusCode::BAD_REQUEST, reason)),
+            Ok(Ok(head)) => destination(&head, router)
+                .map(|(node, target)| (node, target, head.prefix(&read)))
+                .map_err(|reason| (StatusCode::BAD_REQUEST, reason)),
+            Err(_) => {
+                let reason = format!("no whole request within {} s", HEAD_TIMEOUT.as_secs());
+                Err((StatusCode::REQUEST_TIMEOUT, reason))
+            }
+        };
+        match asked {
+            Ok((node, target, prefix)) => Ok(Opening { node, target, prefix }),
+            Err((status, reason)) => {
+                tell(socket, &answer(status, &reason)).await;
+                Err(Refusal::Caller(reason))
+            }
+        }
+    }
+
+    async fn failed(socket: &mut TcpStream, outcome: Outcome, detail: &str) {
+        let status = match outcome {
+            Outcome::NoTunnel | Outcome::Busy | Outcome::Shutdown => StatusCode::SERVICE_UNAVAILABLE,
+            Outcome::TimedOut => StatusCode::GATEWAY_TIMEOUT,
+            Outcome::Denied => StatusCode::FORBIDDEN,
+            _ => StatusCode::BAD_GATEWAY,
+        };
+        tell(socket, &answer(status, detail)).await;
+    }
+}
+
+enum Wrong {
+    Request(String),
+    Socket(std::io::Error),
+    Closed,
+}
+
+/// What of a request's head matters here.
+#[derive(Debug, PartialEq, Eq)]
+struct Head {
+    /// Bytes of the head, its empty line included.
+    length: usize,
+    host: Option<String>,
+    proxy_host: Option<String>,
+    proxy_dest: Option<String>,
+    /// The head as the target gets it.
+    rewritten: Bytes,
+}
+
+impl Head {
+    /// What the target gets of what was read.
+    fn prefix(&self, read: &[u8]) -> Bytes {
+        [&self.rewritten, &read[self.length..]].concat().into()
+    }
+}
+
+async fn read_head(socket: &mut TcpStream, read: &mut BytesMut) -> Result<Head, Wrong> {
+    loop {
+        if let Some(head) = parse(read).map_err(Wrong::Request)? {
+            return Ok(head);
+        }
+        if read.len() > MAX_HEAD {
+            return Err(Wrong::Request(format!("the head of the request is larger than {MAX_HEAD} bytes")));
+        }
+        read.reserve(2048);
+        if socket.read_buf(read).await.map_err(Wrong::Socket)? == 0 {
+            return Err(Wrong::Closed);
+        }
+    }
+}
+
+/// None: it is not whole yet.
+fn parse(read: &[u8]) -> Result<Option<Head>, String> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+    let mut request = httparse::Request::new(&mut headers);
+    let length = match request.parse(read) {
+        Ok(httparse::Status::Complete(length)) => length,
+        Ok(httparse::Status::Partial) => return Ok(None),
+        Err(error) => return Err(format!("not an HTTP/1.1 request: {error}")),
+    };
+    // A complete request has all three.
+    let (Some(method), Some(path), Some(version)) = (request.method, request.path, request.version) else {
+        return Err("not an HTTP/1.1 request".to_owned());
+    };
+    // A proxy's client names the target in the request line (RFC 9112 §3.2.2); the target itself is named by Host.
+    let (authority, path) = match path.strip_prefix("http://") {
+        Some(rest) => {
+            let end = rest.find(['/', '?']).unwrap_or(rest.len());
+            (Some(&rest[..end]), if rest[end..].starts_with('/') { &rest[end..] } else { "/" })
+        }
+        None => (None, path),
+    };
+    let upgrade = request.headers.iter().any(|header| header.name.eq_ignore_ascii_case("upgrade"));
+    let mut head = Head { length, host: None, proxy_host: None, proxy_dest: None, rewritten: Bytes::new() };
+    let mut rewritten = format!("{method} {path} HTTP/1.{version}\r\n").into_bytes();
+    for header in request.headers.iter() {
+        let name = header.name.to_ascii_lowercase();
+        let taken = match name.as_str() {
+            "host" => Some(&mut head.host),
+            PROXY_HOST => Some(&mut head.proxy_host),
+            PROXY_DEST => Some(&mut head.proxy_dest),
+            _ => None,
+        };
+        if let Some(taken) = taken {
+            let value =
+                std::str::from_utf8(header.value).map_err(|_| format!("the header {name} is not text"))?;
+            if taken.replace(value.trim().to_owned()).is_some() {
+                return Err(format!("the header {name} is there twice"));
+            }
+        }
+        let hop = matches!(name.as_str(), "connection" | "keep-alive" | "proxy-connection");
+        if name.starts_with("x-tunnel-proxy-") || hop && !upgrade {
+            continue;
+        }
+        rewritten.extend_from_slice(header.name.as_bytes());
+        rewritten.extend_from_slice(b": ");
+        rewritten.extend_from_slice(header.value);
+        rewritten.extend_from_slice(b"\r\n");
+    }
+    if !upgrade {
+        rewritten.extend_from_slice(b"Connection: close\r\n");
+    }
+    rewritten.extend_from_slice(b"\r\n");
+    head.host = authority.map(ToOwned::to_owned).or(head.host);
+    head.rewritten = rewritten.into();
+    Ok(Some(head))
+}
+
+/// The node and what its agent shall dial.
+fn destination(head: &Head, router: &Router) -> Result<(NodeName, SocketAddr), String> {
+    let host = head.host.as_deref().filter(|host| !host.is_empty()).ok_or("the request has no Host")?;
+    let dest = match &head.proxy_dest {
+        Some(dest) => Some(dest.parse::<SocketAddr>().map_err(|_| {
+            format!("{PROXY_DEST}: {:?} is not an IP address and a port", printable(dest, 100))
+        })?),
+        None => None,
+    };
+    let named = head.proxy_host.as_deref().filter(|host| !host.is_empty()).unwrap_or(host);
+    let destination = node(split(named)?.0, router)?;
+    let target = match dest {
+        Some(dest) => dest,
+        None => {
+            let (_, port) = split(host)?;
+            let port = port.ok_or_else(|| {
+                format!("Host {:?} has no port: name the node's port that is meant", printable(host, 100))
+            })?;
+            router.target(destination.address, port)
+        }
+    };
+    Ok((destination.node, target))
+}
+
+fn split(authority: &str) -> Result<(&str, Option<u16>), String> {
+    let wrong = || format!("{:?} is not a host and a port", printable(authority, 100));
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            let (host, rest) = rest.split_once(']').ok_or_else(wrong)?;
+            (host, if rest.is_empty() { None } else { Some(rest.strip_prefix(':').ok_or_else(wrong)?) })
+        }
+        None => match authority.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (authority, None),
+        },
+    };
+    let port =
+        port.map(|port| port.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(wrong)).transpose()?;
+    if host.is_empty() { Err(wrong()) } else { Ok((host, port)) }
+}
+
+fn node(host: &str, router: &Router) -> Result<Destination, String> {
+    let name = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
+    let snapshot = router.snapshot();
+    if let Some(destination) = snapshot.by_name(&name) {
+        return Ok(destination);
+    }
+    let Ok(address) = name.parse::<IpAddr>() else {
+        return Err(format!("{:?} is no edge node's name", printable(&name, 100)));
+    };
+    match snapshot.by_address(address) {
+        ByAddress::Unique(destination) => Ok(destination),
+        ByAddress::Ambiguous(nodes) => {
+            let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
+            Err(format!("{address} is the address of {}: name the node instead", nodes.join(", ")))
+        }
+        ByAddress::Unknown => Err(format!("{address} is no edge node's address")),
+    }
+}
+
+fn answer(status: StatusCode, reason: &str) -> Vec<u8> {
+    let body = format!("tunnel-server: {reason}\n");
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
+}
+
+/// Answers, and gives the caller time to read it before the socket is reset.
+async fn tell(socket: &mut TcpStream, message: &[u8]) {
+    let told = async {
+        socket.write_all(message).await?;
+        socket.shutdown().await?;
+        // Unread bytes would turn the close into a reset, and the reset may overtake the answer.
+        let mut rest = [0; 4096];
+        while socket.read(&mut rest).await? > 0 {}
+        std::io::Result::Ok(())
+    };
+    if !matches!(tokio::time::timeout(ANSWER_TIMEOUT, told).await, Ok(Ok(()))) {
+        tracing::debug!("a refused caller did not read the answer");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(text: &str) -> Head {
+        parse(text.as_bytes()).unwrap().unwrap()
+    }
+
+    #[test]
+    fn a_request_is_carried_alone() {
+        let text = "GET /metrics?x=1 HTTP/1.1\r\nHost: edge-1:10255\r\nConnection: keep-alive\r\nKeep-Alive: 5\r\nX-Tunnel-Proxy-Host: edge-1\r\nX-Other: a  b\r\n\r\nbody";
+        let head = head(text);
+        assert_eq!(
+            head.prefix(text.as_bytes()),
+            "GET /metrics?x=1 HTTP/1.1\r\nHost: edge-1:10255\r\nX-Other: a  b\r\nConnection: close\r\n\r\nbody"
+        );
+        assert_eq!(
+            (head.host.as_deref(), head.proxy_host.as_deref()),
+            (Some("edge-1:10255"), Some("edge-1"))
+        );
+    }
+
+    #[test]
+    fn upgrades_and_proxies_requests() {
+        let upgrade =
+            "GET /exec HTTP/1.1\r\nHost: edge-1:10255\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+        assert_eq!(head(upgrade).rewritten, upgrade);
+        let proxied = head("GET http://edge-1:9100/metrics HTTP/1.1\r\nHost: other\r\n\r\n");
+        assert_eq!(proxied.host.as_deref(), Some("edge-1:9100"));
+        assert!(proxied.rewritten.starts_with(b"GET /metrics HTTP/1.1\r\n"));
+        let bare = head("GET http://edge-1:9100 HTTP/1.1\r\n\r\n");
+        assert!(bare.rewritten.starts_with(b"GET / HTTP/1.1\r\n"));
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused() {
+        assert_eq!(parse(b"GET / HTTP/1.1\r\nHost: a").unwrap(), None);
+        for wrong in [
+            "\x16\x03\x01\x00",
+            "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+            "GET / HTTP/1.1\r\nHost: \u{ff}\r\n\r\n",
+        ] {
+            let bytes: Vec<u8> = wrong.chars().map(|c| c as u8).collect();
+            assert!(parse(&bytes).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn authorities() {
+        assert_eq!(split("edge-1:10255"), Ok(("edge-1", Some(10255))));
+        assert_eq!(split("edge-1"), Ok(("edge-1", None)));
+        assert_eq!(split("[fd00::1]:80"), Ok(("fd00::1", Some(80))));
+        assert_eq!(split("[fd00::1]"), Ok(("fd00::1", None)));
+        for wrong in ["", ":80", "a:", "a:0", "a:70000", "[fd00::1", "[fd00::1]80", "[]:80"] {
+            assert!(split(wrong).is_err(), "{wrong}");
+        }
+    }
+}
