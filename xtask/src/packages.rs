@@ -36,6 +36,7 @@ pub(crate) const CLUSTER: &[Need] = &[
     Need { program: "containerd", package: "containerd" },
     Need { program: "runc", package: "runc" },
     Need { program: "/usr/lib/cni/bridge", package: "containernetworking-plugins" },
+    Need { program: "conntrack", package: "conntrack" },
     Need { program: "busybox", package: "busybox-static" },
     Need { program: "prometheus", package: "prometheus" },
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },

@@ -44,6 +44,7 @@ impl Peer {
             Self::Kubernetes => &[
                 ("kube-apiserver", "k8s.io/kubernetes/cmd/kube-apiserver"),
                 ("kube-controller-manager", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+                ("kube-proxy", "k8s.io/kubernetes/cmd/kube-proxy"),
                 ("kube-scheduler", "k8s.io/kubernetes/cmd/kube-scheduler"),
                 ("kubelet", "k8s.io/kubernetes/cmd/kubelet"),
                 ("kubectl", "k8s.io/kubernetes/cmd/kubectl"),

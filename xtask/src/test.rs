@@ -18,7 +18,7 @@ cargo xtask test needs root, because it
   - makes child cgroups and attaches eBPF programs to those and to those namespaces, never to the machine's own,
   - starts the real tunnel-server, tunnel-agent, Prometheus, node exporters and a Kubernetes cluster in there,
   - installs Debian packages that are missing (iptables, iproute2, util-linux, g++, prometheus, prometheus-node-exporter,
-    and for the cluster etcd-server, containerd, runc, containernetworking-plugins, busybox-static).
+    and for the cluster etcd-server, containerd, runc, containernetworking-plugins, conntrack, busybox-static).
 Everything it makes is removed again, whether tests pass or fail.";
 
 #[derive(clap::Args, Default)]

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use super::peers;
 use super::pki::{Pair, Pki};
-use super::{KUBERNETES_SERVICE, peers};
 use crate::testbed::Testbed;
 use crate::testbed::cgroup;
 use crate::testbed::netns::Namespace;
@@ -49,6 +49,7 @@ pub struct Host {
     holder: Process,
     containerd: Process,
     kubelet: Option<Process>,
+    proxy: Option<Process>,
 }
 
 impl Host {
@@ -67,7 +68,6 @@ impl Host {
             pki.client(&format!("kubelet-{name}"), &format!("system:node:{name}"), &["system:nodes"])?;
         let kubeconfig = pki.kubeconfig(&format!("kubelet-{name}"), api, &user)?;
         serving_certificate(pki, &spec)?;
-        reach_api_as_a_service(&spec.ns, api)?;
         let placement = Placement { ns: &spec.ns, cgroup: &spec.cgroup };
         let holder = hold_namespaces(testbed, placement, &name, &dir)?;
         fs::write(dir.join("containerd.toml"), containerd_configuration(&dir))
@@ -77,7 +77,7 @@ impl Host {
         let mut command = inside(placement, &holder, Path::new("containerd"));
         command.arg("--config").arg(dir.join("containerd.toml"));
         let containerd = Process::spawn(testbed, &format!("containerd-{name}"), command)?;
-        Ok(Self { spec, kubeconfig, dir, pods_cgroup, holder, containerd, kubelet: None })
+        Ok(Self { spec, kubeconfig, dir, pods_cgroup, holder, containerd, kubelet: None, proxy: None })
     }
 
     /// A command on this machine, with its files.
@@ -121,6 +121,21 @@ impl Host {
             .arg(format!("--node-ip={}", self.spec.address))
             .arg("--v=1");
         self.kubelet = Some(Process::spawn(testbed, &format!("kubelet-{name}"), command)?);
+        Ok(())
+    }
+
+    /// Starts kube-proxy, which makes Services work in this network namespace; nothing waits for it.
+    pub fn start_proxy(&mut self, testbed: &Testbed, kubeconfig: &Path) -> Result<()> {
+        let name = &self.spec.name;
+        let mut command = self.command(&peers::program(&peers::folder()?, "kube-proxy")?);
+        command
+            .arg(format!("--kubeconfig={}", kubeconfig.display()))
+            .arg(format!("--hostname-override={name}"))
+            .args(["--proxy-mode=iptables", "--nodeport-addresses=primary"])
+            // Limits of the whole machine, not of this namespace: left as they are.
+            .args(["--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s"])
+            .args(["--conntrack-tcp-timeout-close-wait=0s", "--metrics-bind-address=127.0.0.1:10249"]);
+        self.proxy = Some(Process::spawn(testbed, &format!("kube-proxy-{name}"), command)?);
         Ok(())
     }
 
@@ -169,17 +184,6 @@ shutdownGracePeriod: 0s
 fn serving_certificate(pki: &Pki, spec: &Spec) -> Result<Pair> {
     let names = [spec.name.clone(), spec.address.to_string()];
     pki.server(&format!("serving-{}", spec.name), &format!("system:node:{}", spec.name), &names)
-}
-
-/// What kube-proxy would do for the one Service that every pod may need.
-fn reach_api_as_a_service(ns: &Namespace, api: &str) -> Result<()> {
-    let target = api.trim_start_matches("https://");
-    for chain in ["PREROUTING", "OUTPUT"] {
-        ns.iptables(&format!(
-            "-t nat -A {chain} -d {KUBERNETES_SERVICE}/32 -p tcp --dport 443 -j DNAT --to-destination {target}"
-        ))?;
-    }
-    Ok(())
 }
 
 /// A process that does nothing but keep a mount and a UTS namespace.

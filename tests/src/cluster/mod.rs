@@ -8,6 +8,7 @@ pub mod kubectl;
 pub mod peers;
 pub mod pki;
 pub mod pods;
+pub mod terminal;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -82,8 +83,11 @@ impl<'a> Cluster<'a> {
         control_plane.wait_ready(&api).await?;
         progress(&format!("the API server is ready, {:.1?} from the start", start.elapsed()));
         control_plane.start_controllers(testbed, &pki, &server)?;
+        let proxy = pki.client("kube-proxy", "system:kube-proxy", &[])?;
+        let proxy = pki.kubeconfig("kube-proxy", &server, &proxy)?;
         for host in &mut hosts {
             host.start_kubelet(testbed, &pki)?;
+            host.start_proxy(testbed, &proxy)?;
         }
         let cluster = Self { testbed, api, kubectl, pki, control_plane, hosts, image };
         cluster.label_nodes().await?;
