@@ -298,6 +298,8 @@ fn watch(
             *self.0.open_watches.lock().unwrap().entry(self.1.clone()).or_default() -= 1;
         }
     }
+    let mut orders = shared.orders.subscribe();
+    let mut seen = orders.borrow_and_update().0;
     *shared.open_watches.lock().unwrap().entry(path.clone()).or_default() += 1;
     let open = Open(shared.clone(), path);
     tokio::spawn(async move {
@@ -305,7 +307,6 @@ fn watch(
         let deadline = tokio::time::sleep(Duration::from_secs(timeout));
         tokio::pin!(deadline);
         let mut versions = shared.version.subscribe();
-        let mut orders = shared.orders.subscribe();
         let mut at: u64 = from.unwrap_or_else(|| *versions.borrow_and_update());
         let bookmark = |at: u64| {
             let object = json!({"kind": collection.kind(), "apiVersion": collection.api_version(),
@@ -313,6 +314,24 @@ fn watch(
             Bytes::from(format!("{{\"type\":\"BOOKMARK\",\"object\":{object}}}\n"))
         };
         loop {
+            // Before the changes: a change that was made after an order is not sent before it.
+            let (number, order) = *orders.borrow_and_update();
+            if number != seen {
+                seen = number;
+                match order {
+                    Order::Run => {}
+                    Order::Bookmark if bookmarks => drop(lines.send(Ok(bookmark(at))).await),
+                    Order::Bookmark => {}
+                    Order::End => return,
+                    Order::Gone => return drop(lines.send(Ok(gone())).await),
+                    Order::Cut => {
+                        let half = Bytes::from_static(b"{\"type\":\"MODIFIED\",\"object\":{\"meta");
+                        let _ = lines.send(Ok(half)).await;
+                        return drop(lines.send(broken()).await);
+                    }
+                    Order::Freeze => return lines.closed().await,
+                }
+            }
             let version = *versions.borrow_and_update();
             let Some(changes) = shared.store().since(at, &collection) else {
                 let _ = lines.send(Ok(gone())).await;
@@ -336,21 +355,7 @@ fn watch(
                     }
                     return;
                 }
-                _ = orders.changed() => {
-                    let (_, order) = *orders.borrow_and_update();
-                    match order {
-                        Order::Run => {}
-                        Order::Bookmark if bookmarks => drop(lines.send(Ok(bookmark(at))).await),
-                        Order::Bookmark => {}
-                        Order::End => return,
-                        Order::Gone => return drop(lines.send(Ok(gone())).await),
-                        Order::Cut => {
-                            let _ = lines.send(Ok(Bytes::from_static(b"{\"type\":\"MODIFIED\",\"object\":{\"meta"))).await;
-                            return drop(lines.send(broken()).await);
-                        }
-                        Order::Freeze => return lines.closed().await,
-                    }
-                }
+                _ = orders.changed() => {}
             }
         }
     });

@@ -296,7 +296,7 @@ impl ApiServer {
 
     fn command(&self, command: impl FnOnce(std::sync::mpsc::SyncSender<()>) -> Command) {
         let (done, wait) = std::sync::mpsc::sync_channel(1);
-        self.commands.send(command(done)).ok().expect("the server's thread has ended");
+        self.commands.send(command(done)).expect("the server's thread has ended");
         wait.recv().expect("the server's thread has ended");
     }
 }
@@ -360,14 +360,14 @@ async fn run(
     }
 }
 
-/// Waits until `condition` gives something; panics with `what` after ten seconds.
+/// Waits until `condition` gives something; panics with `what` after half a minute.
 pub(crate) async fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
     loop {
         if let Some(result) = condition() {
             return result;
         }
-        assert!(tokio::time::Instant::now() < deadline, "not within 10 s: {what}");
+        assert!(tokio::time::Instant::now() < deadline, "not within 30 s: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
