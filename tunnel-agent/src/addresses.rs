@@ -29,15 +29,17 @@ pub struct NodeAddresses {
 impl NodeAddresses {
     /// Looks once, and then every 10 s. Without a `node_ip` it is the address used towards the first of `servers` that
     /// there is a route to.
-    pub async fn start(node_ip: Option<IpAddr>, servers: Vec<HostPort>) -> Self {
+    pub async fn start(node_ip: Option<IpAddr>, servers: watch::Receiver<Arc<Vec<HostPort>>>) -> Self {
         let (shared, publish) = (Arc::default(), Arc::new(watch::Sender::default()));
-        look(node_ip, &servers, &shared, &publish).await;
+        let known = servers.borrow().clone();
+        look(node_ip, &known, &shared, &publish).await;
         let task = tokio::spawn({
             let (shared, publish) = (Arc::clone(&shared), Arc::clone(&publish));
             async move {
                 loop {
                     tokio::time::sleep(POLL).await;
-                    look(node_ip, &servers, &shared, &publish).await;
+                    let known = servers.borrow().clone();
+                    look(node_ip, &known, &shared, &publish).await;
                 }
             }
         });
@@ -172,7 +174,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_listed_can_be_bound_and_is_no_loopback() {
-        let addresses = NodeAddresses::start(None, Vec::new()).await;
+        let addresses = NodeAddresses::start(None, watch::Sender::default().subscribe()).await;
         for address in addresses.shared().load().iter() {
             assert!(is_reachable(*address), "{address}");
             std::net::TcpListener::bind((*address, 0)).unwrap_or_else(|e| panic!("{address}: {e}"));

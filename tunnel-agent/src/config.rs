@@ -13,6 +13,7 @@ use tunnel_core::config::{
 use tunnel_core::identity::{NodeName, Secret, parse_ca_hash};
 use tunnel_core::logging;
 
+use crate::kube::{DEFAULT_SERVICE, KubeOptions};
 use crate::status::StatusCommand;
 
 /// Where the key and the certificate are kept by default.
@@ -45,7 +46,8 @@ pub enum Command {
 /// The flags as text: [`Config::new`] makes values of them, so that every error has the same form.
 #[derive(Args, Clone, Debug)]
 pub struct RunArgs {
-    /// The tunnel-servers to dial, comma-separated or repeated; all of them are kept connected.
+    /// The tunnel-servers to dial, comma-separated or repeated; all of them are kept connected [default: found through
+    /// the API server, by --service].
     #[arg(long, value_name = "HOST:PORT[,…]", alias = "tunnelserver-addr")]
     pub server: Vec<String>,
     /// This node's name [default: the host name in lower case].
@@ -63,9 +65,16 @@ pub struct RunArgs {
     /// Hash of the server's CA, as `tunnel-server token create` prints it; for the first enrolment only.
     #[arg(long, value_name = "sha256:HEX")]
     pub ca_hash: Option<String>,
-    /// Enrolment through the API server; not in this build yet.
+    /// How to reach the API server, through which this agent enrols and finds the servers: the kubelet's kubeconfig, say
+    /// [default: as a pod; with --server and without this flag, no API server is used].
     #[arg(long, value_name = "FILE", alias = "kube-config")]
     pub kubeconfig: Option<PathBuf>,
+    /// Where the Service is [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
+    #[arg(long, value_name = "NAME")]
+    pub namespace: Option<String>,
+    /// The Service that leads to the servers [default: x-tunnel-server-svc].
+    #[arg(long, value_name = "NAME")]
+    pub service: Option<String>,
     /// Where the key and the certificate are kept.
     #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
     pub state_dir: PathBuf,
@@ -87,13 +96,28 @@ pub struct RunArgs {
     /// off, error, warn, info, debug, trace, or klog's number.
     #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
     pub log_level: String,
+    #[command(flatten)]
+    pub ignored: IgnoredArgs,
+}
+
+/// YurtTunnel's flags that have no meaning here: its manifests work as they are.
+#[derive(Args, Clone, Debug, Default)]
+pub struct IgnoredArgs {
+    #[arg(long, hide = true)]
+    pub apiserver_addr: Option<String>,
+    #[arg(long, hide = true)]
+    pub agent_identifiers: Option<String>,
+    #[arg(long, hide = true)]
+    pub meta_host: Option<String>,
 }
 
 /// A configuration that is whole and free of contradictions.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// At least one, each once.
+    /// Each once. Empty: found through the API server.
     pub servers: Vec<HostPort>,
+    /// None: standalone.
+    pub kube: Option<KubeOptions>,
     pub node_name: NodeName,
     /// None: from the route to the server.
     pub node_ip: Option<IpAddr>,
@@ -108,6 +132,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     pub log_format: logging::Format,
     pub log_level: logging::Level,
+    /// Flags that were given and have no meaning here, and why.
+    pub ignored: Vec<(&'static str, &'static str)>,
 }
 
 impl Config {
@@ -115,6 +141,7 @@ impl Config {
     /// Names the flag, its value and the reason.
     pub fn new(args: &RunArgs) -> Result<Self, ConfigError> {
         let servers = servers(args)?;
+        let kube = kube_options(args, &servers)?;
         let node_name = match &args.node_name {
             Some(name) => parse_with("--node-name", name)?,
             None => node_of_host()?,
@@ -123,6 +150,18 @@ impl Config {
         if let Some(hash) = ca_hash {
             parse_ca_hash(hash).map_err(|error| ConfigError::new("--ca-hash", hash, error.to_string()))?;
         }
+        if kube.is_some() {
+            let given = [
+                ("--token", args.token.is_some()),
+                ("--token-file", args.token_file.is_some()),
+                ("--ca-hash", ca_hash.is_some()),
+            ];
+            if let Some((key, _)) = given.into_iter().find(|(_, given)| *given) {
+                let reason = "not with --kubeconfig or as a pod, where this agent enrols through the API server; leave it \
+                              out, or enrol with --server, --token and --ca-hash alone";
+                return Err(ConfigError::without_value(key, reason));
+            }
+        }
         let token = token(args)?;
         if token.is_some() && ca_hash.is_none() {
             let reason = "needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it";
@@ -130,6 +169,7 @@ impl Config {
         }
         Ok(Self {
             servers,
+            kube,
             node_name,
             node_ip: args.node_ip.as_deref().map(node_ip).transpose()?,
             token,
@@ -140,19 +180,24 @@ impl Config {
             drain_timeout: parse_duration("--drain-timeout", &args.drain_timeout)?,
             log_format: parse_with("--log-format", &args.log_format)?,
             log_level: parse_with("--log-level", &args.log_level)?,
+            ignored: ignored(&args.ignored),
         })
     }
 
     /// The flags that give this configuration, defaults included and the token masked.
     pub fn flags(&self) -> Vec<String> {
         let servers = self.servers.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let kube = self.kube.as_ref();
         let optional = [
+            ("server", Some(servers).filter(|servers| !servers.is_empty())),
+            ("kubeconfig", kube.and_then(|kube| Some(kube.kubeconfig.as_ref()?.display().to_string()))),
+            ("namespace", kube.and_then(|kube| kube.namespace.clone())),
+            ("service", kube.map(|kube| kube.service.clone())),
             ("node-ip", self.node_ip.map(|address| address.to_string())),
             ("token", self.token.as_ref().map(ToString::to_string)),
             ("ca-hash", self.ca_hash.clone()),
         ];
         let given = [
-            ("server", servers),
             ("node-name", self.node_name.to_string()),
             ("state-dir", self.state_dir.display().to_string()),
             (
@@ -175,10 +220,6 @@ impl Config {
 }
 
 fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
-    if let Some(path) = &args.kubeconfig {
-        let reason = "Kubernetes mode is not in this build yet; use --server, --token and --ca-hash";
-        return Err(ConfigError::new("--kubeconfig", path.to_string_lossy(), reason));
-    }
     let mut servers: Vec<HostPort> = Vec::new();
     for value in &args.server {
         for entry in value.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
@@ -188,11 +229,54 @@ fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
             }
         }
     }
-    if servers.is_empty() {
-        let reason = "needed: HOST:PORT of each tunnel-server (finding them through the API server is not in this build yet)";
-        return Err(ConfigError::without_value("--server", reason));
+    if servers.is_empty() && !args.server.is_empty() {
+        return Err(ConfigError::new("--server", args.server.join(","), "no HOST:PORT in it"));
     }
     Ok(servers)
+}
+
+fn kube_options(args: &RunArgs, servers: &[HostPort]) -> Result<Option<KubeOptions>, ConfigError> {
+    if args.kubeconfig.is_none() && !servers.is_empty() {
+        let given = [("--namespace", &args.namespace), ("--service", &args.service)];
+        if let Some((key, Some(value))) = given.into_iter().find(|(_, value)| value.is_some()) {
+            let reason =
+                "not with --server alone, which uses no API server; add --kubeconfig or leave it out";
+            return Err(ConfigError::new(key, value, reason));
+        }
+        return Ok(None);
+    }
+    if args.kubeconfig.is_none() && !is_pod() {
+        let reason = "needed: HOST:PORT of each tunnel-server; or --kubeconfig FILE, to find them and enrol through the API \
+                      server (as a pod neither is needed, but this is none: $KUBERNETES_SERVICE_HOST is not set)";
+        return Err(ConfigError::without_value("--server", reason));
+    }
+    // It becomes part of a selector.
+    let name = |key: &str, value: &String| match value.parse::<NodeName>() {
+        Ok(_) => Ok(value.clone()),
+        Err(_) => Err(ConfigError::new(key, value, "not the name of an object in Kubernetes")),
+    };
+    Ok(Some(KubeOptions {
+        kubeconfig: args.kubeconfig.clone(),
+        namespace: args.namespace.as_ref().map(|value| name("--namespace", value)).transpose()?,
+        service: match &args.service {
+            Some(service) => name("--service", service)?,
+            None => DEFAULT_SERVICE.to_owned(),
+        },
+    }))
+}
+
+/// Kubernetes sets it in every container.
+fn is_pod() -> bool {
+    std::env::var_os("KUBERNETES_SERVICE_HOST").is_some_and(|host| !host.is_empty())
+}
+
+fn ignored(args: &IgnoredArgs) -> Vec<(&'static str, &'static str)> {
+    let known = [
+        ("--apiserver-addr", &args.apiserver_addr, "the kubeconfig names the API server"),
+        ("--agent-identifiers", &args.agent_identifiers, "the certificate names the node"),
+        ("--meta-host", &args.meta_host, "the admin endpoints are on --admin-address"),
+    ];
+    known.into_iter().filter(|(_, value, _)| value.is_some()).map(|(key, _, why)| (key, why)).collect()
 }
 
 fn node_ip(value: &str) -> Result<IpAddr, ConfigError> {
@@ -294,6 +378,8 @@ mod tests {
         ("token-file", None),
         ("ca-hash", None),
         ("kubeconfig", None),
+        ("namespace", None),
+        ("service", None),
         ("state-dir", Some("/var/lib/postern/agent")),
         ("admin-address", Some("127.0.0.1:10266")),
         ("allow-target", None),
@@ -307,6 +393,7 @@ mod tests {
         let command = Cli::command();
         let shown: Vec<(String, Option<String>)> = command
             .get_arguments()
+            .filter(|argument| !argument.is_hide_set())
             .filter_map(|argument| {
                 let default =
                     argument.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
@@ -336,6 +423,37 @@ mod tests {
         let again =
             Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
         assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+    }
+
+    #[test]
+    fn with_a_kubeconfig_servers_are_found_or_given() {
+        let found = config(&["--kube-config=/k"]).unwrap();
+        let kube = found.kube.clone().unwrap();
+        assert_eq!((kube.kubeconfig.as_deref(), kube.namespace), (Some(Path::new("/k")), None));
+        assert_eq!((kube.service.as_str(), found.servers.len()), ("x-tunnel-server-svc", 0));
+        let given = config(&["--kubeconfig=/k", "--server=a:1", "--namespace=n", "--service=s"]).unwrap();
+        assert_eq!(given.servers.len(), 1);
+        for config in [found, given] {
+            let again = Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags()))
+                .unwrap();
+            assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+        }
+        assert!(config(&["--server=a:1"]).unwrap().kube.is_none());
+    }
+
+    #[test]
+    fn yurttunnels_command_line_is_taken() {
+        let config = config(&[
+            "--kube-config=/etc/kubernetes/kubelet.conf",
+            "--apiserver-addr=https://10.0.0.1:6443",
+            "--agent-identifiers=ipv4=10.8.0.7&host=edge-1",
+            "--meta-host=127.0.0.1",
+            "--meta-port=10266",
+            "--cert-dir=/x",
+        ])
+        .unwrap();
+        let ignored: Vec<_> = config.ignored.iter().map(|(flag, _)| *flag).collect();
+        assert_eq!(ignored, ["--apiserver-addr", "--agent-identifiers", "--meta-host"]);
     }
 
     #[test]
@@ -379,16 +497,22 @@ mod tests {
         for (args, expected) in [
             (
                 &[][..],
-                "--server: needed: HOST:PORT of each tunnel-server (finding them through the API server is not in this build yet)",
+                "--server: needed: HOST:PORT of each tunnel-server; or --kubeconfig FILE, to find them and enrol through the API server (as a pod neither is needed, but this is none: $KUBERNETES_SERVICE_HOST is not set)",
             ),
+            (&["--server=,"], "--server=,: no HOST:PORT in it"),
             (
                 &["--server=a:1,b"],
                 "--server=b: not HOST:PORT; use one such as tunnel.example.org:10262 or [fd00::1]:10262",
             ),
             (
-                &["--kubeconfig=/k", "--server=a:1"],
-                "--kubeconfig=/k: Kubernetes mode is not in this build yet; use --server, --token and --ca-hash",
+                &["--kubeconfig=/k", "--token=a"],
+                "--token: not with --kubeconfig or as a pod, where this agent enrols through the API server; leave it out, or enrol with --server, --token and --ca-hash alone",
             ),
+            (
+                &["--server=a:1", "--service=s"],
+                "--service=s: not with --server alone, which uses no API server; add --kubeconfig or leave it out",
+            ),
+            (&["--kubeconfig=/k", "--service=a,b"], "--service=a,b: not the name of an object in Kubernetes"),
             (
                 &["--server=a:1", "--node-ip=edge"],
                 "--node-ip=edge: not an IP address; use one such as 10.8.0.7 or fd00::7",

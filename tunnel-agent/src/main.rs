@@ -35,6 +35,9 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 flags = shell_line(&config.flags()),
                 "tunnel-agent starts"
             );
+            for (flag, why) in &config.ignored {
+                tracing::warn!(flag, "this flag of YurtTunnel's is ignored: {why}");
+            }
             runtime.block_on(async {
                 let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
                 app::run(config, log, shutdown).await

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::SystemTime;
 
 use clap::Args;
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use tunnel_core::admin::Show;
 use tunnel_core::config::{TargetRule, parse_loopback_door};
@@ -26,6 +27,9 @@ pub struct AgentStatus {
     pub connections: u64,
     /// What the servers may reach.
     pub policy: Vec<String>,
+    /// Why the servers cannot be looked up at present; the last known ones are used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_server_error: Option<String>,
 }
 
 /// Times in seconds since the epoch.
@@ -36,16 +40,19 @@ pub struct CertificateStatus {
 }
 
 impl AgentStatus {
-    /// `rules` as given by `--allow-target`.
+    /// `rules` as given by `--allow-target`; `pods` count only without them.
     pub fn new(
         node: &NodeName,
         started: SystemTime,
         servers: Vec<LinkStatus>,
         certificate: Option<CertificateStatus>,
         rules: &[TargetRule],
+        pods: &[IpNet],
     ) -> Self {
         let policy = if rules.is_empty() {
-            vec!["node:*".to_owned(), "loopback on ports that the server names".to_owned()]
+            let pods = pods.iter().map(|range| format!("pods in {range}"));
+            let node = std::iter::once("node:*".to_owned());
+            node.chain(pods).chain(["loopback on ports that the server names".to_owned()]).collect()
         } else {
             rules.iter().map(ToString::to_string).collect()
         };
@@ -57,6 +64,7 @@ impl AgentStatus {
             servers,
             certificate,
             policy,
+            api_server_error: None,
         }
     }
 
@@ -76,6 +84,9 @@ impl AgentStatus {
         }
         let _ = writeln!(text, "may be reached: {}", self.policy.join(", "));
         let _ = writeln!(text, "connections: {}", self.connections);
+        if let Some(error) = &self.api_server_error {
+            let _ = writeln!(text, "API server: {}; the last known servers are used", harmless(error));
+        }
         for link in &self.servers {
             let state = match link.phase {
                 Phase::Attached => format!(
@@ -168,8 +179,14 @@ mod tests {
         let certificate = CertificateStatus { not_after: 1_000_000 + 90_000, renews_at: 1_000_000 + 61 };
         let rules = ["node:22".parse().unwrap()];
         let links = vec![link(Phase::Attached), link(Phase::Waiting)];
-        let status =
-            AgentStatus::new(&"edge-1".parse().unwrap(), SystemTime::now(), links, Some(certificate), &rules);
+        let status = AgentStatus::new(
+            &"edge-1".parse().unwrap(),
+            SystemTime::now(),
+            links,
+            Some(certificate),
+            &rules,
+            &[],
+        );
         let text = status.to_text(now);
         for line in [
             "certificate: ends in 1d1h, renewal in 1m1s\n",
@@ -181,6 +198,12 @@ mod tests {
             assert!(text.contains(line), "{line}{text}");
         }
         assert!(status.to_text(now + Duration::from_secs(90_000)).contains("certificate: EXPIRED\n"));
+        let pods = ["10.244.1.0/24".parse().unwrap()];
+        let mut own = AgentStatus::new(&status.node, SystemTime::now(), Vec::new(), None, &[], &pods);
+        own.api_server_error = Some("connection refused".to_owned());
+        let own = own.to_text(now);
+        assert!(own.contains("may be reached: node:*, pods in 10.244.1.0/24, loopback on"), "{own}");
+        assert!(own.contains("API server: connection refused; the last known servers are used\n"), "{own}");
         let mut evil = status.clone();
         evil.servers[0].server_id = Some("\u{1b}[2J\n".to_owned());
         evil.servers[1].last_error = Some("\u{9b}2J\r".to_owned());

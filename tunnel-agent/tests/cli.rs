@@ -8,6 +8,7 @@ fn run(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_tunnel-agent"))
         .env_remove("NODE_NAME")
         .env_remove("NODE_IP")
+        .env_remove("KUBERNETES_SERVICE_HOST")
         .args(args)
         .output()
         .expect("the program starts")
@@ -17,6 +18,7 @@ fn run(args: &[&str]) -> Output {
 fn bad_configuration_is_64() {
     for (args, part) in [
         (&[][..], "tunnel-agent: --server: needed: "),
+        (&["--kubeconfig=/no/such/file"], "tunnel-agent: --kubeconfig=/no/such/file: "),
         (&["--server=a:1", "--allow-target=x"], "tunnel-agent: --allow-target=x: not CIDR:PORTS; "),
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
         (

@@ -8,7 +8,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 /// Pauses that double up to a minute, each between half and all of its length, so that a thousand agents whose
 /// server came back do not come at once.
 #[derive(Debug)]
-pub(super) struct Backoff {
+pub(crate) struct Backoff {
     next: Duration,
 }
 
@@ -19,7 +19,7 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    pub(super) fn next_delay(&mut self) -> Duration {
+    pub(crate) fn next_delay(&mut self) -> Duration {
         let full = self.next;
         self.next = (full * 2).min(LONGEST);
         full.mul_f64(rand::rng().random_range(0.5..=1.0))

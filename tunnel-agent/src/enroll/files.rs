@@ -9,7 +9,7 @@ const MEND: &str = "restore it from a backup, or move agent.key, agent.crt and c
                     new token (`tunnel-server token create`)";
 
 /// What the state directory holds.
-pub(super) enum Stored {
+pub(crate) enum Stored {
     /// No certificate.
     Nothing,
     /// An identity whose parts fit together. It may have ended or be another node's.
@@ -18,16 +18,16 @@ pub(super) enum Stored {
 
 /// The identity's files.
 #[derive(Clone, Debug)]
-pub(super) struct IdentityFiles {
+pub(crate) struct IdentityFiles {
     directory: PathBuf,
 }
 
 impl IdentityFiles {
-    pub(super) fn new(state_dir: &Path) -> Self {
+    pub(crate) fn new(state_dir: &Path) -> Self {
         Self { directory: state_dir.to_owned() }
     }
 
-    pub(super) fn certificate(&self) -> PathBuf {
+    pub(crate) fn certificate(&self) -> PathBuf {
         self.directory.join("agent.crt")
     }
 
@@ -43,12 +43,12 @@ impl IdentityFiles {
         self.directory.join("ca.crt")
     }
 
-    pub(super) fn prepare(&self) -> Result<(), IdentityError> {
+    pub(crate) fn prepare(&self) -> Result<(), IdentityError> {
         files::create_private_directory(&self.directory)
     }
 
     /// Reads the identity, and finishes a [`IdentityFiles::store`] that a crash cut short.
-    pub(super) fn load(&self) -> Result<Stored, IdentityError> {
+    pub(crate) fn load(&self) -> Result<Stored, IdentityError> {
         let path = self.certificate();
         // Without a certificate a key is worth nothing, so there is nothing to lose by enrolling.
         let Some(chain) = files::read_optional(&path)? else { return Ok(Stored::Nothing) };
@@ -74,7 +74,7 @@ impl IdentityFiles {
     }
 
     /// The key to ask a certificate for: the one of an earlier try, whose answer may have been lost, or a new one.
-    pub(super) fn pending_key(&self) -> Result<KeyPair, IdentityError> {
+    pub(crate) fn pending_key(&self) -> Result<KeyPair, IdentityError> {
         let path = self.next_key();
         if let Some(pem) = files::read_optional_private(&path)? {
             let mend = "remove it; a new key is made then (a token that was used with it must be replaced)";
@@ -87,7 +87,7 @@ impl IdentityFiles {
 
     /// Keeps an identity that was issued for [`IdentityFiles::pending_key`]. After a crash between any two of the
     /// steps [`IdentityFiles::load`] finds the old identity or the new one.
-    pub(super) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
+    pub(crate) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
         self.store_bundle(&identity.bundle)?;
         files::replace(&self.certificate(), pem_of_certificates(&identity.chain).as_bytes(), PUBLIC_FILE)?;
         self.promote_next_key()
@@ -98,7 +98,7 @@ impl IdentityFiles {
         fs::rename(self.next_key(), &path).map_err(|source| IdentityError::Io { path, source })
     }
 
-    pub(super) fn store_bundle(&self, bundle: &TrustBundle) -> Result<(), IdentityError> {
+    pub(crate) fn store_bundle(&self, bundle: &TrustBundle) -> Result<(), IdentityError> {
         files::replace(&self.roots(), bundle.to_pem().as_bytes(), PUBLIC_FILE)
     }
 }

@@ -29,8 +29,18 @@ pub struct IdentityKeeper {
     _task: AbortOnDropHandle<()>,
 }
 
+/// What an agent does whose certificate is of no use any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recovery {
+    /// The operator starts it with a new token.
+    Token,
+    /// It enrols again through the API server.
+    ApiServer,
+}
+
 struct Shared {
     config: EnrollConfig,
+    recovery: Recovery,
     servers: Mutex<Vec<String>>,
     files: IdentityFiles,
     current: watch::Sender<Arc<AgentIdentity>>,
@@ -43,6 +53,16 @@ impl IdentityKeeper {
     /// Starts to keep an identity that [`super::ensure_identity`] returned for this configuration. Needs a tokio
     /// runtime; stops when dropped.
     pub fn start(config: EnrollConfig, identity: AgentIdentity, metrics: IdentityMetrics) -> Self {
+        Self::with_recovery(config, identity, metrics, Recovery::Token)
+    }
+
+    /// [`IdentityKeeper::start`] for an identity that came from elsewhere.
+    pub fn with_recovery(
+        config: EnrollConfig,
+        identity: AgentIdentity,
+        metrics: IdentityMetrics,
+        recovery: Recovery,
+    ) -> Self {
         metrics.set_not_after(identity.not_after());
         let shared = Arc::new(Shared {
             servers: Mutex::new(config.servers.clone()),
@@ -50,6 +70,7 @@ impl IdentityKeeper {
             current: watch::Sender::new(Arc::new(identity)),
             writing: AsyncMutex::default(),
             config,
+            recovery,
             metrics,
         });
         let task = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&shared).run()));
@@ -93,7 +114,8 @@ impl IdentityKeeper {
         let (files, bundle) = (self.shared.files.clone(), identity.bundle.clone());
         run_blocking(move || files.store_bundle(&bundle)).await?;
         tracing::info!(roots = ?identity.bundle.hashes(), "the server's trusted roots have changed");
-        if identity.chain.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none()) {
+        let orphaned = identity.chain.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none());
+        if orphaned && self.shared.recovery == Recovery::Token {
             tracing::error!(
                 node = %identity.node,
                 "the root that signed this agent's certificate is trusted no longer: new connections will be refused \
@@ -104,6 +126,20 @@ impl IdentityKeeper {
         }
         self.shared.current.send_replace(Arc::new(identity));
         Ok(true)
+    }
+
+    /// Uses another identity, and other roots, from now on: those of a new enrolment for the pending key.
+    ///
+    /// # Errors
+    /// The files cannot be written; the present identity stays then.
+    pub async fn replace(&self, identity: AgentIdentity) -> Result<(), EnrollError> {
+        let _writing = self.shared.writing.lock().await;
+        let identity = Arc::new(identity);
+        let (files, stored) = (self.shared.files.clone(), Arc::clone(&identity));
+        run_blocking(move || files.store(&stored)).await?;
+        self.shared.metrics.set_not_after(identity.not_after());
+        self.shared.current.send_replace(identity);
+        Ok(())
     }
 }
 
@@ -167,7 +203,7 @@ impl Shared {
                 }
             }
             let identity = Arc::clone(&self.current.borrow());
-            if identity.validity().is_over(SystemTime::now()) {
+            if identity.validity().is_over(SystemTime::now()) && self.recovery == Recovery::Token {
                 tracing::error!(
                     node = %identity.node,
                     "the certificate has ended: start the agent again with the --token and --ca-hash that \

@@ -1,4 +1,5 @@
-//! The agent's side of identity without Kubernetes: the first enrolment by a token, the files, and the renewals.
+//! The agent's side of identity: the first enrolment by a token, the files, and the renewals. (In a cluster the first
+//! enrolment is [`crate::kube::csr`]'s.)
 //!
 //! | file of the state directory | mode | |
 //! |---|---|---|
@@ -24,11 +25,11 @@ use tunnel_core::identity::{
 };
 use tunnel_core::proto::EnrollRequest;
 
-use backoff::Backoff;
+pub(crate) use backoff::Backoff;
 use client::{Connection, Failure};
 pub use error::EnrollError;
-use files::{IdentityFiles, Stored};
-pub use keeper::IdentityKeeper;
+pub(crate) use files::{IdentityFiles, Stored};
+pub use keeper::{IdentityKeeper, Recovery};
 pub use metrics::IdentityMetrics;
 
 /// What an agent needs to get an identity and to keep it.

@@ -62,6 +62,11 @@ struct Observed {
     session: Option<Arc<SessionState>>,
     waiting: bool,
     last_error: Option<String>,
+    /// Standing by because the server is attached through another address.
+    standby: bool,
+    /// Since when this agent and the server do not take each other's certificate. Other failures in between do not
+    /// count: a server that refuses a certificate may reset the connection before its reason has arrived.
+    refused_since: Option<Instant>,
 }
 
 /// Keeps the sessions with one server.
@@ -72,15 +77,39 @@ pub struct LinkLoop {
     /// The number of a session that a newer one has replaced. With it the server takes this agent again only once the
     /// newer session is gone; a fresh number would replace that one in turn.
     yielded: Mutex<Option<u64>>,
+    /// Cancelled when the agent drains, or when the server's address has gone.
+    leaving: CancellationToken,
 }
 
 impl LinkLoop {
     /// A loop for the server at `server` (`host:port`).
     pub fn new(shared: Arc<Shared>, server: String) -> Arc<Self> {
-        Arc::new(Self { shared, server, observed: Mutex::default(), yielded: Mutex::default() })
+        let leaving = shared.draining.child_token();
+        Arc::new(Self { shared, server, observed: Mutex::default(), yielded: Mutex::default(), leaving })
     }
 
-    /// Runs until the agent drains. Sessions that outlive their turn (the server drains, its successor is dialled
+    /// Ends the loop as if the agent drained, for this server only: nothing new, and what is carried may finish.
+    pub fn leave(&self) {
+        self.leaving.cancel();
+    }
+
+    /// The address as configured or found.
+    pub fn server(&self) -> &str {
+        &self.server
+    }
+
+    /// Whether the loop holds back because the server is attached through another address.
+    pub fn stands_by(&self) -> bool {
+        self.observed.lock().unwrap_or_else(PoisonError::into_inner).standby
+    }
+
+    /// How long this agent and the server have not taken each other's certificate.
+    pub fn refused_for(&self) -> Option<Duration> {
+        let observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
+        observed.refused_since.map(|since| since.elapsed())
+    }
+
+    /// Runs until the agent drains or the server's address has gone. Sessions that outlive their turn (the server drains, its successor is dialled
     /// already) end on their own.
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
         let mut failures = 0u32;
@@ -91,12 +120,20 @@ impl LinkLoop {
                 end = self.session(&mut identity, &leftovers) => end,
                 () = self.shared.forced.cancelled() => break,
             };
-            if self.shared.draining.is_cancelled() {
+            if self.leaving.is_cancelled() {
                 break;
             }
+            let standby = matches!(end, SessionEnd::SameServer(_));
             self.observe(|observed| {
-                observed.session = None;
+                let attached = observed.session.take().is_some_and(|session| session.was_attached());
+                if attached || standby {
+                    observed.refused_since = None;
+                }
+                if end.concerns_identity() {
+                    observed.refused_since.get_or_insert_with(Instant::now);
+                }
                 observed.waiting = true;
+                observed.standby = standby;
                 observed.last_error = Some(end.to_string());
             });
             if started.elapsed() >= GOOD_SESSION || matches!(end, SessionEnd::Draining) {
@@ -109,7 +146,6 @@ impl LinkLoop {
                 _ => jittered(pause_after(failures), 1.0),
             };
             self.shared.metrics.sessions_ended.inc();
-            let standby = matches!(end, SessionEnd::SameServer(_));
             let retry_in_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
             if standby {
                 tracing::debug!(server = %self.server, reason = %end, retry_in_ms, "standing by");
@@ -119,7 +155,7 @@ impl LinkLoop {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = self.shared.attached.released(), if standby => {}
-                () = self.shared.draining.cancelled() => break,
+                () = self.leaving.cancelled() => break,
             }
             self.observe(|observed| observed.waiting = false);
         }
@@ -145,7 +181,7 @@ impl LinkLoop {
         };
         let connected = tokio::select! {
             connected = connect(&self.server, tls) => connected,
-            () = self.shared.draining.cancelled() => return SessionEnd::Stopping,
+            () = self.leaving.cancelled() => return SessionEnd::Stopping,
         };
         let (link, chain) = match connected {
             Ok(connected) => connected,
@@ -158,10 +194,21 @@ impl LinkLoop {
         let state = Arc::new(SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain));
         self.observe(|observed| observed.session = Some(state.clone()));
         let server_drains = CancellationToken::new();
-        let mut serving = leftovers.spawn(serve(state, link, server_drains.clone()));
+        let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
+        let left = async {
+            self.leaving.cancelled().await;
+            if self.shared.draining.is_cancelled() {
+                // The session sees that by itself.
+                std::future::pending::<()>().await;
+            }
+        };
         let end = tokio::select! {
             ended = &mut serving => ended.unwrap_or(SessionEnd::Closed),
             () = server_drains.cancelled() => SessionEnd::Draining,
+            () = left => {
+                state.leave();
+                SessionEnd::Stopping
+            }
         };
         let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
         *self.yielded() = yields.then_some(epoch);

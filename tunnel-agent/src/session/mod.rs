@@ -2,6 +2,8 @@
 
 mod epoch;
 mod link_loop;
+mod links;
+mod refusal;
 mod serve;
 mod service;
 
@@ -18,10 +20,11 @@ use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::StallBound;
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::{self, Rtt};
-use tunnel_core::proto::AgentEvent;
+use tunnel_core::proto::{AgentEvent, Draining, agent_event};
 
 pub use epoch::{EpochError, EpochSource};
 pub use link_loop::{LinkLoop, LinkStatus, Phase};
+pub use links::Links;
 pub use serve::{SessionEnd, present_chain};
 
 use crate::metrics::Metrics;
@@ -199,6 +202,19 @@ impl SessionState {
     async fn announce(&self, bundle: String) {
         let (server, server_chain) = (self.server.clone(), self.server_chain.clone());
         let _ = self.shared.bundles.send(Announced { bundle, server, server_chain }).await;
+    }
+
+    /// Whether the server has had this session in use.
+    fn was_attached(&self) -> bool {
+        !matches!(&*self.notices.borrow(), Notice::Connecting | Notice::SameServer { .. })
+    }
+
+    /// Tells the server to open nothing new here, and ends the session once nothing is carried, as when the server drains.
+    fn leave(&self) {
+        let event = AgentEvent { event: Some(agent_event::Event::Draining(Draining {})) };
+        // A full queue means that the server does not read its events; then it learns it from the end of the link.
+        let _ = self.events.try_send(Ok(event));
+        self.notices.send_replace(Notice::Draining);
     }
 
     fn take_event_stream(&self) -> Option<mpsc::Receiver<Result<AgentEvent, tonic::Status>>> {

@@ -1,0 +1,98 @@
+//! The ranges of this node's pods, which the servers may reach unless --allow-target says otherwise.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1::Node;
+use kube::Api;
+use tunnel_core::identity::NodeName;
+
+use super::ApiServer;
+use super::client::reason;
+
+/// A new node gets its range within seconds, and keeps it for good.
+const UNKNOWN: Duration = Duration::from_secs(60);
+/// Ten thousand agents are 33 requests a second.
+const KNOWN: Duration = Duration::from_secs(300);
+const ANSWER: Duration = Duration::from_secs(15);
+
+/// Keeps `pods` what the Node says, for ever. While the API server is away it stays as it is.
+pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>) {
+    let mut complaint = None;
+    loop {
+        match look(&api, &node).await {
+            Ok(ranges) => {
+                complaint = None;
+                if **pods.load() != ranges {
+                    tracing::info!(?ranges, "the ranges of this node's pods");
+                    pods.store(Arc::new(ranges));
+                }
+            }
+            Err(reason) => {
+                api.failed();
+                if complaint.as_ref() != Some(&reason) {
+                    tracing::warn!(
+                        reason,
+                        "the ranges of this node's pods cannot be looked up; the last known ones stay"
+                    );
+                    complaint = Some(reason);
+                }
+            }
+        }
+        let pause = if pods.load().is_empty() { UNKNOWN } else { KNOWN };
+        tokio::time::sleep(pause.mul_f64(0.5 + rand::random::<f64>())).await;
+    }
+}
+
+async fn look(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
+    let client = api.client().await.map_err(|error| error.to_string())?;
+    let nodes = Api::<Node>::all(client);
+    match tokio::time::timeout(ANSWER, nodes.get(node.as_str())).await {
+        Ok(Ok(found)) => Ok(ranges(&found)),
+        Ok(Err(error)) => Err(format!("Node {node}: {}", reason(&error))),
+        Err(_) => Err(format!("Node {node}: no answer within {} s", ANSWER.as_secs())),
+    }
+}
+
+/// `podCIDR` is the first of `podCIDRs`. What is no range is left out, and so is one that would be everything: with it
+/// the agent were a way into the whole network of its edge.
+fn ranges(node: &Node) -> Vec<IpNet> {
+    let Some(spec) = &node.spec else { return Vec::new() };
+    let listed = spec.pod_cidrs.iter().flatten().chain(&spec.pod_cidr);
+    let mut ranges: Vec<IpNet> = Vec::new();
+    for text in listed {
+        match text.parse::<IpNet>() {
+            Ok(range) if range.prefix_len() == 0 => {
+                tracing::warn!(range = text, "no range of pods: it holds every address");
+            }
+            Ok(range) if !ranges.contains(&range.trunc()) => ranges.push(range.trunc()),
+            Ok(_) => {}
+            Err(error) => tracing::warn!(range = text, %error, "no range of pods"),
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(spec: serde_json::Value) -> Vec<String> {
+        let node: Node = serde_json::from_value(serde_json::json!({"metadata": {}, "spec": spec})).unwrap();
+        ranges(&node).iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn ranges_are_taken_once_and_never_everything() {
+        use serde_json::json;
+        assert_eq!(
+            of(json!({"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]})),
+            ["10.244.1.0/24", "fd00:1::/64"]
+        );
+        assert_eq!(of(json!({"podCIDR": "10.244.1.7/24"})), ["10.244.1.0/24"]);
+        assert!(of(json!({"podCIDRs": ["0.0.0.0/0", "::/0", "x"]})).is_empty());
+        assert!(of(json!({})).is_empty());
+    }
+}

@@ -1,0 +1,229 @@
+//! Where the servers are, from the Service that leads to them: a pure function.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use k8s_openapi::api::core::v1::{Service, ServicePort};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use tunnel_core::config::HostPort;
+
+/// The name of the agents' port in the Service.
+const PORT: &str = "tcp";
+/// YurtTunnel's annotation: where a Service of type ClusterIP is reached from outside, `HOST:PORT` or `HOST`.
+const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
+
+/// What a Service says about the servers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// These are they.
+    Servers(Vec<HostPort>),
+    /// They are the addresses of its EndpointSlices, at this port of their nodes.
+    Nodes(u16),
+}
+
+/// Why a Service does not lead to servers.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoServers {
+    #[error("it has no port named {PORT:?}")]
+    NoPort,
+    #[error("its load balancer has no address yet")]
+    NoIngress,
+    #[error("its port {PORT:?} has no nodePort yet")]
+    NoNodePort,
+    #[error("its annotation {EXTERNAL_ADDRESS}: {0:?} is not HOST:PORT")]
+    Annotation(String),
+    #[error("it has no cluster IP, and no annotation {EXTERNAL_ADDRESS}: HOST:PORT")]
+    NoClusterIp,
+    #[error("its type is {0}; use LoadBalancer, NodePort or ClusterIP")]
+    Type(String),
+}
+
+/// Where the Service leads.
+///
+/// # Errors
+/// What it lacks.
+pub fn of_service(service: &Service) -> Result<Found, NoServers> {
+    let spec = service.spec.clone().unwrap_or_default();
+    let ports = spec.ports.unwrap_or_default();
+    let port = agents_port(&ports).ok_or(NoServers::NoPort)?;
+    let number = u16::try_from(port.port).map_err(|_| NoServers::NoPort)?;
+    match spec.type_.as_deref().unwrap_or("ClusterIP") {
+        "LoadBalancer" => {
+            let ingress =
+                service.status.as_ref().and_then(|status| status.load_balancer.as_ref()?.ingress.as_ref());
+            let hosts = ingress
+                .into_iter()
+                .flatten()
+                .flat_map(|entry| [entry.ip.as_deref(), entry.hostname.as_deref()]);
+            let servers: BTreeSet<_> =
+                hosts.flatten().filter_map(|host| host_port(host, number)).map(sortable).collect();
+            match servers.is_empty() {
+                true => Err(NoServers::NoIngress),
+                false => Ok(Found::Servers(unsorted(servers))),
+            }
+        }
+        "NodePort" => {
+            let port = port.node_port.and_then(|port| u16::try_from(port).ok()).filter(|port| *port != 0);
+            port.map(Found::Nodes).ok_or(NoServers::NoNodePort)
+        }
+        "ClusterIP" => {
+            let annotations = service.metadata.annotations.as_ref();
+            let given = annotations.and_then(|known| known.get(EXTERNAL_ADDRESS)).map(|given| given.trim());
+            if let Some(given) = given.filter(|given| !given.is_empty()) {
+                let server = given.parse().ok().or_else(|| host_port(given, number));
+                let server =
+                    server.ok_or_else(|| NoServers::Annotation(given.chars().take(100).collect()))?;
+                return Ok(Found::Servers(vec![server]));
+            }
+            let server = spec.cluster_ip.as_deref().and_then(|ip| host_port(ip, number));
+            server.map(|server| Found::Servers(vec![server])).ok_or(NoServers::NoClusterIp)
+        }
+        other => Err(NoServers::Type(other.to_owned())),
+    }
+}
+
+/// The ready addresses of a Service's EndpointSlices, at a node port.
+pub fn of_slices<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>, node_port: u16) -> Vec<HostPort> {
+    let mut found = BTreeSet::new();
+    for slice in slices.into_iter().filter(|slice| slice.address_type != "FQDN") {
+        for endpoint in &slice.endpoints {
+            // Unknown counts as ready.
+            let ready = endpoint.conditions.as_ref().and_then(|conditions| conditions.ready).unwrap_or(true);
+            let addresses = endpoint.addresses.iter().filter(|_| ready);
+            found.extend(addresses.filter_map(|address| host_port(address, node_port)).map(sortable));
+        }
+    }
+    unsorted(found)
+}
+
+/// A Service with one port need not name it.
+fn agents_port(ports: &[ServicePort]) -> Option<&ServicePort> {
+    let named = ports.iter().find(|port| port.name.as_deref() == Some(PORT));
+    named.or_else(|| match ports {
+        [only] if only.name.as_deref().unwrap_or_default().is_empty() => Some(only),
+        _ => None,
+    })
+}
+
+/// None when the host is no address and no DNS name: `None` is the cluster IP of a headless Service, say.
+fn host_port(host: &str, port: u16) -> Option<HostPort> {
+    if port == 0 {
+        return None;
+    }
+    match host.parse::<IpAddr>() {
+        Ok(address) => Some(HostPort { host: address.to_string(), port }),
+        Err(_) if host == "None" => None,
+        Err(_) => format!("{host}:{port}").parse().ok(),
+    }
+}
+
+/// The order is no part of what was found: an API server may list the same addresses in another one.
+fn sortable(server: HostPort) -> (String, u16) {
+    (server.host, server.port)
+}
+
+fn unsorted(servers: BTreeSet<(String, u16)>) -> Vec<HostPort> {
+    servers.into_iter().map(|(host, port)| HostPort { host, port }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service(json: serde_json::Value) -> Service {
+        serde_json::from_value(json).unwrap()
+    }
+
+    fn found(json: serde_json::Value) -> Result<String, String> {
+        match of_service(&service(json)) {
+            Ok(Found::Servers(servers)) => {
+                Ok(servers.iter().map(ToString::to_string).collect::<Vec<_>>().join(","))
+            }
+            Ok(Found::Nodes(port)) => Ok(format!("nodes:{port}")),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    fn ports() -> serde_json::Value {
+        serde_json::json!([{"name": "metrics", "port": 1}, {"name": "tcp", "port": 10262, "nodePort": 31008}])
+    }
+
+    #[test]
+    fn each_type_leads_somewhere() {
+        use serde_json::json;
+        let balancer = |ingress: serde_json::Value| {
+            found(
+                json!({"spec": {"type": "LoadBalancer", "ports": ports()}, "status": {"loadBalancer": {"ingress": ingress}}}),
+            )
+        };
+        assert_eq!(
+            balancer(
+                json!([{"ip": "203.0.113.9"}, {"hostname": "lb.example.org"}, {"ip": "2001:db8::1"}, {"ip": "203.0.113.9"}])
+            ),
+            Ok("[2001:db8::1]:10262,203.0.113.9:10262,lb.example.org:10262".into())
+        );
+        assert!(balancer(json!([])).unwrap_err().contains("no address yet"));
+        assert_eq!(found(json!({"spec": {"type": "NodePort", "ports": ports()}})), Ok("nodes:31008".into()));
+        let cluster = |annotation: Option<&str>, ip: serde_json::Value| {
+            let annotations = annotation.map(|value| json!({EXTERNAL_ADDRESS: value}));
+            found(
+                json!({"metadata": {"annotations": annotations}, "spec": {"ports": ports(), "clusterIP": ip}}),
+            )
+        };
+        assert_eq!(cluster(None, json!("10.96.0.7")), Ok("10.96.0.7:10262".into()));
+        assert_eq!(
+            cluster(Some("tunnel.example.org:443"), json!("10.96.0.7")),
+            Ok("tunnel.example.org:443".into())
+        );
+        assert_eq!(cluster(Some(" 203.0.113.9 "), json!("10.96.0.7")), Ok("203.0.113.9:10262".into()));
+        assert_eq!(cluster(Some("fd00::1"), json!(null)), Ok("[fd00::1]:10262".into()));
+        assert!(
+            cluster(Some("a b:1"), json!("10.96.0.7")).unwrap_err().contains("\"a b:1\" is not HOST:PORT")
+        );
+        for ip in [json!("None"), json!(""), json!(null)] {
+            assert!(cluster(None, ip).unwrap_err().contains("no cluster IP"));
+        }
+    }
+
+    #[test]
+    fn what_is_missing_is_said() {
+        use serde_json::json;
+        for (json, part) in [
+            (json!({}), "no port named \"tcp\""),
+            (
+                json!({"spec": {"ports": [{"name": "a", "port": 1}], "clusterIP": "10.0.0.1"}}),
+                "no port named",
+            ),
+            (json!({"spec": {"type": "NodePort", "ports": [{"name": "tcp", "port": 1}]}}), "no nodePort"),
+            (
+                json!({"spec": {"type": "ExternalName", "externalName": "x", "ports": ports()}}),
+                "type is ExternalName",
+            ),
+        ] {
+            assert!(found(json.clone()).unwrap_err().contains(part), "{json}");
+        }
+        let unnamed = json!({"spec": {"ports": [{"port": 7}], "clusterIP": "10.0.0.1"}});
+        assert_eq!(found(unnamed), Ok("10.0.0.1:7".into()));
+    }
+
+    #[test]
+    fn only_ready_addresses_count() {
+        let slice = |json: serde_json::Value| serde_json::from_value::<EndpointSlice>(json).unwrap();
+        let slices = [
+            slice(serde_json::json!({"addressType": "IPv4", "metadata": {}, "endpoints": [
+                {"addresses": ["10.70.0.2"], "conditions": {"ready": true}},
+                {"addresses": ["10.70.0.3"], "conditions": {"ready": false}},
+                {"addresses": ["10.70.0.1"]},
+            ]})),
+            slice(serde_json::json!({"addressType": "IPv6", "metadata": {}, "endpoints": [
+                {"addresses": ["fd00::1"], "conditions": {}},
+            ]})),
+            slice(
+                serde_json::json!({"addressType": "FQDN", "metadata": {}, "endpoints": [{"addresses": ["a.example"]}]}),
+            ),
+        ];
+        let text: Vec<_> = of_slices(&slices, 31008).iter().map(ToString::to_string).collect();
+        assert_eq!(text, ["10.70.0.1:31008", "10.70.0.2:31008", "[fd00::1]:31008"]);
+        assert!(of_slices(&[], 1).is_empty());
+    }
+}
