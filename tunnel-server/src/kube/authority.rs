@@ -28,6 +28,8 @@ pub const ACTIVATED: &str = "postern.internal/ca-activated";
 
 /// The API server answers within this, or is away.
 const ANSWER: Duration = Duration::from_secs(10);
+/// Also when the object to be made is there already.
+const CONFLICT: u16 = 409;
 const RETRY: Duration = Duration::from_secs(2);
 /// How often it is said that the start waits.
 const REMIND: Duration = Duration::from_secs(60);
@@ -104,7 +106,7 @@ impl CaSecret {
         let failed = |reason| AuthorityError::Api { action, secret: self.to_string(), reason };
         match tokio::time::timeout(ANSWER, work).await {
             Ok(Ok(done)) => Ok(done),
-            Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_already_exists() => {
+            Ok(Err(kube::Error::Api(status))) if status.code == CONFLICT => {
                 Err(AuthorityError::Conflict(self.to_string()))
             }
             Ok(Err(error)) => Err(failed(reason(&error))),

@@ -14,8 +14,9 @@
 
 mod judge;
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -75,7 +76,7 @@ pub async fn run(cluster: Cluster, ca: watch::Receiver<Arc<CaState>>, metrics: P
     let mut leader = cluster.leader.clone();
     let stop = cluster.stop.clone();
     let api = Api::all(cluster.client.clone());
-    let desk = Arc::new(Desk { cluster, api, ca, metrics });
+    let desk = Arc::new(Desk { cluster, api, ca, metrics, answered: Mutex::default() });
     loop {
         tokio::select! {
             leads = leader.wait_for(|leads| *leads) => if leads.is_err() { return },
@@ -90,6 +91,7 @@ pub async fn run(cluster: Cluster, ca: watch::Receiver<Arc<CaState>>, metrics: P
 }
 
 async fn work(desk: Arc<Desk>) {
+    desk.answered().clear();
     let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
     let (store, writer) = reflector::store();
     let events = follow(desk.api.clone(), ours, "certificatesigningrequests", desk.cluster.health.clone());
@@ -143,7 +145,7 @@ fn step(csr: &CertificateSigningRequest, age: Duration, namespace: &str, account
     if matches!(verdict, Verdict::NotOurs) || csr.metadata.deletion_timestamp.is_some() {
         return Step::Ignore;
     }
-    let done = is(csr, DENIED) || is(csr, FAILED) || has_certificate(csr);
+    let done = is_done(csr);
     let keep = if done { KEEP_DONE } else { KEEP_PENDING };
     if age >= keep {
         return Step::Remove;
@@ -156,6 +158,10 @@ fn step(csr: &CertificateSigningRequest, age: Duration, namespace: &str, account
         Verdict::Deny { reason, message } => Step::Deny { reason, message },
         Verdict::NotOurs => Step::Ignore,
     }
+}
+
+fn is_done(csr: &CertificateSigningRequest) -> bool {
+    is(csr, DENIED) || is(csr, FAILED) || has_certificate(csr)
 }
 
 fn is(csr: &CertificateSigningRequest, condition: &str) -> bool {
@@ -191,23 +197,36 @@ struct Desk {
     api: Api<CertificateSigningRequest>,
     ca: watch::Receiver<Arc<CaState>>,
     metrics: PkiMetrics,
+    /// By uid, those whose answer has not come back by the watch yet.
+    answered: Mutex<HashSet<String>>,
 }
 
 impl Desk {
     /// Every write carries the resourceVersion of what was judged: a request that changed meanwhile is judged anew.
     async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, CsrError> {
-        match self.advance(csr).await {
+        let uid = csr.uid().unwrap_or_default();
+        if self.answered().remove(&uid) && !is_done(&csr) {
+            // Older than our answer.
+            return Ok(Action::requeue(RETRY));
+        }
+        let done = self.advance(csr).await;
+        match done {
             // Both mean that the watch brings something newer.
-            Err(CsrError::Api(kube::Error::Api(status))) if status.is_conflict() || status.is_not_found() => {
+            Err(CsrError::Api(kube::Error::Api(status))) if [404, 409].contains(&status.code) => {
                 Ok(Action::requeue(RETRY))
             }
             other => other,
         }
     }
 
+    fn answered(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.answered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, CsrError> {
         let name = csr.name_any();
         let user = csr.spec.username.clone().unwrap_or_default();
+        let uid = csr.uid().unwrap_or_default();
         let write = PostParams { field_manager: Some(MANAGER.to_owned()), ..PostParams::default() };
         loop {
             let (namespace, account) = (&self.cluster.namespace, &self.cluster.names.agent_service_account);
@@ -220,6 +239,7 @@ impl Desk {
                 Step::Sign(approved) => {
                     let life = self.sign(&mut csr, &approved)?;
                     csr = self.api.replace_status(&name, &write, &csr).await?;
+                    self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "issued");
                     tracing::info!(call = CALL, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
@@ -234,6 +254,7 @@ impl Desk {
                     );
                     let denied = with_condition(csr, DENIED, reason, message);
                     csr = self.api.replace_subresource("approval", &name, &write, &denied).await?;
+                    self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "denied");
                 }
                 Step::Fail { reason, message } => {
@@ -247,6 +268,7 @@ impl Desk {
                     );
                     let failed = with_condition(csr, FAILED, reason, message);
                     csr = self.api.replace_status(&name, &write, &failed).await?;
+                    self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "failed");
                 }
                 Step::Remove => {

@@ -1,0 +1,251 @@
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Secret;
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::{create_csr, generate_key, public_key_of_csr};
+use tunnel_server::kube::authority::{ACTIVATED, AuthorityError, follow, obtain};
+use tunnel_server::pki::{Ca, CaMaterial, Lifetimes};
+
+use super::super::scripted::{ApiServer, Fault, eventually};
+use super::cluster;
+
+const SECRETS: &str = "/api/v1/namespaces/kube-system/secrets";
+const SECRET: &str = "/api/v1/namespaces/kube-system/secrets/tunnel-server-ca";
+const NAME: &str = "tunnel-server-ca";
+
+async fn start(server: &ApiServer, state_dir: &Path) -> Result<Ca, AuthorityError> {
+    let stop = CancellationToken::new();
+    obtain(server.client().await, "kube-system", NAME, state_dir, Lifetimes::default(), &stop).await
+}
+
+fn hash(ca: &Ca) -> String {
+    ca.state().unwrap().hash().to_owned()
+}
+
+/// The hashes of the roots in the Secret.
+fn roots(server: &ApiServer) -> Vec<String> {
+    let secret: Secret = serde_json::from_value(server.get(SECRETS, NAME).expect("the Secret")).unwrap();
+    let pem = String::from_utf8(secret.data.unwrap()["ca.crt"].0.clone()).unwrap();
+    tunnel_core::identity::TrustBundle::from_pem(&pem).unwrap().hashes()
+}
+
+fn state_dir(server: &ApiServer, name: &str) -> PathBuf {
+    server.dir().join(name)
+}
+
+#[tokio::test]
+async fn servers_that_start_at_once_end_with_one_ca() {
+    let server = ApiServer::start();
+    // Long enough for all of them to see that there is none.
+    server.inject("create", "secrets", Fault::Delay(Duration::from_millis(200)), 4);
+    let starts = (0..4).map(|number| {
+        let directory = state_dir(&server, &format!("server-{number}"));
+        let server = &server;
+        async move { hash(&start(server, &directory).await.unwrap()) }
+    });
+    let hashes: BTreeSet<_> = futures_util::future::join_all(starts).await.into_iter().collect();
+    assert_eq!(hashes.len(), 1, "{hashes:?}");
+    assert_eq!(roots(&server), Vec::from_iter(hashes));
+    assert!(server.requests("create", SECRETS) > 1, "nobody lost the race: {:?}", server.all_requests());
+    // The key is the same one too: what one signs, another verifies.
+    let states: Vec<_> = (0..4)
+        .map(|number| Ca::open(&state_dir(&server, &format!("server-{number}")), Lifetimes::default()))
+        .map(|ca| ca.unwrap().state().unwrap())
+        .collect();
+    let key = public_key_of_csr(&create_csr(&generate_key().unwrap()).unwrap()).unwrap();
+    let issued = states[3].issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
+    assert_eq!(states[0].bundle().issuer_of(&issued.chain[0]), Some(0));
+}
+
+#[tokio::test]
+async fn a_ca_of_before_the_cluster_is_kept() {
+    let server = ApiServer::start();
+    let directory = state_dir(&server, "server");
+    let before = hash(&Ca::load_or_create(&directory, Lifetimes::default()).unwrap());
+    assert_eq!(hash(&start(&server, &directory).await.unwrap()), before);
+    assert_eq!(roots(&server), [before.clone()]);
+    // Another server with a CA of its own takes the Secret's.
+    let other = state_dir(&server, "other");
+    Ca::load_or_create(&other, Lifetimes::default()).unwrap();
+    assert_eq!(hash(&start(&server, &other).await.unwrap()), before);
+}
+
+#[tokio::test]
+async fn an_api_server_that_is_away_is_waited_for_unless_there_is_a_copy() {
+    let server = ApiServer::start();
+    let (known, new) = (state_dir(&server, "known"), state_dir(&server, "new"));
+    let first = hash(&start(&server, &known).await.unwrap());
+    server.down();
+    assert_eq!(hash(&start(&server, &known).await.unwrap()), first);
+    let mut waiting = std::pin::pin!(start(&server, &new));
+    tokio::select! {
+        _ = &mut waiting => panic!("a CA out of nothing"),
+        () = tokio::time::sleep(Duration::from_millis(300)) => {}
+    }
+    assert!(!new.join("ca").exists());
+    server.up();
+    assert_eq!(hash(&waiting.await.unwrap()), first);
+    // Nor does a refusal make a second CA.
+    server.remove(SECRETS, NAME);
+    server.inject("get", "secrets", Fault::Status(403), 1);
+    let another = state_dir(&server, "another");
+    assert_eq!(roots_after(&server, &another).await, 1);
+    // A stop ends the wait.
+    server.down();
+    let stop = CancellationToken::new();
+    stop.cancel();
+    let client = server.client().await;
+    let empty = state_dir(&server, "empty");
+    let stopped = obtain(client, "kube-system", NAME, &empty, Lifetimes::default(), &stop).await;
+    assert!(matches!(stopped, Err(AuthorityError::Stopped(_))));
+}
+
+async fn roots_after(server: &ApiServer, directory: &Path) -> usize {
+    start(server, directory).await.unwrap();
+    roots(server).len()
+}
+
+#[tokio::test]
+async fn a_secret_that_is_no_ca_is_named_and_never_replaced() {
+    let server = ApiServer::start();
+    let good = state_dir(&server, "good");
+    let first = hash(&start(&server, &good).await.unwrap());
+    let whole = server.get(SECRETS, NAME).unwrap();
+    let key = whole["data"].as_object().unwrap().keys().find(|name| name.ends_with(".key")).unwrap().clone();
+    let broken: [(&str, fn(&mut Value, &str)); 4] = [
+        ("ca.crt: missing", |secret, _| drop(secret["data"].as_object_mut().unwrap().remove("ca.crt"))),
+        ("no certificate", |secret, _| secret["data"]["ca.crt"] = json!("aGVsbG8=")),
+        ("key is missing", |secret, key| drop(secret["data"].as_object_mut().unwrap().remove(key))),
+        ("not text", |secret, key| secret["data"][key] = json!("/w==")),
+    ];
+    for (index, (reason, damage)) in broken.into_iter().enumerate() {
+        server.put(SECRETS, whole.clone());
+        server.edit(SECRETS, NAME, |secret| damage(secret, &key));
+        let before = server.get(SECRETS, NAME);
+        let error =
+            start(&server, &state_dir(&server, &format!("new-{index}"))).await.unwrap_err().to_string();
+        assert!(
+            error.contains("kube-system/tunnel-server-ca") && error.contains(reason),
+            "{reason}: {error}"
+        );
+        assert!(error.contains("backup"), "{error}");
+        assert_eq!(hash(&start(&server, &good).await.unwrap()), first, "the good copy is used");
+        assert_eq!(server.get(SECRETS, NAME), before);
+    }
+}
+
+#[tokio::test]
+async fn the_copy_follows_and_survives_what_happens_to_the_secret() {
+    let server = ApiServer::start();
+    let directory = state_dir(&server, "server");
+    let copy = start(&server, &directory).await.unwrap();
+    let first = hash(&copy);
+    let (cluster, lead) = cluster(&server, false).await;
+    let following = tokio::spawn(follow(cluster.clone(), directory.clone()));
+    eventually("it watches", || (server.open_watches(SECRETS) == 1).then_some(())).await;
+
+    let whole = server.get(SECRETS, NAME).unwrap();
+    server.edit(SECRETS, NAME, |secret| secret["data"]["ca.crt"] = json!("aGVsbG8="));
+    let other = CaMaterial::generate().unwrap();
+    server.remove(SECRETS, NAME);
+    // It has seen both once it makes the Secret again, which only the leader does.
+    assert_eq!((hash(&copy), server.requests("create", SECRETS)), (first.clone(), 1));
+    lead.send_replace(true);
+    eventually("the leader makes it again", || server.get(SECRETS, NAME)).await;
+    assert_eq!((roots(&server), hash(&copy)), (vec![first.clone()], first.clone()));
+
+    // Another CA is taken over, and the old one set aside.
+    let mut foreign = whole.clone();
+    let base64 = |text: &str| json!(k8s_openapi::ByteString(text.as_bytes().to_vec()));
+    foreign["data"] = json!({"ca.crt": base64(other.roots())});
+    for (name, key) in other.keys() {
+        foreign["data"][name] = base64(key);
+    }
+    server.put(SECRETS, foreign);
+    eventually("the other CA", || (copy.material().ok()? == other).then_some(())).await;
+
+    cluster.stop.cancel();
+    following.await.unwrap();
+}
+
+/// The real program against the Secret. Returns what it printed, or its error.
+fn run(server: &ApiServer, args: &[&str]) -> Result<String, String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_tunnel-server"))
+        .arg("ca")
+        .args(args)
+        .arg(format!("--kubeconfig={}", server.kubeconfig().display()))
+        .env_remove("POD_NAMESPACE")
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+}
+
+#[tokio::test]
+async fn the_command_line_rotates_the_secret_and_the_servers_follow() {
+    let server = ApiServer::start();
+    let error = run(&server, &["status"]).unwrap_err();
+    assert!(error.contains("there is no Secret kube-system/tunnel-server-ca"), "{error}");
+    let directory = state_dir(&server, "server");
+    let copy = start(&server, &directory).await.unwrap();
+    let old = hash(&copy);
+    server.edit(SECRETS, NAME, |secret| secret["data"]["notes"] = json!("aGVsbG8="));
+    let (cluster, _lead) = cluster(&server, false).await;
+    tokio::spawn(follow(cluster.clone(), directory));
+    let shown = run(&server, &["status"]).unwrap();
+    assert!(shown.contains("Secret kube-system/tunnel-server-ca") && shown.contains(&old), "{shown}");
+
+    assert!(run(&server, &["activate"]).unwrap_err().contains("ca introduce"));
+    let said = run(&server, &["introduce"]).unwrap();
+    assert!(said.contains("ca activate"), "{said}");
+    let known = |count: usize| {
+        let copy = copy.clone();
+        move || copy.state().ok().filter(|state| state.roots().len() == count)
+    };
+    eventually("the copy has both roots", known(2)).await;
+    assert_eq!(hash(&copy), old);
+
+    // Two operators at the same moment: one of them is told.
+    server.inject("update", "secrets", Fault::Status(409), 1);
+    let error = run(&server, &["activate"]).unwrap_err();
+    assert!(error.contains("changed by somebody else"), "{error}");
+    assert_eq!(roots(&server)[0], old);
+    run(&server, &["activate"]).unwrap();
+    let new = roots(&server)[0].clone();
+    assert_ne!(new, old);
+    eventually("the copy signs with the new root", || (hash(&copy) == new).then_some(())).await;
+
+    let error = run(&server, &["retire"]).unwrap_err();
+    assert!(error.contains("may be in use until") && error.contains("--force"), "{error}");
+    let status: Value = serde_json::from_str(&run(&server, &["status", "-o", "json"]).unwrap()).unwrap();
+    assert_eq!(status["roots"][1]["role"], "retiring");
+    assert!(status["roots"][1]["retirable"].is_string(), "{status}");
+    server.edit(SECRETS, NAME, |secret| drop(secret["metadata"]["annotations"].take()));
+    assert!(run(&server, &["retire"]).unwrap_err().contains(ACTIVATED));
+    // Long ago.
+    server.edit(SECRETS, NAME, |secret| {
+        secret["metadata"]["annotations"] = json!({ACTIVATED: "2020-01-01T00:00:00Z"});
+    });
+    assert!(run(&server, &["status"]).unwrap().contains("no certificate of it is in use"));
+    run(&server, &["retire"]).unwrap();
+    assert_eq!(roots(&server), [new.clone()]);
+    eventually("the copy has only the new root", known(1)).await;
+    let secret = server.get(SECRETS, NAME).unwrap();
+    assert!(secret["metadata"]["annotations"].get(ACTIVATED).is_none());
+    let names: Vec<_> = secret["data"].as_object().unwrap().keys().cloned().collect();
+    assert_eq!(names.len(), 3, "one key, the roots, and what was not ours: {names:?}");
+
+    run(&server, &["introduce"]).unwrap();
+    run(&server, &["activate"]).unwrap();
+    run(&server, &["retire", "--force"]).unwrap();
+    assert_eq!(roots(&server).len(), 1);
+    assert_eq!(server.requests("update", SECRET), 7, "six changes and the one in conflict");
+    server.down();
+    let error = run(&server, &["status"]).unwrap_err();
+    assert!(error.contains("reading Secret kube-system/tunnel-server-ca"), "{error}");
+    cluster.stop.cancel();
+}
