@@ -76,11 +76,11 @@ impl Records {
         let mut configmaps = pin!(watch::follow(
             self.api.clone(),
             only(&names.dns_configmap),
-            "configmaps (DNS records)",
+            "configmaps/dns-records",
             health.clone(),
         ));
         let mut services =
-            pin!(watch::follow(services, only(&names.internal_service), "services (DNS records)", health,));
+            pin!(watch::follow(services, only(&names.internal_service), "services/dns-records", health,));
         let mut retry = Retry::default();
         let mut due = None;
         loop {

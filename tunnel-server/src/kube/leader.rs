@@ -5,6 +5,7 @@
 
 pub mod writer;
 
+use std::pin::pin;
 use std::time::Duration;
 
 use http::{Method, Request};
@@ -49,6 +50,7 @@ pub fn start(
         leading,
         complaint: Complaint::new("the election of the server that writes to the cluster"),
         retry: Retry::default(),
+        over: None,
     };
     tokio::spawn(election.run(stop));
     receiver
@@ -79,6 +81,20 @@ fn observed(client: kube::Client, renewed: watch::Sender<Option<Instant>>) -> ku
     kube::Client::new(service, namespace)
 }
 
+/// Whether this server holds the Lease, when that has changed.
+async fn next(manager: &LeaseManager, pause: Duration) -> Result<bool, LeaseManagerError> {
+    tokio::time::sleep(pause).await;
+    manager.changed().await
+}
+
+fn is_missing(error: &LeaseManagerError) -> bool {
+    match error {
+        LeaseManagerError::NonexistentLease(_) => true,
+        LeaseManagerError::KubeError(kube::Error::Api(status)) => status.code == 404,
+        _ => false,
+    }
+}
+
 struct Election {
     client: kube::Client,
     namespace: String,
@@ -90,6 +106,8 @@ struct Election {
     leading: watch::Sender<bool>,
     complaint: Complaint,
     retry: Retry,
+    /// When an error that has not come again is over: who waits for another server's Lease to end writes nothing.
+    over: Option<Instant>,
 }
 
 impl Election {
@@ -112,7 +130,7 @@ impl Election {
                     match timeout(RELEASE, manager.release()).await {
                         Ok(Ok(())) => tracing::info!(lease = self.lease, "gave the Lease back"),
                         Ok(Err(error)) => {
-                            tracing::debug!(%error, "the Lease was not given back; it ends by itself")
+                            tracing::debug!(%error, "the Lease was not given back; it ends by itself");
                         }
                         Err(_) => tracing::debug!("the Lease was not given back in time; it ends by itself"),
                     }
@@ -135,7 +153,8 @@ impl Election {
 
     /// Until the stop (None), or until the Lease has been deleted and has to be made anew.
     async fn follow(&mut self, manager: &LeaseManager, stop: &CancellationToken) -> Option<()> {
-        let mut pause = Instant::now();
+        // Kept until it is done: one that is dropped between its requests does not know what it wrote.
+        let mut changed = pin!(next(manager, Duration::ZERO));
         loop {
             let deadline = self.renewals.borrow_and_update().map(|renewed| renewed + RENEW_DEADLINE);
             let in_time = deadline.filter(|deadline| *deadline > Instant::now());
@@ -144,16 +163,23 @@ impl Election {
                 () = stop.cancelled() => return None,
                 // Only looks at the time again.
                 () = sleep_until(in_time.unwrap_or_else(Instant::now)), if in_time.is_some() => {}
+                () = sleep_until(self.over.unwrap_or_else(Instant::now)), if self.over.is_some() => self.works(),
                 renewed = self.renewals.changed() => if renewed.is_ok() { self.works() },
-                changed = async { sleep_until(pause).await; manager.changed().await } => match changed {
-                    Ok(holds) => self.holds = holds,
-                    Err(LeaseManagerError::NonexistentLease(_)) => {
-                        self.holds = false;
-                        self.publish(false);
-                        return Some(());
-                    }
-                    Err(error) => pause = Instant::now() + self.failed(&error),
-                },
+                result = &mut changed => {
+                    let pause = match result {
+                        Ok(holds) => {
+                            self.holds = holds;
+                            Duration::ZERO
+                        }
+                        Err(error) if is_missing(&error) => {
+                            self.holds = false;
+                            self.publish(false);
+                            return Some(());
+                        }
+                        Err(error) => self.failed(&error),
+                    };
+                    changed.set(next(manager, pause));
+                }
             }
         }
     }
@@ -172,11 +198,14 @@ impl Election {
             LeaseManagerError::KubeError(error) => self.complaint.error(&super::client::reason(error)),
             other => self.complaint.error(other),
         };
-        self.retry.next_delay().min(RENEW_DEADLINE)
+        let pause = self.retry.next_delay().min(RENEW_DEADLINE);
+        self.over = Some(Instant::now() + pause + RENEW_DEADLINE);
+        pause
     }
 
     fn works(&mut self) {
         self.complaint.fine();
         self.retry.reset();
+        self.over = None;
     }
 }

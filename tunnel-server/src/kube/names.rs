@@ -72,8 +72,8 @@ impl Names {
                 health.clone(),
             )
         };
-        let mut agents = pin!(services(&names.service, "services (agents' names)"));
-        let mut internal = pin!(services(&names.internal_service, "services (internal names)"));
+        let mut agents = pin!(services(&names.service, "services/names"));
+        let mut internal = pin!(services(&names.internal_service, "services/internal-names"));
         let both = format!("{SERVICE_NAME} in ({},{})", names.service, names.internal_service);
         let mut slices = pin!(watch::follow(
             Api::<EndpointSlice>::namespaced(client.clone(), &namespace),

@@ -108,7 +108,7 @@ impl Ports {
         let name = &self.cluster.names.internal_service;
         let only = Config::default().fields(&format!("metadata.name={name}"));
         let health = self.cluster.health.clone();
-        let mut services = pin!(watch::follow(self.api.clone(), only, "services (internal ports)", health));
+        let mut services = pin!(watch::follow(self.api.clone(), only, "services/ports", health));
         let mut retry = Retry::default();
         let mut due = None;
         loop {

@@ -135,6 +135,7 @@ pub async fn run(cluster: Cluster, doors: Doors, publish: watch::Sender<Arc<Sett
     let mut events = pin!(follow(api, only, "configmap", cluster.health.clone()));
     let mut followed = Followed::default();
     let mut said = Vec::new();
+    let mut published = false;
     while let Some(Some(event)) = cluster.stop.run_until_cancelled(events.next()).await {
         followed.apply(event);
         if !followed.known {
@@ -149,7 +150,8 @@ pub async fn run(cluster: Cluster, doors: Doors, publish: watch::Sender<Arc<Sett
         }
         said = problems;
         publish.send_if_modified(|current| {
-            let changed = **current != settings;
+            // The first time in any case: who removes ports must know that there are none, and not only that none is known.
+            let changed = !std::mem::replace(&mut published, true) || **current != settings;
             if changed {
                 tracing::info!(
                     configmap = cluster.names.configmap,

@@ -1,0 +1,118 @@
+//! Which server writes.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_server::kube::leader;
+
+use crate::scripted::{ApiServer, Fault, eventually};
+
+const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases";
+const LEASE: &str = "tunnel-server";
+
+async fn start(api: &ApiServer, identity: &str, stop: &CancellationToken) -> watch::Receiver<bool> {
+    leader::start(api.client().await, "kube-system", LEASE, identity, stop.clone())
+}
+
+fn lease(api: &ApiServer) -> Option<Value> {
+    Some(api.get(LEASES, LEASE)?["spec"].take())
+}
+
+/// A lease takes 15 s to end and 10 s to be given up.
+async fn becomes(leader: &mut watch::Receiver<bool>, leads: bool) {
+    tokio::time::timeout(Duration::from_secs(60), leader.wait_for(|now| *now == leads))
+        .await
+        .unwrap_or_else(|_| panic!("within 60 s it is not {leads} that it leads"))
+        .expect("the election has ended");
+}
+
+#[tokio::test]
+async fn one_leads_and_gives_the_lease_back_when_it_stops() {
+    let api = ApiServer::start();
+    let stop = CancellationToken::new();
+    let mut first = start(&api, "server-a", &stop).await;
+    becomes(&mut first, true).await;
+    let held = lease(&api).unwrap();
+    assert_eq!((&held["holderIdentity"], &held["leaseDurationSeconds"]), (&json!("server-a"), &json!(15)));
+    // It is renewed long before it ends.
+    for _ in 0..2 {
+        let before = lease(&api).unwrap();
+        eventually("a renewal", || (lease(&api)?["renewTime"] != before["renewTime"]).then_some(())).await;
+    }
+    assert!(*first.borrow());
+    // Two to take it, and one for each renewal.
+    let writes = api.requests("patch", &format!("{LEASES}/{LEASE}"));
+    assert!((4..=5).contains(&writes), "{writes} writes of the Lease");
+
+    stop.cancel();
+    leader::released(first).await;
+    let given_back = lease(&api).unwrap();
+    assert_eq!(given_back["holderIdentity"], Value::Null, "{given_back}");
+    let stop = CancellationToken::new();
+    let mut second = start(&api, "server-b", &stop).await;
+    becomes(&mut second, true).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-b");
+    stop.cancel();
+    leader::released(second).await;
+}
+
+#[tokio::test]
+async fn a_lease_that_another_holds_is_taken_when_it_ends() {
+    let api = ApiServer::start();
+    let now = jiff::Timestamp::now();
+    let spec = json!({
+        "holderIdentity": "server-z",
+        "leaseDurationSeconds": 3,
+        "acquireTime": format!("{now:.6}"),
+        "renewTime": format!("{now:.6}"),
+    });
+    api.put(LEASES, json!({"metadata": {"name": LEASE}, "spec": spec}));
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    becomes(&mut leader, true).await;
+    assert!(now.duration_until(jiff::Timestamp::now()).as_secs() >= 3, "it was taken while it was held");
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-a");
+    // Another one that takes it all the same is believed.
+    api.edit(LEASES, LEASE, |lease| {
+        lease["spec"]["holderIdentity"] = json!("server-z");
+        lease["spec"]["leaseDurationSeconds"] = json!(3600);
+    });
+    becomes(&mut leader, false).await;
+    stop.cancel();
+    leader::released(leader).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-z");
+}
+
+#[tokio::test]
+async fn without_the_api_server_nobody_leads_and_nothing_hangs() {
+    let api = ApiServer::start();
+    api.inject("*", "leases", Fault::Status(403), 1);
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    becomes(&mut leader, true).await;
+    api.down();
+    becomes(&mut leader, false).await;
+    api.up();
+    becomes(&mut leader, true).await;
+    // A stop while it is away does not wait for it.
+    api.down();
+    let stopped = std::time::Instant::now();
+    stop.cancel();
+    leader::released(leader).await;
+    assert!(stopped.elapsed() < Duration::from_secs(30), "{:?}", stopped.elapsed());
+}
+
+#[tokio::test]
+async fn a_lease_that_is_deleted_is_made_again() {
+    let api = ApiServer::start();
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    becomes(&mut leader, true).await;
+    api.remove(LEASES, LEASE);
+    eventually("a new Lease", || (lease(&api)?["holderIdentity"] == "server-a").then_some(())).await;
+    becomes(&mut leader, true).await;
+    stop.cancel();
+    leader::released(leader).await;
+}

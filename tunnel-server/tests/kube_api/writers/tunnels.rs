@@ -1,0 +1,159 @@
+//! Tunnels as Events and as a condition of their Node.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tunnel_core::identity::NodeName;
+use tunnel_server::kube::tunnels::{self, CONDITION};
+
+use super::Fixture;
+use crate::scripted::{Fault, eventually};
+
+const NODES: &str = "/api/v1/nodes";
+
+/// The sessions, as the test says.
+#[derive(Clone)]
+struct Sessions {
+    live: Arc<Mutex<Vec<NodeName>>>,
+    changed: watch::Sender<u64>,
+}
+
+impl Sessions {
+    fn start(fixture: &Fixture, live: &[&str]) -> Self {
+        let sessions = Self { live: Arc::default(), changed: watch::Sender::new(0) };
+        sessions.set(live);
+        let nodes = sessions.live.clone();
+        let live = move || nodes.lock().unwrap().clone();
+        tokio::spawn(tunnels::follow(fixture.cluster.clone(), sessions.changed.subscribe(), live));
+        sessions
+    }
+
+    fn set(&self, live: &[&str]) {
+        *self.live.lock().unwrap() = live.iter().map(|node| node.parse().unwrap()).collect();
+        self.changed.send_modify(|changes| *changes += 1);
+    }
+}
+
+fn node(name: &str, tunnel: Option<&str>) -> Value {
+    let mut conditions = vec![json!({"type": "Ready", "status": "True", "reason": "KubeletReady"})];
+    conditions.extend(tunnel.map(|status| json!({"type": CONDITION, "status": status})));
+    json!({"metadata": {"name": name}, "status": {"conditions": conditions}})
+}
+
+impl Fixture {
+    fn condition(&self, node: &str) -> Option<Value> {
+        let node = self.api.get(NODES, node)?;
+        let conditions = node["status"]["conditions"].as_array()?;
+        conditions.iter().find(|condition| condition["type"] == CONDITION).cloned()
+    }
+
+    fn status(&self, node: &str) -> Option<String> {
+        Some(self.condition(node)?["status"].as_str()?.to_owned())
+    }
+}
+
+#[tokio::test]
+async fn the_condition_follows_the_tunnel_and_the_kubelets_conditions_stay() {
+    let fixture = Fixture::new(true).await;
+    for (name, tunnel) in [("edge-1", None), ("edge-2", None), ("was-edge", Some("True")), ("cloud-1", None)]
+    {
+        fixture.api.put(NODES, node(name, tunnel));
+    }
+    for code in [403, 500] {
+        fixture.api.inject("list", "nodes", Fault::Status(code), 1);
+        fixture.api.inject("patch", "nodes", Fault::Status(code), 1);
+    }
+    let sessions = Sessions::start(&fixture, &["edge-1"]);
+    fixture.nodes(&["edge-1", "edge-2"], &["was-edge", "cloud-1"]);
+    let up = eventually("the condition of edge-1", || fixture.condition("edge-1")).await;
+    assert_eq!((&up["status"], &up["reason"]), (&"True".into(), &"TunnelUp".into()));
+    assert!(up["message"].as_str().unwrap().contains("server-a"), "{up}");
+    for time in ["lastTransitionTime", "lastHeartbeatTime"] {
+        up[time].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
+    }
+    eventually("was-edge without a condition", || fixture.status("was-edge").is_none().then_some(())).await;
+
+    // For half a minute after a server began to lead nobody is said to have no tunnel.
+    sessions.set(&[]);
+    let began = std::time::Instant::now();
+    let deadline = began + Duration::from_secs(90);
+    while fixture.status("edge-1").as_deref() != Some("False") || fixture.status("edge-2").is_none() {
+        assert!(std::time::Instant::now() < deadline, "no condition says that there is no tunnel");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(began.elapsed() > Duration::from_secs(20), "it was said after {:?}", began.elapsed());
+    let down = fixture.condition("edge-2").unwrap();
+    assert_eq!((&down["status"], &down["reason"]), (&"False".into(), &"TunnelDown".into()));
+    assert!(down["message"].as_str().unwrap().contains("no tunnel since 20"), "{down}");
+    sessions.set(&["edge-1", "edge-2"]);
+    for edge in ["edge-1", "edge-2"] {
+        eventually("the tunnel is back", || (fixture.status(edge)? == "True").then_some(())).await;
+    }
+    for name in ["edge-1", "edge-2", "was-edge", "cloud-1"] {
+        let ready = fixture.api.get(NODES, name).unwrap()["status"]["conditions"][0].clone();
+        assert_eq!(ready["reason"], "KubeletReady", "{name}");
+    }
+    assert_eq!(fixture.api.writes("nodes/cloud-1"), 0);
+}
+
+#[tokio::test]
+async fn a_restart_to_which_the_agents_come_back_writes_nothing() {
+    let fixture = Fixture::new(true).await;
+    let names: Vec<_> = (0..1200).map(|n| format!("edge-{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, Some("True"))));
+    let sessions = Sessions::start(&fixture, &[]);
+    fixture.nodes(&names, &[]);
+    // Three pages of 500.
+    eventually("the list of conditions", || (fixture.api.requests("continue", NODES) >= 2).then_some(()))
+        .await;
+    sessions.set(&names);
+    // One that has no condition yet, as a sign that the others have been looked at.
+    fixture.api.put(NODES, node("edge-new", None));
+    let mut more = names.clone();
+    more.push("edge-new");
+    sessions.set(&more);
+    fixture.nodes(&more, &[]);
+    eventually("the condition of the new node", || fixture.status("edge-new")).await;
+    assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+}
+
+#[tokio::test]
+async fn writes_are_bounded_and_one_bad_node_holds_up_no_other() {
+    let fixture = Fixture::new(true).await;
+    let names: Vec<_> = (0..15).map(|n| format!("edge-{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, None)));
+    let mut with_unknown = names.clone();
+    // In the inventory, but deleted: 404.
+    with_unknown.push("edge-gone");
+    let began = std::time::Instant::now();
+    let _sessions = Sessions::start(&fixture, &with_unknown);
+    fixture.nodes(&with_unknown, &[]);
+    for name in &names {
+        eventually("every condition", || (fixture.status(name)? == "True").then_some(())).await;
+    }
+    // Ten a second: the fifteenth comes 1.4 s after the first.
+    assert!(began.elapsed() >= Duration::from_millis(1400), "{:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn only_the_leader_writes_conditions_and_every_server_tells_of_its_own_tunnels() {
+    let fixture = Fixture::new(false).await;
+    fixture.api.put(NODES, node("edge-1", None));
+    let sessions = Sessions::start(&fixture, &[]);
+    fixture.nodes(&["edge-1"], &[]);
+    sessions.set(&["edge-1"]);
+    eventually("an Event", || fixture.events("default", "TunnelUp", "edge-1").pop()).await;
+    assert_eq!(fixture.status("edge-1"), None);
+    assert_eq!(fixture.api.requests("list", NODES), 0);
+    sessions.set(&[]);
+    let note = eventually("an Event", || fixture.events("default", "TunnelDown", "edge-1").pop()).await;
+    assert!(note.contains("server-a"), "{note}");
+    sessions.set(&["edge-1"]);
+    fixture.leader.send_replace(true);
+    eventually("the condition", || fixture.status("edge-1")).await;
+    assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+}
