@@ -23,7 +23,8 @@ pub struct Builder<'a> {
     edge: usize,
     node: String,
     name: String,
-    server: String,
+    server: Option<String>,
+    kubeconfig: Option<PathBuf>,
     token: Option<Token>,
     flags: Vec<String>,
 }
@@ -31,10 +32,18 @@ pub struct Builder<'a> {
 impl<'a> Builder<'a> {
     /// An agent on edge `n`, named as the edge.
     pub fn new(server: &Server<'a>, edge: usize) -> Self {
-        let testbed = server.testbed();
+        Self { server: Some(server.agent_address()), ..Self::on_edge(server.testbed(), edge) }
+    }
+
+    /// An agent on edge `n` that finds its servers through the API server.
+    pub fn in_cluster(testbed: &'a Testbed, edge: usize, kubeconfig: PathBuf) -> Self {
+        Self { kubeconfig: Some(kubeconfig), ..Self::on_edge(testbed, edge) }
+    }
+
+    fn on_edge(testbed: &'a Testbed, edge: usize) -> Self {
         let node = testbed.edge(edge).name.clone();
         let name = format!("tunnel-agent-{edge}");
-        Self { testbed, edge, node, name, server: server.agent_address(), token: None, flags: Vec::new() }
+        Self { testbed, edge, node, name, server: None, kubeconfig: None, token: None, flags: Vec::new() }
     }
 
     /// Claims another node's name.
@@ -78,8 +87,13 @@ impl<'a> Builder<'a> {
 
     fn process(&self) -> Result<Process> {
         let mut command = self.testbed.on_edge(self.edge).command(&process::program("tunnel-agent")?);
+        if let Some(server) = &self.server {
+            command.arg(format!("--server={server}"));
+        }
+        if let Some(kubeconfig) = &self.kubeconfig {
+            command.arg(format!("--kubeconfig={}", kubeconfig.display()));
+        }
         command
-            .arg(format!("--server={}", self.server))
             .arg(format!("--node-name={}", self.node))
             .arg(format!("--state-dir={}", self.state_dir().display()));
         if let Some(token) = &self.token {

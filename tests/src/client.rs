@@ -203,7 +203,12 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 /// One HTTP/1.1 request on a fresh connection: status and body.
-pub async fn http(stream: TcpStream, method: &str, path: &str, body: &str) -> Result<(u16, String)> {
+pub async fn http(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<(u16, String)> {
     let exchange = async {
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.context("HTTP handshake")?;

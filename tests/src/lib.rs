@@ -15,6 +15,7 @@ pub mod demo;
 pub mod evil;
 pub mod inventory;
 pub mod metrics;
+pub mod prometheus;
 pub mod runner;
 pub mod scenarios;
 pub mod server;

@@ -101,7 +101,7 @@ fn run_here(name: &str, id: Id) -> Result<()> {
         .with_context(|| format!("no scenario {name}"))?;
     // Thousands of connections have two ends in this process.
     setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES).context("raising the limit of open files")?;
-    let testbed = Testbed::new(id, Shape { edges: scenario.edges })?;
+    let testbed = Testbed::new(id, Shape { edges: scenario.edges, twin: scenario.twin })?;
     testbed.enter_cloud()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

@@ -1,4 +1,5 @@
 //! The real tunnel-server on the cloud host.
+use std::path::PathBuf;
 use std::process::{Command, ExitStatus, Output};
 use std::time::Duration;
 
@@ -41,14 +42,22 @@ pub struct Token {
 pub struct Builder<'a> {
     testbed: &'a Testbed,
     flags: Vec<String>,
-    ports: String,
+    ports: Option<String>,
     name: String,
+    /// Learns the nodes from an API server instead of a file.
+    kubeconfig: Option<PathBuf>,
 }
 
 impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
-        Self { testbed, flags: Vec::new(), ports: PORTS.to_owned(), name: "tunnel-server".to_owned() }
+        let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
+        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None }
+    }
+
+    /// A server of a cluster; its ports are those of the cluster's ConfigMap.
+    pub fn in_cluster(testbed: &'a Testbed, kubeconfig: PathBuf) -> Self {
+        Self { ports: None, kubeconfig: Some(kubeconfig), ..Self::new(testbed) }
     }
 
     /// A further flag.
@@ -61,13 +70,13 @@ impl<'a> Builder<'a> {
     /// Other ports for the redirect.
     #[must_use]
     pub fn ports(mut self, ports: &str) -> Self {
-        ports.clone_into(&mut self.ports);
+        self.ports = Some(ports.to_owned());
         self
     }
 
     /// Writes the inventory if there is none, starts the server and waits until it is ready.
     pub async fn start(self) -> Result<Server<'a>> {
-        if !self.testbed.dir().join("nodes.yaml").exists() {
+        if self.kubeconfig.is_none() && !self.testbed.dir().join("nodes.yaml").exists() {
             Inventory::of(self.testbed)?;
         }
         let process = self.spawn()?;
@@ -84,11 +93,16 @@ impl<'a> Builder<'a> {
     fn command(&self) -> Result<Command> {
         let dir = self.testbed.dir();
         let mut command = self.testbed.on_cloud().command(&process::program("tunnel-server")?);
+        match &self.kubeconfig {
+            Some(kubeconfig) => command.arg(format!("--kubeconfig={}", kubeconfig.display())),
+            None => command.arg(format!("--inventory={}", dir.join("nodes.yaml").display())),
+        };
+        if let Some(ports) = &self.ports {
+            command.arg(format!("--redirect-ports={ports}"));
+        }
         command
-            .arg(format!("--inventory={}", dir.join("nodes.yaml").display()))
             .arg(format!("--state-dir={}", dir.join("server").display()))
             .arg(format!("--redirect-cgroup={}", self.testbed.cloud_cgroup.path().display()))
-            .arg(format!("--redirect-ports={}", self.ports))
             .arg("--log-format=json")
             .args(&self.flags);
         Ok(command)

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::Signal;
+use serde_json::{Value, json};
 
 use super::api::Api;
 use super::pki::Pki;
@@ -76,13 +77,11 @@ impl ControlPlane {
         Ok(())
     }
 
-    /// Starts the API server again and waits until it is ready. What it had starts again by itself.
+    /// Starts the API server again and waits until it is ready.
     pub async fn restart_apiserver(&mut self, testbed: &Testbed, pki: &Pki, api: &Api) -> Result<()> {
         ensure!(self.apiserver.ended()?.is_some(), "kube-apiserver still runs");
         self.apiserver = Process::spawn(testbed, "kube-apiserver", apiserver(testbed, pki, &self.folder)?)?;
-        self.wait_ready(api).await?;
-        // The two end when they lose the API server for long, as they do under a supervisor that restarts them.
-        Ok(())
+        self.wait_ready(api).await
     }
 }
 
@@ -128,5 +127,26 @@ fn apiserver(testbed: &Testbed, pki: &Pki, folder: &Path) -> Result<Command> {
         .arg("--service-account-issuer=https://kubernetes.default.svc")
         .args(["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction"])
         .args(["--allow-privileged", "--profiling=false"]);
+    let policy = testbed.dir().join("audit-policy.json");
+    std::fs::write(&policy, audit_policy().to_string()).context("writing the audit policy")?;
+    command
+        .arg(format!("--audit-policy-file={}", policy.display()))
+        .arg(format!("--audit-log-path={}", audit_log(testbed).display()));
     Ok(command)
+}
+
+/// Where every request of Postern's service accounts is, with its outcome: one JSON object a line.
+pub fn audit_log(testbed: &Testbed) -> PathBuf {
+    testbed.dir().join("audit.log")
+}
+
+fn audit_policy() -> Value {
+    let users =
+        ["tunnel-server", "tunnel-agent"].map(|name| format!("system:serviceaccount:kube-system:{name}"));
+    json!({
+        "apiVersion": "audit.k8s.io/v1",
+        "kind": "Policy",
+        "omitStages": ["RequestReceived"],
+        "rules": [{ "level": "Metadata", "users": users }, { "level": "None" }],
+    })
 }

@@ -139,9 +139,19 @@ impl Host {
         Ok(())
     }
 
-    /// The kubelet, to be killed or looked at.
-    pub fn kubelet(&mut self) -> Result<&mut Process> {
-        self.kubelet.as_mut().with_context(|| format!("{} has no kubelet yet", self.spec.name))
+    /// Kills the kubelet; containerd and the pods go on.
+    pub fn kill_kubelet(&mut self) -> Result<()> {
+        let mut kubelet =
+            self.kubelet.take().with_context(|| format!("{} has no kubelet", self.spec.name))?;
+        kubelet.kill_group();
+        Ok(())
+    }
+
+    /// Notes that the machine has another address; the next kubelet has that one and a certificate for it.
+    pub fn set_address(&mut self, address: Ipv4Addr, pki: &Pki) -> Result<()> {
+        self.spec.address = address;
+        serving_certificate(pki, &self.spec)?;
+        Ok(())
     }
 
     /// Signs the kubelet a new serving certificate, which it loads by itself.

@@ -5,11 +5,15 @@ pub mod control_plane;
 pub mod host;
 pub mod image;
 pub mod kubectl;
+pub mod manifests;
 pub mod peers;
 pub mod pki;
 pub mod pods;
+pub mod postern;
 pub mod terminal;
+pub mod tls;
 
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -51,6 +55,8 @@ pub struct Cluster<'a> {
     pub hosts: Vec<Host>,
     /// The test image.
     pub image: PathBuf,
+    /// The API server's URL.
+    pub server: String,
 }
 
 impl<'a> Cluster<'a> {
@@ -89,8 +95,10 @@ impl<'a> Cluster<'a> {
             host.start_kubelet(testbed, &pki)?;
             host.start_proxy(testbed, &proxy)?;
         }
-        let cluster = Self { testbed, api, kubectl, pki, control_plane, hosts, image };
-        cluster.label_nodes().await?;
+        let cluster = Self { testbed, api, kubectl, pki, control_plane, hosts, image, server };
+        for host in &cluster.hosts {
+            cluster.label_node(&host.spec.name).await?;
+        }
         for host in &cluster.hosts {
             cluster.wait_ready(&host.spec.name).await?;
         }
@@ -108,18 +116,16 @@ impl<'a> Cluster<'a> {
     }
 
     /// What the administrator does once per node: its role and its pods' addresses.
-    async fn label_nodes(&self) -> Result<()> {
-        for host in &self.hosts {
-            let Spec { name, pod_cidr, .. } = &host.spec;
-            let path = format!("/api/v1/nodes/{name}");
-            self.api.wait(&format!("node {name} to register"), &path, NODE_READY, |_| true).await?;
-            let role = if name == CLOUD_NODE { "control-plane" } else { "edge" };
-            let change = json!({
-                "metadata": { "labels": { format!("node-role.kubernetes.io/{role}"): "" } },
-                "spec": { "podCIDR": pod_cidr, "podCIDRs": [pod_cidr] },
-            });
-            self.api.patch(&path, &change).await.with_context(|| format!("labelling {name}"))?;
-        }
+    pub async fn label_node(&self, node: &str) -> Result<()> {
+        let pod_cidr = &self.host(node)?.spec.pod_cidr;
+        let path = format!("/api/v1/nodes/{node}");
+        self.api.wait(&format!("node {node} to register"), &path, NODE_READY, |_| true).await?;
+        let role = if node == CLOUD_NODE { "control-plane" } else { "edge" };
+        let change = json!({
+            "metadata": { "labels": { format!("node-role.kubernetes.io/{role}"): "" } },
+            "spec": { "podCIDR": pod_cidr, "podCIDRs": [pod_cidr] },
+        });
+        self.api.patch(&path, &change).await.with_context(|| format!("labelling {node}"))?;
         Ok(())
     }
 
@@ -134,6 +140,28 @@ impl<'a> Cluster<'a> {
     /// The host of a node.
     pub fn host(&self, node: &str) -> Result<&Host> {
         self.hosts.iter().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
+    }
+
+    /// The host of a node, to be changed.
+    pub fn host_mut(&mut self, node: &str) -> Result<&mut Host> {
+        self.hosts.iter_mut().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
+    }
+
+    /// Starts a kubelet that was killed.
+    pub fn start_kubelet(&mut self, node: &str) -> Result<()> {
+        let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
+        host.with_context(|| format!("no host {node}"))?.start_kubelet(self.testbed, &self.pki)
+    }
+
+    /// Notes that a host has another address.
+    pub fn move_host(&mut self, node: &str, address: Ipv4Addr) -> Result<()> {
+        let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
+        host.with_context(|| format!("no host {node}"))?.set_address(address, &self.pki)
+    }
+
+    /// Starts the API server again after it was killed, and waits until it is ready.
+    pub async fn restart_apiserver(&mut self) -> Result<()> {
+        self.control_plane.restart_apiserver(self.testbed, &self.pki, &self.api).await
     }
 }
 

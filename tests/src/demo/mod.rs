@@ -3,7 +3,6 @@
 //!
 //! As with scenarios, the work is done by a process of its own; this one only waits for it, and removes everything
 //! when it has ended or when somebody presses Ctrl-C.
-mod prometheus;
 mod steps;
 
 use std::fs;
@@ -136,7 +135,7 @@ async fn wait_for_work(id: &Id, keep: bool) -> Result<End> {
 /// The demo itself, in a process of its own.
 fn work(id: &str, keep: bool) -> Result<()> {
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("asking to die with the parent")?;
-    let testbed = Testbed::new(id.parse()?, Shape { edges: EDGES })?;
+    let testbed = Testbed::new(id.parse()?, Shape { edges: EDGES, twin: false })?;
     testbed.enter_cloud()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

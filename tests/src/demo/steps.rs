@@ -1,11 +1,12 @@
 //! The steps of the demo, each said before it is done.
+use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::prometheus::{self, query};
 use crate::agent::{self, Agent};
 use crate::client;
+use crate::prometheus::{self, query};
 use crate::server::{self, Builder, Server};
 use crate::testbed::process::Process;
 use crate::testbed::{CLOUD, Testbed};
@@ -102,8 +103,9 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
     let agents = start_agents(&server, testbed).await?;
 
     step(6, "Prometheus on the cloud host, configured with the edges' own addresses and nothing else:");
-    indented(&prometheus::configuration(testbed));
-    others.push(prometheus::start(testbed)?);
+    let configuration = configuration(testbed);
+    indented(&configuration);
+    others.push(prometheus::start(testbed, &configuration)?);
 
     step(7, "what Prometheus' own API says");
     show_figures(testbed).await?;
@@ -113,6 +115,16 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
     ensure!(output.status.success(), "status: {}", String::from_utf8_lossy(&output.stderr));
     indented(&String::from_utf8_lossy(&output.stdout));
     Ok(Running { server, agents, others })
+}
+
+/// The whole configuration: addresses, as for any host that can be reached directly.
+fn configuration(testbed: &Testbed) -> String {
+    let mut text = "global:\n  scrape_interval: 1s\nscrape_configs:\n  - job_name: edges\n    static_configs:\n      - targets:\n".to_owned();
+    for edge in testbed.edges() {
+        // Writing to a String cannot fail.
+        writeln!(text, "          - {}:9100", edge.address).ok();
+    }
+    text
 }
 
 async fn start_agents<'a>(server: &Server<'a>, testbed: &'a Testbed) -> Result<Vec<Agent<'a>>> {

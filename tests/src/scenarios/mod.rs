@@ -8,6 +8,7 @@ use anyhow::Result;
 use crate::testbed::Testbed;
 
 mod common;
+mod deploy;
 mod docs;
 mod hostile;
 mod http;
@@ -34,6 +35,8 @@ pub struct Scenario {
     pub quick: bool,
     /// Edge hosts that it needs.
     pub edges: u8,
+    /// Whether it needs one more with the address of edge 1, in a site of its own.
+    pub twin: bool,
     /// When its process is killed.
     pub limit: Duration,
     /// The scenario itself, run inside the cloud's cgroup and namespace.
@@ -42,11 +45,16 @@ pub struct Scenario {
 
 impl Scenario {
     const fn new(name: &'static str, edges: u8, run: for<'a> fn(&'a Testbed) -> Run<'a>) -> Self {
-        Self { name, quick: false, edges, limit: Duration::from_secs(120), run }
+        Self { name, quick: false, edges, twin: false, limit: Duration::from_secs(120), run }
     }
 
     const fn quick(mut self) -> Self {
         self.quick = true;
+        self
+    }
+
+    const fn twin(mut self) -> Self {
+        self.twin = true;
         self
     }
 
@@ -69,6 +77,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         reload::ALL,
         hostile::ALL,
         operating::ALL,
+        deploy::ALL,
         docs::ALL,
         mend::ALL,
         kubernetes::ALL,

@@ -29,6 +29,8 @@ pub const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 1);
 /// Another machine on the cloud's LAN.
 pub const NEIGHBOUR: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 2);
 const ROUTER: &str = "10.70.0.254";
+/// The router of the twin's site.
+const TWIN_ROUTER: &str = "10.70.0.253";
 /// A pod on the cloud host.
 pub const POD: Ipv4Addr = Ipv4Addr::new(10, 71, 0, 2);
 /// The pods of the cloud host.
@@ -39,6 +41,8 @@ pub const POD_CIDR: &str = "10.71.0.0/24";
 pub struct Shape {
     /// Number of edge hosts.
     pub edges: u8,
+    /// Whether one more stands in a site of its own, behind its own NAT, with edge 1's addresses.
+    pub twin: bool,
 }
 
 /// One edge host.
@@ -96,8 +100,13 @@ impl Testbed {
             id,
         };
         testbed.wire_cloud()?;
+        let router = testbed.router.clone();
         for number in 1..=shape.edges {
-            testbed.wire_edge(number)?;
+            testbed.wire_edge(number, number, &router)?;
+        }
+        if shape.twin {
+            let router = testbed.wire_twin_router()?;
+            testbed.wire_edge(shape.edges + 1, 1, &router)?;
         }
         Ok(testbed)
     }
@@ -151,17 +160,18 @@ impl Testbed {
         self.cloud.write("/proc/sys/net/ipv4/ip_forward", "1")?;
         self.router.write("/proc/sys/net/ipv4/ip_forward", "1")?;
         self.router.write("/proc/sys/net/ipv6/conf/all/forwarding", "1")?;
-        // IPv6 as sites have it: no NAT, and a firewall that lets the edges out and nobody in.
-        self.router.ip6tables("-P FORWARD DROP")?;
-        self.router.ip6tables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
-        self.router.ip6tables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
-        self.router.ip6tables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
-        self.router.iptables("-P FORWARD DROP")?;
-        self.router.iptables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
-        self.router.iptables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
-        // The cloud's own LAN: kernels with br_netfilter send even bridged frames through FORWARD.
-        self.router.iptables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
-        self.router.iptables("-t nat -A POSTROUTING -s 192.168.0.0/16 -o cloud0 -j MASQUERADE")
+        filter_and_masquerade(&self.router)
+    }
+
+    fn wire_twin_router(&self) -> Result<Namespace> {
+        let router = Namespace::create(&self.id, "twin-router")?;
+        router.ip(&format!("link add cloud0 type veth peer name p-twin netns {}", self.router.name()))?;
+        router.ip("link set cloud0 up")?;
+        router.ip(&format!("addr add {TWIN_ROUTER}/24 dev cloud0"))?;
+        self.router.ip("link set p-twin master cloud0 up")?;
+        router.write("/proc/sys/net/ipv4/ip_forward", "1")?;
+        filter_and_masquerade(&router)?;
+        Ok(router)
     }
 
     fn plug_into_cloud_lan(&self, ns: &Namespace, port: &str, address: Ipv4Addr) -> Result<()> {
@@ -172,24 +182,25 @@ impl Testbed {
         ns.ip(&format!("route add default via {ROUTER}"))
     }
 
-    fn wire_edge(&mut self, number: u8) -> Result<()> {
+    /// Adds edge `number` behind a router, with the addresses of edge `like`.
+    fn wire_edge(&mut self, number: u8, like: u8, router: &Namespace) -> Result<()> {
         let name = format!("edge-{number}");
         let ns = Namespace::create(&self.id, &name)?;
-        let net = 49 + number;
+        let net = 49 + like;
         let router_port = format!("edge{number}");
-        ns.ip(&format!("link add eth0 type veth peer name {router_port} netns {}", self.router.name()))?;
+        ns.ip(&format!("link add eth0 type veth peer name {router_port} netns {}", router.name()))?;
         ns.ip(&format!("addr add 192.168.{net}.2/24 dev eth0"))?;
-        ns.ip(&format!("-6 addr add fd50:{number}::2/64 dev eth0 nodad"))?;
+        ns.ip(&format!("-6 addr add fd50:{like}::2/64 dev eth0 nodad"))?;
         ns.ip("link set eth0 up")?;
-        self.router.ip(&format!("addr add 192.168.{net}.1/24 dev {router_port}"))?;
-        self.router.ip(&format!("link set {router_port} up"))?;
+        router.ip(&format!("addr add 192.168.{net}.1/24 dev {router_port}"))?;
+        router.ip(&format!("link set {router_port} up"))?;
         ns.ip(&format!("route add default via 192.168.{net}.1"))?;
-        self.router.ip(&format!("-6 addr add fd50:{number}::1/64 dev {router_port} nodad"))?;
-        ns.ip(&format!("-6 route add default via fd50:{number}::1"))?;
+        router.ip(&format!("-6 addr add fd50:{like}::1/64 dev {router_port} nodad"))?;
+        ns.ip(&format!("-6 route add default via fd50:{like}::1"))?;
         self.edges.push(Edge {
             name,
             address: Ipv4Addr::new(192, 168, net, 2),
-            address_v6: Ipv6Addr::new(0xfd50, number.into(), 0, 0, 0, 0, 0, 2),
+            address_v6: Ipv6Addr::new(0xfd50, like.into(), 0, 0, 0, 0, 0, 2),
             router_port,
             ns,
         });
@@ -241,6 +252,21 @@ impl Testbed {
     pub fn black_hole(&self, n: usize, port: u16) -> Result<()> {
         self.edge(n).ns.iptables(&format!("-A INPUT -p tcp --dport {port} -j DROP"))
     }
+}
+
+/// Lets the edges out and nobody in.
+fn filter_and_masquerade(router: &Namespace) -> Result<()> {
+    // IPv6 as sites have it: no NAT.
+    router.ip6tables("-P FORWARD DROP")?;
+    router.ip6tables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
+    router.ip6tables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
+    router.ip6tables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
+    router.iptables("-P FORWARD DROP")?;
+    router.iptables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
+    router.iptables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
+    // The cloud's own LAN: kernels with br_netfilter send even bridged frames through FORWARD.
+    router.iptables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
+    router.iptables("-t nat -A POSTROUTING -s 192.168.0.0/16 -o cloud0 -j MASQUERADE")
 }
 
 impl Edge {

@@ -39,7 +39,7 @@ pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
     }
 }
 
-async fn logs(kubectl: &Kubectl) -> Result<()> {
+pub(super) async fn logs(kubectl: &Kubectl) -> Result<()> {
     let logs = kubectl.run(&["logs", "talker", "--tail=-1"]).await?;
     ensure!(
         logs.starts_with("line 1\nline 2\n"),
@@ -68,7 +68,7 @@ async fn follow(kubectl: &Kubectl) -> Result<()> {
     Ok(())
 }
 
-async fn exec(kubectl: &Kubectl) -> Result<()> {
+pub(super) async fn exec(kubectl: &Kubectl) -> Result<()> {
     let input: Vec<u8> = (0..20_000_u32).flat_map(|n| format!("{n}\n").into_bytes()).collect();
     let args = ["exec", "-i", "idle", "--", "sh", "-c", "cat; echo to stderr >&2; exit 7"];
     let output = kubectl.output_with_input(&args, &input).await?;

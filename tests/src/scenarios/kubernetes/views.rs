@@ -16,13 +16,15 @@ pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
     checks.run("stats/summary of the edge node", summary(cluster)).await;
     checks.run("cadvisor's metrics of the edge node", cadvisor(cluster)).await;
     checks.run("/logs/ of the edge node", node_logs(cluster)).await;
+    checks.run("proxy to an edge pod", pod_proxy(cluster)).await;
+    checks.run("proxy to a Service with an edge pod", service_proxy(cluster)).await;
 }
 
 fn of_node(path: &str) -> String {
     format!("/api/v1/nodes/{EDGE_NODE}/proxy/{path}")
 }
 
-async fn summary(cluster: &Cluster<'_>) -> Result<()> {
+pub(super) async fn summary(cluster: &Cluster<'_>) -> Result<()> {
     // The kubelet counts every ten seconds; a fresh pod is in there a moment later.
     wait_for("the talker's statistics", Duration::from_secs(40), async || {
         let text = cluster.kubectl.run(&["get", "--raw", &of_node("stats/summary")]).await?;
@@ -52,12 +54,7 @@ async fn node_logs(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// With `--edge-pod-routes=on`: the API server dials pods of edge nodes.
-pub(super) async fn run_pods(checks: &mut Checks, cluster: &Cluster<'_>) {
-    checks.run("proxy to an edge pod", pod_proxy(cluster)).await;
-    checks.run("proxy to a Service with an edge pod", service_proxy(cluster)).await;
-}
-
+/// The API server dials the pod itself; `--edge-pod-routes=on` leads it there.
 async fn pod_proxy(cluster: &Cluster<'_>) -> Result<()> {
     expect_page(cluster, "/api/v1/namespaces/default/pods/web:80/proxy/index.html").await
 }

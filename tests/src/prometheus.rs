@@ -12,20 +12,10 @@ use crate::testbed::process::Process;
 
 const API: ([u8; 4], u16) = ([127, 0, 0, 1], 9090);
 
-/// The whole configuration: addresses, as for any host that can be reached directly.
-pub(super) fn configuration(testbed: &Testbed) -> String {
-    let mut text = "global:\n  scrape_interval: 1s\nscrape_configs:\n  - job_name: edges\n    static_configs:\n      - targets:\n".to_owned();
-    for edge in testbed.edges() {
-        // Writing to a String cannot fail.
-        writeln!(text, "          - {}:9100", edge.address).ok();
-    }
-    text
-}
-
 /// Starts Prometheus on the cloud host.
-pub(super) fn start(testbed: &Testbed) -> Result<Process> {
+pub fn start(testbed: &Testbed, configuration: &str) -> Result<Process> {
     let config = testbed.dir().join("prometheus.yml");
-    fs::write(&config, configuration(testbed)).with_context(|| format!("writing {}", config.display()))?;
+    fs::write(&config, configuration).with_context(|| format!("writing {}", config.display()))?;
     let mut command = testbed.on_cloud().command(Path::new("prometheus"));
     command
         .arg(format!("--config.file={}", config.display()))
@@ -36,7 +26,7 @@ pub(super) fn start(testbed: &Testbed) -> Result<Process> {
 
 /// Starts a node exporter on edge `n`, with a host name of its own (UTS namespace) so that its figures show where
 /// they come from.
-pub(super) fn start_exporter(testbed: &Testbed, n: usize) -> Result<Process> {
+pub fn start_exporter(testbed: &Testbed, n: usize) -> Result<Process> {
     let edge = testbed.edge(n);
     let mut command = testbed.on_edge(n).command(Path::new("unshare"));
     command
@@ -53,24 +43,26 @@ pub(super) fn start_exporter(testbed: &Testbed, n: usize) -> Result<Process> {
 
 /// One series of a query's answer.
 #[derive(Debug)]
-pub(super) struct Series {
+pub struct Series {
     labels: Value,
     value: String,
 }
 
 impl Series {
-    pub(super) fn label(&self, name: &str) -> &str {
+    /// A label's value; empty when there is none.
+    pub fn label(&self, name: &str) -> &str {
         self.labels[name].as_str().unwrap_or("")
     }
 
-    pub(super) fn number(&self) -> f64 {
+    /// Its value.
+    pub fn number(&self) -> f64 {
         // Prometheus writes numbers that f64 reads, NaN and +Inf included.
         self.value.parse().unwrap_or(f64::NAN)
     }
 }
 
 /// An instant query.
-pub(super) async fn query(expression: &str) -> Result<Vec<Series>> {
+pub async fn query(expression: &str) -> Result<Vec<Series>> {
     let path = format!("/api/v1/query?query={}", encoded(expression));
     let (status, body) = client::http(client::connect(API).await?, "GET", &path, "").await?;
     ensure!(status == 200, "Prometheus answered {status}: {body}");

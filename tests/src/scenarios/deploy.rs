@@ -1,0 +1,280 @@
+//! What is in deploy/, as an administrator applies it: real images, real pods, and no more rights than are needed.
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use super::Scenario;
+use crate::cluster::api::is_true;
+use crate::cluster::kubectl::Kubectl;
+use crate::cluster::pods::{self, TALK, shell};
+use crate::cluster::postern::NAMESPACE;
+use crate::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
+use crate::prometheus::{self, query};
+use crate::runner::progress;
+use crate::testbed::{CLOUD, Testbed};
+use crate::wait::{wait_for, wait_until};
+
+mod rights;
+
+pub(super) const ALL: &[Scenario] =
+    &[Scenario::new("deploy::the_manifests_run_as_they_are", 1, |t| Box::pin(run(t))).limit(420)];
+
+const DOCUMENT: &str = include_str!("../../../docs/kubernetes.md");
+const PROMETHEUS: &str = include_str!("../../../deploy/prometheus/prometheus.yml");
+const FOLDERS: [&str; 6] = [
+    "base",
+    "overlays/nodeport",
+    "overlays/loadbalancer",
+    "overlays/openyurt-migration",
+    "overlays/superedge",
+    "prometheus",
+];
+const PROGRAMS: [(&str, &str); 2] = [("tunnel-server", CLOUD_NODE), ("tunnel-agent", EDGE_NODE)];
+const PATIENCE: Duration = Duration::from_secs(60);
+
+async fn run(testbed: &Testbed) -> Result<()> {
+    let mut cluster = Cluster::start(testbed).await?;
+    for folder in FOLDERS {
+        let path = deploy().join(folder);
+        cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await?;
+    }
+    progress("the API server accepts every folder");
+    for (program, node) in PROGRAMS {
+        let archive = archive(program)?;
+        cluster.host_mut(node)?.import(&archive).await.with_context(|| archive.display().to_string())?;
+    }
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    let result = installed(&cluster).await;
+    match result {
+        Ok(()) => Ok(()),
+        Err(error) => Err(error.context(explanation(&cluster.kubectl).await)),
+    }
+}
+
+async fn installed(cluster: &Cluster<'_>) -> Result<()> {
+    let kubectl = &cluster.kubectl;
+    kubectl.run(&["apply", "-k", text(&overlay(cluster.testbed)?)?]).await?;
+    for (program, _) in PROGRAMS {
+        rolled_out(kubectl, program).await?;
+    }
+    progress("both DaemonSets are ready");
+    logs(kubectl).await?;
+    ports(cluster).await?;
+    rotation(kubectl).await?;
+    restarts(cluster).await?;
+    let up = |node: &Value| is_true(node, "PosternTunnel");
+    let node = format!("/api/v1/nodes/{EDGE_NODE}");
+    cluster.api.wait("the node's condition PosternTunnel", &node, PATIENCE, up).await?;
+    scraped(cluster).await?;
+    rights::check(cluster).await
+}
+
+/// An overlay as an administrator writes one. It is the base, but for the cgroup: a test must not touch the machine's.
+fn overlay(testbed: &Testbed) -> Result<PathBuf> {
+    let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?.join("overlay");
+    fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    // Kustomize takes no absolute paths.
+    let up = "../".repeat(dir.components().count() - 1);
+    let base = fs::canonicalize(deploy().join("base")).context("deploy/base")?;
+    let base = format!("{up}{}", text(&base)?.trim_start_matches('/'));
+    let argument = format!("--redirect-cgroup={}", testbed.cloud_cgroup.path().display());
+    let patch =
+        json!([{ "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument }]);
+    let kustomization = json!({
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [base],
+        "patches": [{
+            "target": { "kind": "DaemonSet", "name": "tunnel-server" },
+            "patch": patch.to_string(),
+        }],
+    });
+    // JSON is YAML too.
+    fs::write(dir.join("kustomization.yaml"), kustomization.to_string()).context("writing the overlay")?;
+    Ok(dir)
+}
+
+async fn rolled_out(kubectl: &Kubectl, daemon_set: &str) -> Result<()> {
+    let name = format!("daemonset/{daemon_set}");
+    let status = kubectl.within(Duration::from_secs(100));
+    status.run(&["rollout", "status", &name, "--namespace", NAMESPACE, "--timeout=90s"]).await?;
+    let ready = ["get", &name, "--namespace", NAMESPACE, "--output=jsonpath={.status.numberReady}"];
+    let ready = kubectl.run(&ready).await?;
+    ensure!(ready == "1", "{daemon_set} is ready on {ready:?} nodes: it has to run on exactly one");
+    Ok(())
+}
+
+/// `kubectl logs` of a pod of the edge node, which is behind NAT.
+async fn logs(kubectl: &Kubectl) -> Result<()> {
+    wait_for("kubectl logs of the edge's pod", PATIENCE, async || {
+        let output = kubectl.output(&["logs", "talker", "--tail=1"]).await?;
+        let line = String::from_utf8_lossy(&output.stdout).into_owned();
+        Ok((output.status.success() && line.starts_with("line ")).then_some(()))
+    })
+    .await
+}
+
+/// Ports of the ConfigMap become ports of the internal Service; what is none becomes an Event.
+async fn ports(cluster: &Cluster<'_>) -> Result<()> {
+    let change = json!({ "data": {
+        "http-proxy-ports": "9100, nonsense",
+        "localhost-proxy-ports": "10266",
+    }});
+    cluster
+        .api
+        .patch(&format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-server-cfg"), &change)
+        .await?;
+    let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
+    let has_port = |service: &Value| {
+        let ports = service["spec"]["ports"].as_array().map_or(&[][..], Vec::as_slice);
+        ports.iter().any(|port| port["name"] == "dnat-9100")
+    };
+    cluster.api.wait("the internal Service's port", &service, PATIENCE, has_port).await?;
+    let events = format!("/api/v1/namespaces/{NAMESPACE}/events");
+    let told = |events: &Value| {
+        let events = events["items"].as_array().map_or(&[][..], Vec::as_slice);
+        events.iter().any(|event| event["reason"] == "InvalidPort")
+    };
+    cluster.api.wait("the Event about a port that is none", &events, PATIENCE, told).await?;
+    let records = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
+    let named = |records: &Value| {
+        records["data"]["tunnel-nodes"]
+            .as_str()
+            .is_some_and(|lines| lines.contains(&format!("\t{EDGE_NODE}")))
+    };
+    cluster.api.wait("the DNS records", &records, PATIENCE, named).await?;
+    Ok(())
+}
+
+/// The CA is rotated from within a server's pod, as the documents say.
+async fn rotation(kubectl: &Kubectl) -> Result<()> {
+    let ca = async |step: &str| {
+        let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
+        kubectl.run(&[&server[..], &["/tunnel-server", "ca", step, "--in-cluster"]].concat()).await
+    };
+    ca("introduce").await?;
+    let status = ca("status").await?;
+    ensure!(status.matches("sha256:").count() >= 2, "there are not two roots in {status:?}");
+    Ok(())
+}
+
+/// A new pod of each DaemonSet: the tunnel is there again, without a new certificate.
+async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
+    let kubectl = &cluster.kubectl;
+    for program in ["tunnel-server", "tunnel-agent", "tunnel-agent"] {
+        let name = format!("daemonset/{program}");
+        kubectl.run(&["rollout", "restart", &name, "--namespace", NAMESPACE]).await?;
+        rolled_out(kubectl, program).await?;
+        logs(kubectl).await.with_context(|| format!("after {program} was restarted"))?;
+    }
+    let requests = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
+    let requests = requests["items"].as_array().map_or(&[][..], Vec::as_slice);
+    let ours = requests.iter().filter(|csr| csr["spec"]["signerName"] == "postern.internal/agent").count();
+    ensure!(ours == 1, "{ours} certificates were asked for; the agent's state has to outlive its pod");
+    Ok(())
+}
+
+/// The shipped configuration on a real Prometheus. Debian's has no discovery through Kubernetes: the same nodes, with the
+/// labels that it would give them, come from a file.
+async fn scraped(cluster: &Cluster<'_>) -> Result<()> {
+    let dir = cluster.testbed.dir();
+    let kubectl = &cluster.kubectl;
+    kubectl.run(&["apply", "-k", text(&deploy().join("prometheus"))?]).await?;
+    let token = ["create", "token", "prometheus-postern", "--namespace", NAMESPACE];
+    let credentials = dir.join("serviceaccount");
+    fs::create_dir_all(&credentials).context("creating the credentials' folder")?;
+    fs::write(credentials.join("token"), kubectl.run(&token).await?.trim()).context("writing the token")?;
+    fs::copy(cluster.pki.file("ca.crt"), credentials.join("ca.crt")).context("copying the CA")?;
+
+    let group = |name: &str, address: &str| {
+        json!({ "targets": [format!("{address}:10250")], "labels": {
+            "__meta_kubernetes_node_name": name,
+            "__meta_kubernetes_node_address_InternalIP": address,
+        }})
+    };
+    let edge = cluster.testbed.edge(1);
+    let all = json!([group(CLOUD_NODE, &CLOUD.to_string()), group(EDGE_NODE, &edge.address.to_string())]);
+    let (all_file, edges_file) = (dir.join("nodes.json"), dir.join("edges.json"));
+    fs::write(&all_file, all.to_string()).context("writing the nodes")?;
+    fs::write(&edges_file, json!([all[1]]).to_string()).context("writing the edge nodes")?;
+
+    let found = |file: &Path| format!("file_sd_configs:\n      - files: [\"{}\"]", file.display());
+    let edges = "kubernetes_sd_configs:\n      - role: node\n        selectors:\n          - role: node\n            label: node-role.kubernetes.io/edge";
+    ensure!(PROMETHEUS.contains(edges), "the job of the agents finds its nodes in another way");
+    let configuration = PROMETHEUS
+        .replace(edges, &found(&edges_file))
+        .replace("kubernetes_sd_configs:\n      - role: node", &found(&all_file))
+        .replace("/var/run/secrets/kubernetes.io/serviceaccount", text(&credentials)?)
+        .replace("scrape_interval: 30s", "scrape_interval: 2s")
+        .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
+    ensure!(
+        !configuration.contains("kubernetes_sd"),
+        "a job finds its nodes in another way: {configuration}"
+    );
+    let _exporter = prometheus::start_exporter(cluster.testbed, 1)?;
+    let _prometheus = prometheus::start(cluster.testbed, &configuration)?;
+    let wanted = [
+        ("kubelet", CLOUD_NODE),
+        ("kubelet", EDGE_NODE),
+        ("cadvisor", CLOUD_NODE),
+        ("cadvisor", EDGE_NODE),
+        ("node-exporter", EDGE_NODE),
+        ("tunnel-agent", EDGE_NODE),
+        ("tunnel-server", ""),
+    ];
+    wait_until(
+        "every job to be scraped",
+        PATIENCE,
+        async || {
+            let up = query("up == 1").await?;
+            let missing = wanted.iter().filter(|(job, node)| {
+                !up.iter().any(|series| series.label("job") == *job && series.label("node") == *node)
+            });
+            Ok(missing.copied().collect::<Vec<_>>())
+        },
+        Vec::is_empty,
+    )
+    .await?;
+    Ok(())
+}
+
+/// What one looks at first when an installation does not work.
+async fn explanation(kubectl: &Kubectl) -> String {
+    let mut text = String::new();
+    for args in [
+        &["get", "pods,services,endpointslices,csr", "-A", "--output=wide"][..],
+        &["get", "events", "-A"],
+        &["logs", "daemonset/tunnel-server", "--namespace", NAMESPACE, "--tail=40"],
+        &["logs", "daemonset/tunnel-agent", "--namespace", NAMESPACE, "--tail=40"],
+    ] {
+        match kubectl.within(Duration::from_secs(10)).output(args).await {
+            Ok(output) => text.push_str(&crate::cluster::kubectl::said(&output)),
+            Err(error) => text.push_str(&format!("{error:#}")),
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn deploy() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
+}
+
+/// What `cargo xtask image` left beside the folder of this program.
+fn archive(program: &str) -> Result<PathBuf> {
+    let own = std::env::current_exe().context("where this program is")?;
+    let target = own.parent().and_then(Path::parent).context("this program is in no target folder")?;
+    let path = target.join("image").join(format!("{program}.oci.tar"));
+    ensure!(path.exists(), "{} is missing: run `cargo xtask image --profile dev`", path.display());
+    Ok(path)
+}
+
+fn text(path: &Path) -> Result<&str> {
+    path.to_str().with_context(|| format!("{} is not text", path.display()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,130 @@
+//! The shipped roles against what the API server logged: nothing forbidden, and nothing granted for nothing.
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use super::{DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS};
+use crate::cluster::Cluster;
+use crate::cluster::control_plane::audit_log;
+use crate::cluster::manifests::Manifests;
+use crate::runner::progress;
+use crate::wait::wait_until;
+
+/// One verb of one rule, on one resource and object.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Right {
+    account: &'static str,
+    group: String,
+    resource: String,
+    /// Empty: any.
+    name: String,
+    verb: String,
+}
+
+/// No request of either program was forbidden, and no right is there for nothing.
+pub(super) async fn check(cluster: &Cluster<'_>) -> Result<()> {
+    let manifests = Manifests::render(&cluster.kubectl, "base").await?;
+    let mut granted = BTreeSet::new();
+    for (account, _) in PROGRAMS {
+        for kind in ["ClusterRole", "Role"] {
+            granted.extend(rights_of(account, manifests.object(kind, &format!("postern:{account}"))?)?);
+        }
+    }
+    let unseen = unseen();
+    let used = async || -> Result<BTreeSet<Right>> { used(&audit_log(cluster.testbed)) };
+    // The last ones are a matter of seconds: an Event that repeats, say.
+    let missing = wait_until(
+        "every right to be used",
+        PATIENCE,
+        async || {
+            let used = used().await?;
+            let is_used = |right: &Right| {
+                used.iter().any(|one| {
+                    let name = right.name.is_empty() || right.name == one.name;
+                    name && Right { name: String::new(), ..right.clone() }
+                        == Right { name: String::new(), ..one.clone() }
+                })
+            };
+            let listed = |right: &Right| unseen.contains(&(right.resource.clone(), right.verb.clone()));
+            let missing = granted.iter().filter(|right| !is_used(right) && !listed(right));
+            Ok(missing.cloned().collect::<Vec<_>>())
+        },
+        Vec::is_empty,
+    );
+    missing
+        .await
+        .context("rights that were never used: narrow the role, or list them in docs/kubernetes.md")?;
+    progress(&format!("{} rights, all of them used", granted.len()));
+    Ok(())
+}
+
+fn rights_of(account: &'static str, role: &Value) -> Result<Vec<Right>> {
+    let list = |rule: &Value, key: &str| -> Vec<String> {
+        let values = rule[key].as_array().map_or(&[][..], Vec::as_slice);
+        values.iter().filter_map(|value| value.as_str().map(str::to_owned)).collect()
+    };
+    let mut rights = Vec::new();
+    for rule in role["rules"].as_array().with_context(|| format!("a role without rules: {role}"))? {
+        let mut names = list(rule, "resourceNames");
+        if names.is_empty() {
+            names.push(String::new());
+        }
+        for group in list(rule, "apiGroups") {
+            for resource in list(rule, "resources") {
+                for name in &names {
+                    rights.extend(list(rule, "verbs").into_iter().map(|verb| Right {
+                        account,
+                        group: group.clone(),
+                        resource: resource.clone(),
+                        name: name.clone(),
+                        verb,
+                    }));
+                }
+            }
+        }
+    }
+    Ok(rights)
+}
+
+/// The requests of the two ServiceAccounts; one that was forbidden is an error.
+fn used(log: &Path) -> Result<BTreeSet<Right>> {
+    let lines = fs::read_to_string(log).with_context(|| format!("reading {}", log.display()))?;
+    let mut used = BTreeSet::new();
+    // The last line may be half written.
+    for event in lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        let user = event["user"]["username"].as_str().unwrap_or_default();
+        let account =
+            PROGRAMS.iter().find(|(name, _)| user == format!("system:serviceaccount:{NAMESPACE}:{name}"));
+        let Some((account, _)) = account else { continue };
+        if event["responseStatus"]["code"] == 403 {
+            bail!("{account} was forbidden: {} {}", event["verb"], event["requestURI"]);
+        }
+        let object = &event["objectRef"];
+        let field = |key: &str| object[key].as_str().unwrap_or_default().to_owned();
+        let resource = match field("subresource") {
+            none if none.is_empty() => field("resource"),
+            subresource => format!("{}/{subresource}", field("resource")),
+        };
+        used.insert(Right {
+            account,
+            group: field("apiGroup"),
+            resource,
+            name: field("name"),
+            verb: event["verb"].as_str().unwrap_or_default().to_owned(),
+        });
+    }
+    ensure!(!used.is_empty(), "no request of the programs is in {}", log.display());
+    Ok(used)
+}
+
+/// What the document lists as rights that no test sees used: resource and verb.
+pub(super) fn unseen() -> BTreeSet<(String, String)> {
+    let section =
+        DOCUMENT.split("\n### ").find(|section| section.starts_with("Rights that no test sees used"));
+    let items = section.unwrap_or_default().lines().filter(|line| line.starts_with("* "));
+    let quoted = items.map(|line| line.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>());
+    quoted.filter_map(|words| Some((words.first()?.clone(), words.get(1)?.clone()))).collect()
+}

@@ -1,0 +1,177 @@
+//! Things that break on a node or between it and the cloud, in the middle of `kubectl logs -f`.
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
+use tokio::process::{Child, ChildStdout};
+use tokio::time::timeout;
+
+use super::checks::Checks;
+use crate::agent::Agent;
+use crate::client::{connect, connect_error};
+use crate::cluster::pods::{self, TALK, shell};
+use crate::cluster::{Cluster, EDGE_NODE, postern, tls};
+use crate::server::Server;
+use crate::testbed::Testbed;
+use crate::wait::{wait_for, wait_until};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+/// A dead link is noticed by pings, a lost address by the agent's next try.
+const LINK: Duration = Duration::from_secs(60);
+
+pub(super) async fn run(testbed: &Testbed) -> Result<()> {
+    let mut cluster = Cluster::start(testbed).await?;
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    let manifests = postern::install(&cluster, "base").await?;
+    let mut server = postern::server(&cluster, &manifests).await?.start().await?;
+    let mut agent = postern::agent(&cluster, &server, &manifests, 1).await?;
+    let mut checks = Checks::new();
+    checks.run("logs -f goes on after the link was away for 3 s", link_away(&cluster)).await;
+    checks
+        .run("logs -f three times while the agent crashes", agent_crashes(&cluster, &server, &mut agent))
+        .await;
+    checks.run("logs -f while the server crashes", server_crashes(&cluster, &mut server)).await;
+    checks.run("the kubelet restarts", kubelet_restarts(&mut cluster)).await;
+    checks.run("the kubelet's certificate is rotated", certificate_rotates(&cluster)).await;
+    let moved = node_moves(&mut cluster, &server);
+    checks.run_within(Duration::from_secs(180), "the node comes back with another address", moved).await;
+    checks.finish()
+}
+
+/// A running `kubectl logs -f`.
+struct Following {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    last: Option<u64>,
+}
+
+impl Following {
+    async fn start(cluster: &Cluster<'_>) -> Result<Self> {
+        let mut child = cluster.kubectl.start(&["logs", "-f", "talker", "--tail=1"])?;
+        let lines = BufReader::new(child.stdout.take().context("no output")?).lines();
+        let mut following = Self { child, lines, last: None };
+        following.next(5).await?;
+        Ok(following)
+    }
+
+    /// Reads lines, none of which may be missing.
+    async fn next(&mut self, count: usize) -> Result<()> {
+        for _ in 0..count {
+            let line = timeout(PATIENCE, self.lines.next_line()).await.context("no line came")??;
+            let line = line.context("kubectl logs -f ended")?;
+            let number: u64 =
+                line.trim_start_matches("line ").parse().with_context(|| format!("line {line:?}"))?;
+            let last = self.last.replace(number);
+            ensure!(last.is_none_or(|last| number == last + 1), "after line {last:?} came {number}");
+        }
+        Ok(())
+    }
+
+    /// Waits until kubectl gives up, which must be said by its exit code.
+    async fn expect_end(mut self) -> Result<()> {
+        let drain = async {
+            while self.lines.next_line().await?.is_some() {}
+            self.child.wait().await
+        };
+        let status = timeout(PATIENCE, drain).await.context("kubectl logs -f goes on")??;
+        ensure!(!status.success(), "kubectl logs -f ended as if all were well");
+        Ok(())
+    }
+}
+
+async fn link_away(cluster: &Cluster<'_>) -> Result<()> {
+    let mut following = Following::start(cluster).await?;
+    cluster.testbed.cut_link(1)?;
+    // The outage is the test; nothing is waited for.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    cluster.testbed.restore_link(1)?;
+    following.next(60).await
+}
+
+async fn agent_crashes(cluster: &Cluster<'_>, server: &Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
+    for _ in 0..3 {
+        let following = Following::start(cluster).await?;
+        agent.kill().await?;
+        following.expect_end().await?;
+        server.wait_connected(EDGE_NODE, false, PATIENCE).await?;
+        let error = cluster.kubectl.fails(&["logs", "talker", "--tail=1"]).await?;
+        ensure!(error.contains("no route to host"), "without an agent logs failed with: {error}");
+        agent.start_again()?;
+        server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
+        Following::start(cluster).await?;
+    }
+    Ok(())
+}
+
+async fn server_crashes(cluster: &Cluster<'_>, server: &mut Server<'_>) -> Result<()> {
+    let following = Following::start(cluster).await?;
+    server.kill().await?;
+    following.expect_end().await?;
+    server.start_again().await?;
+    server.wait_connected(EDGE_NODE, true, LINK).await?;
+    Following::start(cluster).await?;
+    Ok(())
+}
+
+async fn kubelet_restarts(cluster: &mut Cluster<'_>) -> Result<()> {
+    let following = Following::start(cluster).await?;
+    cluster.host_mut(EDGE_NODE)?.kill_kubelet()?;
+    following.expect_end().await?;
+    cluster.start_kubelet(EDGE_NODE)?;
+    logs_again(cluster).await?;
+    Following::start(cluster).await?;
+    Ok(())
+}
+
+async fn certificate_rotates(cluster: &Cluster<'_>) -> Result<()> {
+    let address = cluster.testbed.edge(1).address;
+    let shown = async || {
+        let stream = connect((address, 10250)).await?;
+        tls::certificate(&tls::handshake(stream, &address.to_string(), &cluster.pki, None).await?)
+    };
+    let old = shown().await?;
+    let mut following = Following::start(cluster).await?;
+    cluster.host(EDGE_NODE)?.rotate_certificate(&cluster.pki)?;
+    // The kubelet looks at its files once a minute.
+    let limit = Duration::from_secs(80);
+    wait_until("the kubelet to show its new certificate", limit, shown, |now| *now != old).await?;
+    following.next(1).await?;
+    Following::start(cluster).await?;
+    Ok(())
+}
+
+/// The site's router gives the machine another address: its links end, and its kubelet registers anew.
+async fn node_moves(cluster: &mut Cluster<'_>, server: &Server<'_>) -> Result<()> {
+    let ns = cluster.testbed.edge(1).ns.clone();
+    let old = cluster.testbed.edge(1).address;
+    let new = std::net::Ipv4Addr::from(u32::from(old) + 1);
+    cluster.host_mut(EDGE_NODE)?.kill_kubelet()?;
+    cluster.api.delete(&format!("/api/v1/nodes/{EDGE_NODE}")).await?;
+    ns.ip(&format!("addr add {new}/24 dev eth0"))?;
+    ns.ip(&format!("addr del {old}/24 dev eth0"))?;
+    let gateway = std::net::Ipv4Addr::from(u32::from(old) - 1);
+    ns.ip(&format!("route replace default via {gateway}"))?;
+    cluster.move_host(EDGE_NODE, new)?;
+    cluster.start_kubelet(EDGE_NODE)?;
+    cluster.label_node(EDGE_NODE).await?;
+    cluster.wait_ready(EDGE_NODE).await?;
+    server.wait_connected(EDGE_NODE, true, LINK).await?;
+    pods::run(&cluster.api, &[shell("after-the-move", EDGE_NODE, TALK)]).await?;
+    let logs = cluster.kubectl.run(&["logs", "after-the-move"]).await?;
+    ensure!(logs.starts_with("line 1\n"), "the logs are {logs:?}");
+    // Nobody has the old address now: it is like any address that does not answer.
+    let error = connect_error((old, 10250), Duration::from_secs(2)).await?;
+    ensure!(error.kind() == std::io::ErrorKind::TimedOut, "the old address: {error}");
+    let stream = connect((new, 10250)).await?;
+    tls::handshake(stream, &new.to_string(), &cluster.pki, None).await?;
+    Ok(())
+}
+
+/// Waits until a plain `kubectl logs` works.
+async fn logs_again(cluster: &Cluster<'_>) -> Result<()> {
+    wait_for("kubectl logs to work again", LINK, async || {
+        let output = cluster.kubectl.output(&["logs", "talker", "--tail=1"]).await?;
+        Ok(output.status.success().then_some(()))
+    })
+    .await
+}

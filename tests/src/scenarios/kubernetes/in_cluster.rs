@@ -1,0 +1,29 @@
+//! Postern as its manifests install it, with nothing in the cluster changed for it: what works then.
+use anyhow::Result;
+
+use super::checks::Checks;
+use super::{commands, forward, prometheus, redirect, views};
+use crate::cluster::{Cluster, EDGE_NODE, pods, postern};
+use crate::testbed::Testbed;
+
+pub(super) async fn run(testbed: &Testbed) -> Result<()> {
+    let cluster = Cluster::start(testbed).await?;
+    let mut all = [commands::pods(EDGE_NODE), forward::pods(EDGE_NODE), views::pods(EDGE_NODE)].concat();
+    all.extend(redirect::pods());
+    pods::run(&cluster.api, &all).await?;
+    let mut checks = Checks::new();
+    checks
+        .run("without Postern logs of an edge pod cannot be had", redirect::nothing_works_yet(&cluster))
+        .await;
+    let manifests = postern::install(&cluster, "base").await?;
+    let builder = postern::server(&cluster, &manifests).await?.flag("--edge-pod-routes=on");
+    let server = builder.start().await?;
+    let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
+    commands::run(&mut checks, &cluster).await;
+    forward::run(&mut checks, &cluster).await;
+    views::run(&mut checks, &cluster).await;
+    redirect::run(&mut checks, &cluster, &server).await;
+    prometheus::run(&mut checks, &cluster).await;
+    drop(agent);
+    checks.finish()
+}

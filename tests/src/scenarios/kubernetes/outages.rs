@@ -1,0 +1,139 @@
+//! The API server is away, or somebody else holds the Lease: tunnels and routes stay, and nothing has to be restarted.
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use super::super::common::never;
+use super::checks::Checks;
+use crate::agent::Agent;
+use crate::client::{connect, visit};
+use crate::cluster::pods::{self, TALK, shell};
+use crate::cluster::postern::NAMESPACE;
+use crate::cluster::{Cluster, EDGE_NODE, postern, tls};
+use crate::server::Server;
+use crate::target::{Behaviour, Target};
+use crate::testbed::Testbed;
+use crate::wait::{wait_for, wait_until};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Watches back off for up to 10 s.
+const BACK: Duration = Duration::from_secs(60);
+
+pub(super) async fn run(testbed: &Testbed) -> Result<()> {
+    let mut cluster = Cluster::start(testbed).await?;
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    let manifests = postern::install(&cluster, "base").await?;
+    let server = postern::server(&cluster, &manifests).await?.start().await?;
+    let mut agent = postern::agent(&cluster, &server, &manifests, 1).await?;
+    let mut checks = Checks::new();
+    checks.run("port lists are followed", ports_are_followed(&cluster, "9101")).await;
+    let away = api_away(&mut cluster, &server, &mut agent);
+    checks.run_within(Duration::from_secs(150), "the API server is away for a while", away).await;
+    let lost = lease_lost(&cluster, &server);
+    checks.run_within(Duration::from_secs(120), "the Lease is lost and taken again", lost).await;
+    checks.finish()
+}
+
+/// A port of the node works as soon as the ConfigMap has it.
+async fn ports_are_followed(cluster: &Cluster<'_>, port: &str) -> Result<()> {
+    let edge = cluster.testbed.edge(1);
+    let target = Target::start(&edge.ns, edge.address, port.parse()?, Behaviour::Echo)?;
+    let change = json!({ "data": { "http-proxy-ports": port } }).to_string();
+    let args = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &change];
+    cluster.kubectl.run(&args).await?;
+    wait_for("the port to be tunnelled", BACK, async || {
+        let attempt =
+            tokio::time::timeout(Duration::from_secs(1), tokio::net::TcpStream::connect(target.address));
+        Ok(attempt.await.is_ok_and(|connected| connected.is_ok()).then_some(()))
+    })
+    .await?;
+    visit(target.address).await?;
+    Ok(())
+}
+
+async fn api_away(cluster: &mut Cluster<'_>, server: &Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
+    let address = cluster.testbed.edge(1).address;
+    let kubelet = async |cluster: &Cluster<'_>| {
+        let stream = connect((address, 10250)).await?;
+        tls::handshake(stream, &address.to_string(), &cluster.pki, None).await
+    };
+    cluster.control_plane.kill_apiserver().await?;
+    // Long enough for watches to end, and for the Lease to be lost.
+    never("the tunnel's end", Duration::from_secs(20), async || {
+        kubelet(cluster).await.context("through the tunnel while the API server is away")?;
+        Ok(!server.is_connected(EDGE_NODE).await?)
+    })
+    .await?;
+    let status = server.get("/readyz").await?;
+    ensure!(status.0 == 200, "/readyz while the API server is away: {status:?}");
+    // Neither does an agent need the API server to come back.
+    agent.kill().await?;
+    server.wait_connected(EDGE_NODE, false, PATIENCE).await?;
+    agent.start_again()?;
+    server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
+    kubelet(cluster).await.context("through the new agent's tunnel")?;
+
+    cluster.restart_apiserver().await?;
+    wait_for("kubectl logs to work again", BACK, async || {
+        let output = cluster.kubectl.output(&["logs", "talker", "--tail=1"]).await?;
+        Ok(output.status.success().then_some(()))
+    })
+    .await?;
+    let synced = async || {
+        let metrics = server.metrics().await?;
+        Ok(metrics.sum("postern_kube_watch_synced", &[("resource", "nodes")]))
+    };
+    wait_until("the watch of nodes to be back", BACK, synced, |synced| *synced == 1.0).await?;
+    ports_are_followed(cluster, "9102").await.context("after the API server came back")
+}
+
+async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+    let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tunnel-server");
+    let records = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
+    let is_written = |records: &Value| {
+        records["data"]["tunnel-nodes"].as_str().is_some_and(|text| text.contains(&format!("\t{EDGE_NODE}")))
+    };
+    let before = cluster.api.wait("the DNS records", &records, PATIENCE, is_written).await?;
+    let lease = cluster.api.get(&path).await?;
+    let holder = lease["spec"]["holderIdentity"].clone();
+    ensure!(holder.is_string(), "nobody holds the Lease: {lease}");
+
+    let taken = json!({ "spec": {
+        "holderIdentity": "somebody-else",
+        "leaseDurationSeconds": 20,
+        "renewTime": rfc3339_now()?,
+    }});
+    cluster.api.patch(&path, &taken).await?;
+    let change = json!({ "data": { "tunnel-nodes": "changed by hand" } });
+    // The server notices at its next renewal, and may still repair until then.
+    wait_for("the server to stop writing", PATIENCE, async || {
+        cluster.api.patch(&records, &change).await?;
+        let repaired = never("a repair", Duration::from_secs(4), async || {
+            Ok(is_written(&cluster.api.get(&records).await?))
+        })
+        .await;
+        Ok(repaired.is_ok().then_some(()))
+    })
+    .await?;
+    let held = cluster.api.get(&path).await?;
+    ensure!(held["spec"]["holderIdentity"] == "somebody-else", "the Lease was taken too early: {held}");
+    ensure!(server.is_connected(EDGE_NODE).await?, "the tunnel ended with the Lease");
+    cluster.kubectl.run(&["logs", "talker", "--tail=1"]).await?;
+
+    cluster
+        .api
+        .wait("the server to take the Lease again", &path, BACK, |lease| {
+            lease["spec"]["holderIdentity"] == holder
+        })
+        .await?;
+    let after = cluster.api.wait("the DNS records to be repaired", &records, PATIENCE, is_written).await?;
+    ensure!(after["data"] == before["data"], "the records are {} and were {}", after["data"], before["data"]);
+    Ok(())
+}
+
+/// This moment, as the API wants it (microseconds).
+fn rfc3339_now() -> Result<String> {
+    let output = std::process::Command::new("date").args(["-u", "+%Y-%m-%dT%H:%M:%S.%6NZ"]).output();
+    Ok(String::from_utf8(output.context("running date")?.stdout)?.trim().to_owned())
+}
