@@ -184,6 +184,8 @@ impl Kube {
         let lease = &self.names.lease;
         let leader =
             leader::start(self.client.clone(), &self.namespace, lease, parts.server_id, stop.clone());
+        // The process waits for its tasks: another server may lead at once when the Lease was given back.
+        tasks.spawn(leader::released(leader.clone()));
         let cluster = Cluster {
             events: Events::start(self.client.clone(), parts.server_id, stop.clone()),
             client: self.client,
