@@ -48,6 +48,10 @@ pub enum KubeError {
 /// # Errors
 /// When the configuration is missing or wrong.
 pub async fn connect(options: &KubeOptions) -> Result<(Client, String), KubeError> {
+    connect_from(options, std::env::var("POD_NAMESPACE").ok()).await
+}
+
+async fn connect_from(options: &KubeOptions, pod: Option<String>) -> Result<(Client, String), KubeError> {
     let (config, configured) = match &options.kubeconfig {
         Some(path) => {
             let wrong = |reason| KubeError::Kubeconfig { path: path.clone(), reason };
@@ -66,7 +70,7 @@ pub async fn connect(options: &KubeOptions) -> Result<(Client, String), KubeErro
             (config, Some(namespace))
         }
     };
-    let namespace = namespace(options.namespace.clone(), std::env::var("POD_NAMESPACE").ok(), configured)?;
+    let namespace = namespace(options.namespace.clone(), pod, configured)?;
     let client = build(config, &namespace).map_err(|error| match &options.kubeconfig {
         Some(path) => KubeError::Kubeconfig { path: path.clone(), reason: reason(&error) },
         None => KubeError::NotInCluster { reason: reason(&error) },
@@ -214,7 +218,7 @@ mod tests {
     }
 
     async fn error(options: &KubeOptions) -> String {
-        match connect(options).await {
+        match connect_from(options, None).await {
             Ok(_) => panic!("this should be refused"),
             Err(error) => error.to_string(),
         }
@@ -226,7 +230,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         ca(dir.path());
         let path = kubeconfig(dir.path(), ", certificate-authority: ca.crt", ", namespace: tunnel");
-        let (client, namespace) = connect(&options(path)).await.unwrap();
+        let (client, namespace) = connect_from(&options(path), None).await.unwrap();
         assert_eq!((client.default_namespace(), namespace.as_str()), ("tunnel", "tunnel"));
     }
 
@@ -235,7 +239,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         ca(dir.path());
         let path = kubeconfig(dir.path(), ", certificate-authority: ca.crt", "");
-        assert_eq!(connect(&options(path)).await.unwrap().1, "kube-system");
+        assert_eq!(connect_from(&options(path), None).await.unwrap().1, "kube-system");
     }
 
     #[test]
@@ -278,12 +282,11 @@ mod tests {
         assert!(text.contains("failed to parse kubeconfig YAML"), "{text}");
     }
 
-    #[tokio::test]
-    async fn outside_a_pod_the_error_says_what_to_do() {
-        let here = KubeOptions { kubeconfig: None, namespace: None, names: ObjectNames::default() };
-        let text = error(&here).await;
+    #[test]
+    fn outside_a_pod_the_error_says_what_to_do() {
+        let missing = InClusterError::ReadEnvironmentVariable(std::env::VarError::NotPresent);
         assert_eq!(
-            text,
+            KubeError::NotInCluster { reason: in_cluster(&missing) }.to_string(),
             "this is not a pod with a service account: $KUBERNETES_SERVICE_HOST and $KUBERNETES_SERVICE_PORT are not \
              set; run it as one, or name a cluster with --kubeconfig FILE, or run standalone with --inventory FILE"
         );
