@@ -45,6 +45,7 @@ fn rules(manifest: &str) -> Vec<(String, Vec<Row>)> {
 fn tables() -> Vec<(String, Vec<Row>)> {
     let sections = DOCUMENT.split("\n#### ").skip(1);
     let table = |section: &str| {
+        let section = section.split("\n##").next().unwrap();
         let heading = section.lines().next().unwrap().to_owned();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
         let rows = rows.skip(1).map(|row| {
