@@ -23,6 +23,8 @@ const LEASE: u64 = 15;
 const RENEW_BEFORE_END: u64 = LEASE - 2;
 /// A holder that has not renewed for so long stops to write: another one may take the Lease soon.
 const RENEW_DEADLINE: Duration = Duration::from_secs(10);
+/// How often the Lease of another holder is looked at: it may have been given back before its end.
+const LOOK: Duration = Duration::from_secs(3);
 /// How long a stop may be held up by giving the Lease back.
 const RELEASE: Duration = Duration::from_secs(1);
 
@@ -151,16 +153,19 @@ impl Election {
         .await
     }
 
-    /// Until the stop (None), or until the Lease has been deleted and has to be made anew.
+    /// Until the stop (None), or until the Lease has to be looked at afresh: it was deleted, or another one held it for a
+    /// while. The library itself looks again only when the Lease ends.
     async fn follow(&mut self, manager: &LeaseManager, stop: &CancellationToken) -> Option<()> {
         // Kept until it is done: one that is dropped between its requests does not know what it wrote.
         let mut changed = pin!(next(manager, Duration::ZERO));
+        let look = Instant::now() + LOOK;
         loop {
             let deadline = self.renewals.borrow_and_update().map(|renewed| renewed + RENEW_DEADLINE);
             let in_time = deadline.filter(|deadline| *deadline > Instant::now());
             self.publish(self.holds && in_time.is_some());
             tokio::select! {
                 () = stop.cancelled() => return None,
+                () = sleep_until(look), if !self.holds => return Some(()),
                 // Only looks at the time again.
                 () = sleep_until(in_time.unwrap_or_else(Instant::now)), if in_time.is_some() => {}
                 () = sleep_until(self.over.unwrap_or_else(Instant::now)), if self.over.is_some() => self.works(),

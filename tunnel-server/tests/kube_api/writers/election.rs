@@ -46,16 +46,23 @@ async fn one_leads_and_gives_the_lease_back_when_it_stops() {
     let writes = api.requests("patch", &format!("{LEASES}/{LEASE}"));
     assert!((4..=5).contains(&writes), "{writes} writes of the Lease");
 
+    // Another one waits, and has the Lease long before it would have ended.
+    let other = CancellationToken::new();
+    let mut second = start(&api, "server-b", &other).await;
+    let path = format!("{LEASES}/{LEASE}");
+    let looked = api.requests("get", &path);
+    eventually("the second looks at the Lease", || (api.requests("get", &path) >= looked + 2).then_some(()))
+        .await;
+    assert!(!*second.borrow());
     stop.cancel();
     leader::released(first).await;
     let given_back = lease(&api).unwrap();
-    assert_eq!(given_back["holderIdentity"], Value::Null, "{given_back}");
-    let stop = CancellationToken::new();
-    let mut second = start(&api, "server-b", &stop).await;
+    assert!(given_back["holderIdentity"] != "server-a", "{given_back}");
     becomes(&mut second, true).await;
     assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-b");
-    stop.cancel();
+    other.cancel();
     leader::released(second).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], Value::Null);
 }
 
 #[tokio::test]
