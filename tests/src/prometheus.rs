@@ -2,6 +2,7 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
@@ -12,11 +13,15 @@ use crate::testbed::process::Process;
 
 const API: ([u8; 4], u16) = ([127, 0, 0, 1], 9090);
 
-/// Starts Prometheus on the cloud host.
+/// Starts Debian's Prometheus on the cloud host. It has no kubernetes_sd.
 pub fn start(testbed: &Testbed, configuration: &str) -> Result<Process> {
+    start_as(testbed, testbed.on_cloud().command(Path::new("prometheus")), configuration)
+}
+
+/// Starts a Prometheus as that command does.
+pub fn start_as(testbed: &Testbed, mut command: Command, configuration: &str) -> Result<Process> {
     let config = testbed.dir().join("prometheus.yml");
     fs::write(&config, configuration).with_context(|| format!("writing {}", config.display()))?;
-    let mut command = testbed.on_cloud().command(Path::new("prometheus"));
     command
         .arg(format!("--config.file={}", config.display()))
         .arg(format!("--storage.tsdb.path={}", testbed.dir().join("prometheus").display()))

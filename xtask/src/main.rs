@@ -37,7 +37,7 @@ enum Command {
     Lint,
     /// What CI runs: lint, then test.
     Ci,
-    /// The real Kubernetes and konnectivity that tests and demo run beside, built once and kept in the user's cache.
+    /// The real Kubernetes, Prometheus and konnectivity that tests and demo run beside, built once and kept in the user's cache.
     Peers(peers::Options),
     /// Static binaries, and an OCI archive of each in <target dir>/image/; installs what is missing for that.
     Image(image::Options),

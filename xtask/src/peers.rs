@@ -1,8 +1,8 @@
-//! `cargo xtask peers`: the real Kubernetes and konnectivity, built from Go modules once and kept outside of any clone.
+//! `cargo xtask peers`: the real Kubernetes, Prometheus and konnectivity, built from Go modules once and kept outside of any clone.
 use std::env;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ExitCode};
+use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -11,8 +11,6 @@ use sha2::{Digest as _, Sha256};
 
 use crate::command::{program, root, shown};
 
-/// Tells the scenarios and the demo where the programs of Kubernetes are.
-pub(crate) const VARIABLE: &str = "POSTERN_PEERS_KUBERNETES";
 /// How often a build that takes long says so.
 const SAY: Duration = Duration::from_secs(15);
 
@@ -27,6 +25,8 @@ pub(crate) struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Peer {
     Kubernetes,
+    /// Debian's is built without kubernetes_sd.
+    Prometheus,
     Konnectivity,
 }
 
@@ -34,6 +34,7 @@ impl Peer {
     fn name(self) -> &'static str {
         match self {
             Self::Kubernetes => "kubernetes",
+            Self::Prometheus => "prometheus",
             Self::Konnectivity => "konnectivity",
         }
     }
@@ -49,10 +50,19 @@ impl Peer {
                 ("kubelet", "k8s.io/kubernetes/cmd/kubelet"),
                 ("kubectl", "k8s.io/kubernetes/cmd/kubectl"),
             ],
+            Self::Prometheus => &[("prometheus", "github.com/prometheus/prometheus/cmd/prometheus")],
             Self::Konnectivity => &[
                 ("proxy-server", "sigs.k8s.io/apiserver-network-proxy/cmd/server"),
                 ("proxy-agent", "sigs.k8s.io/apiserver-network-proxy/cmd/agent"),
             ],
+        }
+    }
+
+    /// Build tags. Of Prometheus' service discoveries only one is needed, and the others are most of its build.
+    fn tags(self) -> &'static str {
+        match self {
+            Self::Prometheus => "remove_all_sd,enable_kubernetes_sd",
+            Self::Kubernetes | Self::Konnectivity => "",
         }
     }
 
@@ -62,7 +72,7 @@ impl Peer {
 
     /// Without the version's flags Kubernetes calls itself v0.0.0.
     fn ldflags(self, go_mod: &str) -> Result<String> {
-        if self == Self::Konnectivity {
+        if self != Self::Kubernetes {
             return Ok("-s -w".to_owned());
         }
         let version = word_after(go_mod, "require k8s.io/kubernetes ")?;
@@ -78,10 +88,18 @@ impl Peer {
 }
 
 pub(crate) fn run_peers(options: &Options) -> Result<ExitCode> {
-    for peer in options.only.map_or_else(|| vec![Peer::Kubernetes, Peer::Konnectivity], |peer| vec![peer]) {
+    let all = || Peer::value_variants().to_vec();
+    for peer in options.only.map_or_else(all, |peer| vec![peer]) {
         println!("{}", build(peer)?.display());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Builds what the test cluster needs, and tells a program (scenarios, demo) where it is.
+pub(crate) fn for_cluster(command: &mut Command) -> Result<()> {
+    command.env("POSTERN_PEERS_KUBERNETES", build(Peer::Kubernetes)?);
+    command.env("POSTERN_PEERS_PROMETHEUS", build(Peer::Prometheus)?);
+    Ok(())
 }
 
 /// The folder with the programs, built first when it is not there.
@@ -93,7 +111,7 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     };
     let go_mod = read("go.mod")?;
     let ldflags = peer.ldflags(&go_mod)?;
-    let key = key(&[&read("go.sum")?, &go_mod, &ldflags, &format!("{:?}", peer.programs())]);
+    let key = key(&[&read("go.sum")?, &go_mod, &ldflags, peer.tags(), &format!("{:?}", peer.programs())]);
     let cache = cache()?;
     let folder = cache.join(format!("{}-{key}", peer.name()));
     if folder.exists() {
@@ -112,7 +130,7 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
     let programs = peer.programs();
     println!(
-        "building {} programs of {} with {version}, once for every clone on this machine; the first time takes some minutes",
+        "building {} program(s) of {} with {version}, once for every clone on this machine; the first time takes some minutes",
         programs.len(),
         peer.name()
     );
@@ -122,7 +140,8 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
         command
             .current_dir(&module)
             .env("CGO_ENABLED", "0")
-            .args(["build", "-trimpath", "-mod=readonly", "-ldflags", &ldflags, "-o"])
+            .args(["build", "-trimpath", "-mod=readonly", "-tags", peer.tags()])
+            .args(["-ldflags", &ldflags, "-o"])
             .arg(temporary.join(name))
             .arg(package);
         let what = format!("{name} ({} of {})", at + 1, programs.len());

@@ -6,8 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{built, cargo, is_root, program, shown};
-use crate::peers::{self, Peer};
-use crate::{build_ebpf, demo, fuzz, packages};
+use crate::{build_ebpf, demo, fuzz, image, packages, peers};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -59,15 +58,19 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
     let start = Instant::now();
     packages::install(&[packages::TESTBED])?;
-    let mut kubernetes = None;
+    let mut scenarios = program(built("scenarios")?);
     if !options.quick {
         packages::install(&[packages::DEMO, packages::CLUSTER])?;
-        heading("the programs of Kubernetes");
-        kubernetes = Some(peers::build(Peer::Kubernetes)?);
+        heading("the programs of the test cluster");
+        peers::for_cluster(&mut scenarios)?;
     }
     heading("building the eBPF programs and the two programs");
     build_ebpf::run()?;
     demo::build_programs()?;
+    if !options.quick {
+        heading("building the images");
+        image::build(image::Profile::Dev, &[image::Image::Server, image::Image::Agent])?;
+    }
 
     let mut tally = Tally::default();
     let filter: Vec<&str> = options.filter.as_deref().into_iter().collect();
@@ -84,11 +87,7 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
     }
 
     heading("scenarios");
-    let mut scenarios = program(built("scenarios")?);
     scenarios.args(options.quick.then_some("--quick")).args(&filter);
-    if let Some(folder) = kubernetes {
-        scenarios.env(peers::VARIABLE, folder);
-    }
     count(&mut scenarios, &mut tally)?;
 
     if options.quick {

@@ -21,7 +21,6 @@ const ETCD: &str = "http://127.0.0.1:2379";
 /// The running programs.
 #[derive(Debug)]
 pub struct ControlPlane {
-    folder: PathBuf,
     _etcd: Process,
     apiserver: Process,
     others: Vec<Process>,
@@ -30,10 +29,9 @@ pub struct ControlPlane {
 impl ControlPlane {
     /// Starts etcd and the API server; nothing is waited for.
     pub fn start(testbed: &Testbed, pki: &Pki) -> Result<Self> {
-        let folder = peers::folder()?;
         let etcd = Process::spawn(testbed, "etcd", etcd(testbed))?;
-        let apiserver = Process::spawn(testbed, "kube-apiserver", apiserver(testbed, pki, &folder)?)?;
-        Ok(Self { folder, _etcd: etcd, apiserver, others: Vec::new() })
+        let apiserver = Process::spawn(testbed, "kube-apiserver", apiserver(testbed, pki)?)?;
+        Ok(Self { _etcd: etcd, apiserver, others: Vec::new() })
     }
 
     /// Waits until the API server is ready.
@@ -52,8 +50,7 @@ impl ControlPlane {
         let user = |name: &str| -> Result<PathBuf> {
             pki.kubeconfig(name, server, &pki.client(name, &format!("system:{name}"), &[])?)
         };
-        let mut manager =
-            testbed.on_cloud().command(&peers::program(&self.folder, "kube-controller-manager")?);
+        let mut manager = testbed.on_cloud().command(&peers::kubernetes("kube-controller-manager")?);
         manager
             .arg(format!("--kubeconfig={}", user("kube-controller-manager")?.display()))
             .arg(format!("--service-account-private-key-file={}", pki.file("service-account.key").display()))
@@ -61,7 +58,7 @@ impl ControlPlane {
             .arg(format!("--cluster-signing-cert-file={}", pki.file("ca.crt").display()))
             .arg(format!("--cluster-signing-key-file={}", pki.file("ca.key").display()))
             .args(["--use-service-account-credentials", "--leader-elect=false"]);
-        let mut scheduler = testbed.on_cloud().command(&peers::program(&self.folder, "kube-scheduler")?);
+        let mut scheduler = testbed.on_cloud().command(&peers::kubernetes("kube-scheduler")?);
         scheduler
             .arg(format!("--kubeconfig={}", user("kube-scheduler")?.display()))
             .arg("--leader-elect=false");
@@ -80,7 +77,7 @@ impl ControlPlane {
     /// Starts the API server again and waits until it is ready.
     pub async fn restart_apiserver(&mut self, testbed: &Testbed, pki: &Pki, api: &Api) -> Result<()> {
         ensure!(self.apiserver.ended()?.is_some(), "kube-apiserver still runs");
-        self.apiserver = Process::spawn(testbed, "kube-apiserver", apiserver(testbed, pki, &self.folder)?)?;
+        self.apiserver = Process::spawn(testbed, "kube-apiserver", apiserver(testbed, pki)?)?;
         self.wait_ready(api).await
     }
 }
@@ -95,7 +92,7 @@ fn etcd(testbed: &Testbed) -> Command {
     command
 }
 
-fn apiserver(testbed: &Testbed, pki: &Pki, folder: &Path) -> Result<Command> {
+fn apiserver(testbed: &Testbed, pki: &Pki) -> Result<Command> {
     let names = [
         CLOUD.to_string(),
         "127.0.0.1".to_owned(),
@@ -109,7 +106,7 @@ fn apiserver(testbed: &Testbed, pki: &Pki, folder: &Path) -> Result<Command> {
     let kubelet =
         pki.client("apiserver-kubelet-client", "kube-apiserver-kubelet-client", &["system:masters"])?;
     let ca = pki.file("ca.crt");
-    let mut command = testbed.on_cloud().command(&peers::program(folder, "kube-apiserver")?);
+    let mut command = testbed.on_cloud().command(&peers::kubernetes("kube-apiserver")?);
     command
         .arg(format!("--etcd-servers={ETCD}"))
         .arg(format!("--service-cluster-ip-range={SERVICE_CIDR}"))

@@ -113,7 +113,7 @@ impl Host {
         let name = &self.spec.name;
         let config = self.dir.join("kubelet.yaml");
         fs::write(&config, self.kubelet_configuration(pki)).context("writing kubelet.yaml")?;
-        let mut command = self.command(&peers::program(&peers::folder()?, "kubelet")?);
+        let mut command = self.command(&peers::kubernetes("kubelet")?);
         command
             .arg(format!("--config={}", config.display()))
             .arg(format!("--kubeconfig={}", self.kubeconfig.display()))
@@ -127,7 +127,7 @@ impl Host {
     /// Starts kube-proxy, which makes Services work in this network namespace; nothing waits for it.
     pub fn start_proxy(&mut self, testbed: &Testbed, kubeconfig: &Path) -> Result<()> {
         let name = &self.spec.name;
-        let mut command = self.command(&peers::program(&peers::folder()?, "kube-proxy")?);
+        let mut command = self.command(&peers::kubernetes("kube-proxy")?);
         command
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .arg(format!("--hostname-override={name}"))

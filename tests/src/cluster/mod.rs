@@ -85,7 +85,7 @@ impl<'a> Cluster<'a> {
         let admin = pki.client("admin", "kubernetes-admin", &["system:masters"])?;
         let kubeconfig = pki.kubeconfig("admin", &server, &admin)?;
         let api = Api::open(&kubeconfig).await?;
-        let kubectl = Kubectl::new(peers::program(&peers::folder()?, "kubectl")?, kubeconfig, dir);
+        let kubectl = Kubectl::new(peers::kubernetes("kubectl")?, kubeconfig, dir);
         control_plane.wait_ready(&api).await?;
         progress(&format!("the API server is ready, {:.1?} from the start", start.elapsed()));
         control_plane.start_controllers(testbed, &pki, &server)?;

@@ -67,14 +67,14 @@ impl Following {
         Ok(())
     }
 
-    /// Waits until kubectl gives up, which must be said by its exit code.
+    /// Waits until kubectl gives up. The API server ends its answer in good order when the kubelet's breaks off, so the
+    /// exit code says nothing, with a tunnel or without.
     async fn expect_end(mut self) -> Result<()> {
         let drain = async {
             while self.lines.next_line().await?.is_some() {}
             self.child.wait().await
         };
-        let status = timeout(PATIENCE, drain).await.context("kubectl logs -f goes on")??;
-        ensure!(!status.success(), "kubectl logs -f ended as if all were well");
+        timeout(PATIENCE, drain).await.context("kubectl logs -f goes on")??;
         Ok(())
     }
 }
@@ -147,10 +147,9 @@ async fn node_moves(cluster: &mut Cluster<'_>, server: &Server<'_>) -> Result<()
     let new = std::net::Ipv4Addr::from(u32::from(old) + 1);
     cluster.host_mut(EDGE_NODE)?.kill_kubelet()?;
     cluster.api.delete(&format!("/api/v1/nodes/{EDGE_NODE}")).await?;
-    ns.ip(&format!("addr add {new}/24 dev eth0"))?;
     ns.ip(&format!("addr del {old}/24 dev eth0"))?;
-    let gateway = std::net::Ipv4Addr::from(u32::from(old) - 1);
-    ns.ip(&format!("route replace default via {gateway}"))?;
+    ns.ip(&format!("addr add {new}/24 dev eth0"))?;
+    ns.ip(&format!("route add default via {}", std::net::Ipv4Addr::from(u32::from(old) - 1)))?;
     cluster.move_host(EDGE_NODE, new)?;
     cluster.start_kubelet(EDGE_NODE)?;
     cluster.label_node(EDGE_NODE).await?;

@@ -1,31 +1,34 @@
-//! Prometheus, configured as for nodes that can be reached directly: kubernetes_sd, each node by its own address, the
-//! kubelets' certificates verified.
+//! Prometheus with the shipped configuration: kubernetes_sd, each node by its own address, the kubelets' certificates
+//! verified. Nothing in that configuration knows of a tunnel.
 use std::path::Path;
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
 
 use super::checks::Checks;
+use crate::cluster::host::Host;
 use crate::cluster::postern::NAMESPACE;
-use crate::cluster::{Cluster, KUBERNETES_SERVICE};
+use crate::cluster::{CLOUD_NODE, Cluster, KUBERNETES_SERVICE, peers};
 use crate::prometheus::{self, query};
 use crate::testbed::process::Process;
 use crate::wait::wait_until;
 
 const PATIENCE: Duration = Duration::from_secs(60);
+const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/prometheus.yml");
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/prometheus");
 
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
     checks.run("Prometheus scrapes every node by its own address", scrapes(cluster)).await;
 }
 
 async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {
-    let _exporters = start_exporters(cluster)?;
-    tunnel_exporters(cluster).await?;
-    let configuration = configuration(cluster).await?;
-    let _prometheus = prometheus::start(cluster.testbed, &configuration)?;
-    let jobs = ["kubelet", "cadvisor", "node-exporter"];
-    let targets = jobs.len() * cluster.hosts.len();
+    let (_exporters, _prometheus) = start(cluster).await?;
+    let nodes = cluster.hosts.len();
+    // kubelet, cadvisor and node exporter of every node, the agents of all but the cloud's, and the server.
+    let targets = 3 * nodes + (nodes - 1) + 1;
     wait_until(
         &format!("{targets} targets to be up"),
         PATIENCE,
@@ -35,7 +38,7 @@ async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {
     .await?;
     for host in &cluster.hosts {
         let name = &host.spec.name;
-        for (job, port) in jobs.into_iter().zip([10250, 10250, 9100]) {
+        for (job, port) in [("kubelet", 10250), ("cadvisor", 10250), ("node-exporter", 9100)] {
             let instance = format!("{}:{port}", host.spec.address);
             let up = query(&format!("up{{job=\"{job}\",instance=\"{instance}\"}}")).await?;
             ensure!(up.len() == 1, "{job} of {name} is not scraped at {instance}");
@@ -54,81 +57,49 @@ async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights.
+pub(crate) async fn start(cluster: &Cluster<'_>) -> Result<(Vec<Process>, Process)> {
+    let exporters = start_exporters(cluster)?;
+    cluster.kubectl.run(&["apply", "-k", FOLDER]).await?;
+    // What the configuration's comments ask for.
+    let ports =
+        json!({ "data": { "http-proxy-ports": "9100", "localhost-proxy-ports": "10266" } }).to_string();
+    let patch = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &ports];
+    cluster.kubectl.run(&patch).await?;
+    let host = cluster.host(CLOUD_NODE)?;
+    give_credentials(cluster, host).await?;
+    let often = CONFIGURATION
+        .replace("scrape_interval: 30s", "scrape_interval: 2s")
+        .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
+    let mut command = host.command(&peers::prometheus()?);
+    // As in a pod.
+    command.env("KUBERNETES_SERVICE_HOST", KUBERNETES_SERVICE).env("KUBERNETES_SERVICE_PORT", "443");
+    Ok((exporters, prometheus::start_as(cluster.testbed, command, &often)?))
+}
+
+/// A token of its ServiceAccount and the cluster's CA where a pod has them; /run is the host's own.
+async fn give_credentials(cluster: &Cluster<'_>, host: &Host) -> Result<()> {
+    let token = ["create", "token", "prometheus-postern", "--namespace", NAMESPACE];
+    let token = cluster.kubectl.run(&token).await?;
+    let authority = std::fs::read_to_string(cluster.pki.file("ca.crt")).context("reading the CA")?;
+    for (name, text) in [("token", token.trim()), ("ca.crt", &authority)] {
+        let folder = "/var/run/secrets/kubernetes.io/serviceaccount";
+        let mut command = tokio::process::Command::from(host.command(Path::new("sh")));
+        command.args(["-c", r#"mkdir -p "$0" && cat > "$0/$1""#, folder, name]).stdin(Stdio::piped());
+        let mut child = command.spawn().context("starting sh")?;
+        child.stdin.take().context("no input")?.write_all(text.as_bytes()).await.context("writing")?;
+        let status = child.wait().await.context("waiting for sh")?;
+        ensure!(status.success(), "writing {folder}/{name} ended with {status}");
+    }
+    Ok(())
+}
+
 /// A node exporter on every host.
 fn start_exporters(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
-    let start = |host: &crate::cluster::host::Host| {
+    let start = |host: &Host| {
         let mut command = host.command(Path::new("prometheus-node-exporter"));
         command.arg("--log.level=warn").arg(format!("--web.listen-address={}:9100", host.spec.address));
         Process::spawn(cluster.testbed, &format!("node-exporter-{}", host.spec.name), command)
     };
     cluster.hosts.iter().map(start).collect()
-}
-
-/// What an administrator does for a port that is not the kubelet's.
-async fn tunnel_exporters(cluster: &Cluster<'_>) -> Result<()> {
-    let change = json!({ "data": { "http-proxy-ports": "9100" } }).to_string();
-    let args = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &change];
-    cluster.kubectl.run(&args).await?;
-    Ok(())
-}
-
-async fn configuration(cluster: &Cluster<'_>) -> Result<String> {
-    let objects = json!({ "apiVersion": "v1", "kind": "List", "items": [
-        { "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "prometheus", "namespace": "default" } },
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "ClusterRole",
-            "metadata": { "name": "prometheus" },
-            "rules": [
-                { "apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"] },
-                { "apiGroups": [""], "resources": ["nodes/metrics"], "verbs": ["get"] },
-            ],
-        },
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": { "name": "prometheus" },
-            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "prometheus" },
-            "subjects": [{ "kind": "ServiceAccount", "name": "prometheus", "namespace": "default" }],
-        },
-    ]});
-    cluster.kubectl.run_with_input(&["apply", "--filename=-"], objects.to_string().as_bytes()).await?;
-    let token = cluster.kubectl.run(&["create", "token", "prometheus"]).await?;
-    let file = cluster.testbed.dir().join("prometheus-token");
-    std::fs::write(&file, token.trim()).context("writing Prometheus' token")?;
-    let (token, authority) = (file.display().to_string(), cluster.pki.file("ca.crt").display().to_string());
-    let nodes = json!([{
-        "role": "node",
-        "api_server": format!("https://{KUBERNETES_SERVICE}"),
-        "authorization": { "credentials_file": token },
-        "tls_config": { "ca_file": authority },
-    }]);
-    let kubelet = |job: &str, path: &str| {
-        json!({
-            "job_name": job,
-            "scheme": "https",
-            "metrics_path": path,
-            "authorization": { "credentials_file": token },
-            "tls_config": { "ca_file": authority },
-            "kubernetes_sd_configs": nodes,
-            "relabel_configs": [{ "source_labels": ["__address__"], "target_label": "instance" }],
-        })
-    };
-    // JSON is YAML too.
-    let text = json!({
-        "global": { "scrape_interval": "2s", "scrape_timeout": "2s" },
-        "scrape_configs": [
-            kubelet("kubelet", "/metrics"),
-            kubelet("cadvisor", "/metrics/cadvisor"),
-            {
-                "job_name": "node-exporter",
-                "kubernetes_sd_configs": nodes,
-                "relabel_configs": [
-                    { "source_labels": ["__address__"], "regex": "(.*):10250", "target_label": "__address__", "replacement": "$1:9100" },
-                    { "source_labels": ["__address__"], "target_label": "instance" },
-                ],
-            },
-        ],
-    });
-    Ok(text.to_string())
 }

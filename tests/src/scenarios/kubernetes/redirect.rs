@@ -73,7 +73,7 @@ async fn pod_on_cloud(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> 
     let fits = |line: &crate::access_log::AccessLine| {
         line.text("door") == "redirect"
             && line.text("client").starts_with(&pod)
-            && line.text("target") == format!("{address}:10255")
+            && line.text("destination") == format!("{address}:10255")
             && line.text("node") == EDGE_NODE
     };
     server.wait_access(&format!("the pod {pod} to {address}:10255"), fits).await?;
