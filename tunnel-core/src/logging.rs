@@ -67,7 +67,13 @@ impl Level {
         let libraries =
             if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
         // Targets are module paths: "tunnel" covers tunnel_core, tunnel_server and tunnel_agent.
-        Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own)
+        let targets =
+            Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own);
+        // The client says every failed request as an error; whoever made it says it once, with what follows from it.
+        match self {
+            Self::Everything => targets,
+            _ => targets.with_target("kube_client::client::builder", LevelFilter::OFF),
+        }
     }
 }
 
