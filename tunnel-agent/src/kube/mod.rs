@@ -1,7 +1,14 @@
 //! The Kubernetes side of the agent: its servers, its certificate and its pods, from the API server.
 //!
-//! None of it is needed to carry: while the API server is away, the servers and the pods are the last known ones (the
-//! servers across restarts, too), and the certificate is renewed at a server.
+//! None of it is needed to carry: while the API server is away, the servers and the pods are the last known ones, and the
+//! certificate is renewed at a server. The file `servers` of the state directory has the servers for a restart meanwhile.
+//!
+//! | verb | resource | for |
+//! |---|---|---|
+//! | list, watch | services (the one) | where the servers are |
+//! | list, watch | endpointslices.discovery.k8s.io (of that Service) | the same, with a Service of type NodePort |
+//! | create, get | certificatesigningrequests.certificates.k8s.io | the certificate |
+//! | get | nodes (its own) | the ranges of its pods |
 
 pub mod client;
 pub mod csr;

@@ -79,7 +79,7 @@ fn ranges(node: &Node) -> Vec<IpNet> {
 mod tests {
     use super::*;
 
-    fn of(spec: serde_json::Value) -> Vec<String> {
+    fn of(spec: &serde_json::Value) -> Vec<String> {
         let node: Node = serde_json::from_value(serde_json::json!({"metadata": {}, "spec": spec})).unwrap();
         ranges(&node).iter().map(ToString::to_string).collect()
     }
@@ -88,11 +88,11 @@ mod tests {
     fn ranges_are_taken_once_and_never_everything() {
         use serde_json::json;
         assert_eq!(
-            of(json!({"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]})),
+            of(&json!({"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]})),
             ["10.244.1.0/24", "fd00:1::/64"]
         );
-        assert_eq!(of(json!({"podCIDR": "10.244.1.7/24"})), ["10.244.1.0/24"]);
-        assert!(of(json!({"podCIDRs": ["0.0.0.0/0", "::/0", "x"]})).is_empty());
-        assert!(of(json!({})).is_empty());
+        assert_eq!(of(&json!({"podCIDR": "10.244.1.7/24"})), ["10.244.1.0/24"]);
+        assert!(of(&json!({"podCIDRs": ["0.0.0.0/0", "::/0", "x"]})).is_empty());
+        assert!(of(&json!({})).is_empty());
     }
 }

@@ -12,7 +12,7 @@ impl SessionEnd {
         match self {
             Self::Tls(error) => is_about_certificates(error),
             // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
-            Self::Link(error) => error.get_io().is_some_and(|error| is_about_certificates(error)),
+            Self::Link(error) => error.get_io().is_some_and(is_about_certificates),
             _ => false,
         }
     }

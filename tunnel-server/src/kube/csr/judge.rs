@@ -113,7 +113,7 @@ fn requester(
             None => {
                 return refuse(format!(
                     "the token of user {user:?} is not bound to a pod on a node: {NODE_NAME_EXTRA} is missing \
-                     (tokens that the kubelet gives to pods have it from Kubernetes 1.32 on; on an older one give \
+                     (tokens that the kubelet gives to pods have it from Kubernetes 1.30 on; on an older one give \
                      the agent the kubelet's --kubeconfig)"
                 ));
             }

@@ -1,0 +1,223 @@
+use super::*;
+use clap::CommandFactory;
+
+const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+fn config(args: &[&str]) -> Result<Config, ConfigError> {
+    let base = ["tunnel-agent", "--node-name=edge-1"];
+    Config::new(&Cli::try_parse_from(base.iter().chain(args)).unwrap().run)
+}
+
+fn error(args: &[&str]) -> String {
+    config(args).expect_err(&format!("{args:?}")).to_string()
+}
+
+#[test]
+fn the_command_line_is_consistent() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn defaults_are_those_of_the_design() {
+    let config = config(&["--server=tunnel.example.org:10262"]).unwrap();
+    assert_eq!(config.state_dir, Path::new("/var/lib/postern/agent"));
+    assert_eq!(config.admin_address, Some("127.0.0.1:10266".parse().unwrap()));
+    assert_eq!(config.drain_timeout, Duration::from_secs(30));
+    assert_eq!((config.log_format, config.log_level), (logging::Format::Text, logging::Level::Info));
+    assert_eq!((config.node_ip, config.allow_targets.len()), (None, 0));
+    assert!(config.token.is_none() && config.ca_hash.is_none());
+}
+
+#[test]
+fn other_systems_names_are_taken() {
+    let config =
+        config(&["--tunnelserver-addr=a:1,b:2", "--server=b:2", "--meta-port=0", "--cert-dir=/x", "--v=4"])
+            .unwrap();
+    assert_eq!(config.servers.iter().map(ToString::to_string).collect::<Vec<_>>(), ["a:1", "b:2"]);
+    assert_eq!((config.admin_address, config.state_dir), (None, PathBuf::from("/x")));
+    assert_eq!(config.log_level, logging::Level::Debug);
+}
+
+/// The flags of DESIGN §11 and, behind them, those that every part of Postern has.
+const DESIGN: &[(&str, Option<&str>)] = &[
+    ("server", None),
+    ("node-name", None),
+    ("node-ip", None),
+    ("token", None),
+    ("token-file", None),
+    ("ca-hash", None),
+    ("kubeconfig", None),
+    ("namespace", None),
+    ("service", None),
+    ("state-dir", Some("/var/lib/postern/agent")),
+    ("admin-address", Some("127.0.0.1:10266")),
+    ("allow-target", None),
+    ("drain-timeout", Some("30s")),
+    ("log-format", Some("text")),
+    ("log-level", Some("info")),
+];
+
+#[test]
+fn the_help_is_the_designs_table() {
+    let command = Cli::command();
+    let shown: Vec<(String, Option<String>)> = command
+        .get_arguments()
+        .filter(|argument| !argument.is_hide_set())
+        .filter_map(|argument| {
+            let default =
+                argument.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
+            Some((argument.get_long()?.to_owned(), default))
+        })
+        .filter(|(long, _)| !["help", "version"].contains(&long.as_str()))
+        .collect();
+    let expected: Vec<_> =
+        DESIGN.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
+    assert_eq!(shown, expected);
+}
+
+#[test]
+fn the_flags_that_are_logged_give_the_same_configuration() {
+    let config = config(&[
+        "--server=a:1,[fd00::1]:2",
+        "--node-ip=10.8.0.7",
+        "--state-dir=/s",
+        "--admin-address=0",
+        "--allow-target=node:22,80-90",
+        "--allow-target=[fd00::/64]:*",
+        "--drain-timeout=1500ms",
+        "--log-format=json",
+        "--log-level=9",
+    ])
+    .unwrap();
+    let again =
+        Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
+    assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+}
+
+#[test]
+fn with_a_kubeconfig_servers_are_found_or_given() {
+    let found = config(&["--kube-config=/k"]).unwrap();
+    let kube = found.kube.clone().unwrap();
+    assert_eq!((kube.kubeconfig.as_deref(), kube.namespace), (Some(Path::new("/k")), None));
+    assert_eq!((kube.service.as_str(), found.servers.len()), ("x-tunnel-server-svc", 0));
+    let given = config(&["--kubeconfig=/k", "--server=a:1", "--namespace=n", "--service=s"]).unwrap();
+    assert_eq!(given.servers.len(), 1);
+    for config in [found, given] {
+        let again =
+            Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
+        assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+    }
+    assert!(config(&["--server=a:1"]).unwrap().kube.is_none());
+}
+
+#[test]
+fn yurttunnels_command_line_is_taken() {
+    let config = config(&[
+        "--kube-config=/etc/kubernetes/kubelet.conf",
+        "--apiserver-addr=https://10.0.0.1:6443",
+        "--agent-identifiers=ipv4=10.8.0.7&host=edge-1",
+        "--meta-host=127.0.0.1",
+        "--meta-port=10266",
+        "--cert-dir=/x",
+    ])
+    .unwrap();
+    let ignored: Vec<_> = config.ignored.iter().map(|(flag, _)| *flag).collect();
+    assert_eq!(ignored, ["--apiserver-addr", "--agent-identifiers", "--meta-host"]);
+}
+
+#[test]
+fn the_token_is_masked_and_needs_the_ca() {
+    let config = config(&["--server=a:1", "--token=abc.def", &format!("--ca-hash={HASH}")]).unwrap();
+    assert_eq!(config.token.as_ref().unwrap().expose(), "abc.def");
+    assert!(!format!("{config:?} {:?}", config.flags()).contains("abc.def"));
+    assert_eq!(
+        error(&["--server=a:1", "--token=abc.def"]),
+        "--ca-hash: needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it"
+    );
+}
+
+#[test]
+fn the_token_file_may_be_gone_once_enrolled() {
+    let directory = tempfile::tempdir().unwrap();
+    let (file, state) = (directory.path().join("token"), directory.path().join("state"));
+    let flags = [
+        "--server=a:1".to_owned(),
+        format!("--ca-hash={HASH}"),
+        format!("--token-file={}", file.display()),
+        format!("--state-dir={}", state.display()),
+    ];
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    assert_eq!(
+        error(&flags),
+        format!("--token-file={}: No such file or directory (os error 2)", file.display())
+    );
+    std::fs::write(&file, " \n").unwrap();
+    assert_eq!(error(&flags), "--token-file: not a token: empty, or with blanks in it");
+    std::fs::write(&file, "abc.def\n").unwrap();
+    assert_eq!(config(&flags).unwrap().token.unwrap().expose(), "abc.def");
+    std::fs::remove_file(&file).unwrap();
+    std::fs::create_dir(&state).unwrap();
+    std::fs::write(state.join("agent.crt"), "").unwrap();
+    assert!(config(&flags).unwrap().token.is_none());
+}
+
+#[test]
+fn errors_name_key_value_and_reason() {
+    for (args, expected) in [
+        (
+            &[][..],
+            "--server: needed: HOST:PORT of each tunnel-server; or --kubeconfig FILE, to find them and enrol through the API server (as a pod neither is needed, but this is none: $KUBERNETES_SERVICE_HOST is not set)",
+        ),
+        (&["--server=,"], "--server=,: no HOST:PORT in it"),
+        (
+            &["--server=a:1,b"],
+            "--server=b: not HOST:PORT; use one such as tunnel.example.org:10262 or [fd00::1]:10262",
+        ),
+        (
+            &["--kubeconfig=/k", "--token=a"],
+            "--token: not with --kubeconfig or as a pod, where this agent enrols through the API server; leave it out, or enrol with --server, --token and --ca-hash alone",
+        ),
+        (
+            &["--server=a:1", "--service=s"],
+            "--service=s: not with --server alone, which uses no API server; add --kubeconfig or leave it out",
+        ),
+        (&["--kubeconfig=/k", "--service=a,b"], "--service=a,b: not the name of an object in Kubernetes"),
+        (
+            &["--server=a:1", "--node-ip=edge"],
+            "--node-ip=edge: not an IP address; use one such as 10.8.0.7 or fd00::7",
+        ),
+        (&["--server=a:1", "--node-ip=0.0.0.0"], "--node-ip=0.0.0.0: not the address of a node"),
+        (
+            &["--server=a:1", "--ca-hash=sha256:12"],
+            "--ca-hash=sha256:12: CA hash \"sha256:12\": want \"sha256:\" and 64 hexadecimal digits, as `tunnel-server token create` prints it",
+        ),
+        (
+            &["--server=a:1", "--token=a", "--token-file=/t"],
+            "--token-file=/t: --token is given too; use one of them",
+        ),
+        (
+            &["--server=a:1", "--admin-address=0.0.0.0:1"],
+            "--admin-address=0.0.0.0:1: not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
+        ),
+        (
+            &["--server=a:1", "--allow-target=10.0.0.1"],
+            "--allow-target=10.0.0.1: not CIDR:PORTS; use one such as 10.8.0.0/24:22,80, [fd00::/64]:443 or node:*",
+        ),
+        (
+            &["--server=a:1", "--drain-timeout=30"],
+            "--drain-timeout=30: not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m",
+        ),
+        (&["--server=a:1", "--log-format=xml"], "--log-format=xml: not a log format; use text or json"),
+        (
+            &["--server=a:1", "--log-level=loud"],
+            "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
+        ),
+    ] {
+        assert_eq!(error(args), expected, "{args:?}");
+    }
+    let named = Cli::try_parse_from(["tunnel-agent", "--server=a:1", "--node-name=Edge_1"]).unwrap();
+    assert_eq!(
+        Config::new(&named.run).unwrap_err().to_string(),
+        "--node-name=Edge_1: node name \"Edge_1\": it has an upper-case letter; a node's name is lower-case"
+    );
+}
