@@ -12,18 +12,19 @@ use crate::cluster::kubectl::Kubectl;
 use crate::cluster::pods::{self, TALK, shell};
 use crate::cluster::postern::NAMESPACE;
 use crate::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
-use crate::prometheus::{self, query};
 use crate::runner::progress;
-use crate::testbed::{CLOUD, Testbed};
-use crate::wait::{wait_for, wait_until};
+use crate::testbed::Testbed;
+use crate::wait::wait_for;
 
+mod migration;
 mod rights;
 
-pub(super) const ALL: &[Scenario] =
-    &[Scenario::new("deploy::the_manifests_run_as_they_are", 1, |t| Box::pin(run(t))).limit(420)];
+pub(super) const ALL: &[Scenario] = &[
+    Scenario::new("deploy::the_manifests_run_as_they_are", 1, |t| Box::pin(run(t))).limit(420),
+    Scenario::new("deploy::from_yurttunnel_and_back", 1, |t| Box::pin(migration::run(t))).limit(420),
+];
 
 const DOCUMENT: &str = include_str!("../../../docs/kubernetes.md");
-const PROMETHEUS: &str = include_str!("../../../deploy/prometheus/prometheus.yml");
 const FOLDERS: [&str; 6] = [
     "base",
     "overlays/nodeport",
@@ -42,10 +43,7 @@ async fn run(testbed: &Testbed) -> Result<()> {
         cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await?;
     }
     progress("the API server accepts every folder");
-    for (program, node) in PROGRAMS {
-        let archive = archive(program)?;
-        cluster.host_mut(node)?.import(&archive).await.with_context(|| archive.display().to_string())?;
-    }
+    import(&mut cluster).await?;
     pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
     let result = installed(&cluster).await;
     match result {
@@ -54,9 +52,18 @@ async fn run(testbed: &Testbed) -> Result<()> {
     }
 }
 
+/// Gives each host the image that it runs.
+async fn import(cluster: &mut Cluster<'_>) -> Result<()> {
+    for (program, node) in PROGRAMS {
+        let archive = archive(program)?;
+        cluster.host_mut(node)?.import(&archive).await.with_context(|| archive.display().to_string())?;
+    }
+    Ok(())
+}
+
 async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
-    kubectl.run(&["apply", "-k", text(&overlay(cluster.testbed)?)?]).await?;
+    kubectl.run(&["apply", "-k", text(&overlay(cluster.testbed, "base")?)?]).await?;
     for (program, _) in PROGRAMS {
         rolled_out(kubectl, program).await?;
     }
@@ -68,17 +75,16 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     let up = |node: &Value| is_true(node, "PosternTunnel");
     let node = format!("/api/v1/nodes/{EDGE_NODE}");
     cluster.api.wait("the node's condition PosternTunnel", &node, PATIENCE, up).await?;
-    scraped(cluster).await?;
     rights::check(cluster).await
 }
 
-/// An overlay as an administrator writes one. It is the base, but for the cgroup: a test must not touch the machine's.
-fn overlay(testbed: &Testbed) -> Result<PathBuf> {
+/// An overlay as an administrator writes one. It is that folder, but for the cgroup: a test must not touch the machine's.
+fn overlay(testbed: &Testbed, folder: &str) -> Result<PathBuf> {
     let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?.join("overlay");
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
     // Kustomize takes no absolute paths.
     let up = "../".repeat(dir.components().count() - 1);
-    let base = fs::canonicalize(deploy().join("base")).context("deploy/base")?;
+    let base = fs::canonicalize(deploy().join(folder)).with_context(|| folder.to_owned())?;
     let base = format!("{up}{}", text(&base)?.trim_start_matches('/'));
     let argument = format!("--redirect-cgroup={}", testbed.cloud_cgroup.path().display());
     let patch =
@@ -161,83 +167,26 @@ async fn rotation(kubectl: &Kubectl) -> Result<()> {
     Ok(())
 }
 
-/// A new pod of each DaemonSet: the tunnel is there again, without a new certificate.
+/// A new pod of each DaemonSet, the first time because another overlay says so: the tunnel is there again, without a new
+/// certificate.
 async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
-    for program in ["tunnel-server", "tunnel-agent", "tunnel-agent"] {
-        let name = format!("daemonset/{program}");
-        kubectl.run(&["rollout", "restart", &name, "--namespace", NAMESPACE]).await?;
+    let label = json!({ "metadata": { "labels": { "superedge.io/edge-node": "enable" } } });
+    cluster.api.patch(&format!("/api/v1/nodes/{EDGE_NODE}"), &label).await?;
+    kubectl.run(&["apply", "-k", text(&overlay(cluster.testbed, "overlays/superedge")?)?]).await?;
+    for (program, _) in PROGRAMS {
         rolled_out(kubectl, program).await?;
-        logs(kubectl).await.with_context(|| format!("after {program} was restarted"))?;
+    }
+    logs(kubectl).await.context("after another overlay was applied")?;
+    for _ in 0..2 {
+        kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
+        rolled_out(kubectl, "tunnel-agent").await?;
+        logs(kubectl).await.context("after the agent was restarted")?;
     }
     let requests = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
     let requests = requests["items"].as_array().map_or(&[][..], Vec::as_slice);
     let ours = requests.iter().filter(|csr| csr["spec"]["signerName"] == "postern.internal/agent").count();
     ensure!(ours == 1, "{ours} certificates were asked for; the agent's state has to outlive its pod");
-    Ok(())
-}
-
-/// The shipped configuration on a real Prometheus. Debian's has no discovery through Kubernetes: the same nodes, with the
-/// labels that it would give them, come from a file.
-async fn scraped(cluster: &Cluster<'_>) -> Result<()> {
-    let dir = cluster.testbed.dir();
-    let kubectl = &cluster.kubectl;
-    kubectl.run(&["apply", "-k", text(&deploy().join("prometheus"))?]).await?;
-    let token = ["create", "token", "prometheus-postern", "--namespace", NAMESPACE];
-    let credentials = dir.join("serviceaccount");
-    fs::create_dir_all(&credentials).context("creating the credentials' folder")?;
-    fs::write(credentials.join("token"), kubectl.run(&token).await?.trim()).context("writing the token")?;
-    fs::copy(cluster.pki.file("ca.crt"), credentials.join("ca.crt")).context("copying the CA")?;
-
-    let group = |name: &str, address: &str| {
-        json!({ "targets": [format!("{address}:10250")], "labels": {
-            "__meta_kubernetes_node_name": name,
-            "__meta_kubernetes_node_address_InternalIP": address,
-        }})
-    };
-    let edge = cluster.testbed.edge(1);
-    let all = json!([group(CLOUD_NODE, &CLOUD.to_string()), group(EDGE_NODE, &edge.address.to_string())]);
-    let (all_file, edges_file) = (dir.join("nodes.json"), dir.join("edges.json"));
-    fs::write(&all_file, all.to_string()).context("writing the nodes")?;
-    fs::write(&edges_file, json!([all[1]]).to_string()).context("writing the edge nodes")?;
-
-    let found = |file: &Path| format!("file_sd_configs:\n      - files: [\"{}\"]", file.display());
-    let edges = "kubernetes_sd_configs:\n      - role: node\n        selectors:\n          - role: node\n            label: node-role.kubernetes.io/edge";
-    ensure!(PROMETHEUS.contains(edges), "the job of the agents finds its nodes in another way");
-    let configuration = PROMETHEUS
-        .replace(edges, &found(&edges_file))
-        .replace("kubernetes_sd_configs:\n      - role: node", &found(&all_file))
-        .replace("/var/run/secrets/kubernetes.io/serviceaccount", text(&credentials)?)
-        .replace("scrape_interval: 30s", "scrape_interval: 2s")
-        .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
-    ensure!(
-        !configuration.contains("kubernetes_sd"),
-        "a job finds its nodes in another way: {configuration}"
-    );
-    let _exporter = prometheus::start_exporter(cluster.testbed, 1)?;
-    let _prometheus = prometheus::start(cluster.testbed, &configuration)?;
-    let wanted = [
-        ("kubelet", CLOUD_NODE),
-        ("kubelet", EDGE_NODE),
-        ("cadvisor", CLOUD_NODE),
-        ("cadvisor", EDGE_NODE),
-        ("node-exporter", EDGE_NODE),
-        ("tunnel-agent", EDGE_NODE),
-        ("tunnel-server", ""),
-    ];
-    wait_until(
-        "every job to be scraped",
-        PATIENCE,
-        async || {
-            let up = query("up == 1").await?;
-            let missing = wanted.iter().filter(|(job, node)| {
-                !up.iter().any(|series| series.label("job") == *job && series.label("node") == *node)
-            });
-            Ok(missing.copied().collect::<Vec<_>>())
-        },
-        Vec::is_empty,
-    )
-    .await?;
     Ok(())
 }
 

@@ -128,3 +128,43 @@ pub(super) fn unseen() -> BTreeSet<(String, String)> {
     let quoted = items.map(|line| line.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>());
     quoted.filter_map(|words| Some((words.first()?.clone(), words.get(1)?.clone()))).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn event(verb: &str, object: &Value, code: u16) -> String {
+        json!({
+            "stage": "ResponseComplete",
+            "verb": verb,
+            "user": { "username": "system:serviceaccount:kube-system:tunnel-agent" },
+            "objectRef": object,
+            "requestURI": "/somewhere",
+            "responseStatus": { "code": code },
+        })
+        .to_string()
+    }
+
+    #[test]
+    fn requests_are_rights_and_a_forbidden_one_is_an_error() {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let write = |text: &str| fs::write(log.path(), text).unwrap();
+        let node = json!({ "resource": "nodes", "name": "edge-1", "apiVersion": "v1" });
+        write(&format!("{}\n{{\"half", event("get", &node, 200)));
+        let right = Right {
+            account: "tunnel-agent",
+            group: String::new(),
+            resource: "nodes".into(),
+            name: "edge-1".into(),
+            verb: "get".into(),
+        };
+        assert_eq!(used(log.path()).unwrap(), BTreeSet::from([right]));
+        write(&[event("get", &node, 200), event("patch", &node, 403)].join("\n"));
+        let error = used(log.path()).unwrap_err().to_string();
+        assert_eq!(error, "tunnel-agent was forbidden: \"patch\" \"/somewhere\"");
+        write("");
+        assert!(used(log.path()).is_err());
+    }
+}
