@@ -9,6 +9,7 @@
 pub mod access_log;
 pub mod agent;
 pub mod authority;
+pub mod bench;
 pub mod client;
 pub mod cluster;
 pub mod demo;

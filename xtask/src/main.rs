@@ -1,6 +1,7 @@
 //! The project's only entry point: `cargo xtask COMMAND`. CI runs exactly these commands.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod build_ebpf;
 mod command;
 mod demo;
@@ -41,6 +42,8 @@ enum Command {
     Peers(peers::Options),
     /// Static binaries, and an OCI archive of each in <target dir>/image/; installs what is missing for that.
     Image(image::Options),
+    /// Postern beside everything that a user would pick instead, on one testbed in one run (root).
+    Bench(bench::Options),
     /// Runs fuzz targets.
     Fuzz(fuzz::Options),
 }
@@ -70,6 +73,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         }
         Command::Peers(options) => peers::run_peers(&options),
         Command::Image(options) => image::run_image(&options),
+        Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
     }
 }

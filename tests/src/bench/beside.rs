@@ -1,0 +1,187 @@
+//! Others' round trips and new connections while something misbehaves on the same peer.
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+
+use super::dial::{Dialer, PATIENCE, Stream};
+use super::line::Peer;
+use super::load::{self, Effort, Times};
+use super::record::Record;
+use super::target::{ECHO, HOLE, SOURCE};
+
+/// How long a black-holed dial is waited for before it is dialled anew.
+const HOLE_PATIENCE: Duration = Duration::from_secs(10);
+/// Until windows and socket buffers of a stalled reader are full: that takes milliseconds.
+const FILLS: Duration = Duration::from_millis(300);
+/// After as many that were not answered nothing more is asked.
+const ENOUGH_FAILED: usize = 3;
+
+/// Measures beside one of [`super::line::BESIDE`].
+pub async fn measure(
+    dialer: &Dialer,
+    what: &str,
+    effort: &Effort,
+    peer: Peer,
+    record: &mut Record,
+) -> Result<()> {
+    let mut held = dialer.dial(ECHO).await?;
+    load::trip(&mut held, &mut [9; 64]).await?;
+    let disturbance = Disturbance::start(dialer, what)?;
+    let trips = others(effort, async || load::trip(&mut held, &mut [9; 64]).await).await;
+    note(record, peer, &format!("beside-{what}-trip"), trips)?;
+    let visits = others(effort, async || load::visit(dialer).await.map(drop)).await;
+    note(record, peer, &format!("beside-{what}-visit"), visits)?;
+    drop(held);
+    disturbance.stop()
+}
+
+/// Times of what was answered, and why the rest was not.
+struct Others {
+    times: Times,
+    failures: Vec<String>,
+}
+
+async fn others(effort: &Effort, mut once: impl AsyncFnMut() -> Result<()>) -> Others {
+    let (mut times, mut failures) = (Times::default(), Vec::new());
+    let end = Instant::now() + effort.span;
+    while failures.len() < ENOUGH_FAILED {
+        let start = Instant::now();
+        match once().await {
+            Ok(()) => times.add(start.elapsed()),
+            Err(error) => {
+                times.add(PATIENCE);
+                failures.push(format!("{error:#}"));
+            }
+        }
+        // At least one of each, however slow.
+        if Instant::now() >= end {
+            break;
+        }
+    }
+    Others { times, failures }
+}
+
+fn note(record: &mut Record, peer: Peer, line: &str, mut others: Others) -> Result<()> {
+    let p99 = others.times.micros(0.99)?;
+    match others.failures.last() {
+        Some(last) if p99 >= PATIENCE.as_secs_f64() * 1e6 => {
+            let failed = others.failures.len();
+            record.at_least(line, peer, p99, format!("{failed} not answered within {PATIENCE:?}: {last}"));
+        }
+        _ => record.value(line, peer, p99),
+    }
+    Ok(())
+}
+
+/// What misbehaves, on a thread of its own so that it takes no time of the others' clock.
+struct Disturbance {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Disturbance {
+    /// Starts it and waits until it is in effect.
+    fn start(dialer: &Dialer, what: &str) -> Result<Self> {
+        let (stop, stopped) = oneshot::channel();
+        let (in_effect, waiting) = mpsc::channel();
+        let (dialer, what) = (dialer.clone(), what.to_owned());
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.context("runtime")?.block_on(async {
+                tokio::select! {
+                    _ = stopped => Ok(()),
+                    result = disturb(dialer, &what, in_effect) => result,
+                }
+            })
+        });
+        let disturbance = Self { stop: Some(stop), thread: Some(thread) };
+        // The thread that ends early says why when it is joined.
+        if waiting.recv().is_err() {
+            return disturbance.stop().and(Err(anyhow!("what was to disturb ended by itself")));
+        }
+        Ok(disturbance)
+    }
+
+    fn stop(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.stop.take();
+        match self.thread.take() {
+            Some(thread) => thread.join().map_err(|_| anyhow!("the disturbing thread panicked"))?,
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Disturbance {
+    fn drop(&mut self) {
+        // The error that leads here is the one to be told.
+        self.end().ok();
+    }
+}
+
+async fn disturb(dialer: Dialer, what: &str, in_effect: mpsc::Sender<()>) -> Result<()> {
+    let tell = move || {
+        // Nobody waits only when the run is ending.
+        in_effect.send(()).ok();
+    };
+    match what {
+        "stalled" => {
+            let _stalled = unending(&dialer).await?;
+            tokio::time::sleep(FILLS).await;
+            tell();
+            std::future::pending().await
+        }
+        "hole" => {
+            tell();
+            loop {
+                let dial = async {
+                    let mut stream = dialer.dial_patiently(HOLE).await?;
+                    // A proxy that accepts first has told nothing yet.
+                    stream.read_u8().await.context("reading from a black hole")
+                };
+                tokio::time::timeout(HOLE_PATIENCE, dial).await.ok();
+                tokio::task::yield_now().await;
+            }
+        }
+        "bulk-1" => downloads(&dialer, 1, tell).await,
+        "bulk-4" => downloads(&dialer, 4, tell).await,
+        _ => {
+            tell();
+            std::future::pending().await
+        }
+    }
+}
+
+/// A download that never ends.
+async fn unending(dialer: &Dialer) -> Result<Stream> {
+    let mut stream = dialer.dial(SOURCE).await?;
+    stream.write_all(&u64::MAX.to_be_bytes()).await.context("asking for bytes")?;
+    Ok(stream)
+}
+
+async fn downloads(dialer: &Dialer, count: usize, tell: impl FnOnce()) -> Result<()> {
+    let mut streams = Vec::new();
+    for _ in 0..count {
+        let mut stream = unending(dialer).await?;
+        stream.read_u8().await.context("waiting for the first byte")?;
+        streams.push(stream);
+    }
+    tell();
+    let mut tasks = JoinSet::new();
+    for mut stream in streams {
+        tasks.spawn(async move {
+            let mut chunk = vec![0; 256 * 1024];
+            while stream.read(&mut chunk).await.is_ok_and(|n| n > 0) {}
+        });
+    }
+    tasks.join_next().await;
+    Err(anyhow!("a download that never ends has ended"))
+}

@@ -1,0 +1,226 @@
+//! What a redirect costs a caller: connect() alone, by the number of nodes, with nothing else at work. The connection
+//! always ends at a listener of the same host, as it does with every redirect, and nobody accepts it meanwhile.
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use socket2::{Domain, Socket, Type};
+
+use super::dial::Dialer;
+use super::line::{NODES, Peer};
+use super::load::{self, Effort, Times};
+use super::peers::Running;
+use super::record::Record;
+use super::target::ECHO;
+use crate::inventory::{self, Inventory};
+use crate::server::Server;
+use crate::testbed::netns::Namespace;
+use crate::testbed::{CLOUD, NEIGHBOUR, Testbed};
+use crate::wait::wait_until;
+
+/// Where the connects end that the redirect of a peer does not take away.
+const LOCAL_PORT: u16 = 9190;
+/// Connects of one batch: fewer than any listener's backlog.
+const BATCH: usize = 64;
+/// The kernel's own bound.
+const BACKLOG: i32 = 4096;
+/// How long new nodes may take until they are in effect.
+const IN_EFFECT: Duration = Duration::from_secs(60);
+
+/// A listener that accepts only to make room.
+struct Local {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Local {
+    fn open(address: Ipv4Addr) -> Result<Self> {
+        let address = SocketAddr::from((address, LOCAL_PORT));
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).context("socket")?;
+        socket.set_reuse_address(true).context("SO_REUSEADDR")?;
+        socket.bind(&address.into()).with_context(|| format!("binding {address}"))?;
+        socket.listen(BACKLOG).with_context(|| format!("listening on {address}"))?;
+        socket.set_nonblocking(true).context("O_NONBLOCK")?;
+        Ok(Self { listener: socket.into(), address })
+    }
+
+    /// Batches to this listener, by `address`, which a rule may turn into its own.
+    fn batches(&self, address: SocketAddr, effort: &Effort) -> Result<Times> {
+        let mut times = Times::default();
+        for _ in 0..effort.batches {
+            times.extend(batch(address)?);
+            while self.listener.accept().is_ok() {}
+        }
+        Ok(times)
+    }
+}
+
+/// Connects one after the other, keeps all, closes all.
+fn batch(address: SocketAddr) -> Result<Times> {
+    let mut times = Times::default();
+    let mut open = Vec::with_capacity(BATCH);
+    for _ in 0..BATCH {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).context("socket")?;
+        // With a reset nothing stays behind in TIME_WAIT.
+        socket.set_linger(Some(Duration::ZERO)).context("SO_LINGER")?;
+        let start = Instant::now();
+        socket.connect(&address.into()).with_context(|| format!("connect() to {address}"))?;
+        times.add(start.elapsed());
+        open.push(socket);
+    }
+    Ok(times)
+}
+
+/// The empty host: the same for any number of nodes.
+pub async fn direct(running: &Running<'_>, effort: &Effort, record: &mut Record) -> Result<()> {
+    let local = Local::open(CLOUD)?;
+    let p50 = local.batches(local.address, effort)?.micros(0.5)?;
+    let rate = load::visits(&running.dialer, 16, effort).await?.rate();
+    for nodes in NODES {
+        record.value(&format!("connect-{nodes}"), Peer::Direct, p50);
+        record.value(&format!("connect-other-{nodes}"), Peer::Direct, p50);
+        record.value(&format!("connect-rate-{nodes}"), Peer::Direct, rate);
+    }
+    Ok(())
+}
+
+/// Rules in the nat table of a host of their own: connection tracking stays in a namespace once it was there.
+pub fn iptables(
+    host: &Namespace,
+    testbed: &Testbed,
+    open_edge: Ipv4Addr,
+    effort: &Effort,
+    record: &mut Record,
+) -> Result<()> {
+    let redirected = testbed.edge(super::peers::BEHIND_NAT).address;
+    for nodes in NODES {
+        rules(host, nodes, redirected, &SocketAddr::from((NEIGHBOUR, LOCAL_PORT)))?;
+        let (mut own, mut other) = host.run(|| {
+            let local = Local::open(NEIGHBOUR)?;
+            let own = local.batches((redirected, ECHO).into(), effort)?;
+            Ok((own, local.batches(local.address, effort)?))
+        })?;
+        record.value(&format!("connect-{nodes}"), Peer::Iptables, own.micros(0.5)?);
+        record.value(&format!("connect-other-{nodes}"), Peer::Iptables, other.micros(0.5)?);
+        rules(host, nodes, redirected, &SocketAddr::from((open_edge, ECHO)))?;
+        let visits = host.run(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(load::visits(&Dialer::Tcp(redirected.into()), 16, effort))
+        })?;
+        record.value(&format!("connect-rate-{nodes}"), Peer::Iptables, visits.rate());
+    }
+    host.iptables("-t nat -F OUTPUT")
+}
+
+/// One rule for each node, that of `node` the last.
+fn rules(host: &Namespace, nodes: usize, node: Ipv4Addr, to: &SocketAddr) -> Result<()> {
+    let mut text = "*nat\n:OUTPUT ACCEPT [0:0]\n".to_owned();
+    let others = (0..nodes - 1).map(filler);
+    for address in others.chain([node]) {
+        writeln!(
+            text,
+            "-A OUTPUT -d {address}/32 -p tcp -m tcp --dport {ECHO} -j DNAT --to-destination {to}"
+        )?;
+    }
+    text.push_str("COMMIT\n");
+    // Unlike `iptables -F` this replaces the table as a whole.
+    let mut command = host.command("iptables-restore");
+    command.args(["-w"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().context("starting iptables-restore")?;
+    child.stdin.take().context("its input")?.write_all(text.as_bytes()).context("writing rules")?;
+    let output = child.wait_with_output().context("waiting for iptables-restore")?;
+    ensure!(output.status.success(), "iptables-restore: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+/// An address for the n-th node that nobody has.
+fn filler(n: usize) -> Ipv4Addr {
+    const FIRST: u32 = u32::from_be_bytes([10, 128, 0, 1]);
+    Ipv4Addr::from(FIRST.saturating_add(u32::try_from(n).unwrap_or(u32::MAX)))
+}
+
+/// Postern with that many edge nodes in its inventory, of which one has an agent.
+pub async fn postern(
+    running: &Running<'_>,
+    testbed: &Testbed,
+    effort: &Effort,
+    record: &mut Record,
+) -> Result<()> {
+    let server = running.server().context("Postern without a server")?;
+    for nodes in NODES {
+        with_nodes(testbed, server, nodes).await?;
+        let (mut own, mut other) = postern_connects(running, testbed, server, effort).await?;
+        record.value(&format!("connect-{nodes}"), Peer::Postern, own.micros(0.5)?);
+        record.value(&format!("connect-other-{nodes}"), Peer::Postern, other.micros(0.5)?);
+        let rate = load::visits(&running.dialer, 16, effort).await?.rate();
+        record.value(&format!("connect-rate-{nodes}"), Peer::Postern, rate);
+    }
+    Inventory::of(testbed)?;
+    Ok(())
+}
+
+/// Times of connects to the node with an agent, and of others, while the redirect is on.
+pub async fn postern_connects(
+    running: &Running<'_>,
+    testbed: &Testbed,
+    server: &Server<'_>,
+    effort: &Effort,
+) -> Result<(Times, Times)> {
+    let pid = Pid::from_raw(i32::try_from(server.process.pid())?);
+    let node = SocketAddr::from((testbed.edge(super::peers::BEHIND_NAT).address, ECHO));
+    let (mut own, mut other) = (Times::default(), Times::default());
+    let local = Local::open(CLOUD)?;
+    for _ in 0..effort.batches {
+        // Stopped, it cannot accept and dial meanwhile: what is timed is the kernel's part alone.
+        kill(pid, Signal::SIGSTOP).context("stopping the server")?;
+        let connects = batch(node).and_then(|own| {
+            let other = batch(local.address)?;
+            Ok((own, other))
+        });
+        kill(pid, Signal::SIGCONT).context("continuing the server")?;
+        let (some, others) = connects?;
+        own.extend(some);
+        other.extend(others);
+        while local.listener.accept().is_ok() {}
+        // Accepted in order: when this one is through, those of the batch have been seen.
+        load::visit(&running.dialer).await?;
+    }
+    Ok((own, other))
+}
+
+/// Writes an inventory with that many edge nodes and waits until it is in the kernel.
+pub async fn with_nodes(testbed: &Testbed, server: &Server<'_>, nodes: usize) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    // The cloud host, and the edge with the agent.
+    inventory.nodes.truncate(1 + super::peers::BEHIND_NAT);
+    let others = (0..nodes - 1).map(|n| {
+        let address = filler(n).into();
+        inventory::node(&format!("filler-{n}"), true, &[address], &[])
+    });
+    inventory.nodes.extend(others);
+    inventory.write()?;
+    let what = format!("{nodes} edge nodes in the kernel's maps");
+    let expected = load::as_f64(nodes as u64);
+    wait_until(
+        &what,
+        IN_EFFECT,
+        async || {
+            let metrics = server.metrics().await?;
+            let edges = metrics.sum("postern_inventory_nodes", &[("role", "edge")]);
+            Ok((edges, metrics.sum("postern_redirect_current", &[])))
+        },
+        |seen| *seen == (expected, 1.0),
+    )
+    .await?;
+    Ok(())
+}
+
+/// Version and variant of iptables.
+pub fn iptables_version(host: &Namespace) -> Result<String> {
+    Ok(host.output("iptables", "--version")?.trim().to_owned())
+}

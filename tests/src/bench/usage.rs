@@ -1,0 +1,90 @@
+//! What a peer's programs use: memory and CPU time.
+use std::fs;
+
+use anyhow::{Context as _, Result};
+
+use crate::testbed::process::Process;
+
+/// The host that a program runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The cloud host.
+    Cloud,
+    /// The edge node.
+    Edge,
+}
+
+/// A program of a peer.
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    /// Where it runs.
+    pub side: Side,
+    /// Its process id.
+    pub pid: u32,
+}
+
+impl Part {
+    /// The part that a process is.
+    pub fn new(side: Side, process: &Process) -> Self {
+        Self { side, pid: process.pid() }
+    }
+}
+
+/// Resident memory in MB (10^6 bytes), of the cloud's programs and the edge's.
+pub fn resident(parts: &[Part]) -> Result<(f64, f64)> {
+    let mut sums = (0.0, 0.0);
+    for part in parts {
+        let path = format!("/proc/{}/status", part.pid);
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
+        let megabytes = kib.with_context(|| format!("no VmRSS in {path}"))? * 1024.0 / 1e6;
+        match part.side {
+            Side::Cloud => sums.0 += megabytes,
+            Side::Edge => sums.1 += megabytes,
+        }
+    }
+    Ok(sums)
+}
+
+/// CPU seconds, in user and kernel mode, that the programs have used so far; whole hundredths each.
+pub fn cpu_seconds(parts: &[Part]) -> Result<f64> {
+    let mut ticks = 0;
+    for part in parts {
+        let path = format!("/proc/{}/stat", part.pid);
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        ticks += ticks_of(&text).with_context(|| format!("{path}: {text:?}"))?;
+    }
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no CLK_TCK")?;
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+    let seconds = ticks as f64 / per_second as f64;
+    Ok(seconds)
+}
+
+/// utime and stime of a stat line; the name before them may contain anything.
+fn ticks_of(stat: &str) -> Option<u64> {
+    let (_, after) = stat.rsplit_once(')')?;
+    // proc_pid_stat(5) counts from 1, and state, the first after the name, is its field 3.
+    let fields: Vec<&str> = after.split_whitespace().collect();
+    Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stat_line_is_read() {
+        let line = "42 (a) b (c) S 1 42 42 0 -1 4194304 100 0 0 0 7 5 0 0 20 0 3 0 100 1000 50 1844";
+        assert_eq!(ticks_of(line), Some(12));
+        assert_eq!(ticks_of("42 (x) S 1"), None);
+    }
+
+    #[test]
+    fn this_process_uses_memory() {
+        let part = Part { side: Side::Edge, pid: std::process::id() };
+        let (cloud, edge) = resident(&[part]).unwrap();
+        assert!(cloud == 0.0 && edge > 1.0, "{edge}");
+        assert!(cpu_seconds(&[part]).unwrap() >= 0.0);
+    }
+}

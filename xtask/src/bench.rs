@@ -1,0 +1,105 @@
+//! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program of postern-tests.
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+
+use crate::command::{cargo, is_root, program, root, run, shown, succeeds};
+use crate::peers::{self, Peer};
+use crate::{build_ebpf, packages};
+
+const RATHOLE_VERSION: &str = "0.5.0";
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Only this group of lines or this peer; repeatable, and an unknown name lists what there is.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// How often every peer is measured [default: 5, with --smoke 1].
+    #[arg(long)]
+    rounds: Option<u32>,
+    /// Every line for a moment: whether it works, not how fast.
+    #[arg(long)]
+    smoke: bool,
+    /// Repeats the order of an earlier run, which printed it.
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+impl Options {
+    /// As the program takes them, and as one types them.
+    fn arguments(&self) -> Vec<String> {
+        let mut arguments = Vec::new();
+        for name in &self.only {
+            arguments.extend(["--only".to_owned(), name.clone()]);
+        }
+        if let Some(rounds) = self.rounds {
+            arguments.extend(["--rounds".to_owned(), rounds.to_string()]);
+        }
+        if self.smoke {
+            arguments.push("--smoke".to_owned());
+        }
+        if let Some(seed) = self.seed {
+            arguments.extend(["--seed".to_owned(), seed.to_string()]);
+        }
+        arguments
+    }
+}
+
+pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
+    ensure!(
+        is_root(),
+        "the benchmark needs root: it makes network namespaces and cgroups, attaches eBPF programs to those, and sets iptables rules in those. Run `sudo -E cargo xtask bench`."
+    );
+    packages::install(&[packages::TESTBED])?;
+    build_ebpf::run()?;
+    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests", "--bins"];
+    run(cargo().args(["build", "--release"]).args(programs))?;
+
+    let target = build_ebpf::target_dir(&root())?;
+    let typed = ["cargo xtask bench".to_owned()].into_iter().chain(options.arguments());
+    let typed = typed.collect::<Vec<_>>().join(" ");
+    let mut bench = Command::new(target.join("release/bench"));
+    bench.args(options.arguments()).args(["--command", &typed]);
+    bench.arg("--out").arg(target.join("bench"));
+    for (name, found) in
+        [("haproxy", haproxy()), ("rathole", rathole()), ("konnectivity", peers::build(Peer::Konnectivity))]
+    {
+        match found {
+            Ok(path) => bench.arg("--program").arg(format!("{name}={}", path.display())),
+            Err(error) => {
+                println!("{name} is left out: {error:#}");
+                bench.arg("--missing").arg(format!("{name}={name} is missing: {error:#}"))
+            }
+        };
+    }
+    // Ctrl-C reaches the whole foreground group: the program removes everything, this process only waits for it.
+    let mut mask = SigSet::empty();
+    mask.add(Signal::SIGINT);
+    let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("holding back SIGINT")?;
+    let status = bench.status().with_context(|| format!("starting {}", shown(&bench)))?;
+    previous.thread_set_mask().context("taking SIGINT again")?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+fn haproxy() -> Result<PathBuf> {
+    let found = succeeds(program("haproxy").arg("-v"));
+    ensure!(found, "`apt-get install haproxy` (or your system's own way) brings it");
+    Ok("haproxy".into())
+}
+
+/// Installs it where cargo's other tools are.
+fn rathole() -> Result<PathBuf> {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cargo")));
+    let path = home.context("neither CARGO_HOME nor HOME is set")?.join("bin/rathole");
+    if !succeeds(program(&path).arg("--version")) {
+        println!("rathole is missing: installing it with `cargo install rathole`, which takes some minutes");
+        let mut install = cargo();
+        // Its own lock file does not compile with today's compilers. Built outside of the project's folder.
+        install.args(["install", "rathole", "--version", RATHOLE_VERSION]).env_remove("CARGO_TARGET_DIR");
+        run(install.current_dir("/"))?;
+    }
+    Ok(path)
+}
