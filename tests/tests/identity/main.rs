@@ -6,5 +6,6 @@
 mod enrolment;
 mod harness;
 mod impostors;
+mod kubernetes;
 mod rotation;
 mod server;

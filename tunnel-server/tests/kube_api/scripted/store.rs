@@ -143,7 +143,7 @@ impl Store {
             None => {
                 metadata["uid"] = json!(format!("uid-{next}"));
                 if metadata["creationTimestamp"].is_null() {
-                    metadata["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
+                    metadata["creationTimestamp"] = json!(format!("{:.0}", jiff::Timestamp::now()));
                 }
             }
         }

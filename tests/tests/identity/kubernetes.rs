@@ -1,0 +1,111 @@
+//! An agent in a cluster: its certificate and its servers through the API server, its sessions with real servers.
+
+mod enrolment;
+mod servers;
+
+#[path = "../../../tunnel-server/tests/kube_api/scripted/mod.rs"]
+mod scripted;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_agent::kube::csr::{CsrEnrolment, Pace};
+use tunnel_agent::kube::{ApiServer as AgentApi, DEFAULT_SERVICE, KubeOptions};
+use tunnel_server::kube::events::Events;
+use tunnel_server::kube::watch::Health;
+use tunnel_server::kube::{Cluster, ObjectNames, csr};
+use tunnel_server::pki::{CaState, PkiMetrics};
+
+use crate::harness::node;
+use scripted::ApiServer;
+
+const CSRS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
+
+/// The way from an agent to the API server.
+async fn agent_api(api: &ApiServer) -> Arc<AgentApi> {
+    let options = KubeOptions {
+        kubeconfig: Some(api.kubeconfig()),
+        namespace: None,
+        service: DEFAULT_SERVICE.to_owned(),
+    };
+    AgentApi::open(options).await.unwrap()
+}
+
+/// Quick enough to watch.
+const PACE: Pace = Pace {
+    refused: Duration::from_millis(200),
+    patience: Duration::from_millis(500),
+    spread: Duration::from_millis(100),
+    again: Duration::from_secs(2),
+};
+
+async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolment>, PathBuf) {
+    let state_dir = api.dir().join(state);
+    let enrolment = CsrEnrolment::new(agent_api(api).await, node(name), state_dir.clone(), PACE);
+    (Arc::new(enrolment), state_dir)
+}
+
+/// The server's signer. It leads only between [`Signer::answer`]'s two halves: before, the test says who asked, which a
+/// real API server notes by itself.
+struct Signer {
+    lead: watch::Sender<bool>,
+    cluster: Cluster,
+}
+
+impl Drop for Signer {
+    fn drop(&mut self) {
+        self.cluster.stop.cancel();
+    }
+}
+
+impl Signer {
+    async fn start(api: &ApiServer, ca: watch::Receiver<Arc<CaState>>) -> Self {
+        let client = api.client().await;
+        let stop = CancellationToken::new();
+        let (lead, leader) = watch::channel(false);
+        let cluster = Cluster {
+            events: Events::start(client.clone(), "server-1", stop.clone()),
+            client,
+            namespace: "kube-system".into(),
+            names: Arc::new(ObjectNames::default()),
+            identity: "server-1".into(),
+            leader,
+            inventory: watch::channel(Arc::default()).1,
+            settings: watch::channel(Arc::default()).1,
+            health: Health::default(),
+            stop,
+        };
+        tokio::spawn(csr::run(cluster.clone(), ca, PkiMetrics::default()));
+        Self { lead, cluster }
+    }
+
+    /// Waits for a request that is not answered, notes that this user made it, and lets the signer answer. Returns the
+    /// request as it was.
+    async fn answer(&self, api: &ApiServer, user: &str) -> Value {
+        let request = scripted::eventually("a request", || open(api)).await;
+        let name = request["metadata"]["name"].as_str().unwrap();
+        api.edit(CSRS, name, |csr| {
+            csr["spec"]["username"] = json!(user);
+            csr["spec"]["groups"] = json!(["system:nodes"]);
+        });
+        self.lead.send_replace(true);
+        scripted::eventually("an answer", || is_answered(&api.get(CSRS, name)?).then_some(())).await;
+        self.lead.send_replace(false);
+        request
+    }
+}
+
+fn is_answered(csr: &Value) -> bool {
+    let conditions = csr["status"]["conditions"].as_array();
+    let denied = conditions.is_some_and(|known| known.iter().any(|known| known["type"] == "Denied"));
+    denied || csr["status"]["certificate"].is_string()
+}
+
+/// A request that is not answered yet.
+fn open(api: &ApiServer) -> Option<Value> {
+    api.list(CSRS).into_iter().find(|csr| !is_answered(csr))
+}
