@@ -68,16 +68,46 @@ impl Series {
 
 /// An instant query.
 pub async fn query(expression: &str) -> Result<Vec<Series>> {
-    let path = format!("/api/v1/query?query={}", encoded(expression));
-    let (status, body) = client::http(client::connect(API).await?, "GET", &path, "").await?;
-    ensure!(status == 200, "Prometheus answered {status}: {body}");
-    let answer: Value = serde_json::from_str(&body).context("Prometheus' answer")?;
+    let answer = get(&format!("/api/v1/query?query={}", encoded(expression))).await?;
     let result = answer["data"]["result"].as_array().with_context(|| format!("no result in {answer}"))?;
     let series = result.iter().map(|series| Series {
         labels: series["metric"].clone(),
         value: series["value"][1].as_str().unwrap_or_default().to_owned(),
     });
     Ok(series.collect())
+}
+
+/// What Prometheus scrapes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ScrapeTarget {
+    /// The job's name.
+    pub job: String,
+    /// Where it is scraped.
+    pub url: String,
+    /// `up`, or why not.
+    pub health: String,
+}
+
+/// The targets of all jobs.
+pub async fn targets() -> Result<Vec<ScrapeTarget>> {
+    let answer = get("/api/v1/targets?state=active").await?;
+    let active = answer["data"]["activeTargets"].as_array();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let target = |target: &Value| ScrapeTarget {
+        job: text(&target["labels"]["job"]),
+        url: text(&target["scrapeUrl"]),
+        health: match text(&target["lastError"]) {
+            error if error.is_empty() => text(&target["health"]),
+            error => error,
+        },
+    };
+    Ok(active.with_context(|| format!("no targets in {answer}"))?.iter().map(target).collect())
+}
+
+async fn get(path: &str) -> Result<Value> {
+    let (status, body) = client::http(client::connect(API).await?, "GET", path, "").await?;
+    ensure!(status == 200, "Prometheus answered {status}: {body}");
+    serde_json::from_str(&body).context("Prometheus' answer")
 }
 
 fn encoded(text: &str) -> String {

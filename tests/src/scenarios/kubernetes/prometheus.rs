@@ -29,28 +29,29 @@ async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {
     let nodes = cluster.hosts.len();
     // kubelet, cadvisor and node exporter of every node, the agents of all but the cloud's, and the server.
     let targets = 3 * nodes + (nodes - 1) + 1;
-    wait_until(
-        &format!("{targets} targets to be up"),
-        PATIENCE,
-        async || query("up").await,
-        |series| series.len() == targets && series.iter().all(|one| one.number() == 1.0),
-    )
+    let found = wait_until(&format!("{targets} targets to be up"), PATIENCE, prometheus::targets, |found| {
+        found.len() == targets && found.iter().all(|target| target.health == "up")
+    })
     .await?;
     for host in &cluster.hosts {
-        let name = &host.spec.name;
-        for (job, port) in [("kubelet", 10250), ("cadvisor", 10250), ("node-exporter", 9100)] {
-            let instance = format!("{}:{port}", host.spec.address);
-            let up = query(&format!("up{{job=\"{job}\",instance=\"{instance}\"}}")).await?;
-            ensure!(up.len() == 1, "{job} of {name} is not scraped at {instance}");
+        let (name, address) = (&host.spec.name, host.spec.address);
+        for (job, url) in [
+            ("kubelet", format!("https://{address}:10250/metrics")),
+            ("cadvisor", format!("https://{address}:10250/metrics/cadvisor")),
+            ("node-exporter", format!("http://{address}:9100/metrics")),
+        ] {
+            let its = found.iter().any(|target| target.job == job && target.url == url);
+            ensure!(its, "{job} of {name} is not scraped at {url}: {found:?}");
         }
         // The figures are the node's own.
-        let uname = query(&format!("node_uname_info{{instance=\"{}:9100\"}}", host.spec.address)).await?;
+        let uname = query(&format!("node_uname_info{{node=\"{name}\"}}")).await?;
         let uname = uname.first().context("no node_uname_info")?;
         ensure!(uname.label("nodename") == name, "{name} was answered by {:?}", uname.label("nodename"));
-        let kubelet =
-            query(&format!("kubelet_node_name{{instance=\"{}:10250\"}}", host.spec.address)).await?;
+        let kubelet = query(&format!("kubelet_node_name{{node=\"{name}\"}}")).await?;
         let kubelet = kubelet.first().context("no kubelet_node_name")?;
-        ensure!(kubelet.label("node") == name, "{name} was answered by {:?}", kubelet.label("node"));
+        // The target's label of that name comes first; the kubelet's own is this one.
+        let own = kubelet.label("exported_node");
+        ensure!(own == name, "{name} was answered by {own:?}");
     }
     let pods = query("container_memory_usage_bytes{pod=\"talker\"}").await?;
     ensure!(!pods.is_empty(), "cadvisor's figures of the edge's pods are missing");
