@@ -48,13 +48,8 @@ const POLICY: &str = "/usr/sbin/policy-rc.d";
 /// Installs what is missing through apt-get, saying so. Nothing that is installed gets started: the demo starts its
 /// own processes in its own namespaces.
 pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
-    let missing: Vec<&str> = needs
-        .iter()
-        .copied()
-        .flatten()
-        .filter(|need| !on_path(need.program))
-        .map(|need| need.package)
-        .collect();
+    let missing: Vec<&str> =
+        needs.iter().copied().flatten().filter(|need| !is_there(need)).map(|need| need.package).collect();
     if missing.is_empty() {
         return Ok(());
     }
@@ -68,7 +63,8 @@ pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
     let no_services = NoServices::put()?;
     let apt = |args: &[&str]| {
         let mut command = program("apt-get");
-        command.env("DEBIAN_FRONTEND", "noninteractive").args(args);
+        // Another run may be installing at this moment.
+        command.env("DEBIAN_FRONTEND", "noninteractive").args(["-o", "DPkg::Lock::Timeout=300"]).args(args);
         run(&mut command)
     };
     let install = [&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat();
@@ -79,13 +75,16 @@ pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
     }
     drop(no_services);
     for need in needs.iter().copied().flatten() {
-        ensure!(on_path(need.program), "{} is still missing after installing {}", need.program, need.package);
+        ensure!(is_there(need), "{} is still missing after installing {}", need.program, need.package);
     }
     Ok(())
 }
 
-fn on_path(name: &str) -> bool {
-    succeeds(program("sh").args(["-c", &format!("command -v {name}")]))
+fn is_there(need: &Need) -> bool {
+    let shell = |script: &str| succeeds(program("sh").args(["-c", script]));
+    let on_path = shell(&format!("command -v {}", need.program));
+    // Another package has a busybox that is dynamic and has fewer programs.
+    on_path && (need.program != "busybox" || shell("busybox --list | grep -qx httpd"))
 }
 
 /// While it lives, installing a package starts no service.

@@ -197,20 +197,29 @@ fn serving_certificate(pki: &Pki, spec: &Spec) -> Result<Pair> {
 }
 
 /// A process that does nothing but keep a mount and a UTS namespace.
+/// Makes a host's mounts and waits for ever. A kubelet sets kernel settings of the whole machine; here it finds files of
+/// this host in their place that have its values already, and the machine keeps its own.
+const HOLD: &str = r#"
+set -e
+hostname "$1"
+mount --bind "$2/var" /var
+mount -t tmpfs -o mode=755 tmpfs /run
+mkdir -p "$2/settings"
+for setting in vm/overcommit_memory=1 vm/panic_on_oom=0 kernel/panic=10 kernel/panic_on_oops=1 \
+    kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000; do
+    path="${setting%%=*}"
+    file="$2/settings/$(echo "$path" | tr / .)"
+    echo "${setting#*=}" > "$file"
+    mount --bind "$file" "/proc/sys/$path"
+done
+mount --make-rshared /
+touch "$2/held"
+exec sleep infinity
+"#;
+
 fn hold_namespaces(testbed: &Testbed, placement: Placement<'_>, name: &str, dir: &Path) -> Result<Process> {
     let mut command = placement.command(Path::new("unshare"));
-    command
-        .args([
-            "--mount",
-            "--uts",
-            "--propagation=slave",
-            "sh",
-            "-c",
-            r#"hostname "$1" && mount --bind "$2/var" /var && mount -t tmpfs -o mode=755 tmpfs /run && mount --make-rshared / && touch "$2/held" && exec sleep infinity"#,
-            "sh",
-        ])
-        .arg(name)
-        .arg(dir);
+    command.args(["--mount", "--uts", "--propagation=slave", "sh", "-c", HOLD, "sh"]).arg(name).arg(dir);
     let mut holder = Process::spawn(testbed, &format!("host-{name}"), command)?;
     let held = dir.join("held");
     // Milliseconds: nothing runs in this process yet that could not wait.
