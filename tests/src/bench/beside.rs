@@ -21,27 +21,21 @@ const FILLS: Duration = Duration::from_millis(300);
 /// After as many that were not answered nothing more is asked.
 const ENOUGH_FAILED: usize = 3;
 
-/// Measures beside one of [`super::line::BESIDE`].
-pub async fn measure(
-    dialer: &Dialer,
-    what: &str,
-    effort: &Effort,
-    peer: Peer,
-    record: &mut Record,
-) -> Result<()> {
+/// Measures beside one of [`super::line::BESIDE`]: lines, and what is to be noted there.
+pub async fn measure(dialer: &Dialer, what: &str, effort: &Effort) -> Result<[(String, Others); 2]> {
     let mut held = dialer.dial(ECHO).await?;
     load::trip(&mut held, &mut [9; 64]).await?;
     let disturbance = Disturbance::start(dialer, what)?;
     let trips = others(effort, async || load::trip(&mut held, &mut [9; 64]).await).await;
-    note(record, peer, &format!("beside-{what}-trip"), trips)?;
     let visits = others(effort, async || load::visit(dialer).await.map(drop)).await;
-    note(record, peer, &format!("beside-{what}-visit"), visits)?;
     drop(held);
-    disturbance.stop()
+    disturbance.stop()?;
+    Ok([(format!("beside-{what}-trip"), trips), (format!("beside-{what}-visit"), visits)])
 }
 
 /// Times of what was answered, and why the rest was not.
-struct Others {
+#[derive(Debug)]
+pub struct Others {
     times: Times,
     failures: Vec<String>,
 }
@@ -66,16 +60,24 @@ async fn others(effort: &Effort, mut once: impl AsyncFnMut() -> Result<()>) -> O
     Others { times, failures }
 }
 
-fn note(record: &mut Record, peer: Peer, line: &str, mut others: Others) -> Result<()> {
-    let p99 = others.times.micros(0.99)?;
-    match others.failures.last() {
-        Some(last) if p99 >= PATIENCE.as_secs_f64() * 1e6 => {
-            let failed = others.failures.len();
-            record.at_least(line, peer, p99, format!("{failed} not answered within {PATIENCE:?}: {last}"));
+impl Others {
+    /// Notes the p99; what was not answered counts with the time that was waited for it.
+    pub fn note(mut self, record: &mut Record, peer: Peer, line: &str) -> Result<()> {
+        let p99 = self.times.micros(0.99)?;
+        match self.failures.last() {
+            Some(last) if p99 >= PATIENCE.as_secs_f64() * 1e6 => {
+                let failed = self.failures.len();
+                record.at_least(
+                    line,
+                    peer,
+                    p99,
+                    format!("{failed} not answered within {PATIENCE:?}: {last}"),
+                );
+            }
+            _ => record.value(line, peer, p99),
         }
-        _ => record.value(line, peer, p99),
+        Ok(())
     }
-    Ok(())
 }
 
 /// What misbehaves, on a thread of its own so that it takes no time of the others' clock.

@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 use socket2::{Domain, Socket, Type};
 
 use super::dial::Dialer;
+use super::fleet;
 use super::line::{NODES, Peer};
 use super::load::{self, Effort, Times};
 use super::peers::Running;
@@ -120,7 +121,7 @@ pub fn iptables(
 /// One rule for each node, that of `node` the last.
 fn rules(host: &Namespace, nodes: usize, node: Ipv4Addr, to: &SocketAddr) -> Result<()> {
     let mut text = "*nat\n:OUTPUT ACCEPT [0:0]\n".to_owned();
-    let others = (0..nodes - 1).map(filler);
+    let others = (0..nodes - 1).map(fleet::address);
     for address in others.chain([node]) {
         writeln!(
             text,
@@ -138,12 +139,6 @@ fn rules(host: &Namespace, nodes: usize, node: Ipv4Addr, to: &SocketAddr) -> Res
     Ok(())
 }
 
-/// An address for the n-th node that nobody has.
-fn filler(n: usize) -> Ipv4Addr {
-    const FIRST: u32 = u32::from_be_bytes([10, 128, 0, 1]);
-    Ipv4Addr::from(FIRST.saturating_add(u32::try_from(n).unwrap_or(u32::MAX)))
-}
-
 /// Postern with that many edge nodes in its inventory, of which one has an agent.
 pub async fn postern(
     running: &Running<'_>,
@@ -153,7 +148,7 @@ pub async fn postern(
 ) -> Result<()> {
     let server = running.server().context("Postern without a server")?;
     for nodes in NODES {
-        with_nodes(testbed, server, nodes).await?;
+        with_nodes(testbed, server, nodes, IN_EFFECT).await?;
         let (mut own, mut other) = postern_connects(running, testbed, server, effort).await?;
         record.value(&format!("connect-{nodes}"), Peer::Postern, own.micros(0.5)?);
         record.value(&format!("connect-other-{nodes}"), Peer::Postern, other.micros(0.5)?);
@@ -193,30 +188,32 @@ pub async fn postern_connects(
     Ok((own, other))
 }
 
-/// Writes an inventory with that many edge nodes and waits until it is in the kernel.
-pub async fn with_nodes(testbed: &Testbed, server: &Server<'_>, nodes: usize) -> Result<()> {
+/// The cloud host, the edge with the agent, and others up to that many edge nodes.
+pub fn inventory_with(testbed: &Testbed, nodes: usize) -> Result<Inventory> {
     let mut inventory = Inventory::of(testbed)?;
-    // The cloud host, and the edge with the agent.
     inventory.nodes.truncate(1 + super::peers::BEHIND_NAT);
     let others = (0..nodes - 1).map(|n| {
-        let address = filler(n).into();
+        let address = fleet::address(n).into();
         inventory::node(&format!("filler-{n}"), true, &[address], &[])
     });
     inventory.nodes.extend(others);
-    inventory.write()?;
+    Ok(inventory)
+}
+
+/// Writes an inventory with that many edge nodes and waits until it is in the kernel.
+pub async fn with_nodes(testbed: &Testbed, server: &Server<'_>, nodes: usize, limit: Duration) -> Result<()> {
+    inventory_with(testbed, nodes)?.write()?;
     let what = format!("{nodes} edge nodes in the kernel's maps");
     let expected = load::as_f64(nodes as u64);
-    wait_until(
-        &what,
-        IN_EFFECT,
-        async || {
-            let metrics = server.metrics().await?;
-            let edges = metrics.sum("postern_inventory_nodes", &[("role", "edge")]);
-            Ok((edges, metrics.sum("postern_redirect_current", &[])))
-        },
-        |seen| *seen == (expected, 1.0),
-    )
-    .await?;
+    let seen = async || {
+        let metrics = server.metrics().await?;
+        let edges = metrics.sum("postern_inventory_nodes", &[("role", "edge")]);
+        Ok((edges, metrics.sum("postern_redirect_current", &[])))
+    };
+    wait_until(&what, limit, seen, |seen| *seen == (expected, 1.0)).await?;
+    // The inventory is counted before the redirect hears of it.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    wait_until(&what, limit, seen, |seen| *seen == (expected, 1.0)).await?;
     Ok(())
 }
 

@@ -139,7 +139,7 @@ impl Group {
             Self::Bulk => "Bulk transfers",
             Self::Beside => "Others' p99 beside something that misbehaves",
             Self::Connect => "connect() alone, by the number of nodes",
-            Self::Scale => "Scale",
+            Self::Scale => "Scale: Postern alone, once in a run",
         }
     }
 
@@ -160,7 +160,6 @@ impl Group {
     /// Why the other peers are not.
     pub fn why_not(self, peer: Peer) -> &'static str {
         match (self, peer) {
-            (Self::Scale, _) => "only Postern is measured at scale",
             (Self::Connect, _) => "nothing is redirected: callers are told the proxy's own address",
             (_, Peer::Iptables) => "a rewritten address is no way into a site behind NAT; see connect()",
             _ => "not measured",

@@ -84,7 +84,11 @@ fn said(program: &Path, args: &[&str]) -> String {
     let Ok(output) = Command::new(program).args(args).output() else { return "unknown".to_owned() };
     let text =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    let numbered = |line: &&str| line.contains('.') && line.chars().any(|letter| letter.is_ascii_digit());
+    // Some print a date of their build first.
+    let numbered = |line: &&str| {
+        line.split(' ')
+            .any(|word| word.contains('.') && !word.contains(':') && word.contains(char::is_numeric))
+    };
     let line = text.lines().find(numbered).unwrap_or("unknown");
     line.split(" - ").next().unwrap_or(line).trim().to_owned()
 }

@@ -5,6 +5,7 @@
 pub mod beside;
 pub mod connect;
 pub mod dial;
+pub mod fleet;
 pub mod grpc;
 pub mod line;
 pub mod load;
@@ -42,10 +43,11 @@ const LIMIT: Duration = Duration::from_secs(4 * 3600);
 /// A run's owner is known by the name of its program (`Id::owner_is_alive`), so that nobody else sweeps it away.
 const OWNER: &str = "bench-scenarios";
 
-/// The program `bench`: see [`Options`]; `--run ID …` and `--target ADDRESS` are for itself.
+/// The program `bench`: see [`Options`]; `--run ID …`, `--target` and `--fleet …` are for itself.
 pub fn main(args: &[OsString]) -> ExitCode {
     let result = match args.get(1).and_then(|arg| arg.to_str()) {
-        Some("--target") => serve_as_target(args.get(2)),
+        Some("--target") => target::run().map(|()| ExitCode::SUCCESS),
+        Some("--fleet") => fleet::run(args.get(2..).unwrap_or_default()).map(|()| ExitCode::SUCCESS),
         Some("--run") => work(args.get(2), args.get(3..).unwrap_or_default()),
         _ if args.first().is_some_and(|name| name == OWNER) => supervise(&args[1..]),
         _ => own(&args[1..]),
@@ -54,12 +56,6 @@ pub fn main(args: &[OsString]) -> ExitCode {
         eprintln!("bench: {error:#}");
         ExitCode::FAILURE
     })
-}
-
-fn serve_as_target(address: Option<&OsString>) -> Result<ExitCode> {
-    let address = address.and_then(|address| address.to_str()).context("--target ADDRESS")?;
-    target::run(address.parse().with_context(|| format!("--target {address:?}"))?)?;
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Becomes the owner of a run.

@@ -244,28 +244,38 @@ impl<'a> Bench<'a> {
     async fn beside(&mut self, peer: Peer, running: &mut Option<Running<'a>>) -> Result<()> {
         let mut failed = Ok(());
         for (what, _) in BESIDE {
-            if running.is_none() {
-                *running = Some(self.start(peer).await?);
+            let mut measured = self.beside_one(what, peer, running).await;
+            if measured.is_err() {
+                // Perhaps it had not recovered from the last condition.
+                measured = self.beside_one(what, peer, running).await;
             }
-            let Some(on) = running.as_ref() else { continue };
-            let measured = beside::measure(&on.dialer, what, &self.effort, peer, &mut self.record).await;
-            let settled = self.target(on.edge).settle(SETTLE).await;
             if let Err(error) = measured {
                 for kind in ["trip", "visit"] {
                     let line = format!("beside-{what}-{kind}");
-                    if self.record.cell(&line, peer).is_none() {
-                        self.record.missing(&line, peer, &format!("failed: {error:#}"));
-                    }
+                    self.record.missing(&line, peer, &format!("failed: {error:#}"));
                 }
                 println!("  beside {what}, {peer}: {error:#}");
-                stop(running).await;
                 failed = Err(error);
-            } else if settled.is_err() {
-                // Some peers do not recover from this; the next condition gets a fresh one.
-                stop(running).await;
             }
         }
         failed
+    }
+
+    async fn beside_one(&mut self, what: &str, peer: Peer, running: &mut Option<Running<'a>>) -> Result<()> {
+        if running.is_none() {
+            *running = Some(self.start(peer).await?);
+        }
+        let Some(on) = running.as_ref() else { return Ok(()) };
+        let measured = beside::measure(&on.dialer, what, &self.effort).await;
+        let settled = self.target(on.edge).settle(SETTLE).await;
+        if measured.is_err() || settled.is_err() {
+            // Some peers do not recover from this: what comes next gets a fresh one.
+            stop(running).await;
+        }
+        for (line, others) in measured? {
+            others.note(&mut self.record, peer, &line)?;
+        }
+        Ok(())
     }
 
     async fn connect(&mut self, peer: Peer) {

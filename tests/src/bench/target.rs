@@ -1,6 +1,6 @@
 //! The program at the edge that the load generator talks to: echo, source, sink. It waits for a byte of its caller
 //! before it says anything, because konnectivity loses what a target says first.
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -34,7 +34,9 @@ const BACKLOG: u32 = 4096;
 static OPEN: AtomicU64 = AtomicU64::new(0);
 
 /// The program itself: serves for ever.
-pub fn run(address: IpAddr) -> Result<()> {
+pub fn run() -> Result<()> {
+    // Every address of the edge, and those that it has for a whole fleet.
+    let address = IpAddr::from(Ipv4Addr::UNSPECIFIED);
     tunnel_core::lifecycle::raise_open_files();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
@@ -153,7 +155,7 @@ impl<'a> Target<'a> {
     pub async fn start(testbed: &'a Testbed, n: usize) -> Result<Self> {
         testbed.black_hole(n, HOLE)?;
         let mut command = testbed.on_edge(n).command(&process::program("bench")?);
-        command.arg("--target").arg(testbed.edge(n).address.to_string());
+        command.arg("--target");
         let process = Process::spawn(testbed, &format!("target-{n}"), command)?;
         let target = Self { testbed, edge: n, _process: process };
         wait_for("the target to accept", client::PATIENCE, async || Ok(target.open().await.ok())).await?;

@@ -1,8 +1,10 @@
 //! What a peer's programs use: memory and CPU time.
+use std::collections::BTreeMap;
 use std::fs;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
+use super::load::as_f64;
 use crate::testbed::process::Process;
 
 /// The host that a program runs on.
@@ -59,6 +61,22 @@ pub fn cpu_seconds(parts: &[Part]) -> Result<f64> {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     let seconds = ticks as f64 / per_second as f64;
     Ok(seconds)
+}
+
+/// Memory of the BPF maps that a process holds, in MB (10^6 bytes), as the kernel counts it.
+pub fn bpf_maps(pid: u32) -> Result<f64> {
+    let folder = format!("/proc/{pid}/fdinfo");
+    let mut maps = BTreeMap::new();
+    for entry in fs::read_dir(&folder).with_context(|| format!("reading {folder}"))? {
+        // A descriptor that was closed meanwhile is no map.
+        let Ok(text) = fs::read_to_string(entry.context("a descriptor")?.path()) else { continue };
+        let number = |name| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        if let (Some(id), Some(bytes)) = (number("map_id:"), number("memlock:")) {
+            maps.insert(id, bytes);
+        }
+    }
+    ensure!(!maps.is_empty(), "{folder} shows no BPF map");
+    Ok(as_f64(maps.values().sum()) / 1e6)
 }
 
 /// utime and stime of a stat line; the name before them may contain anything.

@@ -20,7 +20,7 @@ use super::load;
 use super::target::CARRIED;
 use super::usage::{Part, Side};
 use crate::agent::{self, Agent};
-use crate::server::{self, Builder, Server};
+use crate::server::{Builder, Server};
 use crate::testbed::Testbed;
 use crate::testbed::process::Process;
 use crate::wait::wait_until;
@@ -114,7 +114,7 @@ impl<'a> Running<'a> {
             Peer::KonnectivityHttp => {
                 konnectivity::start(testbed, &program()?, certificates, Frontend::HttpConnect)?
             }
-            Peer::Postern => postern(testbed, server_builder(testbed)).await?,
+            Peer::Postern => postern(testbed).await?,
         };
         running.wait_ready(peer).await?;
         Ok(running)
@@ -166,8 +166,9 @@ pub fn server_builder(testbed: &Testbed) -> Builder<'_> {
     Builder::new(testbed).ports(&ports).flag("--drain-timeout=1s")
 }
 
-async fn postern<'a>(testbed: &'a Testbed, builder: server::Builder<'a>) -> Result<Running<'a>> {
-    let server = builder.start().await?;
+/// Server and agent, without waiting for a connection.
+pub async fn postern(testbed: &Testbed) -> Result<Running<'_>> {
+    let server = server_builder(testbed).start().await?;
     let agent = agent::Builder::new(&server, BEHIND_NAT);
     let node = testbed.edge(BEHIND_NAT).name.clone();
     // An agent that ran before has its certificate.

@@ -47,10 +47,13 @@ fn render_table(text: &mut String, record: &Record, table: &Table) -> std::fmt::
     for peer in &table.peers {
         write!(text, " {} |", peer.title())?;
     }
-    for (_, name) in COMPARED {
+    // Where Postern is alone there is nothing to compare with.
+    let alone = table.group.peers() == [Peer::Postern];
+    let compared = if alone { &[][..] } else { &COMPARED[..] };
+    for (_, name) in compared {
         write!(text, " ÷ {name} |")?;
     }
-    writeln!(text, "\n|---|{}", "---|".repeat(table.peers.len() + COMPARED.len()))?;
+    writeln!(text, "\n|---|{}", "---|".repeat(table.peers.len() + compared.len()))?;
     let mut reasons = Reasons::default();
     for line in &table.lines {
         write!(text, "| {} [{} {}] |", line.title, line.unit, line.better.arrow())?;
@@ -58,8 +61,8 @@ fn render_table(text: &mut String, record: &Record, table: &Table) -> std::fmt::
             let cell = record.cell(&line.id, *peer).cloned().unwrap_or_default();
             write!(text, " {} |", reasons.cell(*peer, &cell))?;
         }
-        for (to, _) in COMPARED {
-            write!(text, " {} |", ratio(record, line, to, table, &mut reasons))?;
+        for (to, _) in compared {
+            write!(text, " {} |", ratio(record, line, *to, table, &mut reasons))?;
         }
         writeln!(text)?;
     }

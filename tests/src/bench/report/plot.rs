@@ -6,6 +6,7 @@ use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
 use plotters::coord::ranged1d::{Ranged, ValueFormatter};
 use plotters::prelude::*;
+use plotters::style::text_anchor::{self as text_style, HPos, VPos};
 
 use super::super::line::{Group, Line, NODES, Peer};
 use super::super::record::Record;
@@ -40,7 +41,7 @@ pub(super) fn draw(report: &Report<'_>) -> Result<Vec<String>> {
         let units: BTreeSet<&str> = table.lines.iter().map(|line| line.unit).collect();
         for unit in units {
             let lines: Vec<&Line> = table.lines.iter().filter(|line| line.unit == unit).collect();
-            let name = format!("{}-{}.svg", table.group.name(), unit.replace('/', "-per-").replace('µ', "u"));
+            let name = format!("{}-{}.svg", table.group.name(), slug(unit));
             let title = format!("{} [{unit}]", table.group.title());
             let logarithmic = table.group.logarithmic();
             let plot = |path: &Path| bars(path, &title, report.record, &lines, &table.peers, logarithmic);
@@ -48,6 +49,11 @@ pub(super) fn draw(report: &Report<'_>) -> Result<Vec<String>> {
         }
     }
     Ok(files)
+}
+
+/// A unit as part of a file's name.
+fn slug(unit: &str) -> String {
+    unit.replace('/', "-per-").replace('µ', "u").replace('×', "ratio")
 }
 
 fn save(report: &Report<'_>, name: &str, plot: impl Fn(&Path) -> Result<()>) -> Result<String> {
@@ -66,7 +72,7 @@ fn bars(
 ) -> Result<()> {
     let row = u32::try_from(peers.len())? * BAR + GAP;
     let height = u32::try_from(lines.len())? * row;
-    let root = SVGBackend::new(path, (WIDTH, height + 110)).into_drawing_area();
+    let root = SVGBackend::new(path, (WIDTH, height + 120)).into_drawing_area();
     root.fill(&WHITE)?;
     let values = || {
         let cells = lines.iter().flat_map(|line| peers.iter().map(|peer| record.cell(&line.id, *peer)));
@@ -77,14 +83,20 @@ fn bars(
     let least = values().map(|summary| summary.min).filter(|min| *min > 0.0).fold(greatest, f64::min);
     let rows = 0.0..f64::from(height);
     let mut chart = ChartBuilder::on(&root);
-    chart.caption(title, ("sans-serif", 18)).margin(8).margin_right(60).x_label_area_size(30);
+    chart
+        .caption(title, ("sans-serif", 18))
+        .margin(8)
+        .margin_right(60)
+        .margin_bottom(30)
+        .x_label_area_size(30);
     chart.y_label_area_size(LABELS);
     if logarithmic {
         let from = least / 2.0;
         let chart = chart.build_cartesian_2d((from..greatest * 2.0).log_scale(), rows)?;
-        rows_of(chart, from, record, lines, peers, f64::from(height))?;
+        rows_of(&root, chart, from, record, lines, peers, f64::from(height))?;
     } else {
         rows_of(
+            &root,
             chart.build_cartesian_2d(0.0..greatest, rows)?,
             0.0,
             record,
@@ -93,7 +105,7 @@ fn bars(
             f64::from(height),
         )?;
     }
-    legend(&root, peers, i32::try_from(height + 90)?)?;
+    legend(&root, peers, i32::try_from(height + 100)?)?;
     root.present()?;
     Ok(())
 }
@@ -101,6 +113,7 @@ fn bars(
 type Chart<'a, X> = ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, plotters::coord::types::RangedCoordf64>>;
 
 fn rows_of<X: Ranged<ValueType = f64> + ValueFormatter<f64>>(
+    root: &DrawingArea<SVGBackend<'_>, Shift>,
     mut chart: Chart<'_, X>,
     from: f64,
     record: &Record,
@@ -141,21 +154,18 @@ fn rows_of<X: Ranged<ValueType = f64> + ValueFormatter<f64>>(
         labels.push((line.title.clone(), middle, true));
         top -= f64::from(GAP);
     }
-    let area = chart.plotting_area().strip_coord_spec();
-    let (left, above) = area.get_base_pixel();
+    drop(chart);
     for (text, (x, y), is_title) in labels {
         let style = if is_title {
-            ("sans-serif", TEXT).into_text_style(&area).pos(text_style::Pos::new(HPos::Right, VPos::Center))
+            ("sans-serif", TEXT).into_text_style(root).pos(text_style::Pos::new(HPos::Right, VPos::Center))
         } else {
-            ("sans-serif", 11).into_text_style(&area).pos(text_style::Pos::new(HPos::Left, VPos::Center))
+            ("sans-serif", 11).into_text_style(root).pos(text_style::Pos::new(HPos::Left, VPos::Center))
         };
-        let x = if is_title { -8 } else { x - left + 4 };
-        area.draw(&Text::new(text, (x, y - above), style))?;
+        let x = if is_title { i32::try_from(LABELS)? } else { x + 4 };
+        root.draw(&Text::new(text, (x, y), style))?;
     }
     Ok(())
 }
-
-use plotters::style::text_anchor::{self as text_style, HPos, VPos};
 
 fn legend(root: &DrawingArea<SVGBackend<'_>, Shift>, peers: &[Peer], y: i32) -> Result<()> {
     let mut x = 20;
@@ -193,6 +203,7 @@ fn curves(path: &Path, record: &Record, peers: &[Peer]) -> Result<()> {
         .x_desc("edge nodes in the inventory, or DNAT rules")
         .x_label_formatter(&number)
         .y_label_formatter(&number)
+        .light_line_style(TRANSPARENT)
         .draw()?;
     for peer in peers {
         let style = color(*peer);
