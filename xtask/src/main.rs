@@ -30,7 +30,8 @@ struct Cli {
 enum Command {
     /// Builds the eBPF programs that tunnel-server embeds; installs what is missing for that.
     BuildEbpf,
-    /// A real Prometheus scrapes node exporters on two edges behind NAT, through the redirect and the tunnel (root).
+    /// A real Prometheus scrapes node exporters on two edges behind NAT; with --kubernetes, kubectl and Prometheus work on
+    /// such a node of a real cluster (root).
     Demo(demo::Options),
     /// Every test: unit, property and doc tests, the redirect on the real kernel, scenarios, fuzz targets (root).
     Test(test::Options),

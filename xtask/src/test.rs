@@ -109,15 +109,17 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
 }
 
 fn run_demo(filter: &[&str], tally: &mut Tally) {
-    if !filter.iter().all(|filter| "demo".contains(filter)) {
-        return;
+    for (name, kubernetes) in [("demo", false), ("demo::kubernetes", true)] {
+        if !filter.iter().all(|filter| name.contains(filter)) {
+            continue;
+        }
+        heading(name);
+        let result = demo::run_demo_program(kubernetes, &[]).and_then(|code| {
+            ensure!(code == ExitCode::SUCCESS, "the demo ended with {code:?}");
+            Ok(())
+        });
+        tally.step(name, result);
     }
-    heading("the demo");
-    let result = demo::run_demo_program(&[]).and_then(|code| {
-        ensure!(code == ExitCode::SUCCESS, "the demo ended with {code:?}");
-        Ok(())
-    });
-    tally.step("demo", result);
 }
 
 fn run_fuzz(filter: &[&str], tally: &mut Tally) -> Result<()> {

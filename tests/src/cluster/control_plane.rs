@@ -67,6 +67,14 @@ impl ControlPlane {
         Ok(())
     }
 
+    /// What the running API server was told of kubelets.
+    pub fn kubelet_flags(&self) -> Result<Vec<String>> {
+        let file = format!("/proc/{}/cmdline", self.apiserver.pid());
+        let text = std::fs::read(&file).with_context(|| format!("reading {file}"))?;
+        let text = String::from_utf8_lossy(&text);
+        Ok(text.split('\0').filter(|word| word.starts_with("--kubelet-")).map(str::to_owned).collect())
+    }
+
     /// Kills the API server, as a crash.
     pub async fn kill_apiserver(&mut self) -> Result<()> {
         self.apiserver.signal(Signal::SIGKILL)?;

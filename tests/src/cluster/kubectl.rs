@@ -1,5 +1,5 @@
 //! The real kubectl, as somebody on the cloud host types it.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 use std::time::Duration;
 
@@ -51,6 +51,11 @@ impl Kubectl {
     #[must_use]
     pub fn with_kubeconfig(&self, kubeconfig: PathBuf) -> Self {
         Self { kubeconfig, ..self.clone() }
+    }
+
+    /// The program and its kubeconfig.
+    pub fn files(&self) -> (&Path, &Path) {
+        (&self.program, &self.kubeconfig)
     }
 
     /// The command, not started. It dies with its handle.

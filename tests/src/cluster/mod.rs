@@ -6,6 +6,7 @@ pub mod host;
 pub mod image;
 pub mod kubectl;
 pub mod manifests;
+pub mod monitoring;
 pub mod peers;
 pub mod pki;
 pub mod pods;
@@ -62,6 +63,11 @@ pub struct Cluster<'a> {
 impl<'a> Cluster<'a> {
     /// Brings the cluster up, with a node on the cloud host and one on every edge, all ready.
     pub async fn start(testbed: &'a Testbed) -> Result<Self> {
+        Self::start_saying(testbed, progress).await
+    }
+
+    /// As [`Cluster::start`], with somebody to tell how far it is.
+    pub async fn start_saying(testbed: &'a Testbed, say: impl Fn(&str)) -> Result<Self> {
         let start = Instant::now();
         let dir = testbed.dir().join("kubernetes");
         let pki = Pki::create(dir.clone())?;
@@ -76,18 +82,14 @@ impl<'a> Cluster<'a> {
         for host in &mut hosts {
             host.import(&image).await?;
         }
-        progress(&format!(
-            "containerd of {} hosts is up, {:.1?} from the start",
-            hosts.len(),
-            start.elapsed()
-        ));
+        say(&format!("containerd of {} hosts is up, {:.1?} from the start", hosts.len(), start.elapsed()));
 
         let admin = pki.client("admin", "kubernetes-admin", &["system:masters"])?;
         let kubeconfig = pki.kubeconfig("admin", &server, &admin)?;
         let api = Api::open(&kubeconfig).await?;
         let kubectl = Kubectl::new(peers::kubernetes("kubectl")?, kubeconfig, dir);
         control_plane.wait_ready(&api).await?;
-        progress(&format!("the API server is ready, {:.1?} from the start", start.elapsed()));
+        say(&format!("the API server is ready, {:.1?} from the start", start.elapsed()));
         control_plane.start_controllers(testbed, &pki, &server)?;
         let proxy = pki.client("kube-proxy", "system:kube-proxy", &[])?;
         let proxy = pki.kubeconfig("kube-proxy", &server, &proxy)?;
@@ -111,7 +113,7 @@ impl<'a> Cluster<'a> {
                 |_| true,
             )
             .await?;
-        progress(&format!("every node is ready, {:.1?} from the start", start.elapsed()));
+        say(&format!("every node is ready, {:.1?} from the start", start.elapsed()));
         Ok(cluster)
     }
 

@@ -1,8 +1,9 @@
 //! `cargo xtask demo`: a real Prometheus on a cloud host scrapes real node exporters on two edges behind NAT, by
-//! their own addresses.
+//! their own addresses. With `--kubernetes`: a real cluster with a node behind NAT, and what kubectl does with it.
 //!
 //! As with scenarios, the work is done by a process of its own; this one only waits for it, and removes everything
 //! when it has ended or when somebody presses Ctrl-C.
+mod kubernetes;
 mod steps;
 
 use std::fs;
@@ -19,22 +20,36 @@ use crate::runner;
 use crate::testbed::id::{Id, Kind};
 use crate::testbed::{Shape, Testbed, sweep};
 
-const EDGES: u8 = 2;
-/// The demo takes well under a minute; whatever hangs must not hang for ever.
+/// The demos take about a minute; whatever hangs must not hang for ever.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The `demo` program: nothing, `--keep` or `--remove`; `--run ID` and `--run-and-keep ID` are for itself.
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Demo {
+    Prometheus,
+    Kubernetes,
+}
+
+/// Its flag.
+const KUBERNETES: &str = "--kubernetes";
+
+/// The `demo` program: `--kubernetes`, `--keep`, or `--remove`; `--run ID` and `--run-and-keep ID` are for itself.
 pub fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let mut args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let all = args.len();
+    args.retain(|arg| *arg != KUBERNETES);
+    let demo = if args.len() < all { Demo::Kubernetes } else { Demo::Prometheus };
     let result = match args.as_slice() {
-        [] => supervise(false),
-        ["--keep"] => supervise(true),
+        [] => supervise(demo, false),
+        ["--keep"] => supervise(demo, true),
         ["--remove"] => remove().map(|()| ExitCode::SUCCESS),
         [run @ ("--run" | "--run-and-keep"), id] => {
-            work(id, *run == "--run-and-keep").map(|()| ExitCode::SUCCESS)
+            work(demo, id, *run == "--run-and-keep").map(|()| ExitCode::SUCCESS)
         }
-        other => Err(anyhow::anyhow!("unknown arguments {other:?}: there are --keep and --remove")),
+        other => {
+            Err(anyhow::anyhow!("unknown arguments {other:?}: there are --kubernetes, --keep and --remove"))
+        }
     };
     result.unwrap_or_else(|error| {
         eprintln!("demo: {error:#}");
@@ -71,14 +86,14 @@ fn remove() -> Result<()> {
     Ok(())
 }
 
-fn supervise(keep: bool) -> Result<ExitCode> {
+fn supervise(demo: Demo, keep: bool) -> Result<ExitCode> {
     // xtask holds SIGINT back while it waits for this program, and a signal mask is inherited.
     SigSet::all().thread_swap_mask(SigmaskHow::SIG_UNBLOCK).context("taking signals")?;
     prepare()?;
     let id = Id::new(Kind::Demo);
     fs::create_dir_all(id.dir()).with_context(|| format!("creating {}", id.dir().display()))?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
-    let end = runtime.block_on(wait_for_work(&id, keep));
+    let end = runtime.block_on(wait_for_work(demo, &id, keep));
     let logs = runner::logs(&id.dir());
     match end {
         Ok(End::Exited(status)) if status.success() && keep => Ok(ExitCode::SUCCESS),
@@ -116,12 +131,13 @@ enum End {
     TooLong,
 }
 
-async fn wait_for_work(id: &Id, keep: bool) -> Result<End> {
+async fn wait_for_work(demo: Demo, id: &Id, keep: bool) -> Result<End> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let mut hang_up = signal(SignalKind::hangup())?;
     let mut command = Command::new(std::env::current_exe().context("where this program is")?);
     // A group of its own: Ctrl-C reaches this process only, which then removes everything in order.
     command.args([if keep { "--run-and-keep" } else { "--run" }, &id.to_string()]).process_group(0);
+    command.args((demo == Demo::Kubernetes).then_some(KUBERNETES));
     let mut work = tokio::process::Command::from(command).spawn().context("starting the demo's process")?;
     Ok(tokio::select! {
         status = work.wait() => End::Exited(status.context("waiting for the demo's process")?),
@@ -133,9 +149,10 @@ async fn wait_for_work(id: &Id, keep: bool) -> Result<End> {
 }
 
 /// The demo itself, in a process of its own.
-fn work(id: &str, keep: bool) -> Result<()> {
+fn work(demo: Demo, id: &str, keep: bool) -> Result<()> {
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("asking to die with the parent")?;
-    let testbed = Testbed::new(id.parse()?, Shape { edges: EDGES, twin: false })?;
+    let edges = if demo == Demo::Kubernetes { 1 } else { 2 };
+    let testbed = Testbed::new(id.parse()?, Shape { edges, twin: false })?;
     testbed.enter_cloud()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -143,14 +160,30 @@ fn work(id: &str, keep: bool) -> Result<()> {
         .build()
         .context("runtime")?;
     runtime.block_on(async {
-        let running = steps::run(&testbed).await?;
+        match demo {
+            Demo::Prometheus => {
+                let running = steps::run(&testbed).await?;
+                if keep {
+                    steps::how_to_look_around(&testbed);
+                    running.leave();
+                } else {
+                    println!("\nremoving everything");
+                    running.stop().await?;
+                }
+            }
+            Demo::Kubernetes => {
+                let running = kubernetes::run(&testbed).await?;
+                if keep {
+                    running.how_to_look_around();
+                    running.leave();
+                } else {
+                    println!("\nremoving everything");
+                    running.stop().await?;
+                }
+            }
+        }
         if keep {
             fs::write(testbed.dir().join(sweep::KEPT), "").context("marking the demo as kept")?;
-            steps::how_to_look_around(&testbed);
-            running.leave();
-        } else {
-            println!("\nremoving everything");
-            running.stop().await?;
         }
         anyhow::Ok(())
     })?;
