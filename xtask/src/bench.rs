@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program of postern-tests.
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, ensure};
@@ -22,6 +23,9 @@ pub(crate) struct Options {
     /// Every line for a moment: whether it works, not how fast.
     #[arg(long)]
     smoke: bool,
+    /// Writes the report into docs/benchmarks.md, with its plots beside it. Only for whole runs.
+    #[arg(long, conflicts_with_all = ["only", "smoke"])]
+    record: bool,
     /// Repeats the order of an earlier run, which printed it.
     #[arg(long)]
     seed: Option<u64>,
@@ -80,7 +84,45 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("holding back SIGINT")?;
     let status = bench.status().with_context(|| format!("starting {}", shown(&bench)))?;
     previous.thread_set_mask().context("taking SIGINT again")?;
+    if options.record && status.success() {
+        record(&target.join("bench"))?;
+    }
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Below this line of docs/benchmarks.md stands the last run, and nothing else.
+const LAST_RUN: &str = "## The last full run\n";
+
+fn record(report: &Path) -> Result<()> {
+    let docs = root().join("docs");
+    let (document, plots) = (docs.join("benchmarks.md"), docs.join("benchmarks"));
+    let read = |path: &Path| fs::read_to_string(path).with_context(|| format!("reading {}", path.display()));
+    let text = read(&document)?;
+    let (method, _) = text
+        .split_once(LAST_RUN)
+        .with_context(|| format!("{} has no heading {LAST_RUN:?}", document.display()))?;
+    // A level below the heading.
+    let run = read(&report.join("bench.md"))?.replace("\n## ", "\n### ");
+    let mut names = Vec::new();
+    for entry in fs::read_dir(report).with_context(|| format!("reading {}", report.display()))? {
+        let path = entry.context("an entry of the report's folder")?.path();
+        names.extend(
+            path.file_name()
+                .and_then(|name| name.to_str())
+                .filter(|name| name.ends_with(".svg"))
+                .map(str::to_owned),
+        );
+    }
+    names.sort();
+    fs::create_dir_all(&plots).with_context(|| format!("creating {}", plots.display()))?;
+    for name in &names {
+        fs::copy(report.join(name), plots.join(name)).with_context(|| format!("copying {name}"))?;
+    }
+    let shown: Vec<String> = names.iter().map(|name| format!("![{name}](benchmarks/{name})")).collect();
+    let text = format!("{method}{LAST_RUN}\n{run}\n### Plots\n\n{}\n", shown.join("\n"));
+    fs::write(&document, text).with_context(|| format!("writing {}", document.display()))?;
+    println!("recorded in {}", document.display());
+    Ok(())
 }
 
 fn haproxy() -> Result<PathBuf> {

@@ -46,6 +46,10 @@ pub fn write(options: &Options, mut machine: Machine, record: &Record) -> Result
         .filter(|table| !table.peers.is_empty())
         .collect();
     let report = Report { options, machine, record, tables };
+    // Nothing of an earlier run stays beside this one.
+    if options.out.exists() {
+        fs::remove_dir_all(&options.out).with_context(|| format!("emptying {}", options.out.display()))?;
+    }
     fs::create_dir_all(&options.out).with_context(|| format!("creating {}", options.out.display()))?;
     let markdown = markdown::render(&report);
     println!("\n{markdown}");
