@@ -13,7 +13,7 @@ use jiff::Timestamp;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::PostParams;
+use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client};
 use tokio_util::sync::CancellationToken;
@@ -28,7 +28,7 @@ pub const ACTIVATED: &str = "postern.internal/ca-activated";
 
 /// The API server answers within this, or is away.
 const ANSWER: Duration = Duration::from_secs(10);
-/// Also when the object to be made is there already.
+/// Also when another one applied other values to the object that is to be made.
 const CONFLICT: u16 = 409;
 const RETRY: Duration = Duration::from_secs(2);
 /// How often it is said that the start waits.
@@ -140,8 +140,12 @@ impl CaSecret {
 
     /// Makes the Secret.
     ///
+    /// An apply instead of a create, as it carries the name: RBAC can narrow it to this Secret. It stays as atomic by a
+    /// field manager that no other try has: values that another one applied are in conflict, even those of a try of ours
+    /// that timed out here and arrives late.
+    ///
     /// # Errors
-    /// [`AuthorityError::Conflict`] when somebody else was faster.
+    /// [`AuthorityError::Conflict`] when somebody else was faster with another CA.
     async fn create(&self, material: &CaMaterial) -> Result<(), AuthorityError> {
         let secret = Secret {
             metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
@@ -149,7 +153,8 @@ impl CaSecret {
             data: Some(data(material)),
             ..Secret::default()
         };
-        self.within("creating", self.api.create(&write(), &secret)).await?;
+        let params = PatchParams::apply(&format!("{MANAGER}-{:016x}", rand::random::<u64>()));
+        self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&secret))).await?;
         Ok(())
     }
 

@@ -1,10 +1,12 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Secret;
 use serde_json::{Value, json};
+use tokio::sync::Barrier;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::{create_csr, generate_key, public_key_of_csr};
 use tunnel_server::kube::authority::{ACTIVATED, AuthorityError, follow, obtain};
@@ -40,8 +42,8 @@ fn state_dir(server: &ApiServer, name: &str) -> PathBuf {
 #[tokio::test]
 async fn servers_that_start_at_once_end_with_one_ca() {
     let server = ApiServer::start();
-    // Long enough for all of them to see that there is none.
-    server.inject("create", "secrets", Fault::Delay(Duration::from_millis(200)), 4);
+    // None is made before all of them have seen that there is none.
+    server.inject("patch", "secrets", Fault::Together(Arc::new(Barrier::new(4))), 4);
     let starts = (0..4).map(|number| {
         let directory = state_dir(&server, &format!("server-{number}"));
         let server = &server;
@@ -50,7 +52,9 @@ async fn servers_that_start_at_once_end_with_one_ca() {
     let hashes: BTreeSet<_> = futures_util::future::join_all(starts).await.into_iter().collect();
     assert_eq!(hashes.len(), 1, "{hashes:?}");
     assert_eq!(roots(&server), Vec::from_iter(hashes));
-    assert!(server.requests("create", SECRETS) > 1, "nobody lost the race: {:?}", server.all_requests());
+    let requests = server.all_requests();
+    assert_eq!(server.requests("patch", SECRET), 4, "three lost the race: {requests:?}");
+    assert_eq!(server.requests("create", SECRETS), 0, "RBAC cannot narrow a create: {requests:?}");
     // The key is the same one too: what one signs, another verifies.
     let states: Vec<_> = (0..4)
         .map(|number| Ca::open(&state_dir(&server, &format!("server-{number}")), Lifetimes::default()))
@@ -59,6 +63,26 @@ async fn servers_that_start_at_once_end_with_one_ca() {
     let key = public_key_of_csr(&create_csr(&generate_key().unwrap()).unwrap()).unwrap();
     let issued = states[3].issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
     assert_eq!(states[0].bundle().issuer_of(&issued.chain[0]), Some(0));
+}
+
+#[tokio::test]
+async fn a_secret_that_is_restored_while_a_server_starts_is_kept() {
+    let server = ApiServer::start();
+    let first = hash(&start(&server, &state_dir(&server, "first")).await.unwrap());
+    let backup = server.get(SECRETS, NAME).unwrap();
+    server.remove(SECRETS, NAME);
+    let barrier = Arc::new(Barrier::new(2));
+    server.inject("patch", "secrets", Fault::Together(barrier.clone()), 1);
+    let directory = state_dir(&server, "second");
+    let restored = async {
+        // The server has seen that there is none, and made a CA of its own.
+        eventually("the apply", || (server.requests("patch", SECRET) == 2).then_some(())).await;
+        server.put(SECRETS, backup);
+        barrier.wait().await;
+    };
+    let (second, ()) = tokio::join!(start(&server, &directory), restored);
+    assert_eq!(hash(&second.unwrap()), first);
+    assert_eq!(roots(&server), [first]);
 }
 
 #[tokio::test]
@@ -154,7 +178,7 @@ async fn the_copy_follows_and_survives_what_happens_to_the_secret() {
     let other = CaMaterial::generate().unwrap();
     server.remove(SECRETS, NAME);
     // It has seen both once it makes the Secret again, which only the leader does.
-    assert_eq!((hash(&copy), server.requests("create", SECRETS)), (first.clone(), 1));
+    assert_eq!((hash(&copy), server.requests("patch", SECRET)), (first.clone(), 1));
     lead.send_replace(true);
     eventually("the leader makes it again", || server.get(SECRETS, NAME)).await;
     assert_eq!((roots(&server), hash(&copy)), (vec![first.clone()], first.clone()));

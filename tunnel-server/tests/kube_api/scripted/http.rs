@@ -71,6 +71,7 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
                 .unwrap();
         }
         Some(Fault::Delay(time)) => tokio::time::sleep(time).await,
+        Some(Fault::Together(ref others)) => drop(others.wait().await),
         _ => {}
     }
     if verb == "watch" {
@@ -99,7 +100,7 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
     };
     let outcome = match verb {
         "list" | "continue" => Ok(list(&collection, &query, shared)),
-        _ => object(verb, &collection, &rest, body, &content_type, shared),
+        _ => object(verb, &collection, &rest, &query, body, &content_type, shared),
     };
     match (outcome, fault) {
         (Ok(value), Some(Fault::Truncate)) => {
@@ -129,6 +130,7 @@ fn object(
     verb: &str,
     collection: &Collection,
     rest: &[&str],
+    query: &HashMap<String, String>,
     body: Value,
     content_type: &str,
     shared: &Shared,
@@ -161,11 +163,18 @@ fn object(
         }
         let name = rest.first().copied().unwrap_or_default();
         let known = store.get(collection, name);
-        let applied = content_type.starts_with("application/apply-patch");
-        let Some(known) = known.or_else(|| {
-            (verb == "patch" && applied && !subresource)
-                .then(|| Arc::new(json!({"metadata": {"name": name}})))
-        }) else {
+        let applied = verb == "patch" && content_type.starts_with("application/apply-patch");
+        let manager = query.get("fieldManager").map(String::as_str).unwrap_or_default();
+        if applied && manager.is_empty() {
+            return Err((
+                422,
+                "Invalid",
+                "fieldManager: Required value: is required for apply patch".to_owned(),
+            ));
+        }
+        let Some(known) = known
+            .or_else(|| (applied && !subresource).then(|| Arc::new(json!({"metadata": {"name": name}}))))
+        else {
             return Err((404, "NotFound", format!("{} {name:?} not found", collection.resource)));
         };
         let conflict = |wanted: &Value, is: &Value| {
@@ -186,9 +195,17 @@ fn object(
             }
             _ => {
                 conflict(&body["metadata"]["resourceVersion"], &known["metadata"]["resourceVersion"])?;
+                let forced = query.get("force").is_some_and(|value| value == "true");
+                if applied
+                    && !forced
+                    && let Some(field) = store.applied.conflict(manager, &known, &body)
+                {
+                    let message = format!("Apply failed with 1 conflict: another manager owns {field}");
+                    return Err((409, "Conflict", message));
+                }
                 let mut next = known.as_ref().clone();
                 if verb == "update" {
-                    next = body;
+                    next = body.clone();
                 } else {
                     merge(&mut next, &body, content_type.starts_with("application/strategic"));
                 }
@@ -201,7 +218,11 @@ fn object(
                     next["status"] = known["status"].clone();
                 }
                 next["metadata"]["name"] = json!(name);
-                Ok(store.put(collection, next))
+                let stored = store.put(collection, next);
+                if applied {
+                    store.applied.record(manager, &stored, &body);
+                }
+                Ok(stored)
             }
         }
     })

@@ -1,7 +1,8 @@
 //! A scripted API server: real HTTP/1.1 on loopback, on a thread of its own, with the verbs of the Kubernetes API on
 //! any object, and with faults on demand.
 //!
-//! What it does not do: schemas, admission, authentication, ownership of fields (apply is a merge that creates).
+//! What it does not do: schemas, admission, authentication. An apply is a merge that creates, and is refused where it
+//! would change what another one owns.
 #![allow(dead_code, reason = "each test module uses another part")]
 
 mod http;
@@ -35,6 +36,8 @@ pub(crate) enum Fault {
     TooManyRequests { retry_after: u64 },
     /// The right answer, this much later.
     Delay(Duration),
+    /// The right answer, once everybody else whom the barrier waits for has come too.
+    Together(Arc<tokio::sync::Barrier>),
     /// The connection ends in the middle of the answer's body.
     Truncate,
     /// 200 and an ERROR event with code 410, as the watch cache answers. For `watch`.

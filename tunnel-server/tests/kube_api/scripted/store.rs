@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use super::patch::Applied;
+
 /// Older changes are forgotten, as an API server forgets them.
 const HISTORY: usize = 5000;
 
@@ -104,6 +106,7 @@ pub(crate) struct Store {
     history: VecDeque<Change>,
     /// Changes up to here are forgotten.
     forgotten: u64,
+    pub(crate) applied: Applied,
 }
 
 impl Store {
