@@ -43,13 +43,16 @@ pub enum InternalDoor {
     Http,
 }
 
-/// The ports of the two doors.
+/// The ports of the two doors; 0: the door is off, and no port of the internal Service leads there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Doors {
     pub https: u16,
     /// The second half of every pair in a list.
     pub http: u16,
 }
+
+/// The http door's port in the pairs of a list while the door is off.
+const DEFAULT_HTTP: u16 = 10264;
 
 /// An entry of a list that is left out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -93,10 +96,11 @@ impl Settings {
 
 fn ports(key: &'static str, text: &str, doors: &Doors, problems: &mut Vec<Problem>) -> BTreeSet<u16> {
     let pairs = text.contains('=');
+    let http = if doors.http == 0 { DEFAULT_HTTP } else { doors.http };
     let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     let mut ports = BTreeSet::new();
     for entry in entries {
-        match if pairs { pair(entry, doors.http) } else { port(entry) } {
+        match if pairs { pair(entry, http) } else { port(entry) } {
             Ok(port) => drop(ports.insert(port)),
             Err(reason) => problems.push(Problem { key, value: entry.to_owned(), reason }),
         }
@@ -132,7 +136,7 @@ fn port(text: &str) -> Result<u16, String> {
 pub async fn run(cluster: Cluster, doors: Doors, publish: watch::Sender<Arc<Settings>>) {
     let api = Api::<ConfigMap>::namespaced(cluster.client.clone(), &cluster.namespace);
     let only = Config::default().fields(&format!("metadata.name={}", cluster.names.configmap));
-    let mut events = pin!(follow(api, only, "configmap", cluster.health.clone()));
+    let mut events = pin!(follow(api, only, "configmaps/settings", cluster.health.clone()));
     let mut followed = Followed::default();
     let mut said = Vec::new();
     let mut published = false;
