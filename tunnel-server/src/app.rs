@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::admin::{Admin, register_process_metrics};
 use tunnel_core::config::{BindError, ConfigError};
-use tunnel_core::identity::TrustBundle;
+use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::lifecycle::{Drain, Readiness, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
@@ -134,6 +134,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
             settings: settings.clone(),
             nodes_known: readiness.pending("nodes"),
             tasks: &tasks,
+            draining: shutdown.draining_token().child_token(),
             stop: stop.clone(),
         }),
     }
@@ -269,10 +270,19 @@ fn router_config(config: &Config) -> RouterConfig {
         token_range: config.token_range,
         token_range_v6: config.token_range_v6,
         ports: config.redirect_ports.clone(),
-        pods: config.edge_pod_routes,
+        pods: config.edge_pod_routes.clone(),
+        host: host_node(config),
         exclude: config.exclude.clone(),
         clients: config.redirect_clients.clone(),
         host_addresses,
+    }
+}
+
+/// Which node this host is, as the manifests tell a pod. The file of a standalone server is the operator's own.
+fn host_node(config: &Config) -> Option<NodeName> {
+    match &config.source {
+        NodeSource::File(_) => None,
+        NodeSource::Kubernetes(_) => std::env::var("NODE_NAME").ok()?.parse().ok(),
     }
 }
 

@@ -39,6 +39,8 @@ fn families(page: &str) -> BTreeSet<String> {
 /// What stands in backquotes below "Metrics", without its labels.
 fn listed(document: &str) -> BTreeSet<String> {
     let section = document.split("\n## ").find(|section| section.starts_with("Metrics")).unwrap_or_default();
+    // What only a cluster has.
+    let section = section.split("\n### ").next().unwrap_or_default();
     let quoted = section.split('`').skip(1).step_by(2);
     let names = quoted.map(|text| text.split('{').next().unwrap_or(text));
     names

@@ -42,10 +42,7 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
         (format!("GET /metrics HTTP/1.1\r\nHost: {edge}:9100\r\n\r\n"), &first),
         ("GET http://EDGE-2:9100/metrics HTTP/1.1\r\n\r\n".to_owned(), &second),
         ("GET / HTTP/1.1\r\nHost: x:9100\r\nX-Tunnel-Proxy-Host: edge-2\r\n\r\n".to_owned(), &second),
-        (
-            format!("GET / HTTP/1.1\r\nHost: edge-1\r\nX-Tunnel-Proxy-Dest: {}\r\n\r\n", first.address),
-            &first,
-        ),
+        (format!("GET / HTTP/1.1\r\nHost: edge-1\r\nX-Tunnel-Proxy-Dest: {}\r\n\r\n", first.address), &first),
     ] {
         let before = on.connections();
         let answer = ask(&asked).await.with_context(|| asked.clone())?;
@@ -67,7 +64,9 @@ async fn failures(testbed: &Testbed) -> Result<()> {
         ("edge-9:9100", 400, "\"edge-9\" is no edge node's name"),
         ("10.70.0.1:9100", 400, "is no edge node's address"),
         ("edge-1", 400, "has no port"),
-        ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: 192.168.99.9:80", 403, "--allow-target would allow it"),
+        ("edge-1:22", 400, "port 22 is not tunnelled"),
+        ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: 192.168.50.2:22", 400, "port 22 is not tunnelled"),
+        ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: 192.168.99.9:9100", 403, "--allow-target would allow it"),
         ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: router:80", 400, "is not an IP address and a port"),
     ] {
         let answer = ask(&format!("GET / HTTP/1.1\r\nHost: {host}\r\n\r\n")).await.context(host)?;

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use tunnel_core::config::ConfigError;
+use ipnet::IpNet;
+use tunnel_core::config::{ConfigError, parse_cidrs};
 
-use super::on_or_off;
 use crate::kube::{KubeOptions, ObjectNames};
 
 /// How to reach the API server, and what the objects there are called.
@@ -39,8 +39,9 @@ pub struct KubeArgs {
     /// ServiceAccount of agents that run as pods: with it they get a certificate for the node that they run on.
     #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().agent_service_account)]
     pub agent_service_account: String,
-    /// on or off: redirect connections to pods of edge nodes too, on any port.
-    #[arg(long, value_name = "on|off", default_value = "off")]
+    /// Redirect connections to pods of edge nodes too, on any port: the ranges that these pods' ranges may lie in,
+    /// comma-separated; off: none. A kubelet can choose its own range, so name what is used for pods of edge nodes only.
+    #[arg(long, value_name = "CIDRS|off", default_value = "off")]
     pub edge_pod_routes: String,
 }
 
@@ -67,8 +68,16 @@ impl KubeArgs {
         })
     }
 
-    pub(super) fn edge_pod_routes(&self) -> Result<bool, ConfigError> {
-        on_or_off("--edge-pod-routes", &self.edge_pod_routes)
+    pub(super) fn edge_pod_routes(&self) -> Result<Vec<IpNet>, ConfigError> {
+        const KEY: &str = "--edge-pod-routes";
+        match self.edge_pod_routes.as_str() {
+            "off" => Ok(Vec::new()),
+            "" | "on" => {
+                let reason = "name the ranges of edge nodes' pods, such as 10.244.0.0/16, or off";
+                Err(ConfigError::new(KEY, &self.edge_pod_routes, reason))
+            }
+            ranges => parse_cidrs(KEY, ranges),
+        }
     }
 }
 

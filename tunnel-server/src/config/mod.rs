@@ -53,8 +53,8 @@ pub struct Config {
     pub redirect_ports: BTreeSet<u16>,
     pub redirect_clients: Vec<IpNet>,
     pub exclude: Vec<IpNet>,
-    /// Redirect connections to edge nodes' pods too.
-    pub edge_pod_routes: bool,
+    /// Connections to edge nodes' pods in these ranges are redirected too.
+    pub edge_pod_routes: Vec<IpNet>,
     pub token_range: Ipv4Net,
     pub token_range_v6: Ipv6Net,
     pub cert_dns_names: Vec<String>,
@@ -133,7 +133,10 @@ impl Config {
             ("redirect-ports", list(&self.redirect_ports)),
             ("redirect-clients", list(&self.redirect_clients)),
             ("exclude", list(&self.exclude)),
-            ("edge-pod-routes", on_off(self.edge_pod_routes)),
+            (
+                "edge-pod-routes",
+                if self.edge_pod_routes.is_empty() { "off".to_owned() } else { list(&self.edge_pod_routes) },
+            ),
             ("token-range", self.token_range.to_string()),
             ("token-range-v6", self.token_range_v6.to_string()),
             ("cert-dns-names", list(&self.cert_dns_names)),

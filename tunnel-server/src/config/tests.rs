@@ -26,7 +26,7 @@ fn the_command_line_is_consistent() {
 fn defaults_are_those_of_the_design() {
     let config = config(&[]).unwrap();
     assert_eq!(config.source, NodeSource::File("/nodes.yaml".into()));
-    assert!(!config.edge_pod_routes);
+    assert!(config.edge_pod_routes.is_empty());
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/postern/server"));
     assert_eq!(config.bind_address, IpAddr::from([0, 0, 0, 0]));
     assert_eq!((config.agent_port, config.secure_port), (Some(10262), Some(10263)));
@@ -71,10 +71,10 @@ fn every_flag_does_something() {
         "--log-level=debug",
         "--insecure-bind-address=127.0.0.2",
         "--insecure-port=4",
-        "--edge-pod-routes=on",
+        "--edge-pod-routes=10.244.0.0/16,10.245.0.0/16",
     ])
     .unwrap();
-    assert!(config.edge_pod_routes);
+    assert_eq!(config.edge_pod_routes.len(), 2);
     assert_eq!(config.insecure_address, Some("127.0.0.2:4".parse().unwrap()));
     assert_eq!(config.bind_address, "::".parse::<IpAddr>().unwrap());
     assert_eq!((config.agent_port, config.secure_port), (Some(1), None));
@@ -235,7 +235,10 @@ fn errors_name_key_value_and_reason() {
             &["--log-level=loud"],
             "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
         ),
-        (&["--edge-pod-routes=yes"], "--edge-pod-routes=yes: use on or off"),
+        (
+            &["--edge-pod-routes=on"],
+            "--edge-pod-routes=on: name the ranges of edge nodes' pods, such as 10.244.0.0/16, or off",
+        ),
         (
             &["--namespace=Kube"],
             "--namespace=Kube: not the name of an object; use lower-case letters, digits, - and ., such as tunnel-server",

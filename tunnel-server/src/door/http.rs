@@ -24,6 +24,7 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
+const SCHEME: &str = "http://";
 /// Names the node, in place of Host.
 const PROXY_HOST: &str = "x-tunnel-proxy-host";
 /// Names what the node's agent shall dial, in place of the node's own address.
@@ -125,17 +126,25 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
     let (Some(method), Some(path), Some(version)) = (request.method, request.path, request.version) else {
         return Err("not an HTTP/1.1 request".to_owned());
     };
-    // A proxy's client names the target in the request line (RFC 9112 §3.2.2); the target itself is named by Host.
-    let (authority, path) = match path.strip_prefix("http://") {
-        Some(rest) => {
-            let end = rest.find(['/', '?']).unwrap_or(rest.len());
-            (Some(&rest[..end]), if rest[end..].starts_with('/') { &rest[end..] } else { "/" })
-        }
-        None => (None, path),
+    // A proxy's client names the target in the request line, which then replaces Host (RFC 9112 §3.2.2).
+    let absolute = path.get(..SCHEME.len()).is_some_and(|scheme| scheme.eq_ignore_ascii_case(SCHEME));
+    let (authority, path) = if absolute {
+        let rest = &path[SCHEME.len()..];
+        let end = rest.find(['/', '?']).unwrap_or(rest.len());
+        let slash = if rest[end..].starts_with('/') { "" } else { "/" };
+        (Some(rest[..end].to_owned()), format!("{slash}{}", &rest[end..]))
+    } else {
+        (None, path.to_owned())
     };
-    let upgrade = request.headers.iter().any(|header| header.name.eq_ignore_ascii_case("upgrade"));
+    // HTTP/2 is offered by default and seldom taken: an answer in HTTP/1.1 would leave the connection open.
+    let upgrade = request.headers.iter().any(|header| {
+        header.name.eq_ignore_ascii_case("upgrade") && !header.value.eq_ignore_ascii_case(b"h2c")
+    });
     let mut head = Head { length, host: None, proxy_host: None, proxy_dest: None, rewritten: Bytes::new() };
     let mut rewritten = format!("{method} {path} HTTP/1.{version}\r\n").into_bytes();
+    if let Some(authority) = &authority {
+        rewritten.extend_from_slice(format!("Host: {authority}\r\n").as_bytes());
+    }
     for header in request.headers.iter() {
         let name = header.name.to_ascii_lowercase();
         let taken = match name.as_str() {
@@ -151,8 +160,12 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
                 return Err(format!("the header {name} is there twice"));
             }
         }
-        let hop = matches!(name.as_str(), "connection" | "keep-alive" | "proxy-connection");
-        if name.starts_with("x-tunnel-proxy-") || hop && !upgrade {
+        let hop = matches!(
+            name.as_str(),
+            "connection" | "keep-alive" | "proxy-connection" | "upgrade" | "http2-settings"
+        );
+        let named = name == "host" && authority.is_some();
+        if name.starts_with("x-tunnel-proxy-") || named || hop && !upgrade {
             continue;
         }
         rewritten.extend_from_slice(header.name.as_bytes());
@@ -164,7 +177,7 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
         rewritten.extend_from_slice(b"Connection: close\r\n");
     }
     rewritten.extend_from_slice(b"\r\n");
-    head.host = authority.map(ToOwned::to_owned).or(head.host);
+    head.host = authority.or(head.host);
     head.rewritten = rewritten.into();
     Ok(Some(head))
 }
@@ -190,6 +203,13 @@ fn destination(head: &Head, router: &Router) -> Result<(NodeName, SocketAddr), S
             router.target(destination.address, port)
         }
     };
+    // As at the redirect: a door that asks nobody who they are leads to the ports that the operator named.
+    if !router.tunnels(target.port()) {
+        return Err(format!(
+            "port {} is not tunnelled: name it in --redirect-ports or the ConfigMap",
+            target.port()
+        ));
+    }
     Ok((destination.node, target))
 }
 
@@ -282,9 +302,16 @@ mod tests {
         assert_eq!(head(upgrade).rewritten, upgrade);
         let proxied = head("GET http://edge-1:9100/metrics HTTP/1.1\r\nHost: other\r\n\r\n");
         assert_eq!(proxied.host.as_deref(), Some("edge-1:9100"));
-        assert!(proxied.rewritten.starts_with(b"GET /metrics HTTP/1.1\r\n"));
-        let bare = head("GET http://edge-1:9100 HTTP/1.1\r\n\r\n");
-        assert!(bare.rewritten.starts_with(b"GET / HTTP/1.1\r\n"));
+        assert_eq!(
+            proxied.rewritten,
+            "GET /metrics HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n"
+        );
+        let bare = head("GET HTTP://edge-1:9100?a=b HTTP/1.1\r\n\r\n");
+        assert!(bare.rewritten.starts_with(b"GET /?a=b HTTP/1.1\r\n"));
+        let h2c = head(
+            "GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n",
+        );
+        assert_eq!(h2c.rewritten, "GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
     }
 
     #[test]

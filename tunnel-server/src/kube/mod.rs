@@ -130,6 +130,8 @@ pub struct Parts<'a> {
     /// Done once the nodes are known.
     pub nodes_known: ReadyGuard,
     pub tasks: &'a TaskTracker,
+    /// The server stops soon: its agents leave, and what it would write of that is wrong.
+    pub draining: CancellationToken,
     pub stop: CancellationToken,
 }
 
@@ -177,13 +179,18 @@ impl Kube {
         })
     }
 
-    /// Starts every part. None of them ends before `stop`.
+    /// Starts every part. What writes for all servers ends when `draining` does, the rest with `stop`.
     pub fn start(self, parts: Parts<'_>) {
         let Parts { router, sessions, certificate, server_names, tasks, stop, .. } = parts;
         let (inventory, known) = channel::channel(Arc::new(Inventory::default()));
         let lease = &self.names.lease;
-        let leader =
-            leader::start(self.client.clone(), &self.namespace, lease, parts.server_id, stop.clone());
+        let leader = leader::start(
+            self.client.clone(),
+            &self.namespace,
+            lease,
+            parts.server_id,
+            parts.draining.clone(),
+        );
         // The process waits for its tasks: another server may lead at once when the Lease was given back.
         tasks.spawn(leader::released(leader.clone()));
         let cluster = Cluster {
@@ -198,6 +205,7 @@ impl Kube {
             health: self.health,
             stop: stop.clone(),
         };
+        let writers = Cluster { stop: parts.draining, ..cluster.clone() };
         let mut nodes_known = Some(parts.nodes_known);
         let (following, gauge) = (Arc::clone(&router), self.nodes);
         let publish = move |nodes: Inventory| {
@@ -214,11 +222,11 @@ impl Kube {
         tasks.spawn(settings::run(cluster.clone(), parts.doors, parts.settings));
         tasks.spawn(follow_ports(router, cluster.settings.clone(), stop));
         tasks.spawn(authority::follow(cluster.clone(), parts.state_dir));
-        tasks.spawn(csr::run(cluster.clone(), certificate.ca(), parts.pki_metrics));
-        tasks.spawn(dns::run(cluster.clone()));
-        tasks.spawn(service::run(cluster.clone(), parts.doors));
-        tasks.spawn(names::run(cluster.clone(), certificate, server_names));
-        tasks.spawn(tunnels::run(cluster, sessions));
+        tasks.spawn(csr::run(writers.clone(), certificate.ca(), parts.pki_metrics));
+        tasks.spawn(dns::run(writers.clone()));
+        tasks.spawn(service::run(writers.clone(), parts.doors));
+        tasks.spawn(tunnels::run(writers, sessions));
+        tasks.spawn(names::run(cluster, certificate, server_names));
     }
 }
 

@@ -35,13 +35,14 @@ pub fn ports(
     doors: &Doors,
 ) -> Vec<ServicePort> {
     let tcp = |port: &ServicePort| port.protocol.as_deref().unwrap_or(TCP) == TCP;
-    let target = |door: &InternalDoor| {
-        IntOrString::Int(i32::from(match door {
-            InternalDoor::Https => doors.https,
-            InternalDoor::Http => doors.http,
-        }))
+    let target_of = |door: &InternalDoor| match door {
+        InternalDoor::Https => doors.https,
+        InternalDoor::Http => doors.http,
     };
+    let target = |door: &InternalDoor| IntOrString::Int(i32::from(target_of(door)));
     let mut missing = wanted.clone();
+    // The API server refuses a target port of 0, and with it the whole list.
+    missing.retain(|_, door| target_of(door) != 0);
     let mut ports = Vec::with_capacity(present.len() + wanted.len());
     for port in present {
         let mut port = port.clone();

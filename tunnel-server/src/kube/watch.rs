@@ -71,6 +71,12 @@ struct Follower<K> {
     lost: Option<Instant>,
 }
 
+impl<K> Drop for Follower<K> {
+    fn drop(&mut self) {
+        self.health.ended(self.resource);
+    }
+}
+
 enum State<K> {
     Unknown,
     /// The list is handed on; a watch follows from its version.

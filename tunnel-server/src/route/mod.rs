@@ -42,8 +42,10 @@ pub struct RouterConfig {
     pub token_range_v6: Ipv6Net,
     /// TCP ports that are tunnelled, whatever [`Router::set_ports`] adds.
     pub ports: BTreeSet<u16>,
-    /// Whether the pods of edge nodes are redirected too, on any port.
-    pub pods: bool,
+    /// Pods of edge nodes in these ranges are redirected too, on any port.
+    pub pods: Vec<IpNet>,
+    /// Which node this host is, when that is known; else its addresses tell.
+    pub host: Option<NodeName>,
     /// Never redirected.
     pub exclude: Vec<IpNet>,
     /// May use the redirect, besides this host and its pods.
@@ -145,14 +147,18 @@ impl Router {
     fn recompute(&self, inventory: Arc<Inventory>, host: &HashSet<IpAddr>, now: Instant) {
         let token_ranges = [IpNet::V4(self.config.token_range), IpNet::V6(self.config.token_range_v6)];
         let mut plan = Plan::new(&inventory, &self.config.exclude, &token_ranges);
-        if self.config.pods {
-            plan.route_pods(&inventory, &token_ranges);
+        if !self.config.pods.is_empty() {
+            plan.route_pods(&inventory, &token_ranges, &self.config.pods);
         }
         // An edge node is never this host, whatever addresses it reports: its pods must not get at the other sites.
         let pods_here = inventory
             .nodes
             .iter()
-            .filter(|node| !node.edge && node.addresses.iter().any(|address| host.contains(address)))
+            .filter(|node| !node.edge)
+            .filter(|node| match &self.config.host {
+                Some(name) => node.name == *name,
+                None => node.addresses.iter().any(|address| host.contains(address)),
+            })
             .flat_map(|node| node.pod_cidrs.iter().copied());
         let clients = self.config.clients.iter().copied().chain(pods_here).collect();
 

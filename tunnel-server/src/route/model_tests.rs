@@ -13,7 +13,8 @@ fn config() -> RouterConfig {
         token_range: "198.18.0.0/15".parse().unwrap(),
         token_range_v6: "fd00:706f::/64".parse().unwrap(),
         ports: BTreeSet::from([10250, 10255]),
-        pods: false,
+        pods: Vec::new(),
+        host: None,
         exclude: vec!["10.0.0.8/29".parse().unwrap()],
         clients: vec!["192.0.2.0/24".parse().unwrap()],
         host_addresses: || HOST.with_borrow(Clone::clone),
@@ -94,6 +95,19 @@ fn only_this_hosts_pods_and_the_operators_clients_may_use_it() {
     other.pod_cidrs.push("10.244.1.0/24".parse().unwrap());
     router.set_inventory(inventory(vec![here, other]));
     assert_eq!(clients(&router), ["10.244.0.0/24", "192.0.2.0/24"]);
+}
+
+#[test]
+fn a_name_tells_which_node_is_this_host() {
+    let named = RouterConfig { host: Some("cloud-2".parse().unwrap()), ..config() };
+    let router = Router::new(named, &mut Registry::default());
+    // A node that reports this host's address does not make its pods clients.
+    let mut liar = node("cloud-1", false, &["10.0.0.1"]);
+    liar.pod_cidrs.push("10.244.0.0/24".parse().unwrap());
+    let mut here = node("cloud-2", false, &["10.0.0.2"]);
+    here.pod_cidrs.push("10.244.1.0/24".parse().unwrap());
+    router.set_inventory(inventory(vec![liar, here]));
+    assert_eq!(clients(&router), ["10.244.1.0/24", "192.0.2.0/24"]);
 }
 
 fn clients(router: &Router) -> Vec<String> {
@@ -367,7 +381,8 @@ fn expect(address: IpAddr, nodes: &[InventoryNode], live: &HashSet<NodeName>) ->
 }
 
 fn pods_router() -> Router {
-    Router::new(RouterConfig { pods: true, ..config() }, &mut Registry::default())
+    let pods = ["10.0.0.0/8", "198.18.0.0/15", "fd00:9::/48"].map(|range| range.parse().unwrap()).to_vec();
+    Router::new(RouterConfig { pods, ..config() }, &mut Registry::default())
 }
 
 fn with_pods(name: &str, edge: bool, address: &str, ranges: &[&str]) -> InventoryNode {
@@ -416,6 +431,7 @@ fn pod_ranges_that_contradict_each_other_are_not_routed() {
         with_pods("cloud", false, "10.4.0.9", &["10.3.0.0/25"]),
         with_pods("tokens", true, "10.8.0.6", &["198.18.4.0/24"]),
         with_pods("excluded", true, "10.8.0.7", &["10.0.0.8/30"]),
+        with_pods("services", true, "10.8.0.10", &["172.30.0.0/17"]),
         // A cloud node's address within it is excluded at connect(); the rest is routed.
         with_pods("good", true, "10.8.0.8", &["10.4.0.0/24"]),
         with_pods("too-large", true, "10.8.0.9", &["10.128.0.0/9", "fd00:9::/64"]),
@@ -429,7 +445,8 @@ fn pod_ranges_that_contradict_each_other_are_not_routed() {
         let conflicts = snapshot.conflicts().iter().filter(|conflict| conflict.kind == kind);
         conflicts.map(|conflict| conflict.nodes[0].to_string()).collect::<BTreeSet<_>>()
     };
-    let expected = ["same-1", "same-2", "wide", "narrow", "like-the-clouds", "tokens", "excluded"];
+    let expected =
+        ["same-1", "same-2", "wide", "narrow", "like-the-clouds", "tokens", "excluded", "services"];
     assert_eq!(of(ConflictKind::PodRange), expected.iter().map(ToString::to_string).collect());
     assert_eq!(of(ConflictKind::NoTokenBlock), BTreeSet::from(["too-large".to_owned()]));
 }

@@ -36,7 +36,8 @@ pub enum ConflictKind {
     NoAddress,
     /// The token range is used up: connecting to the address fails.
     NoToken,
-    /// A range of pods that overlaps another node's or the token range, or is excluded: it is not redirected.
+    /// A range of pods that overlaps another node's or the token range, is excluded, or lies outside of what the operator
+    /// gave to pods: it is not redirected.
     PodRange,
     /// The token range has no room for a range of pods: it is not redirected.
     NoTokenBlock,
@@ -90,13 +91,13 @@ impl fmt::Display for Conflict {
                 ": the token range is used up; connections to it fail (widen --token-range)"
             }
             ConflictKind::PodRange => {
-                ": the pod range that begins there overlaps another node's or the token range, or lies in \
-                 --exclude; \
+                ": the pod range that begins there overlaps another node's or the token range, lies in \
+                 --exclude, or outside of --edge-pod-routes; \
                  it is not redirected"
             }
             ConflictKind::NoTokenBlock => {
                 ": the token range has no room for the pod range that begins there; it is not redirected (widen \
-                 --token-range)"
+                 --token-range, or --token-range-v6 up to a /64: a block of tokens is as large as the range)"
             }
         })
     }
@@ -183,7 +184,8 @@ impl Plan {
     }
 
     /// Adds the pods of edge nodes. Ranges that overlap lead nowhere: which pod was meant cannot be known.
-    pub(super) fn route_pods(&mut self, inventory: &Inventory, token_ranges: &[IpNet]) {
+    /// Ranges outside of `allowed` neither: a kubelet can choose its own, and must not take over the cluster's Services.
+    pub(super) fn route_pods(&mut self, inventory: &Inventory, token_ranges: &[IpNet], allowed: &[IpNet]) {
         let excluded = self.excluded.iter().map(|net| (*net, Claim::Excluded));
         let tokens = token_ranges.iter().map(|net| (*net, Claim::Taken));
         let mut claims: Vec<(IpNet, Claim)> = excluded.chain(tokens).collect();
@@ -208,7 +210,8 @@ impl Plan {
         }
         for (position, (net, claim)) in claims.into_iter().enumerate() {
             let Claim::Pods(index) = claim else { continue };
-            if bad.contains(&position) || !is_host(net.network()) {
+            let within = allowed.iter().any(|range| range.contains(&net));
+            if bad.contains(&position) || !within || !is_host(net.network()) {
                 self.conflict(ConflictKind::PodRange, Some(net.network()), inventory, &[index]);
             } else {
                 self.pods.insert(net, index);

@@ -16,7 +16,7 @@ pub(super) async fn run(testbed: &Testbed) -> Result<()> {
         .run("without Postern logs of an edge pod cannot be had", redirect::nothing_works_yet(&cluster))
         .await;
     let manifests = postern::install(&cluster, "base").await?;
-    let builder = postern::server(&cluster, &manifests).await?.flag("--edge-pod-routes=on");
+    let builder = postern::server(&cluster, &manifests).await?.flag("--edge-pod-routes=10.72.0.0/16");
     let server = builder.start().await?;
     let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
     commands::run(&mut checks, &cluster).await;

@@ -54,7 +54,7 @@ async fn node_logs(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The API server dials the pod itself; `--edge-pod-routes=on` leads it there.
+/// The API server dials the pod itself; `--edge-pod-routes` leads it there.
 async fn pod_proxy(cluster: &Cluster<'_>) -> Result<()> {
     expect_page(cluster, "/api/v1/namespaces/default/pods/web:80/proxy/index.html").await
 }

@@ -20,6 +20,9 @@ const NODE_USER: &str = "system:node:";
 const NODE_GROUP: &str = "system:nodes";
 /// The API server sets it for a token that is bound to a pod: the node that the pod runs on.
 const NODE_NAME_EXTRA: &str = "authentication.kubernetes.io/node-name";
+/// Without it the token is bound to a Node, not to a pod that runs there: whoever may make tokens of the ServiceAccount
+/// could choose the node.
+const POD_NAME_EXTRA: &str = "authentication.kubernetes.io/pod-name";
 const CLIENT_AUTH: &str = "client auth";
 const DIGITAL_SIGNATURE: &str = "digital signature";
 /// A request of ours has some 500 bytes.
@@ -106,6 +109,11 @@ fn requester(
         name
     } else if user == format!("system:serviceaccount:{namespace}:{account}") {
         match spec.extra.as_ref().and_then(|extra| extra.get(NODE_NAME_EXTRA)).map(Vec::as_slice) {
+            Some([_]) if spec.extra.as_ref().is_none_or(|extra| !extra.contains_key(POD_NAME_EXTRA)) => {
+                return refuse(format!(
+                    "the token of user {user:?} is not bound to a pod: {POD_NAME_EXTRA} is missing"
+                ));
+            }
             Some([name]) => name,
             Some(names) => {
                 return refuse(format!("user {user:?} has {} values of {NODE_NAME_EXTRA}", names.len()));

@@ -72,9 +72,10 @@ fn from_pod(extra: &[(&str, &[&str])]) -> CertificateSigningRequest {
         spec.username = Some(SERVICE_ACCOUNT.to_owned());
         spec.groups = Some(vec!["system:serviceaccounts".to_owned()]);
         let values = |values: &[&str]| values.iter().map(|value| (*value).to_owned()).collect();
+        let pod = (POD_NAME_EXTRA.to_owned(), vec!["tunnel-agent-x".to_owned()]);
         let extra: BTreeMap<_, _> =
             extra.iter().map(|(key, named)| ((*key).to_owned(), values(named))).collect();
-        spec.extra = Some(extra);
+        spec.extra = Some(extra.into_iter().chain([pod]).collect());
     })
 }
 
@@ -103,10 +104,7 @@ fn assert_denied(csr: &CertificateSigningRequest, reason: &str, part: &str) {
 fn a_node_gets_its_own_certificate() {
     assert_eq!(approved(&good()).node.as_str(), "edge-1");
     assert_eq!(approved(&good()).life, None);
-    let bound = from_pod(&[
-        (NODE_NAME_EXTRA, &["edge-1"]),
-        ("authentication.kubernetes.io/pod-name", &["tunnel-agent-x"]),
-    ]);
+    let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
     assert_eq!(approved(&bound).node.as_str(), "edge-1");
     let both = with(|spec| spec.usages = Some(vec![DIGITAL_SIGNATURE.to_owned(), CLIENT_AUTH.to_owned()]));
     approved(&both);
@@ -168,12 +166,17 @@ fn requesters_that_are_not_the_node() {
 #[test]
 fn service_account_tokens_that_name_no_node_or_another_one() {
     assert_denied(&from_pod(&[]), "NotANode", "not bound to a pod on a node");
-    assert_denied(&from_pod(&[("authentication.kubernetes.io/pod-name", &["x"])]), "NotANode", "not bound");
     assert_denied(&with(|spec| spec.username = Some(SERVICE_ACCOUNT.to_owned())), "NotANode", "not bound");
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-2"])]), "OtherNode", "edge-2");
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-1", "edge-2"])]), "NotANode", "2 values");
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[])]), "NotANode", "0 values");
     assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[""])]), "NotANode", "empty");
+    // Bound to a Node: whoever made the token chose it.
+    let unbound = with(|spec| {
+        spec.username = Some(SERVICE_ACCOUNT.to_owned());
+        spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
+    });
+    assert_denied(&unbound, "NotANode", "not bound to a pod: ");
     // The names of both are the operator's to choose.
     let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
     assert!(matches!(judge(&bound, "postern", "tunnel-agent"), Verdict::Deny { .. }));

@@ -53,7 +53,7 @@ impl Health {
         health
     }
 
-    /// One entry for each resource that was ever followed, in the order of their names.
+    /// One entry for each resource that is followed, in the order of their names.
     pub fn report(&self) -> Vec<WatchHealth> {
         self.watches().values().cloned().collect()
     }
@@ -66,6 +66,12 @@ impl Health {
         self.0.synced.get_or_create(&ResourceLabel { resource }).set(0);
         // The series starts at zero, so that rates work from the first event on.
         let _ = self.0.errors.get_or_create(&ResourceLabel { resource });
+    }
+
+    /// Nobody follows it any more.
+    pub(super) fn ended(&self, resource: &'static str) {
+        self.watches().remove(resource);
+        self.0.synced.remove(&ResourceLabel { resource });
     }
 
     pub(super) fn works(&self, resource: &'static str) {
