@@ -88,3 +88,12 @@ fn the_document_says_which_rights_are_rarely_used() {
     let unseen = unseen();
     assert!(unseen.contains(&("signers".to_owned(), "approve".to_owned())), "{unseen:?}");
 }
+
+/// Kustomize fills in the namespace where none is, and leaves one that is there.
+#[test]
+fn no_binding_names_a_namespace() {
+    for file in ["base/server-rbac.yaml", "base/agent-rbac.yaml", "prometheus/rbac.yaml"] {
+        let text = fs::read_to_string(deploy().join(file)).unwrap();
+        assert!(text.contains("subjects:") && !text.contains("namespace:"), "{file}");
+    }
+}
