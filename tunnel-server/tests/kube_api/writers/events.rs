@@ -1,5 +1,7 @@
 //! Events in the cluster.
 
+use std::time::Instant;
+
 use kube::runtime::events::EventType;
 use tunnel_server::kube::events::{node, object};
 
@@ -51,6 +53,7 @@ async fn repetitions_are_counted_and_other_notes_are_other_events() {
 
 #[tokio::test]
 async fn an_event_waits_for_the_api_server_and_nobody_waits_for_an_event() {
+    let began = Instant::now();
     let fixture = Fixture::new(false).await;
     fixture.api.down();
     for n in 0..10_000 {
@@ -63,8 +66,9 @@ async fn an_event_waits_for_the_api_server_and_nobody_waits_for_an_event() {
         (events.len() >= 50).then_some(events)
     })
     .await;
-    // What a burst may be, and a few more for a machine on which the loop took its time.
-    assert!(events.len() < 100, "{} Events of 10,000", events.len());
+    // What a burst may be, and five a second while the loop ran.
+    let most = 50 + 5 * (began.elapsed().as_secs() as usize + 1);
+    assert!(events.len() <= most, "{} Events of 10,000, not {most}", events.len());
 }
 
 #[tokio::test]
