@@ -129,7 +129,7 @@ pub async fn run(config: Config, log: logging::Handle, shutdown: Shutdown) -> an
     }
     // Pods count only for the default policy.
     if let Some(api) = api.filter(|_| config.allow_targets.is_empty()) {
-        background.spawn(node::follow(api, config.node_name.clone(), pods));
+        background.spawn(node::follow(api, config.node_name.clone(), pods, config.state_dir.clone()));
     }
 
     shutdown.draining().await;

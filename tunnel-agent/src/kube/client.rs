@@ -4,8 +4,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::header::RETRY_AFTER;
+use http::{Response, StatusCode};
+use http_body_util::{Either, Full};
 use kube::Client;
+use kube::client::ClientBuilder;
 use kube::config::{Config, InClusterError, KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::core::Status;
+use kube::core::response::StatusDetails;
+use tower::util::MapResponseLayer;
 
 use super::KubeOptions;
 
@@ -101,11 +109,37 @@ async fn connect(options: &KubeOptions) -> Result<(Client, Option<String>), Kube
     config.reset_reader_on_write = true;
     // Whoever asks has its own pauses, and says what it waits for.
     config.default_retry = false;
-    let client = Client::try_from(config).map_err(|error| match &options.kubeconfig {
+    let builder = ClientBuilder::try_from(config).map_err(|error| match &options.kubeconfig {
         Some(path) => KubeError::Kubeconfig { path: path.clone(), reason: reason(&error) },
         None => KubeError::NotInCluster { reason: reason(&error) },
     })?;
-    Ok((client, namespace))
+    Ok((builder.with_layer(&MapResponseLayer::new(keep_retry_after)).build(), namespace))
+}
+
+/// Moves the header Retry-After into the body: the client hands on nothing else of an error.
+pub(super) fn keep_retry_after<B>(response: Response<B>) -> Response<Either<B, Full<Bytes>>> {
+    let seconds =
+        response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u32>().ok());
+    let (code, reason) = match response.status() {
+        StatusCode::TOO_MANY_REQUESTS => (429, "TooManyRequests"),
+        StatusCode::SERVICE_UNAVAILABLE => (503, "ServiceUnavailable"),
+        _ => return response.map(Either::Left),
+    };
+    let Some(seconds) = seconds else { return response.map(Either::Left) };
+    let mut status =
+        Status::failure(&format!("the API server asks to wait for {seconds} s"), reason).with_code(code);
+    status.details = Some(StatusDetails {
+        name: String::new(),
+        group: String::new(),
+        kind: String::new(),
+        uid: String::new(),
+        causes: Vec::new(),
+        retry_after_seconds: seconds,
+    });
+    match serde_json::to_vec(&status) {
+        Ok(body) => response.map(|_| Either::Right(Full::from(body))),
+        Err(_) => response.map(Either::Left),
+    }
 }
 
 async fn from_file(path: &Path) -> Result<(Config, Option<String>), KubeError> {

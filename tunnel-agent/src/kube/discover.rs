@@ -3,23 +3,23 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures_util::StreamExt;
+use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::Api;
-use kube::ResourceExt as _;
-use kube::runtime::watcher::{self, Event};
+use kube::runtime::watcher::Event;
+use kube::{Resource, ResourceExt as _};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
 
 use super::ApiServer;
-use super::client::{chain, reason};
 use super::remembered::Remembered;
 use super::servers::{Found, of_service, of_slices};
-use crate::enroll::Backoff;
+use super::watch::{self as objects, News, Which};
 
 /// The label by which EndpointSlices name their Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
@@ -33,29 +33,51 @@ pub struct Discovery {
 
 /// Why what is known may be old.
 #[derive(Clone, Default)]
-struct Trouble(Arc<Mutex<Option<String>>>);
+struct Trouble(Arc<Mutex<Troubles>>);
+
+#[derive(Default)]
+struct Troubles {
+    /// Of the requests for the Service, and for its EndpointSlices.
+    requests: [Option<String>; 2],
+    /// Of what the objects say.
+    objects: Option<String>,
+    /// What was said last.
+    told: Option<String>,
+}
+
+impl Troubles {
+    fn now(&self) -> Option<&String> {
+        self.requests.iter().flatten().next().or(self.objects.as_ref())
+    }
+}
 
 impl Trouble {
-    /// The same text is logged once.
-    fn set(&self, text: String) {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.as_ref() != Some(&text) {
-            tracing::warn!(reason = text, "the servers cannot be looked up; the last known ones stay");
-            *known = Some(text);
-        }
+    fn known(&self) -> MutexGuard<'_, Troubles> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn clear(&self) {
-        if self.0.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
-            tracing::info!("the servers can be looked up again");
+    /// The same text is logged once.
+    fn change(&self, change: impl FnOnce(&mut Troubles)) {
+        let mut known = self.known();
+        change(&mut known);
+        let now = known.now().cloned();
+        if now == known.told {
+            return;
         }
+        match &now {
+            Some(reason) => {
+                tracing::warn!(reason, "the servers cannot be looked up; the last known ones stay");
+            }
+            None => tracing::info!("the servers can be looked up again"),
+        }
+        known.told = now;
     }
 }
 
 impl Discovery {
     /// Begins with the servers of the state directory's file.
     pub fn start(api: Arc<ApiServer>, state_dir: &Path) -> Self {
-        let remembered = Remembered::new(state_dir);
+        let remembered = Remembered::new(state_dir, "servers");
         let known = remembered.read();
         if !known.is_empty() {
             tracing::info!(servers = list(&known), "servers as of the last run");
@@ -73,7 +95,7 @@ impl Discovery {
 
     /// Why they may be old.
     pub fn trouble(&self) -> Option<String> {
-        self.trouble.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.trouble.known().now().cloned()
     }
 }
 
@@ -83,7 +105,7 @@ fn list(servers: &[HostPort]) -> String {
 
 struct Follower {
     api: Arc<ApiServer>,
-    remembered: Remembered,
+    remembered: Remembered<HostPort>,
     publish: watch::Sender<Arc<Vec<HostPort>>>,
     trouble: Trouble,
 }
@@ -148,63 +170,75 @@ impl Seen {
 
 impl Follower {
     async fn run(self) {
-        let mut backoff = Backoff::default();
-        loop {
-            let failure = self.follow(&mut backoff).await;
-            self.api.failed();
-            self.trouble.set(failure);
-            tokio::time::sleep(backoff.next_delay()).await;
-        }
-    }
-
-    /// Until something fails; then everything is asked anew, with what the configuration says then.
-    async fn follow(&self, backoff: &mut Backoff) -> String {
-        let client = match self.api.client().await {
-            Ok(client) => client,
-            Err(error) => return error.to_string(),
-        };
         let (namespace, name) = (self.api.namespace(), self.api.service());
-        // Lists may come from the API server's cache: a fleet asks when it comes back.
-        let config = || watcher::Config::default().any_semantic();
-        let one = config().fields(&format!("metadata.name={name}"));
-        let mut services = pin!(watcher::watcher(Api::<Service>::namespaced(client.clone(), namespace), one));
-        let of_it = config().labels(&format!("{SERVICE_LABEL}={name}"));
-        let mut slices = pin!(watcher::watcher(Api::<EndpointSlice>::namespaced(client, namespace), of_it));
+        let one = Which { fields: Some(format!("metadata.name={name}")), labels: None };
+        let mut services = pin!(objects::follow(|| self.objects::<Service>(), one));
+        let of_it = Which { fields: None, labels: Some(format!("{SERVICE_LABEL}={name}")) };
+        let mut slices = pin!(objects::follow(|| self.objects::<EndpointSlice>(), of_it));
         let mut seen = Seen::default();
         loop {
-            let failure = tokio::select! {
-                event = services.next() => match event {
-                    Some(Ok(event)) => {
+            let needs_slices = seen.needs_slices();
+            // Neither ends.
+            tokio::select! {
+                Some(news) = services.next() => {
+                    if let Some(event) = self.heard(0, format!("Service {namespace}/{name}"), news) {
                         seen.service(event);
-                        None
                     }
-                    Some(Err(error)) => Some(told("Service", namespace, name, &error)),
-                    None => Some("the watch ended".to_owned()),
-                },
-                event = slices.next(), if seen.needs_slices() => match event {
-                    Some(Ok(event)) => {
+                }
+                Some(news) = slices.next(), if needs_slices => {
+                    let what = format!("EndpointSlices of Service {namespace}/{name}");
+                    if let Some(event) = self.heard(1, what, news) {
                         seen.slice(event);
-                        None
                     }
-                    Some(Err(error)) => Some(told("EndpointSlices of Service", namespace, name, &error)),
-                    None => Some("the watch ended".to_owned()),
-                },
-            };
-            if let Some(failure) = failure {
-                return failure;
+                }
+                else => return,
+            }
+            if !seen.needs_slices() {
+                self.trouble.change(|known| known.requests[1] = None);
             }
             match seen.servers() {
                 None => {}
                 Some(Ok(servers)) => {
-                    *backoff = Backoff::default();
-                    self.trouble.clear();
+                    self.trouble.change(|known| known.objects = None);
                     self.publish(servers).await;
                 }
                 Some(Err(lack)) => {
-                    *backoff = Backoff::default();
                     let mend = "mend it, or give --service, --namespace or --server";
-                    self.trouble.set(format!("Service {namespace}/{name}: {lack}; {mend}"));
+                    let text = format!("Service {namespace}/{name}: {lack}; {mend}");
+                    self.trouble.change(|known| known.objects = Some(text));
                 }
+            }
+        }
+    }
+
+    async fn objects<K>(&self) -> Result<Api<K>, String>
+    where
+        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
+    {
+        let client = self.api.client().await.map_err(|error| error.to_string())?;
+        Ok(Api::namespaced(client, self.api.namespace()))
+    }
+
+    /// Takes in what there is to hear of the requests, and hands on what there is of the objects.
+    fn heard<K>(&self, requests: usize, what: String, news: News<K>) -> Option<Event<K>> {
+        match news {
+            News::Failed { reason, passing } => {
+                self.api.failed();
+                tracing::debug!(what, reason, "asking again");
+                if !passing {
+                    self.trouble.change(|known| known.requests[requests] = Some(format!("{what}: {reason}")));
+                }
+                None
+            }
+            News::Works => {
+                self.trouble.change(|known| known.requests[requests] = None);
+                None
+            }
+            News::Event(event) => {
+                if matches!(event, Event::Apply(_) | Event::Delete(_)) {
+                    self.trouble.change(|known| known.requests[requests] = None);
+                }
+                Some(event)
             }
         }
     }
@@ -223,14 +257,4 @@ impl Follower {
             tracing::warn!(%error, "a restart while the API server is away will not know the servers");
         }
     }
-}
-
-fn told(what: &str, namespace: &str, name: &str, error: &watcher::Error) -> String {
-    let text = match error {
-        watcher::Error::InitialListFailed(error)
-        | watcher::Error::WatchStartFailed(error)
-        | watcher::Error::WatchFailed(error) => reason(error),
-        other => chain(other),
-    };
-    format!("{what} {namespace}/{name}: {text}")
 }

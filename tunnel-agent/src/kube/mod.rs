@@ -1,7 +1,8 @@
 //! The Kubernetes side of the agent: its servers, its certificate and its pods, from the API server.
 //!
 //! None of it is needed to carry: while the API server is away, the servers and the pods are the last known ones, and the
-//! certificate is renewed at a server. The file `servers` of the state directory has the servers for a restart meanwhile.
+//! certificate is renewed at a server. The files `servers` and `pod-ranges` of the state directory have them for a restart
+//! meanwhile.
 //!
 //! | verb | resource | for |
 //! |---|---|---|
@@ -16,6 +17,7 @@ pub mod discover;
 pub mod node;
 mod remembered;
 pub mod servers;
+mod watch;
 
 use std::path::PathBuf;
 

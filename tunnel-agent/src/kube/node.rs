@@ -1,5 +1,6 @@
 //! The ranges of this node's pods, which the servers may reach unless --allow-target says otherwise.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use tunnel_core::identity::NodeName;
 
 use super::ApiServer;
 use super::client::reason;
+use super::remembered::Remembered;
 
 /// A new node gets its range within seconds, and keeps it for good.
 const UNKNOWN: Duration = Duration::from_secs(60);
@@ -18,8 +20,14 @@ const UNKNOWN: Duration = Duration::from_secs(60);
 const KNOWN: Duration = Duration::from_secs(300);
 const ANSWER: Duration = Duration::from_secs(15);
 
-/// Keeps `pods` what the Node says, for ever. While the API server is away it stays as it is.
-pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>) {
+/// Keeps `pods` what the Node says, for ever. While the API server is away it stays as it is, also over a restart.
+pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>, state_dir: PathBuf) {
+    let remembered = Remembered::<IpNet>::new(&state_dir, "pod-ranges");
+    let known = usable(remembered.read());
+    if !known.is_empty() {
+        tracing::info!(ranges = ?known, "the ranges of this node's pods as of the last run");
+        pods.store(Arc::new(known));
+    }
     let mut complaint = None;
     loop {
         match look(&api, &node).await {
@@ -27,7 +35,13 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
                 complaint = None;
                 if **pods.load() != ranges {
                     tracing::info!(?ranges, "the ranges of this node's pods");
-                    pods.store(Arc::new(ranges));
+                    pods.store(Arc::new(ranges.clone()));
+                    let remembered = remembered.clone();
+                    // An edge's disk may be slow to sync.
+                    let written = tokio::task::spawn_blocking(move || remembered.write(&ranges)).await;
+                    if let Ok(Err(error)) = written {
+                        tracing::warn!(%error, "a restart while the API server is away will not know them");
+                    }
                 }
             }
             Err(reason) => {
@@ -56,20 +70,23 @@ async fn look(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
     }
 }
 
-/// `podCIDR` is the first of `podCIDRs`. What is no range is left out, and so is one that would be everything: with it
-/// the agent were a way into the whole network of its edge.
+/// `podCIDR` is the first of `podCIDRs`. What is no range is left out.
 fn ranges(node: &Node) -> Vec<IpNet> {
     let Some(spec) = &node.spec else { return Vec::new() };
     let listed = spec.pod_cidrs.iter().flatten().chain(&spec.pod_cidr);
+    usable(listed.filter_map(|text| {
+        text.parse().inspect_err(|error| tracing::warn!(range = text, %error, "no range of pods")).ok()
+    }))
+}
+
+/// Each once, and none that would be everything: with it the agent were a way into the whole network of its edge.
+fn usable(listed: impl IntoIterator<Item = IpNet>) -> Vec<IpNet> {
     let mut ranges: Vec<IpNet> = Vec::new();
-    for text in listed {
-        match text.parse::<IpNet>() {
-            Ok(range) if range.prefix_len() == 0 => {
-                tracing::warn!(range = text, "no range of pods: it holds every address");
-            }
-            Ok(range) if !ranges.contains(&range.trunc()) => ranges.push(range.trunc()),
-            Ok(_) => {}
-            Err(error) => tracing::warn!(range = text, %error, "no range of pods"),
+    for range in listed {
+        if range.prefix_len() == 0 {
+            tracing::warn!(%range, "no range of pods: it holds every address");
+        } else if !ranges.contains(&range.trunc()) {
+            ranges.push(range.trunc());
         }
     }
     ranges

@@ -1,46 +1,58 @@
-//! The servers that were found last, so that a restart while the API server is away finds them too.
+//! What was found last, so that a restart while the API server is away finds it too.
 
+use std::fmt::Display;
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use tunnel_core::config::HostPort;
 use tunnel_core::identity::IdentityError;
 use tunnel_core::identity::files::{self, PUBLIC_FILE};
 
-/// The file `servers` of the state directory: one `HOST:PORT` a line.
-#[derive(Clone, Debug)]
-pub(super) struct Remembered {
+/// A file of the state directory with one value a line.
+#[derive(Debug)]
+pub(super) struct Remembered<T> {
     path: PathBuf,
+    of: PhantomData<fn() -> T>,
 }
 
-impl Remembered {
-    pub(super) fn new(state_dir: &Path) -> Self {
-        Self { path: state_dir.join("servers") }
+impl<T> Clone for Remembered<T> {
+    fn clone(&self) -> Self {
+        Self { path: self.path.clone(), of: PhantomData }
+    }
+}
+
+impl<T> Remembered<T>
+where
+    T: FromStr<Err: Display> + Display + PartialEq,
+{
+    pub(super) fn new(state_dir: &Path, file: &str) -> Self {
+        Self { path: state_dir.join(file), of: PhantomData }
     }
 
     /// Lines that cannot be understood are left out: the API server knows better anyway.
-    pub(super) fn read(&self) -> Vec<HostPort> {
+    pub(super) fn read(&self) -> Vec<T> {
         let text = match files::read_optional(&self.path) {
             Ok(text) => text.unwrap_or_default(),
             Err(error) => {
-                tracing::warn!(%error, "the servers that were found last are not known");
+                tracing::warn!(%error, "what was found last is not known");
                 return Vec::new();
             }
         };
-        let mut servers: Vec<HostPort> = Vec::new();
+        let mut values: Vec<T> = Vec::new();
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
             match line.parse() {
-                Ok(server) if !servers.contains(&server) => servers.push(server),
+                Ok(value) if !values.contains(&value) => values.push(value),
                 Ok(_) => {}
                 Err(reason) => {
-                    tracing::warn!(path = %self.path.display(), line, reason, "a server is left out");
+                    tracing::warn!(path = %self.path.display(), line, %reason, "a line is left out");
                 }
             }
         }
-        servers
+        values
     }
 
-    pub(super) fn write(&self, servers: &[HostPort]) -> Result<(), IdentityError> {
-        let text: String = servers.iter().map(|server| format!("{server}\n")).collect();
+    pub(super) fn write(&self, values: &[T]) -> Result<(), IdentityError> {
+        let text: String = values.iter().map(|value| format!("{value}\n")).collect();
         if let Some(directory) = self.path.parent() {
             files::create_private_directory(directory)?;
         }
@@ -50,12 +62,14 @@ impl Remembered {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_core::config::HostPort;
+
     use super::*;
 
     #[test]
     fn what_is_written_is_read_and_broken_lines_are_left_out() {
         let directory = tempfile::tempdir().unwrap();
-        let file = Remembered::new(&directory.path().join("agent"));
+        let file = Remembered::<HostPort>::new(&directory.path().join("agent"), "servers");
         assert!(file.read().is_empty());
         let servers: Vec<HostPort> =
             ["a.example:1", "[fd00::1]:2"].iter().map(|text| text.parse().unwrap()).collect();
