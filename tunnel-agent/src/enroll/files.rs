@@ -85,9 +85,16 @@ impl IdentityFiles {
         Ok(key)
     }
 
-    /// Keeps an identity that was issued for [`IdentityFiles::pending_key`]. After a crash between any two of the
-    /// steps [`IdentityFiles::load`] finds the old identity or the new one.
+    /// Keeps an identity, whose key is written first should it not be [`IdentityFiles::pending_key`]. After a crash
+    /// between any two of the steps [`IdentityFiles::load`] finds the old identity or the new one.
     pub(crate) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
+        let next = self.next_key();
+        let key = KeyPair::try_from(&identity.key)
+            .map_err(|error| IdentityError::Key(format!("a key that cannot be kept: {error}")))?
+            .serialize_pem();
+        if files::read_optional_private(&next)?.as_ref() != Some(&key) {
+            files::replace(&next, key.as_bytes(), PRIVATE_FILE)?;
+        }
         self.store_bundle(&identity.bundle)?;
         files::replace(&self.certificate(), pem_of_certificates(&identity.chain).as_bytes(), PUBLIC_FILE)?;
         self.promote_next_key()

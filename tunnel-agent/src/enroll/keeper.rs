@@ -3,7 +3,7 @@ use std::time::{Duration, SystemTime};
 
 use rand::Rng;
 use rustls_pki_types::CertificateDer;
-use tokio::sync::{Mutex as AsyncMutex, watch};
+use tokio::sync::{Mutex as AsyncMutex, MutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, agent_tls, create_csr};
 use tunnel_core::proto::RenewRequest;
@@ -46,6 +46,8 @@ struct Shared {
     current: watch::Sender<Arc<AgentIdentity>>,
     /// Held while files and `current` change together.
     writing: AsyncMutex<()>,
+    /// Held from the look at the pending key until what was issued for it is stored. Taken before `writing`.
+    asking: AsyncMutex<()>,
     metrics: IdentityMetrics,
 }
 
@@ -69,6 +71,7 @@ impl IdentityKeeper {
             files: IdentityFiles::new(&config.state_dir),
             current: watch::Sender::new(Arc::new(identity)),
             writing: AsyncMutex::default(),
+            asking: AsyncMutex::default(),
             config,
             recovery,
             metrics,
@@ -128,7 +131,13 @@ impl IdentityKeeper {
         Ok(true)
     }
 
-    /// Uses another identity, and other roots, from now on: those of a new enrolment for the pending key.
+    /// Until the guard is dropped nothing is renewed: the pending key is the holder's.
+    pub async fn alone(&self) -> MutexGuard<'_, ()> {
+        self.shared.asking.lock().await
+    }
+
+    /// Uses another identity, and other roots, from now on: those of a new enrolment. Whoever asks holds
+    /// [`IdentityKeeper::alone`] since it took the pending key.
     ///
     /// # Errors
     /// The files cannot be written; the present identity stays then.
@@ -217,6 +226,7 @@ impl Shared {
 
     async fn renew_at(&self, server: &str) -> Result<Arc<AgentIdentity>, Failure> {
         let transient = |error: &dyn std::fmt::Display| Failure::Transient(error.to_string());
+        let _alone = self.asking.lock().await;
         let old = Arc::clone(&self.current.borrow());
         let tls = agent_tls(&old, ALPN_GRPC).map_err(|error| transient(&error))?;
         let key = self.files.pending_key().map_err(|error| transient(&error))?;

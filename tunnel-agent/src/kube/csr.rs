@@ -26,8 +26,13 @@ use crate::session::Links;
 /// The server's signer.
 const SIGNER: &str = "postern.internal/agent";
 const ANSWER: Duration = Duration::from_secs(15);
-/// The longest pause between two looks at a request.
+/// The longest pause between two looks at a request in its first minute; a signer that works has answered by then.
 const LOOK: Duration = Duration::from_secs(10);
+/// The longest one after it: a fleet may wait for days.
+const LATER_LOOK: Duration = Duration::from_secs(120);
+const FIRST_LOOKS: Duration = Duration::from_secs(60);
+/// How often it is looked whether the reason to enrol again has gone.
+const REASON: Duration = Duration::from_secs(1);
 /// How often it is said that a request waits.
 const REMIND: Duration = Duration::from_secs(60);
 /// Kubernetes' limit on a name, less what is around the node's name in a request's.
@@ -41,7 +46,8 @@ pub struct Pace {
     /// How long the servers must have refused the certificate, or not been verified by the roots, before a new one is
     /// asked for.
     pub patience: Duration,
-    /// A random wait of up to this before that: the fleets' agents notice a new CA at the same moment.
+    /// A random wait of up to this before that, and before each try after the API server was away: the fleets' agents
+    /// notice a new CA, and that the API server is back, at the same moment.
     pub spread: Duration,
     /// No sooner again than this after that.
     pub again: Duration,
@@ -104,13 +110,13 @@ impl CsrEnrolment {
     }
 
     async fn enrol(&self) -> Result<AgentIdentity, EnrollError> {
-        let identity = self.obtain().await?;
+        let identity = self.obtain(Duration::ZERO).await?;
         self.files.store(&identity)?;
         Ok(identity)
     }
 
-    /// A new identity that is not stored yet, for the pending key.
-    async fn obtain(&self) -> Result<AgentIdentity, EnrollError> {
+    /// A new identity that is not stored yet, for the pending key. `spread`: the longest random wait before another try.
+    async fn obtain(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
         self.files.prepare()?;
         let key = self.files.pending_key()?;
         let request = request(&key, &self.node)?;
@@ -129,7 +135,7 @@ impl CsrEnrolment {
                 Err(Failure::Transient(reason)) => {
                     self.api.failed();
                     tracing::warn!(node = %self.node, reason, "enrolment waits for the API server");
-                    tokio::time::sleep(backoff.next_delay()).await;
+                    tokio::time::sleep(backoff.next_delay() + jittered(spread, 0.0)).await;
                 }
             }
         }
@@ -151,11 +157,12 @@ impl CsrEnrolment {
         .await
         .map_err(|error| Failure::Transient(error.0))?;
         tracing::info!(csr = name, "waiting for the certificate");
-        let (mut pause, mut told) = (Duration::from_millis(250), Instant::now());
+        let (mut pause, begin) = (Duration::from_millis(250), Instant::now());
+        let mut told = begin;
         let mut complaint = None;
         loop {
             tokio::time::sleep(jittered(pause, 0.5)).await;
-            pause = (pause * 2).min(LOOK);
+            pause = (pause * 2).min(longest_look(begin.elapsed()));
             let what = format!("CertificateSigningRequest {name}");
             match answered(&what, api().await?.get(&name)).await {
                 Ok(csr) => {
@@ -215,6 +222,10 @@ impl CsrEnrolment {
             status: None,
         }
     }
+}
+
+fn longest_look(waited: Duration) -> Duration {
+    if waited < FIRST_LOOKS { LOOK } else { LATER_LOOK }
 }
 
 /// The answer in time; else why there is none, and whether the object is not there.
@@ -295,13 +306,29 @@ pub async fn recover(enrolment: Arc<CsrEnrolment>, keeper: Arc<IdentityKeeper>, 
             continue;
         }
         tokio::time::sleep(jittered(pace.spread, 0.0)).await;
+        // The renewing uses the same pending key.
+        let alone = keeper.alone().await;
         let Some(reason) = hopeless() else { continue };
         tracing::warn!(node = %enrolment.node, reason, "enrolling again");
-        let enrolled = async {
-            let identity = enrolment.obtain().await?;
-            keeper.replace(identity).await
+        let hope = async {
+            while hopeless().is_some() {
+                tokio::time::sleep((pace.patience / 10).min(REASON)).await;
+            }
         };
-        if let Err(error) = enrolled.await {
+        let obtained = tokio::select! {
+            obtained = enrolment.obtain(pace.spread) => obtained,
+            () = hope => {
+                tracing::info!(node = %enrolment.node, reason, "no need to enrol again any more");
+                continue;
+            }
+        };
+        // Not cut short: files and memory change together.
+        let kept = match obtained {
+            Ok(identity) => keeper.replace(identity).await,
+            Err(error) => Err(error),
+        };
+        drop(alone);
+        if let Err(error) = kept {
             tracing::error!(%error, "the new identity cannot be kept");
         }
         tokio::time::sleep(pace.again).await;
@@ -311,6 +338,15 @@ pub async fn recover(enrolment: Arc<CsrEnrolment>, keeper: Arc<IdentityKeeper>, 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn looks_become_rare() {
+        let looks = |waited| jittered(longest_look(Duration::from_secs(waited)), 0.5);
+        assert!(looks(59) <= Duration::from_secs(10));
+        for _ in 0..100 {
+            assert!((Duration::from_secs(60)..=Duration::from_secs(120)).contains(&looks(60)));
+        }
+    }
 
     #[test]
     fn a_requests_name_is_one_of_kubernetes() {

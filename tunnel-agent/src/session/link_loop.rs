@@ -64,9 +64,23 @@ struct Observed {
     last_error: Option<String>,
     /// Standing by because the server is attached through another address.
     standby: bool,
-    /// Since when this agent and the server do not take each other's certificate. Other failures in between do not
-    /// count: a server that refuses a certificate may reset the connection before its reason has arrived.
-    refused_since: Option<Instant>,
+    refusals: Refusals,
+}
+
+/// When this agent and the server have not taken each other's certificate, for the first and for the last time since they
+/// last did. Other failures in between do not count: a server that refuses a certificate may reset the connection before
+/// its reason has arrived. Nor does the time since the last one: a server that is away refuses nothing.
+#[derive(Clone, Copy, Debug, Default)]
+struct Refusals(Option<(Instant, Instant)>);
+
+impl Refusals {
+    fn add(&mut self, at: Instant) {
+        self.0.get_or_insert((at, at)).1 = at;
+    }
+
+    fn span(self) -> Option<Duration> {
+        self.0.map(|(first, last)| last - first)
+    }
 }
 
 /// Keeps the sessions with one server.
@@ -103,10 +117,9 @@ impl LinkLoop {
         self.observed.lock().unwrap_or_else(PoisonError::into_inner).standby
     }
 
-    /// How long this agent and the server have not taken each other's certificate.
+    /// How long this agent and the server have not taken each other's certificate: from the first refusal to the last.
     pub fn refused_for(&self) -> Option<Duration> {
-        let observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
-        observed.refused_since.map(|since| since.elapsed())
+        self.observed.lock().unwrap_or_else(PoisonError::into_inner).refusals.span()
     }
 
     /// Runs until the agent drains or the server's address has gone. Sessions that outlive their turn (the server drains, its successor is dialled
@@ -127,10 +140,10 @@ impl LinkLoop {
             self.observe(|observed| {
                 let attached = observed.session.take().is_some_and(|session| session.was_attached());
                 if attached || standby {
-                    observed.refused_since = None;
+                    observed.refusals = Refusals::default();
                 }
                 if end.concerns_identity() {
-                    observed.refused_since.get_or_insert_with(Instant::now);
+                    observed.refusals.add(Instant::now());
                 }
                 observed.waiting = true;
                 observed.standby = standby;
@@ -280,6 +293,17 @@ fn jittered(pause: Duration, share: f64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_refusal_and_an_outage_are_not_a_time_of_refusals() {
+        let mut refusals = Refusals::default();
+        assert_eq!(refusals.span(), None);
+        let first = Instant::now();
+        refusals.add(first);
+        assert_eq!(refusals.span(), Some(Duration::ZERO), "however long ago it was");
+        refusals.add(first + Duration::from_secs(61));
+        assert_eq!(refusals.span(), Some(Duration::from_secs(61)));
+    }
 
     #[test]
     fn pauses_grow_to_a_limit() {
