@@ -71,7 +71,9 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
                 .unwrap();
         }
         Some(Fault::Delay(time)) => tokio::time::sleep(time).await,
-        Some(Fault::Together(ref others)) => drop(others.wait().await),
+        Some(Fault::Together(ref others)) => {
+            others.wait().await;
+        }
         _ => {}
     }
     if verb == "watch" {
