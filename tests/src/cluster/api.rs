@@ -98,7 +98,7 @@ impl Api {
             let seen = self.find(path).await;
             let fits = seen.as_ref().is_ok_and(|object| object.as_ref().is_some_and(&accept));
             if fits {
-                return Ok(seen?);
+                return seen;
             }
             last = Some(seen);
             Ok(None)

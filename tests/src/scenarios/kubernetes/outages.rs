@@ -1,8 +1,9 @@
 //! The API server is away, or somebody else holds the Lease: tunnels and routes stay, and nothing has to be restarted.
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 
 use super::super::common::never;
 use super::checks::Checks;
@@ -11,6 +12,7 @@ use crate::client::{connect, visit};
 use crate::cluster::pods::{self, TALK, shell};
 use crate::cluster::postern::NAMESPACE;
 use crate::cluster::{Cluster, EDGE_NODE, postern, tls};
+use crate::runner::figure;
 use crate::server::Server;
 use crate::target::{Behaviour, Target};
 use crate::testbed::Testbed;
@@ -28,6 +30,7 @@ pub(super) async fn run(testbed: &Testbed) -> Result<()> {
     let mut agent = postern::agent(&cluster, &server, &manifests, 1).await?;
     let mut checks = Checks::new();
     checks.run("port lists are followed", ports_are_followed(&cluster, "9101")).await;
+    checks.run("a node's label decides whether it is an edge node", label_flips(&cluster)).await;
     let away = api_away(&mut cluster, &server, &mut agent);
     checks.run_within(Duration::from_secs(150), "the API server is away for a while", away).await;
     let lost = lease_lost(&cluster, &server);
@@ -43,12 +46,30 @@ async fn ports_are_followed(cluster: &Cluster<'_>, port: &str) -> Result<()> {
     let args = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &change];
     cluster.kubectl.run(&args).await?;
     wait_for("the port to be tunnelled", BACK, async || {
-        let attempt =
-            tokio::time::timeout(Duration::from_secs(1), tokio::net::TcpStream::connect(target.address));
+        let attempt = tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(target.address));
         Ok(attempt.await.is_ok_and(|connected| connected.is_ok()).then_some(()))
     })
     .await?;
     visit(target.address).await?;
+    Ok(())
+}
+
+/// Without its label the node is a cloud node, whose addresses are never redirected; and back.
+async fn label_flips(cluster: &Cluster<'_>) -> Result<()> {
+    let address = (cluster.testbed.edge(1).address, 10250);
+    let label = async |change: &str| cluster.kubectl.run(&["label", "node", EDGE_NODE, change]).await;
+    let reached = async || {
+        let attempt = tokio::time::timeout(Duration::from_millis(500), TcpStream::connect(address));
+        Ok(matches!(attempt.await, Ok(Ok(_))))
+    };
+    label("node-role.kubernetes.io/edge-").await?;
+    let start = Instant::now();
+    wait_until("the node to be direct", PATIENCE, reached, |reached| !reached).await?;
+    let direct = start.elapsed();
+    label("node-role.kubernetes.io/edge=").await?;
+    let start = Instant::now();
+    wait_until("the node to be redirected again", PATIENCE, reached, |reached| *reached).await?;
+    figure(&format!("a label's change is in effect after {direct:.1?} and {:.1?}", start.elapsed()));
     Ok(())
 }
 
