@@ -104,9 +104,18 @@ async fn signed(server: &ApiServer, name: &str) -> Vec<CertificateDer<'static>> 
 async fn only_the_leader_approves_and_signs() {
     let server = ApiServer::start();
     let signer = Signer::start(&server, false).await;
+    server.put(CSRS, of_node("early", "edge-1"));
+    let signed_by = async |signer: &Signer, name: &str| {
+        signer.ca.bundle().issuer_of(&signed(&server, name).await[0]).is_some()
+    };
+    // Another server leads, and answers this one and a later one: an approval and a certificate each.
+    let other = Signer::start(&server, true).await;
+    assert!(signed_by(&other, "early").await);
+    server.put(CSRS, of_node("later", "edge-1"));
+    assert!(signed_by(&other, "later").await);
+    assert_eq!((server.writes(CSRS), server.open_watches(CSRS)), (4, 1), "a server that does not lead");
+    other.stop().await;
     server.put(CSRS, of_node("a", "edge-1"));
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    assert_eq!((server.writes(CSRS), server.open_watches(CSRS)), (0, 0), "a server that does not lead");
     signer.lead.send_replace(true);
     let chain = signed(&server, "a").await;
     assert_eq!(node_of_certificate(&chain[0]).unwrap().as_str(), "edge-1");
@@ -120,17 +129,22 @@ async fn only_the_leader_approves_and_signs() {
         matches!(&known[..], [(approved, _, message)] if approved == "Approved" && message.contains("edge-1")),
         "{known:?}"
     );
-    assert_eq!(signer.metrics.enrollments("csr", "issued"), 1);
+    eventually("it is counted", || (signer.metrics.enrollments("csr", "issued") == 1).then_some(())).await;
 
     // Whoever loses the lead writes no more, and goes on when it leads again.
     signer.lead.send_replace(false);
     eventually("it looks no more", || (server.open_watches(CSRS) == 0).then_some(())).await;
     let writes = server.writes(CSRS);
-    server.put(CSRS, of_node("b", "edge-2"));
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    assert_eq!(server.writes(CSRS), writes);
+    let other = Signer::start(&server, true).await;
+    for name in ["b", "c"] {
+        server.put(CSRS, of_node(name, "edge-2"));
+        assert!(signed_by(&other, name).await);
+    }
+    assert_eq!(server.writes(CSRS), writes + 4);
+    other.stop().await;
+    server.put(CSRS, of_node("d", "edge-2"));
     signer.lead.send_replace(true);
-    signed(&server, "b").await;
+    assert!(signed_by(&signer, "d").await);
     signer.stop().await;
 }
 
@@ -181,10 +195,12 @@ async fn impostors_are_denied_with_the_reason_and_never_signed() {
     );
     assert!(certificates(&get(&server, "approved")).is_none());
     assert_eq!(server.get(CSRS, "foreign").unwrap(), foreign, "other signers' requests are not touched");
-    assert_eq!(
-        (signer.metrics.enrollments("csr", "denied"), signer.metrics.enrollments("csr", "failed")),
-        (3, 1)
-    );
+    // Counted once the API server has answered, which is after the object shows it.
+    eventually("all are counted", || {
+        let count = |outcome| signer.metrics.enrollments("csr", outcome);
+        ((count("denied"), count("failed")) == (3, 1)).then_some(())
+    })
+    .await;
     signer.stop().await;
 }
 
