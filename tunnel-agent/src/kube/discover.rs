@@ -181,13 +181,13 @@ impl Follower {
             // Neither ends.
             tokio::select! {
                 Some(news) = services.next() => {
-                    if let Some(event) = self.heard(0, format!("Service {namespace}/{name}"), news) {
+                    if let Some(event) = self.heard(0, &format!("Service {namespace}/{name}"), news) {
                         seen.service(event);
                     }
                 }
                 Some(news) = slices.next(), if needs_slices => {
                     let what = format!("EndpointSlices of Service {namespace}/{name}");
-                    if let Some(event) = self.heard(1, what, news) {
+                    if let Some(event) = self.heard(1, &what, news) {
                         seen.slice(event);
                     }
                 }
@@ -220,7 +220,7 @@ impl Follower {
     }
 
     /// Takes in what there is to hear of the requests, and hands on what there is of the objects.
-    fn heard<K>(&self, requests: usize, what: String, news: News<K>) -> Option<Event<K>> {
+    fn heard<K>(&self, requests: usize, what: &str, news: News<K>) -> Option<Event<K>> {
         match news {
             News::Failed { reason, passing } => {
                 self.api.failed();

@@ -74,7 +74,10 @@ impl FileSource {
         registry: &mut Registry,
     ) -> Result<(Arc<Self>, Inventory), InventoryError> {
         let source = Self {
-            status: ArcSwap::from_pointee(SourceStatus { source: path.display().to_string(), ..SourceStatus::default() }),
+            status: ArcSwap::from_pointee(SourceStatus {
+                source: path.display().to_string(),
+                ..SourceStatus::default()
+            }),
             path,
             selector,
             digest: Mutex::new(None),

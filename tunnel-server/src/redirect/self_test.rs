@@ -66,9 +66,14 @@ impl SelfTest {
 
     /// The routes that make it work.
     pub(super) fn routes(&self, ipv6: bool) -> impl Iterator<Item = (IpNet, RouteTarget)> {
-        let v4 = (IpNet::from(IpAddr::V4(self.origin)), RouteTarget { token: self.token.into(), up: true, any_port: false });
-        let v6 =
-            (IpNet::from(IpAddr::V6(self.origin_v6)), RouteTarget { token: self.token_v6.into(), up: true, any_port: false });
+        let v4 = (
+            IpNet::from(IpAddr::V4(self.origin)),
+            RouteTarget { token: self.token.into(), up: true, any_port: false },
+        );
+        let v6 = (
+            IpNet::from(IpAddr::V6(self.origin_v6)),
+            RouteTarget { token: self.token_v6.into(), up: true, any_port: false },
+        );
         [Some(v4), ipv6.then_some(v6)].into_iter().flatten()
     }
 }

@@ -34,7 +34,10 @@ fn desired(routes: &[(&str, &str, bool)]) -> Desired {
         routes: routes
             .iter()
             .map(|(net, token, up)| {
-                (net.parse().unwrap(), RouteTarget { token: token.parse().unwrap(), up: *up, any_port: false })
+                (
+                    net.parse().unwrap(),
+                    RouteTarget { token: token.parse().unwrap(), up: *up, any_port: false },
+                )
             })
             .collect(),
         ..Desired::default()
@@ -157,7 +160,10 @@ fn more_routes_than_the_kernel_holds_are_refused() {
     let mut desired = Desired { ports: [10250].into(), ..Desired::default() };
     for n in 0..131_072_u32 {
         let net = IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a00_0000 + n)));
-        desired.routes.insert(net, RouteTarget { token: Ipv4Addr::from(0x1400_0000 + n).into(), up: true, any_port: false });
+        desired.routes.insert(
+            net,
+            RouteTarget { token: Ipv4Addr::from(0x1400_0000 + n).into(), up: true, any_port: false },
+        );
     }
     let error = complete_with(&desired, &config, &BTreeSet::new()).unwrap_err();
     // One more: the self-test's own.
