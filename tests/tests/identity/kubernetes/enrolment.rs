@@ -1,10 +1,14 @@
 //! The certificate by CertificateSigningRequest, from the agent's request to a handshake with the server.
 
 use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use serde_json::json;
+use k8s_openapi::ByteString;
+use rustls_pki_types::CertificateSigningRequestDer;
+use rustls_pki_types::pem::PemObject;
+use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -13,10 +17,13 @@ use tunnel_agent::kube::csr::{CsrEnrolment, recover};
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::session::{Attached, EpochSource, Links, Shared};
-use tunnel_core::identity::AgentIdentity;
-use tunnel_server::pki::Lifetimes;
+use tunnel_core::identity::{
+    AgentIdentity, CsrKey, create_csr, generate_key, pem_of_certificates, public_key_of_csr,
+};
+use tunnel_server::pki::CaState;
 
 use super::scripted::{ApiServer, Fault, eventually};
+use super::servers::Port;
 use super::{CSRS, Signer, enrolment, open};
 use crate::harness::{DEADLINE, Session, TestServer, log, mode, node};
 
@@ -32,7 +39,7 @@ fn ask(enrolment: &Arc<CsrEnrolment>) -> tokio::task::JoinHandle<Result<AgentIde
 }
 
 /// What the API server has been asked to sign, without who asked.
-fn asked(request: &serde_json::Value) -> &str {
+fn asked(request: &Value) -> &str {
     request["spec"]["request"].as_str().unwrap()
 }
 
@@ -86,55 +93,92 @@ async fn a_refusal_is_said_and_asked_again_and_a_request_that_vanished_is_made_a
     Session::open(&server.address, &identity).await.unwrap();
 }
 
+/// The key that a request is for.
+fn key_of(request: &Value) -> CsrKey {
+    let pem: ByteString = serde_json::from_value(request["spec"]["request"].clone()).unwrap();
+    public_key_of_csr(&CertificateSigningRequestDer::from_pem_slice(&pem.0).unwrap()).unwrap()
+}
+
 /// A signer that is not ours must not make the agent trust it with another node or key.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
+    // No other test's, so that the log's lines are ours.
+    const NODE: &str = "edge-untaken";
     let (api, server) = (ApiServer::start(), TestServer::start().await);
-    let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
-    let state = server.ca.state().unwrap();
-    let other = TestServer::start().await.ca.state().unwrap();
-    let pem = tunnel_core::identity::pem_of_certificates;
-    let (_, theirs) = server.enrolled("edge-1").await;
-    let (_, neighbour) = server.enrolled("edge-2").await;
+    let (agent, state_dir) = enrolment(&api, NODE, "agent").await;
+    let (ours, theirs) = (server.ca.state().unwrap(), TestServer::start().await.ca.state().unwrap());
+    let (_, known) = server.enrolled(NODE).await;
+    let (leaf, roots) = (pem_of_certificates(&known.chain), ours.bundle().to_pem());
+    let issue = |ca: &CaState, name: &str, key: &CsrKey| {
+        pem_of_certificates(&ca.issue_agent(&node(name), key).unwrap().chain)
+    };
+    type Answer<'a> = Box<dyn Fn(&CsrKey) -> String + Send + 'a>;
+    let answers: [(Answer<'_>, &str); 6] = [
+        (Box::new(|_| "hello".to_owned()), "certificate cannot be parsed: it has no certificate"),
+        (Box::new(|_| leaf.clone()), "trust bundle: it has no certificate"),
+        (Box::new(|_| leaf.clone() + &roots), "not the certificate's key"),
+        (Box::new(|_| roots.repeat(2)), "not an agent's certificate"),
+        // The right key for the rest.
+        (
+            Box::new(|key| issue(&ours, "edge-other", key) + &roots),
+            "the certificate is for node edge-other, not for node edge-untaken",
+        ),
+        (Box::new(|key| issue(&theirs, NODE, key) + &roots), "no root of it signed the certificate"),
+    ];
     let enrolling = ask(&agent);
-    for (text, reason) in [
-        ("hello".to_owned(), "it has no certificate"),
-        (pem(&theirs.chain), "trust bundle: it has no certificate"),
-        (pem(&theirs.chain) + &state.bundle().to_pem(), "not the certificate's key"),
-        (pem(&neighbour.chain) + &state.bundle().to_pem(), "not the certificate's key"),
-        (pem(&theirs.chain) + &other.bundle().to_pem(), "not the certificate's key"),
-        (state.bundle().to_pem().repeat(2), "not an agent's certificate"),
-    ] {
+    for (answer, reason) in answers {
         let request = eventually("a request", || open(&api)).await;
-        let certificate = k8s_openapi::ByteString(text.into_bytes());
+        let certificate = ByteString(answer(&key_of(&request)).into_bytes());
+        let before = log().len();
         api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
             csr["status"] = json!({"certificate": certificate});
         });
-        let expected = "the certificate is of no use: ";
-        eventually(reason, || {
-            log().lines().any(|line| line.contains(expected) && line.contains(reason)).then_some(())
+        let line = eventually(reason, || {
+            let log = log();
+            let new = log[before..].lines();
+            new.filter(|line| line.contains(NODE))
+                .find(|line| line.contains("the certificate is of no use: "))
+                .map(str::to_owned)
         })
         .await;
+        assert!(line.contains(reason), "not {reason:?}: {line}");
         assert!(!state_dir.join("agent.crt").exists());
     }
-    enrolling.abort();
+    // And one that is right is.
+    let request = eventually("a request", || open(&api)).await;
+    let right = ByteString((issue(&ours, NODE, &key_of(&request)) + &roots).into_bytes());
+    api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
+        csr["status"] = json!({"certificate": right});
+    });
+    assert_eq!(done(enrolling).await.unwrap().bundle, *ours.bundle());
+}
+
+/// Puts an identity of this CA that has ended into the state directory.
+async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
+    let (key, ca) = (generate_key().unwrap(), server.ca.state().unwrap());
+    let asked = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
+    let issued = ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1)).unwrap();
+    let (chain, key) = (pem_of_certificates(&issued.chain), key.serialize_pem());
+    let identity = AgentIdentity::from_pem(&chain, &key, ca.bundle().clone()).unwrap();
+    eventually("it ends", || identity.validity().is_over(SystemTime::now()).then_some(())).await;
+    fs::write(state_dir.join("agent.key"), key).unwrap();
+    fs::write(state_dir.join("agent.crt"), chain).unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn files_that_are_of_no_use_are_replaced() {
-    let lifetimes = Lifetimes { agent: Duration::from_secs(1), ..Lifetimes::default() };
-    let (api, server) = (ApiServer::start(), TestServer::with(lifetimes).await);
+    let (api, server) = (ApiServer::start(), TestServer::start().await);
     let signer = Signer::start(&api, server.certificate.ca()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
     let enrolling = ask(&agent);
     signer.answer(&api, "system:node:edge-1").await;
     let mut identity = done(enrolling).await.unwrap();
-    // Ended; broken; another node's.
     for damage in ["ended", "broken", "of another node"] {
-        eventually("it ends", || identity.validity().is_over(SystemTime::now()).then_some(())).await;
         let name = if damage == "of another node" { "edge-2" } else { "edge-1" };
-        if damage == "broken" {
-            fs::write(state_dir.join("agent.crt"), "garbage").unwrap();
+        match damage {
+            "ended" => put_ended(&server, name, &state_dir).await,
+            "broken" => fs::write(state_dir.join("agent.crt"), "garbage").unwrap(),
+            _ => {}
         }
         let (agent, _) = enrolment(&api, name, "agent").await;
         let enrolling = ask(&agent);
@@ -146,7 +190,7 @@ async fn files_that_are_of_no_use_are_replaced() {
     }
 }
 
-fn shared(state_dir: &std::path::Path) -> (Arc<Shared>, mpsc::Receiver<tunnel_agent::session::Announced>) {
+fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<tunnel_agent::session::Announced>) {
     let (bundles, announced) = mpsc::channel(16);
     let addresses = watch::channel(Arc::new(Vec::new())).1;
     let shared = Shared {
@@ -201,6 +245,45 @@ async fn an_agent_that_no_server_takes_enrols_again() {
     // It is on disk, with its key.
     let (again, _) = enrolment(&api, "edge-1", "agent").await;
     assert_eq!(done(ask(&again)).await.unwrap().chain, keeper.current().chain);
+    recovering.abort();
+    shared.forced.cancel();
+}
+
+/// The server takes the agent again before anybody has answered: the request is dropped, and the keys are free.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_enrolment_ends_when_there_is_no_need_for_it_any_more() {
+    let (api, old, new) = (ApiServer::start(), TestServer::start().await, TestServer::start().await);
+    let (config, identity) = old.enrolled("edge-1").await;
+    let port = Port::of(&new, "server-1").await;
+    let (agent, _) = enrolment(&api, "edge-1", "agent").await;
+    let keeper = IdentityKeeper::with_recovery(
+        config.clone(),
+        identity,
+        IdentityMetrics::default(),
+        Recovery::ApiServer,
+    );
+    let keeper = Arc::new(keeper);
+    let (shared, _announced) = shared(&config.state_dir);
+    let links = Links::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    links.set(&[port.address.parse().unwrap()]);
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), links.clone()));
+    let request = eventually("a request", || open(&api)).await;
+    let (_, other) = new.enrolled("edge-1").await;
+    let chain = other.chain.clone();
+    keeper.replace(other).await.unwrap();
+    drop(tokio::time::timeout(DEADLINE, keeper.alone()).await.expect("the keys are not given back"));
+    assert!(links.attached());
+    // An answer that comes now is too late.
+    let key = key_of(&request);
+    let late =
+        pem_of_certificates(&old.ca.state().unwrap().issue_agent(&node("edge-1"), &key).unwrap().chain);
+    api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
+        csr["status"] = json!({"certificate": ByteString(late.into_bytes())});
+    });
+    assert_eq!(keeper.current().chain, chain);
+    // It is on disk with its own key, whichever one was pending.
+    let stored = tunnel_agent::enroll::ensure_identity(&config).await.unwrap();
+    assert_eq!(stored.chain, chain);
     recovering.abort();
     shared.forced.cancel();
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -13,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_agent::enroll::{IdentityKeeper, IdentityMetrics};
 use tunnel_agent::kube::discover::Discovery;
+use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::session::{Attached, EpochSource, Links, Phase, Shared};
@@ -31,8 +33,8 @@ const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpoints
 const SERVICE: &str = "x-tunnel-server-svc";
 
 /// A server's agent port: real sessions.
-struct Port {
-    address: String,
+pub(super) struct Port {
+    pub(super) address: String,
     sessions: Arc<Sessions>,
     stop: CancellationToken,
     /// A session ends with what it follows.
@@ -47,14 +49,15 @@ impl Drop for Port {
 
 impl Port {
     /// Another server of this installation.
-    async fn of(server: &TestServer, id: &str) -> Self {
+    pub(super) async fn of(server: &TestServer, id: &str) -> Self {
         let mut registry = Registry::default();
         let metrics = tunnel_server::metrics::Metrics::new(&mut registry);
         let config = RouterConfig {
             token_range: "198.18.0.0/15".parse().unwrap(),
             token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
             ports: BTreeSet::from([10250]),
-            pods: false,
+            pods: Vec::new(),
+            host: None,
             exclude: Vec::new(),
             clients: Vec::new(),
             host_addresses: || None,
@@ -304,4 +307,36 @@ async fn a_node_port_leads_to_every_ready_server() {
     api.compact();
     api.put(SLICES, slice("b", "127.0.0.2", true));
     eventually("both again", || (addresses(&agent) == both).then_some(())).await;
+}
+
+/// What the default policy allows is known after a restart while the API server is away.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server() {
+    const NODES: &str = "/api/v1/nodes";
+    let api = ApiServer::start();
+    let state_dir = api.dir().join("agent");
+    let start = async |pods: &Arc<ArcSwap<Vec<_>>>| {
+        let (agent_api, state_dir) = (agent_api(&api).await, state_dir.clone());
+        tokio::spawn(node_ranges::follow(agent_api, node("edge-1"), pods.clone(), state_dir))
+    };
+    api.put(
+        NODES,
+        json!({"metadata": {"name": "edge-1"}, "spec": {"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]}}),
+    );
+    let pods = Arc::<ArcSwap<Vec<_>>>::default();
+    let following = start(&pods).await;
+    let file = state_dir.join("pod-ranges");
+    eventually("it is written", || file.exists().then_some(())).await;
+    let expected = pods.load().clone();
+    assert_eq!(expected.len(), 2);
+    following.abort();
+    api.down();
+    // A file is never a way around what the API server could not say.
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("{text}0.0.0.0/0\nnonsense\n")).unwrap();
+    let pods = Arc::<ArcSwap<Vec<_>>>::default();
+    let following = start(&pods).await;
+    eventually("they are known", || (!pods.load().is_empty()).then_some(())).await;
+    assert_eq!(**pods.load(), *expected);
+    following.abort();
 }
