@@ -317,7 +317,7 @@ async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server()
     let state_dir = api.dir().join("agent");
     let start = async |pods: &Arc<ArcSwap<Vec<_>>>| {
         let (agent_api, state_dir) = (agent_api(&api).await, state_dir.clone());
-        tokio::spawn(node_ranges::follow(agent_api, node("edge-1"), pods.clone(), state_dir))
+        tokio::spawn(node_ranges::follow(agent_api, node("edge-1"), pods.clone(), state_dir)).abort_handle()
     };
     api.put(
         NODES,
