@@ -28,7 +28,10 @@ pub(super) async fn run(testbed: &Testbed) -> Result<()> {
     let mut checks = Checks::new();
     checks.run("logs -f goes on after the link was away for 3 s", link_away(&cluster)).await;
     checks
-        .run("logs -f three times while the agent crashes", agent_crashes(&cluster, &server, &mut agent))
+        .run(
+            "logs -f and exec three times while the agent crashes",
+            agent_crashes(&cluster, &server, &mut agent),
+        )
         .await;
     checks.run("logs -f while the server crashes", server_crashes(&cluster, &mut server)).await;
     checks.run("the kubelet restarts", kubelet_restarts(&mut cluster)).await;
@@ -67,8 +70,8 @@ impl Following {
         Ok(())
     }
 
-    /// Waits until kubectl gives up. The API server ends its answer in good order when the kubelet's breaks off, so the
-    /// exit code says nothing, with a tunnel or without.
+    /// Waits until kubectl gives up. The API server ends its answer in good order when the kubelet's breaks off (exec's
+    /// too), so the exit code says nothing, with a tunnel or without.
     async fn expect_end(mut self) -> Result<()> {
         let drain = async {
             while self.lines.next_line().await?.is_some() {}
@@ -88,11 +91,18 @@ async fn link_away(cluster: &Cluster<'_>) -> Result<()> {
     following.next(60).await
 }
 
+/// A crash every second, where the field has one in minutes: the steps are the same, and CI's time is short.
 async fn agent_crashes(cluster: &Cluster<'_>, server: &Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
     for _ in 0..3 {
         let following = Following::start(cluster).await?;
+        let mut command =
+            cluster.kubectl.start(&["exec", "-i", "talker", "--", "sh", "-c", "echo here; cat"])?;
+        let mut lines = BufReader::new(command.stdout.take().context("no output")?).lines();
+        let line = timeout(PATIENCE, lines.next_line()).await.context("exec printed nothing")??;
+        ensure!(line.as_deref() == Some("here"), "exec printed {line:?}");
         agent.kill().await?;
         following.expect_end().await?;
+        timeout(PATIENCE, command.wait()).await.context("exec goes on")??;
         server.wait_connected(EDGE_NODE, false, PATIENCE).await?;
         let error = cluster.kubectl.fails(&["logs", "talker", "--tail=1"]).await?;
         ensure!(error.contains("no route to host"), "without an agent logs failed with: {error}");
