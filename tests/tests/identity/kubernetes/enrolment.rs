@@ -121,7 +121,7 @@ async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
         // The right key for the rest.
         (
             Box::new(|key| issue(&ours, "edge-other", key) + &roots),
-            "the certificate is for node edge-other, not for node edge-untaken",
+            "the certificate is for node edge-other, not for edge-untaken",
         ),
         (Box::new(|key| issue(&theirs, NODE, key) + &roots), "no root of it signed the certificate"),
     ];

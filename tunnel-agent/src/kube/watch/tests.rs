@@ -98,7 +98,8 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 #[tokio::test(start_paused = true)]
 async fn where_lists_work_and_watches_fail_nobody_asks_without_end() {
-    let broken: [(&str, fn(usize) -> Answer); 3] = [
+    type Watch = fn(usize) -> Answer;
+    let broken: [(&str, Watch); 3] = [
         ("cannot watch", |_| failure(403)),
         // A proxy that cuts streams.
         ("ended at once", |_| answer(200, "")),
