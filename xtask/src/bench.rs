@@ -58,13 +58,16 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     );
     packages::install(&[packages::TESTBED])?;
     build_ebpf::run()?;
-    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests", "--bins"];
-    run(cargo().args(["build", "--release"]).args(programs))?;
+    // Whether it works shows with the programs that tests use as well, and those are built already.
+    let (profile, folder): (&[&str], _) =
+        if options.smoke { (&[], "debug") } else { (&["--release"], "release") };
+    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests"];
+    run(cargo().arg("build").args(profile).args(programs))?;
 
     let target = build_ebpf::target_dir(&root())?;
     let typed = ["cargo xtask bench".to_owned()].into_iter().chain(options.arguments());
     let typed = typed.collect::<Vec<_>>().join(" ");
-    let mut bench = Command::new(target.join("release/bench"));
+    let mut bench = Command::new(target.join(folder).join("bench"));
     bench.args(options.arguments()).args(["--command", &typed]);
     bench.arg("--out").arg(target.join("bench"));
     for (name, found) in

@@ -1,5 +1,4 @@
 //! Others' round trips and new connections while something misbehaves on the same peer.
-use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -7,6 +6,7 @@ use anyhow::{Context as _, Result, anyhow};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use super::dial::{Dialer, PATIENCE, Stream};
 use super::line::Peer;
@@ -18,6 +18,8 @@ use super::target::{ECHO, HOLE, SOURCE};
 const HOLE_PATIENCE: Duration = Duration::from_secs(10);
 /// Until windows and socket buffers of a stalled reader are full: that takes milliseconds.
 const FILLS: Duration = Duration::from_millis(300);
+/// How long it may take until what disturbs is in effect.
+const IN_EFFECT: Duration = Duration::from_secs(5);
 /// After as many that were not answered nothing more is asked.
 const ENOUGH_FAILED: usize = 3;
 
@@ -25,7 +27,7 @@ const ENOUGH_FAILED: usize = 3;
 pub async fn measure(dialer: &Dialer, what: &str, effort: &Effort) -> Result<[(String, Others); 2]> {
     let mut held = dialer.dial(ECHO).await?;
     load::trip(&mut held, &mut [9; 64]).await?;
-    let disturbance = Disturbance::start(dialer, what)?;
+    let disturbance = Disturbance::start(dialer, what).await?;
     let trips = others(effort, async || load::trip(&mut held, &mut [9; 64]).await).await;
     let visits = others(effort, async || load::visit(dialer).await.map(drop)).await;
     drop(held);
@@ -88,9 +90,9 @@ struct Disturbance {
 
 impl Disturbance {
     /// Starts it and waits until it is in effect.
-    fn start(dialer: &Dialer, what: &str) -> Result<Self> {
+    async fn start(dialer: &Dialer, what: &str) -> Result<Self> {
         let (stop, stopped) = oneshot::channel();
-        let (in_effect, waiting) = mpsc::channel();
+        let (in_effect, waiting) = oneshot::channel();
         let (dialer, what) = (dialer.clone(), what.to_owned());
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -102,11 +104,12 @@ impl Disturbance {
             })
         });
         let disturbance = Self { stop: Some(stop), thread: Some(thread) };
-        // The thread that ends early says why when it is joined.
-        if waiting.recv().is_err() {
-            return disturbance.stop().and(Err(anyhow!("what was to disturb ended by itself")));
+        match timeout(IN_EFFECT, waiting).await {
+            Ok(Ok(())) => Ok(disturbance),
+            // The thread that ends early says why when it is joined.
+            Ok(Err(_)) => disturbance.stop().and(Err(anyhow!("what was to disturb ended by itself"))),
+            Err(_) => disturbance.stop().and(Err(anyhow!("what was to disturb could not begin"))),
         }
-        Ok(disturbance)
     }
 
     fn stop(mut self) -> Result<()> {
@@ -129,7 +132,7 @@ impl Drop for Disturbance {
     }
 }
 
-async fn disturb(dialer: Dialer, what: &str, in_effect: mpsc::Sender<()>) -> Result<()> {
+async fn disturb(dialer: Dialer, what: &str, in_effect: oneshot::Sender<()>) -> Result<()> {
     let tell = move || {
         // Nobody waits only when the run is ending.
         in_effect.send(()).ok();
@@ -149,7 +152,7 @@ async fn disturb(dialer: Dialer, what: &str, in_effect: mpsc::Sender<()>) -> Res
                     // A proxy that accepts first has told nothing yet.
                     stream.read_u8().await.context("reading from a black hole")
                 };
-                tokio::time::timeout(HOLE_PATIENCE, dial).await.ok();
+                timeout(HOLE_PATIENCE, dial).await.ok();
                 tokio::task::yield_now().await;
             }
         }
@@ -169,21 +172,28 @@ async fn unending(dialer: &Dialer) -> Result<Stream> {
     Ok(stream)
 }
 
+/// Downloads that are read from the moment that each begins: one that is not would be a stalled reader.
 async fn downloads(dialer: &Dialer, count: usize, tell: impl FnOnce()) -> Result<()> {
-    let mut streams = Vec::new();
+    let mut tasks = JoinSet::new();
+    let mut begun = Vec::new();
     for _ in 0..count {
         let mut stream = unending(dialer).await?;
-        stream.read_u8().await.context("waiting for the first byte")?;
-        streams.push(stream);
-    }
-    tell();
-    let mut tasks = JoinSet::new();
-    for mut stream in streams {
+        let (first, came) = oneshot::channel();
+        begun.push(came);
         tasks.spawn(async move {
             let mut chunk = vec![0; 256 * 1024];
-            while stream.read(&mut chunk).await.is_ok_and(|n| n > 0) {}
+            let mut first = Some(first);
+            while stream.read(&mut chunk).await.is_ok_and(|n| n > 0) {
+                if let Some(first) = first.take() {
+                    first.send(()).ok();
+                }
+            }
         });
     }
+    for came in begun {
+        came.await.context("a download ended before its first byte")?;
+    }
+    tell();
     tasks.join_next().await;
     Err(anyhow!("a download that never ends has ended"))
 }

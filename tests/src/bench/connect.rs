@@ -10,6 +10,8 @@ use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use socket2::{Domain, Socket, Type};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 
 use super::dial::Dialer;
 use super::fleet;
@@ -22,7 +24,7 @@ use crate::inventory::{self, Inventory};
 use crate::server::Server;
 use crate::testbed::netns::Namespace;
 use crate::testbed::{CLOUD, NEIGHBOUR, Testbed};
-use crate::wait::wait_until;
+use crate::wait::{wait_for, wait_until};
 
 /// Where the connects end that the redirect of a peer does not take away.
 const LOCAL_PORT: u16 = 9190;
@@ -203,7 +205,11 @@ pub fn inventory_with(testbed: &Testbed, nodes: usize) -> Result<Inventory> {
 /// Writes an inventory with that many edge nodes and waits until it is in the kernel.
 pub async fn with_nodes(testbed: &Testbed, server: &Server<'_>, nodes: usize, limit: Duration) -> Result<()> {
     inventory_with(testbed, nodes)?.write()?;
-    let what = format!("{nodes} edge nodes in the kernel's maps");
+    // Counted in the inventory is not yet in the kernel's maps, so the maps are asked themselves.
+    for n in [nodes.checked_sub(2), nodes.checked_sub(2).map(|last| last / 2)].into_iter().flatten() {
+        wait_known(fleet::address(n), limit).await?;
+    }
+    let what = format!("{nodes} edge nodes in effect");
     let expected = load::as_f64(nodes as u64);
     let seen = async || {
         let metrics = server.metrics().await?;
@@ -211,10 +217,18 @@ pub async fn with_nodes(testbed: &Testbed, server: &Server<'_>, nodes: usize, li
         Ok((edges, metrics.sum("postern_redirect_current", &[])))
     };
     wait_until(&what, limit, seen, |seen| *seen == (expected, 1.0)).await?;
-    // The inventory is counted before the redirect hears of it.
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    wait_until(&what, limit, seen, |seen| *seen == (expected, 1.0)).await?;
     Ok(())
+}
+
+/// Waits until connect() knows the node of an address. Without a tunnel that is when it fails at once; an address that
+/// is nobody's is in no site, and nothing answers.
+pub async fn wait_known(address: Ipv4Addr, limit: Duration) -> Result<()> {
+    wait_for(&format!("connect() to know {address}"), limit, async || {
+        let answer = timeout(Duration::from_millis(50), TcpStream::connect((address, ECHO))).await;
+        let known = |error: &std::io::Error| error.raw_os_error() == Some(nix::libc::EHOSTUNREACH);
+        Ok(answer.is_ok_and(|answer| answer.is_err_and(|error| known(&error))).then_some(()))
+    })
+    .await
 }
 
 /// Version and variant of iptables.

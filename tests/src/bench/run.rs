@@ -144,7 +144,9 @@ impl<'a> Bench<'a> {
             if !self.options.wants_group(group) {
                 continue;
             }
+            let start = Instant::now();
             let measured = tokio::time::timeout(GROUP_LIMIT, self.group(group, peer, &mut running)).await;
+            println!("         {} took {:.1?}", group.name(), start.elapsed());
             let measured = measured.context("took too long").and_then(|result| result);
             if let Err(error) = measured {
                 self.failed(group, peer, &error);

@@ -1,11 +1,8 @@
 //! Many agents, many nodes, many connections: Postern alone, once for a run.
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::resource::{Resource, getrlimit};
-use tokio::net::TcpStream;
-use tokio::time::timeout;
 
 use super::dial::{Dialer, Stream};
 use super::line::{Group, Line, Peer, scale_line};
@@ -13,13 +10,12 @@ use super::load::{self, Effort, Times, as_f64};
 use super::options::Options;
 use super::peers::{BEHIND_NAT, Running};
 use super::record::Record;
-use super::target::ECHO;
 use super::usage::{self, Part, Side};
 use super::{connect, fleet, peers};
 use crate::inventory::{self, Inventory};
 use crate::server::Server;
 use crate::testbed::Testbed;
-use crate::wait::{wait_for, wait_until};
+use crate::wait::wait_until;
 
 /// Agents on one server.
 const AGENTS: [usize; 4] = [100, 1_000, 5_000, 10_000];
@@ -269,14 +265,7 @@ async fn routes(
     let start = Instant::now();
     inventory.write()?;
     let written = start.elapsed();
-    wait_for("connect() to know the added node", READ, async || {
-        // Without a tunnel a node that is known fails at once; a stranger's address is in no site.
-        let known =
-            timeout(Duration::from_millis(50), TcpStream::connect(SocketAddr::from((added, ECHO)))).await;
-        Ok(matches!(known, Ok(Err(error)) if error.raw_os_error() == Some(nix::libc::EHOSTUNREACH))
-            .then_some(()))
-    })
-    .await?;
+    connect::wait_known(added, READ).await?;
     let took = start.elapsed().saturating_sub(written);
     record.value("scale-routes-update", Peer::Postern, took.as_secs_f64() * 1e3);
     record.value("scale-routes-update-cpu", Peer::Postern, (usage::cpu_seconds(&own)? - cpu) * 1e3);
