@@ -20,6 +20,7 @@ use crate::admission::Admission;
 use crate::config::{Config, NodeSource};
 use crate::door::{self, Door, Hall, Http, Https, Redirected};
 use crate::inventory::{FileSource, Inventory};
+use crate::kube::client::KubeError;
 use crate::kube::settings::Doors;
 use crate::kube::{Kube, Parts};
 use crate::metrics::Metrics;
@@ -222,7 +223,10 @@ impl Source {
                 let ca = Ca::load_or_create(&config.state_dir, lifetimes)?;
                 Ok(Self::File { source, inventory, ca })
             }
-            NodeSource::Kubernetes(options) => Ok(Self::Kubernetes(Kube::connect(options, postern).await?)),
+            NodeSource::Kubernetes(options) => {
+                let kube = Kube::connect(options, postern).await.map_err(configuration)?;
+                Ok(Self::Kubernetes(kube))
+            }
         }
     }
 
@@ -256,6 +260,22 @@ impl Source {
         };
         waiting.ready();
         Ok(Some(ca))
+    }
+}
+
+/// Nothing was asked of the API server yet: what is wrong is the configuration.
+fn configuration(error: KubeError) -> ConfigError {
+    match error {
+        KubeError::Kubeconfig { path, reason } => {
+            let mend = format!("{reason}; name a file with which kubectl works");
+            ConfigError::new("--kubeconfig", path.display().to_string(), mend)
+        }
+        KubeError::NotInCluster { .. } => ConfigError::without_value("--kubeconfig", error.to_string()),
+        KubeError::Namespace { key, value } => ConfigError::new(
+            key,
+            value,
+            "not the name of a namespace: at most 63 lower-case letters, digits and '-'",
+        ),
     }
 }
 

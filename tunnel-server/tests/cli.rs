@@ -16,7 +16,8 @@ fn code_and_error(args: &[&str]) -> (Option<i32>, String) {
 #[test]
 fn bad_configuration_is_64() {
     for (args, part) in [
-        (&[][..], "tunnel-server: --inventory: needed: "),
+        (&[][..], "tunnel-server: --kubeconfig: this is not a pod with a service account: "),
+        (&["--kubeconfig=/nowhere"], "tunnel-server: --kubeconfig=/nowhere: "),
         (&["--inventory=x", "--agent-port=70000"], "tunnel-server: --agent-port=70000: not a port; "),
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
         (&["--inventory=x", "--agent-port"], "--agent-port"),
