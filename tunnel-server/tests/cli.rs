@@ -35,6 +35,13 @@ fn bad_configuration_is_64() {
 }
 
 #[test]
+fn the_ca_of_a_directory_needs_no_cluster() {
+    let (code, error) = code_and_error(&["ca", "status", "--state-dir=/nowhere"]);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(error.contains("/nowhere/ca: there is no CA"), "{error}");
+}
+
+#[test]
 fn what_fails_while_running_is_1() {
     // A port that was free a moment ago, where nothing listens.
     let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");

@@ -44,7 +44,8 @@ struct ClusterArgs {
     #[arg(long, value_name = "NAME", global = true)]
     namespace: Option<String>,
     /// The Secret [default: tunnel-server-ca].
-    #[arg(long, value_name = "NAME", global = true)]
+    // An id of its own: the server's flag of this name has a default, which clap would hand down to a global one.
+    #[arg(id = "secret", long = "ca-secret", value_name = "NAME", global = true)]
     ca_secret: Option<String>,
 }
 
