@@ -15,9 +15,54 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{Request, Response, Uri};
 use http_body::{Body, Frame};
 use http_body_util::BodyExt;
+use tonic::client::Grpc;
+use tonic::codec::{BufferSettings, Codec};
+use tonic::{Status, Streaming};
+use tonic_prost::{ProstCodec, ProstDecoder, ProstEncoder};
 use tower::{Service, ServiceExt};
 
+use crate::proto::{AgentEvent, Welcome};
+
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The path of the Attach method.
+const ATTACH_PATH: &str = "/postern.tunnel.v1.Agent/Attach";
+/// What reading an agent's events may hold between two of them, in bytes.
+const EVENT_BUFFER: usize = 512;
+
+/// Calls Attach, and gives the agent's events, of `largest` bytes each at most. The generated client does the same with
+/// 8 KiB for each agent, for as long as it is attached.
+///
+/// # Errors
+/// The link is lost, or the agent's answer.
+pub async fn attach(
+    channel: Channel,
+    welcome: Welcome,
+    largest: usize,
+) -> Result<Streaming<AgentEvent>, Status> {
+    let mut client = Grpc::with_origin(channel, origin()).max_decoding_message_size(largest);
+    client.ready().await.map_err(Status::from_error)?;
+    let path = http::uri::PathAndQuery::from_static(ATTACH_PATH);
+    let events = client.server_streaming(tonic::Request::new(welcome), path, AttachCodec).await?;
+    Ok(events.into_inner())
+}
+
+struct AttachCodec;
+
+impl Codec for AttachCodec {
+    type Encode = Welcome;
+    type Decode = AgentEvent;
+    type Encoder = ProstEncoder<Welcome>;
+    type Decoder = ProstDecoder<AgentEvent>;
+
+    fn encoder(&mut self) -> Self::Encoder {
+        ProstCodec::<Welcome, AgentEvent>::raw_encoder(BufferSettings::default())
+    }
+
+    fn decoder(&mut self) -> Self::Decoder {
+        ProstCodec::<Welcome, AgentEvent>::raw_decoder(BufferSettings::new(EVENT_BUFFER, EVENT_BUFFER))
+    }
+}
 
 /// The receiving half of a stream, as tonic reads it.
 #[derive(Debug)]

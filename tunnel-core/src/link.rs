@@ -3,10 +3,12 @@
 //! The values were measured (`docs/benchmarks.md`); the agent dials, the server is the HTTP/2 client.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use h2::{Ping, PingPong};
+use rustls::ConnectionCommon;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 
@@ -25,8 +27,12 @@ pub const MAX_STREAMS: u32 = 1 << 17;
 
 /// Largest HTTP/2 frame taken.
 const MAX_FRAME: u32 = 256 << 10;
-/// Bytes queued per stream in front of the socket.
-const SEND_BUFFER: usize = 512 << 10;
+/// Bytes that TLS takes before the socket is written to. A whole frame in one system call is what makes a single stream
+/// fast: with rustls' 64 KiB it moves two thirds of what it does so.
+const TLS_BUFFER: usize = 256 << 10;
+/// Bytes queued per stream in front of the socket: one frame. Twice as much makes small messages wait half as long again
+/// behind four bulk transfers, which are no faster for it.
+const SEND_BUFFER: usize = 256 << 10;
 /// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk.
 const LINK_NOTSENT_LOWAT: u32 = 128 << 10;
 /// The same on sockets of carried connections: bounds kernel memory held for a receiver that does not read.
@@ -92,13 +98,20 @@ pub fn tune_link(socket: &TcpStream) -> io::Result<()> {
     socket.set_tcp_notsent_lowat(LINK_NOTSENT_LOWAT)
 }
 
-/// Options of a carried connection's socket, on either end.
+/// Bounds what the link's TLS holds of one write.
+pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>) {
+    connection.set_buffer_limit(Some(TLS_BUFFER));
+}
+
+/// Options of a carried connection's socket, on either end; those of a listener pass to what it accepts. Whatever goes
+/// wrong before both directions have ended well, the peer sees a reset and no end of file.
 ///
 /// # Errors
 /// The socket is closed, or the kernel does not know an option.
-pub fn tune_carried(socket: &TcpStream) -> io::Result<()> {
-    socket.set_nodelay(true)?;
+pub fn tune_carried(socket: &impl AsFd) -> io::Result<()> {
     let socket = SockRef::from(socket);
+    socket.set_linger(Some(Duration::ZERO))?;
+    socket.set_tcp_nodelay(true)?;
     socket.set_tcp_keepalive(&keepalive().with_time(Duration::from_secs(60)))?;
     socket.set_tcp_notsent_lowat(CARRIED_NOTSENT_LOWAT)
 }

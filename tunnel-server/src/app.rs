@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
+use socket2::SockRef;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -32,6 +33,9 @@ use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
 
 /// How long the agents' links, and this server's own tasks, may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
+/// Redirected connections that the kernel completes before they are accepted (`net.core.somaxconn` may say less): those
+/// beyond are dialled again by the caller's kernel, after a second.
+const BACKLOG: i32 = 4096;
 /// Changes of routes within this time are applied as one.
 const FEED_PAUSE: Duration = Duration::from_millis(20);
 /// How often this host's addresses are compared with the inventory's.
@@ -373,6 +377,9 @@ async fn start_redirect(options: RedirectConfig) -> anyhow::Result<Redirecting> 
         let v4 = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a listener on loopback")?;
         // A host without IPv6 has none to redirect.
         let v6 = std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).ok();
+        for listener in [Some(&v4), v6.as_ref()].into_iter().flatten() {
+            SockRef::from(listener).listen(BACKLOG).context("a longer backlog for a listener on loopback")?;
+        }
         let redirect = Redirect::start(options, &v4, v6.as_ref()).map_err(|error| match error {
             RedirectError::NotCgroup { path, reason } => anyhow::Error::new(ConfigError::new(
                 "--redirect-cgroup",

@@ -12,7 +12,7 @@ use crate::{build_ebpf, packages};
 
 const RATHOLE_VERSION: &str = "0.5.0";
 
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub(crate) struct Options {
     /// Only this group of lines or this peer; repeatable, and an unknown name lists what there is.
     #[arg(long, value_name = "NAME")]
@@ -51,12 +51,21 @@ impl Options {
     }
 }
 
+/// Every line of every peer for a moment: for tests.
+pub(crate) fn smoke() -> Result<ExitCode> {
+    run_bench(&Options { smoke: true, ..Options::default() })
+}
+
 pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     ensure!(
         is_root(),
         "the benchmark needs root: it makes network namespaces and cgroups, attaches eBPF programs to those, and sets iptables rules in those. Run `sudo -E cargo xtask bench`."
     );
     packages::install(&[packages::TESTBED])?;
+    // What cannot be installed is named in the tables, and everything else is measured.
+    if let Err(error) = packages::install(&[packages::BENCH]) {
+        println!("{error:#}");
+    }
     build_ebpf::run()?;
     // Whether it works shows with the programs that tests use as well, and those are built already.
     let (profile, folder): (&[&str], _) =

@@ -27,6 +27,10 @@ pub(crate) const DEMO: &[Need] = &[
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
 ];
 
+/// The peers of the benchmark that Debian has, and what counts system calls there.
+pub(crate) const BENCH: &[Need] =
+    &[Need { program: "haproxy", package: "haproxy" }, Need { program: "perf", package: "linux-perf" }];
+
 /// What static binaries are compiled with: ring has some C in it.
 pub(crate) const MUSL: &[Need] = &[Need { program: "musl-gcc", package: "musl-tools" }];
 

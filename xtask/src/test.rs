@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{built, cargo, is_root, program, shown};
-use crate::{build_ebpf, demo, fuzz, image, packages, peers};
+use crate::{bench, build_ebpf, demo, fuzz, image, packages, peers};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -92,10 +92,11 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
 
     if options.quick {
         println!(
-            "\nleft out by --quick: kernel and doc tests, most scenarios (everything on the real Kubernetes), the demos, fuzz targets"
+            "\nleft out by --quick: kernel and doc tests, most scenarios (everything on the real Kubernetes), the demos, the benchmark's smoke run, fuzz targets"
         );
     } else {
         run_demo(&filter, &mut tally);
+        run_bench(&filter, &mut tally);
         run_fuzz(&filter, &mut tally)?;
     }
 
@@ -120,6 +121,20 @@ fn run_demo(filter: &[&str], tally: &mut Tally) {
         });
         tally.step(name, result);
     }
+}
+
+/// Whether every line of the benchmark still gets a value; how fast anything is, it does not tell.
+fn run_bench(filter: &[&str], tally: &mut Tally) {
+    const NAME: &str = "bench::smoke";
+    if !filter.iter().all(|filter| NAME.contains(filter)) {
+        return;
+    }
+    heading(NAME);
+    let result = bench::smoke().and_then(|code| {
+        ensure!(code == ExitCode::SUCCESS, "`cargo xtask bench --smoke` ended with {code:?}");
+        Ok(())
+    });
+    tally.step(NAME, result);
 }
 
 fn run_fuzz(filter: &[&str], tally: &mut Tally) -> Result<()> {

@@ -18,8 +18,17 @@ use super::target::{ECHO, HOLE, SOURCE};
 const HOLE_PATIENCE: Duration = Duration::from_secs(10);
 /// Until windows and socket buffers of a stalled reader are full: that takes milliseconds.
 const FILLS: Duration = Duration::from_millis(300);
+/// The same of [`MANY`], of a slow peer.
+const MANY_FILL: Duration = Duration::from_secs(5);
+/// Many readers that do not read.
+const MANY: usize = 500;
+/// What each of them asks for, beyond what its own end takes: more than any peer's window, and less than what would use
+/// up the kernel's own bound for all sockets of the machine, beyond which every connection suffers.
+const MANY_BYTES: u64 = 2_000_000;
+/// How long opening them may take: some peers hang with the first few.
+const MANY_OPEN: Duration = Duration::from_secs(5);
 /// How long it may take until what disturbs is in effect.
-const IN_EFFECT: Duration = Duration::from_secs(5);
+const IN_EFFECT: Duration = Duration::from_secs(15);
 /// After as many that were not answered nothing more is asked.
 const ENOUGH_FAILED: usize = 3;
 
@@ -28,9 +37,11 @@ pub async fn measure(dialer: &Dialer, what: &str, effort: &Effort) -> Result<[(S
     let mut held = dialer.dial(ECHO).await?;
     load::trip(&mut held, &mut [9; 64]).await?;
     let disturbance = Disturbance::start(dialer, what).await?;
-    let trips = others(effort, async || load::trip(&mut held, &mut [9; 64]).await).await;
-    let visits = others(effort, async || load::visit(dialer).await.map(drop)).await;
+    let mut trips = others(effort, async || load::trip(&mut held, &mut [9; 64]).await).await;
+    let mut visits = others(effort, async || load::visit(dialer).await.map(drop)).await;
     drop(held);
+    trips.remark.clone_from(&disturbance.remark);
+    visits.remark.clone_from(&disturbance.remark);
     disturbance.stop()?;
     Ok([(format!("beside-{what}-trip"), trips), (format!("beside-{what}-visit"), visits)])
 }
@@ -40,6 +51,7 @@ pub async fn measure(dialer: &Dialer, what: &str, effort: &Effort) -> Result<[(S
 pub struct Others {
     times: Times,
     failures: Vec<String>,
+    remark: Option<String>,
 }
 
 async fn others(effort: &Effort, mut once: impl AsyncFnMut() -> Result<()>) -> Others {
@@ -59,7 +71,7 @@ async fn others(effort: &Effort, mut once: impl AsyncFnMut() -> Result<()>) -> O
             break;
         }
     }
-    Others { times, failures }
+    Others { times, failures, remark: None }
 }
 
 impl Others {
@@ -78,6 +90,9 @@ impl Others {
             }
             _ => record.value(line, peer, p99),
         }
+        if let Some(remark) = &self.remark {
+            record.remark(line, peer, remark);
+        }
         Ok(())
     }
 }
@@ -86,6 +101,8 @@ impl Others {
 struct Disturbance {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<Result<()>>>,
+    /// What of it could not be had.
+    remark: Option<String>,
 }
 
 impl Disturbance {
@@ -103,9 +120,12 @@ impl Disturbance {
                 }
             })
         });
-        let disturbance = Self { stop: Some(stop), thread: Some(thread) };
+        let mut disturbance = Self { stop: Some(stop), thread: Some(thread), remark: None };
         match timeout(IN_EFFECT, waiting).await {
-            Ok(Ok(())) => Ok(disturbance),
+            Ok(Ok(remark)) => {
+                disturbance.remark = remark;
+                Ok(disturbance)
+            }
             // The thread that ends early says why when it is joined.
             Ok(Err(_)) => disturbance.stop().and(Err(anyhow!("what was to disturb ended by itself"))),
             Err(_) => disturbance.stop().and(Err(anyhow!("what was to disturb could not begin"))),
@@ -132,11 +152,18 @@ impl Drop for Disturbance {
     }
 }
 
-async fn disturb(dialer: Dialer, what: &str, in_effect: oneshot::Sender<()>) -> Result<()> {
-    let tell = move || {
+async fn disturb(dialer: Dialer, what: &str, in_effect: oneshot::Sender<Option<String>>) -> Result<()> {
+    let tell_with = move |remark| {
         // Nobody waits only when the run is ending.
-        in_effect.send(()).ok();
+        in_effect.send(remark).ok();
     };
+    if what == "stalled-500" {
+        let (_stalled, remark) = many_stalled(&dialer).await;
+        tokio::time::sleep(MANY_FILL).await;
+        tell_with(remark);
+        return std::future::pending().await;
+    }
+    let tell = || tell_with(None);
     match what {
         "stalled" => {
             let _stalled = unending(&dialer).await?;
@@ -167,9 +194,32 @@ async fn disturb(dialer: Dialer, what: &str, in_effect: oneshot::Sender<()>) -> 
 
 /// A download that never ends.
 async fn unending(dialer: &Dialer) -> Result<Stream> {
+    asked(dialer, u64::MAX).await
+}
+
+async fn asked(dialer: &Dialer, bytes: u64) -> Result<Stream> {
     let mut stream = dialer.dial(SOURCE).await?;
-    stream.write_all(&u64::MAX.to_be_bytes()).await.context("asking for bytes")?;
+    stream.write_all(&bytes.to_be_bytes()).await.context("asking for bytes")?;
     Ok(stream)
+}
+
+/// As many of [`MANY`] as can be had, and what became of the rest.
+async fn many_stalled(dialer: &Dialer) -> (Vec<Stream>, Option<String>) {
+    let mut open = Vec::new();
+    let bytes = MANY_BYTES + dialer.taken_unread();
+    let opening = async {
+        while open.len() < MANY {
+            open.push(asked(dialer, bytes).await?);
+        }
+        anyhow::Ok(())
+    };
+    let why_not = match timeout(MANY_OPEN, opening).await {
+        Ok(Ok(())) => return (open, None),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(_) => format!("more took longer than {MANY_OPEN:?}"),
+    };
+    let remark = format!("beside {} of {MANY} readers: {why_not}", open.len());
+    (open, Some(remark))
 }
 
 /// Downloads that are read from the moment that each begins: one that is not would be a stalled reader.

@@ -11,7 +11,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Re
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
-use super::grpc::Tunnelled;
+use super::grpc::{STREAM_WINDOW, Tunnelled};
 
 /// How long one step may take; what takes longer counts as not answered.
 pub const PATIENCE: Duration = Duration::from_secs(2);
@@ -56,6 +56,15 @@ impl Dialer {
                 let tunnelled = Tunnelled::dial(stream, SocketAddr::new(*target, port)).await?;
                 Ok(Stream::Grpc(Box::new(tunnelled)))
             }
+        }
+    }
+
+    /// Bytes that this end of a connection takes although nobody reads them.
+    pub fn taken_unread(&self) -> u64 {
+        match self {
+            // Sockets have buffers, which are small beside a window.
+            Self::Tcp(_) | Self::HttpConnect { .. } => 0,
+            Self::Grpc { .. } => STREAM_WINDOW.into(),
         }
     }
 

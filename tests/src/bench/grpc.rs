@@ -19,7 +19,7 @@ const PACKET: usize = 32 * 1024;
 /// Room for the other fields of a packet and gRPC's header.
 const OVERHEAD: usize = 64;
 /// Windows that never hold the peer back.
-const STREAM_WINDOW: u32 = 16 << 20;
+pub const STREAM_WINDOW: u32 = 16 << 20;
 const CONNECTION_WINDOW: u32 = 64 << 20;
 
 /// `Packet` of konnectivity-client, with the fields that a caller needs.

@@ -17,6 +17,8 @@ pub enum Peer {
     KonnectivityGrpc,
     /// konnectivity, frontend `http-connect`.
     KonnectivityHttp,
+    /// Our carrying on tonic instead of h2 itself.
+    Tonic,
     /// One DNAT rule for each node.
     Iptables,
     /// This project, with its redirect on.
@@ -25,23 +27,25 @@ pub enum Peer {
 
 impl Peer {
     /// All, in the order of the columns.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Direct,
         Self::Haproxy,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
+        Self::Tonic,
         Self::Iptables,
         Self::Postern,
     ];
 
     /// Those that carry connections between the two hosts.
-    pub const CARRIERS: [Self; 6] = [
+    pub const CARRIERS: [Self; 7] = [
         Self::Direct,
         Self::Haproxy,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
+        Self::Tonic,
         Self::Postern,
     ];
 
@@ -56,6 +60,7 @@ impl Peer {
             Self::Rathole => "rathole",
             Self::KonnectivityGrpc => "konnectivity-grpc",
             Self::KonnectivityHttp => "konnectivity-http",
+            Self::Tonic => "tonic",
             Self::Iptables => "iptables",
             Self::Postern => "postern",
         }
@@ -69,6 +74,7 @@ impl Peer {
             Self::Rathole => "rathole",
             Self::KonnectivityGrpc => "konnectivity grpc",
             Self::KonnectivityHttp => "konnectivity http-connect",
+            Self::Tonic => "tonic on the data path",
             Self::Iptables => "iptables DNAT",
             Self::Postern => "Postern",
         }
@@ -93,6 +99,8 @@ pub enum Group {
     RoundTrips,
     /// Much in one direction.
     Bulk,
+    /// What the kernel is asked for, and how often a task sleeps.
+    Counts,
     /// Round trips and new connections beside something that misbehaves.
     Beside,
     /// connect() alone.
@@ -103,10 +111,11 @@ pub enum Group {
 
 impl Group {
     /// All, in the order of the report.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Connections,
         Self::RoundTrips,
         Self::Bulk,
+        Self::Counts,
         Self::Held,
         Self::Beside,
         Self::Connect,
@@ -114,8 +123,8 @@ impl Group {
     ];
 
     /// Those of one carrier, in the order in which they are measured.
-    pub const CARRIED: [Self; 5] =
-        [Self::Held, Self::Connections, Self::RoundTrips, Self::Bulk, Self::Beside];
+    pub const CARRIED: [Self; 6] =
+        [Self::Held, Self::Connections, Self::RoundTrips, Self::Bulk, Self::Counts, Self::Beside];
 
     /// As `--only` takes it.
     pub fn name(self) -> &'static str {
@@ -124,6 +133,7 @@ impl Group {
             Self::Connections => "connections",
             Self::RoundTrips => "round-trips",
             Self::Bulk => "bulk",
+            Self::Counts => "counts",
             Self::Beside => "beside",
             Self::Connect => "connect",
             Self::Scale => "scale",
@@ -137,6 +147,7 @@ impl Group {
             Self::Connections => "Connections: connect, 16 bytes there and back, close",
             Self::RoundTrips => "Round trips over open connections",
             Self::Bulk => "Bulk transfers",
+            Self::Counts => "System calls and wake-ups of both ends",
             Self::Beside => "Others' p99 beside something that misbehaves",
             Self::Connect => "connect() alone, by the number of nodes",
             Self::Scale => "Scale: Postern alone, once in a run",
@@ -213,9 +224,10 @@ impl Line {
 pub const NODES: [usize; 4] = [1, 1_000, 5_000, 10_000];
 
 /// What goes on beside the others.
-pub const BESIDE: [(&str, &str); 5] = [
+pub const BESIDE: [(&str, &str); 6] = [
     ("alone", "nothing else"),
     ("stalled", "one reader that does not read"),
+    ("stalled-500", "500 readers that do not read"),
     ("hole", "one dial into a black hole"),
     ("bulk-1", "one bulk download"),
     ("bulk-4", "four bulk downloads"),
@@ -240,6 +252,7 @@ pub fn lines(group: Group) -> Vec<Line> {
             line("bulk-down-cpu", "CPU time for 1 GB down, one stream", "s"),
             line("bulk-up-cpu", "CPU time for 1 GB up, one stream", "s"),
         ],
+        Group::Counts => counts(group),
         Group::Held => vec![
             line("held-idle", "resident memory of both ends, no connection", "MB"),
             line("held", "resident memory of both ends, 2,000 connections", "MB"),
@@ -275,6 +288,26 @@ fn round_trips(group: Group) -> Vec<Line> {
 pub const ROUND_TRIP_SIZES: [(usize, &str); 2] = [(64, "64 B"), (4096, "4 KiB")];
 /// Connections at once.
 pub const ROUND_TRIP_CONNECTIONS: [usize; 2] = [1, 32];
+
+/// What the counts are taken of, and how it is called.
+pub const COUNTED: [(&str, &str); 3] = [
+    ("visit", "one connection: connect, 16 B there and back, close"),
+    ("trip", "one round trip of 64 B"),
+    ("mb", "1 MB down, one stream"),
+];
+
+fn counts(group: Group) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for (kind, title, unit) in [
+        ("calls", "system calls", "calls"),
+        ("wakes", "task wake-ups (voluntary context switches)", "wake-ups"),
+    ] {
+        for (id, of) in COUNTED {
+            lines.push(Line::new(group, &format!("counts-{kind}-{id}"), &format!("{title}, {of}"), unit));
+        }
+    }
+    lines
+}
 
 fn beside(group: Group) -> Vec<Line> {
     let mut lines = Vec::new();

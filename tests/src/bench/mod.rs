@@ -3,7 +3,9 @@
 //! As with scenarios, the work is done by a process of its own that stands on the cloud host; this one waits for it,
 //! and removes everything when it has ended or when somebody presses Ctrl-C.
 pub mod beside;
+pub mod by_tonic;
 pub mod connect;
+pub mod counts;
 pub mod dial;
 pub mod fleet;
 pub mod grpc;
@@ -43,11 +45,14 @@ const LIMIT: Duration = Duration::from_secs(4 * 3600);
 /// A run's owner is known by the name of its program (`Id::owner_is_alive`), so that nobody else sweeps it away.
 const OWNER: &str = "bench-scenarios";
 
-/// The program `bench`: see [`Options`]; `--run ID …`, `--target` and `--fleet …` are for itself.
+/// The program `bench`: see [`Options`]; `--run ID …`, `--target`, `--fleet …` and `--tonic-… …` are for itself.
 pub fn main(args: &[OsString]) -> ExitCode {
+    let rest = args.get(2..).unwrap_or_default();
     let result = match args.get(1).and_then(|arg| arg.to_str()) {
         Some("--target") => target::run().map(|()| ExitCode::SUCCESS),
-        Some("--fleet") => fleet::run(args.get(2..).unwrap_or_default()).map(|()| ExitCode::SUCCESS),
+        Some("--fleet") => fleet::run(rest).map(|()| ExitCode::SUCCESS),
+        Some("--tonic-cloud") => by_tonic::cloud::run(rest).map(|()| ExitCode::SUCCESS),
+        Some("--tonic-edge") => by_tonic::edge::run(rest).map(|()| ExitCode::SUCCESS),
         Some("--run") => work(args.get(2), args.get(3..).unwrap_or_default()),
         _ if args.first().is_some_and(|name| name == OWNER) => supervise(&args[1..]),
         _ => own(&args[1..]),

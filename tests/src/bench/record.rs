@@ -13,7 +13,7 @@ pub struct Cell {
     /// The values are bounds: it took at least that long, and nobody waited longer.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub bounded: bool,
-    /// Why there are no values, or fewer than rounds.
+    /// Why there are no values, or fewer than rounds, or what they do not tell.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub reasons: BTreeSet<String>,
 }
@@ -68,6 +68,11 @@ impl Record {
     /// Notes why a value is missing.
     pub fn missing(&mut self, line: &str, peer: Peer, reason: &str) {
         self.cell_mut(line, peer).reasons.insert(reason.to_owned());
+    }
+
+    /// Notes what is to be known of a value.
+    pub fn remark(&mut self, line: &str, peer: Peer, remark: &str) {
+        self.cell_mut(line, peer).reasons.insert(remark.to_owned());
     }
 
     /// The same reason for every line of a group that has nothing yet.

@@ -12,7 +12,7 @@ use super::options::Options;
 use super::peers::{self, Certificates, Running};
 use super::record::Record;
 use super::target::Target;
-use super::{beside, connect, scale, usage};
+use super::{beside, connect, counts, scale, usage};
 use crate::inventory::Inventory;
 use crate::testbed::Testbed;
 use crate::testbed::netns::Namespace;
@@ -170,6 +170,7 @@ impl<'a> Bench<'a> {
             Group::Held => self.held(peer, on).await,
             Group::Connections => self.connections(peer, on).await,
             Group::RoundTrips => self.round_trips(peer, on).await,
+            Group::Counts => counts::measure(self.testbed, peer, on, &self.effort, &mut self.record).await,
             _ => self.bulk(peer, on).await,
         }
     }

@@ -63,6 +63,24 @@ pub fn cpu_seconds(parts: &[Part]) -> Result<f64> {
     Ok(seconds)
 }
 
+/// How often the programs' threads have gone to sleep by themselves: each time a task has to be woken again.
+pub fn voluntary_switches(parts: &[Part]) -> Result<u64> {
+    let mut sum = 0;
+    for part in parts {
+        let folder = format!("/proc/{}/task", part.pid);
+        for thread in fs::read_dir(&folder).with_context(|| format!("reading {folder}"))? {
+            // A thread that has ended meanwhile counts no more.
+            let Ok(text) = fs::read_to_string(thread.context("a thread")?.path().join("status")) else {
+                continue;
+            };
+            let line = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+            let count = line.and_then(|line| line.trim().parse::<u64>().ok());
+            sum += count.with_context(|| format!("no voluntary_ctxt_switches in {folder}"))?;
+        }
+    }
+    Ok(sum)
+}
+
 /// Memory of the BPF maps that a process holds, in MB (10^6 bytes), as the kernel counts it.
 pub fn bpf_maps(pid: u32) -> Result<f64> {
     let folder = format!("/proc/{pid}/fdinfo");
@@ -104,5 +122,8 @@ mod tests {
         let (cloud, edge) = resident(&[part]).unwrap();
         assert!(cloud == 0.0 && edge > 1.0, "{edge}");
         assert!(cpu_seconds(&[part]).unwrap() >= 0.0);
+        let before = voluntary_switches(&[part]).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(voluntary_switches(&[part]).unwrap() > before, "to sleep is to switch");
     }
 }

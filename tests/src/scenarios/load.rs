@@ -1,14 +1,19 @@
 //! Much at once, and much that goes wrong beside healthy traffic.
+use std::cell::Cell;
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::task::JoinSet;
+use tunnel_core::link;
 
 use super::Scenario;
 use super::common::{HEALTHY, beside, expect_reset, server_and_agent, target};
-use crate::client::{self, Pattern, connect, digest, echo, pattern_digest, visit};
+use crate::bench;
+use crate::client::{self, End, Latencies, Pattern, connect, digest, echo, end_of, pattern_digest, visit};
 use crate::runner::figure;
 use crate::target::Behaviour;
 use crate::testbed::Testbed;
@@ -23,6 +28,10 @@ pub(super) const ALL: &[Scenario] = &[
     Scenario::new("load::bulk_beside_healthy", 1, |t| Box::pin(bulk_beside_healthy(t))),
     Scenario::new("load::hundred_stalled_readers_of_one_node", 2, |t| Box::pin(hundred_stalled_readers(t)))
         .limit(180),
+    Scenario::new("load::five_hundred_stalled_readers_of_one_node", 1, |t| {
+        Box::pin(five_hundred_stalled_readers(t))
+    })
+    .limit(240),
     Scenario::new("load::targets_that_never_read", 1, |t| Box::pin(targets_that_never_read(t))).limit(180),
     Scenario::new("load::two_thousand_connections_at_once", 1, |t| Box::pin(two_thousand(t))).limit(180),
 ];
@@ -224,6 +233,116 @@ async fn hundred_stalled_readers(testbed: &Testbed) -> Result<()> {
     let got = digest(&mut first).await?;
     ensure!(got == (20_000_000, pattern_digest(4, 20_000_000)), "{} bytes after the stall", got.0);
     Ok(())
+}
+
+/// More than the bound leaves: the longest blocked are reset and told so, nobody else notices.
+async fn five_hundred_stalled_readers(testbed: &Testbed) -> Result<()> {
+    const COUNT: usize = 500;
+    // More than a window and the caller's socket, and little more: the kernel's memory for sockets is not tested here.
+    const LENGTH: usize = 1_600_000;
+    // What the server bounds for each node, in receivers that hold a whole window.
+    const LEFT: usize = link::SERVER_STALL_BYTES / link::STREAM_WINDOW as usize;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    // A program of its own: it fills 500 windows within the grace.
+    let target = bench::target::Target::start(testbed, 1).await?;
+    let at = |port| SocketAddr::new(testbed.edge(1).ip(), port);
+    let echo_at = at(bench::target::ECHO);
+    let mut open = connect(echo_at).await?;
+    let a_while = async || {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        Ok(())
+    };
+    beside("nothing", echo_at, trips_beside("nothing", &mut open, a_while())).await?;
+    let before = server.process.resident_bytes()?;
+    let what = "500 readers of the same node that stop reading";
+    let stalling = async {
+        let mut stalled = Vec::new();
+        while stalled.len() < COUNT {
+            for _ in 0..50 {
+                stalled.push(connect(at(bench::target::SOURCE)).await?);
+            }
+            // The agent's bound on pending dials is not what is tested here.
+            let all = stalled.len() as u64;
+            wait_until("those at the target", client::PATIENCE, async || target.open().await, |n| *n >= all)
+                .await?;
+        }
+        for stream in &mut stalled {
+            stream.write_u64(LENGTH as u64).await.context("asking for bytes")?;
+        }
+        let resets = async || {
+            let metrics = server.metrics().await?;
+            Ok(metrics.sum("postern_connections_total", &[("outcome", "stalled")]))
+        };
+        // The grace, and the time between two looks at who has outlived it.
+        let limit = link::PING_INTERVAL + client::PATIENCE;
+        #[expect(clippy::cast_precision_loss, reason = "500 fits")]
+        let beyond = (COUNT - LEFT) as f64;
+        wait_until("those beyond the bound to be reset", limit, resets, |resets| *resets >= beyond).await?;
+        Ok(stalled)
+    };
+    let stalled = beside(what, echo_at, trips_beside(what, &mut open, stalling)).await?;
+    let what = "those that the bound leaves";
+    beside(what, echo_at, trips_beside(what, &mut open, a_while())).await?;
+
+    let held = peak_bytes(server.process.pid())?.saturating_sub(before);
+    figure(&format!("500 stalled readers held {} MB of the server at most", held / 1_000_000));
+    // Within the grace it is twice the bound.
+    let worst = 2 * link::SERVER_STALL_BYTES as u64;
+    ensure!(held < worst, "stalled readers held {held} bytes of the server, {worst} at most are documented");
+
+    let told = server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled");
+    let told: HashSet<String> = told.map(|line| line.text("client")).collect();
+    ensure!(told.len() == COUNT - LEFT, "{} of {COUNT} were reset, {LEFT} may be blocked", told.len());
+    for mut stream in stalled {
+        let client = stream.local_addr()?.to_string();
+        let expected = if told.contains(&client) {
+            End::Reset
+        } else {
+            // The target ends when nothing more is asked for.
+            stream.shutdown().await.context("ending the request")?;
+            End::Eof(LENGTH)
+        };
+        let end = end_of(&mut stream, client::PATIENCE)
+            .await
+            .with_context(|| format!("{client}, expected {expected:?}"))?;
+        ensure!(end == expected, "{client} read again and came to {end:?}, expected {expected:?}");
+    }
+    Ok(())
+}
+
+/// The most memory that a process has had resident.
+fn peak_bytes(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    Ok(kib.with_context(|| format!("no VmHWM in {path}"))? * 1024)
+}
+
+/// Round trips on an open connection while `work` runs; every one must be answered. Prints their times.
+async fn trips_beside<T>(
+    what: &str,
+    stream: &mut TcpStream,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let done = Cell::new(false);
+    let work = async {
+        let result = work.await;
+        done.set(true);
+        result
+    };
+    let trips = async {
+        let mut latencies = Latencies::default();
+        while !done.get() {
+            let start = Instant::now();
+            echo(stream, b"0123456789abcdef").await.with_context(|| format!("a round trip beside {what}"))?;
+            latencies.add(start.elapsed());
+        }
+        Ok(latencies)
+    };
+    let (result, mut latencies) = tokio::try_join!(work, trips)?;
+    figure(&format!("round trips on an open connection beside {what}: {}", latencies.report()));
+    Ok(result)
 }
 
 async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {

@@ -12,7 +12,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use tokio::net::TcpStream;
 use tonic::{Code, Status};
-use tunnel_core::carry::{Abort, Carriage, Side, TARGET_HEADER, Traffic, reset_on_drop};
+use tunnel_core::carry::{Abort, Carriage, Side, TARGET_HEADER, Traffic};
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
@@ -29,11 +29,12 @@ pub(crate) async fn carry(
     request: Request<RecvStream>,
     mut respond: SendResponse<Bytes>,
 ) {
-    let (head, inbound) = request.into_parts();
+    let wish = wish(request.headers());
+    let inbound = request.into_body();
     let started = Instant::now();
     let connection = session.connection();
     let dialled = tokio::select! {
-        dialled = dial(&session, &head.headers) => dialled,
+        dialled = dial(&session, wish) => dialled,
         // The caller gave up: so does the dial.
         _ = poll_fn(|cx| respond.poll_reset(cx)) => {
             session.metrics.dialled("cancelled", started.elapsed());
@@ -62,8 +63,7 @@ pub(crate) async fn carry(
     let carriage = Carriage { side: Side::Agent, stalls: &session.stalls, abort: &abort, traffic: &traffic };
     let stop = session.stop.clone();
     let ended = {
-        let run = carriage.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound)));
-        let mut run = std::pin::pin!(run);
+        let mut run = std::pin::pin!(carriage.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
         tokio::select! {
             ended = &mut run => ended,
             () = stop.cancelled() => {
@@ -132,28 +132,36 @@ impl Refusal {
     }
 }
 
-async fn dial(session: &SessionState, headers: &HeaderMap) -> Result<(SocketAddr, TcpStream), Refusal> {
+/// The target and the deadline.
+fn wish(headers: &HeaderMap) -> Result<(SocketAddr, Duration), Refusal> {
     let named = headers.get(TARGET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
     let target: SocketAddr =
         std::str::from_utf8(named).ok().and_then(|text| text.parse().ok()).ok_or_else(|| {
             Refusal::NotAnAddress(String::from_utf8_lossy(&named[..named.len().min(64)]).into_owned())
         })?;
-    session
-        .policy
-        .check(target, &session.loopback_ports())
-        .map_err(|denied| Refusal::Denied { target, reason: denied.to_string() })?;
-    let _pending = session.pending.try_acquire().map_err(|_| Refusal::Busy(session.pending_limit()))?;
     let deadline = headers
         .get("grpc-timeout")
         .and_then(|value| parse_timeout(value.as_bytes()))
         .unwrap_or(DEFAULT_DEADLINE)
         .min(LONGEST_DEADLINE);
+    Ok((target, deadline))
+}
+
+async fn dial(
+    session: &SessionState,
+    wish: Result<(SocketAddr, Duration), Refusal>,
+) -> Result<(SocketAddr, TcpStream), Refusal> {
+    let (target, deadline) = wish?;
+    session
+        .policy
+        .check(target, &session.loopback_ports())
+        .map_err(|denied| Refusal::Denied { target, reason: denied.to_string() })?;
+    let _pending = session.pending.try_acquire().map_err(|_| Refusal::Busy(session.pending_limit()))?;
     let socket = tokio::time::timeout(deadline, TcpStream::connect(target))
         .await
         .map_err(|_| Refusal::TimedOut { target, after: deadline })?
         .map_err(|error| Refusal::of(target, deadline, error))?;
-    // Until the pump takes over, too: a server that goes away now must not look like an end of file to the target.
-    reset_on_drop(&socket);
+    // A server that goes away before the pump takes over must not look like an end of file to the target either.
     link::tune_carried(&socket).map_err(|error| Refusal::Unreachable { target, error })?;
     Ok((target, socket))
 }

@@ -4,10 +4,12 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use h2::PingPong;
 use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
 use tokio::net::TcpStream;
-use tokio::sync::watch;
+use tokio::sync::watch::Receiver;
+use tokio::task::JoinSet;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsConnector, rustls};
 use tokio_util::sync::CancellationToken;
@@ -83,7 +85,8 @@ pub(super) async fn connect(
     server: &str,
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<(LinkConnection, Chain), SessionEnd> {
-    let stream = handshake(server, tls).await?;
+    let mut stream = handshake(server, tls).await?;
+    link::tune_tls(stream.get_mut().1);
     let chain = shown(&stream);
     let link = within("HTTP/2 preface", link::server_builder().handshake(stream))
         .await?
@@ -124,34 +127,27 @@ pub(super) async fn serve(
 ) -> SessionEnd {
     let Some(pings) = link.ping_pong() else { return SessionEnd::Closed };
     let service = AgentServer::new(AgentService(session.clone()));
-    let mut notices = session.notices.subscribe();
-    let end = {
-        let mut never_attached = std::pin::pin!(never_attached(&session));
-        let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
-        let mut reports = std::pin::pin!(report(session.clone()));
-        let mut drained = std::pin::pin!(drained(&session, &on_draining));
-        loop {
-            tokio::select! {
-                accepted = link.accept() => match accepted {
-                    Some(Ok((request, respond))) => {
-                        if request.uri().path() == CARRY_PATH {
-                            tokio::spawn(dial::carry(session.clone(), request, respond));
-                        } else {
-                            tokio::spawn(grpc::serve(service.clone(), request, respond));
-                        }
+    // A task of its own: carried bytes wake this one, and nothing else then has to look.
+    let mut watching = JoinSet::new();
+    watching.spawn(watch(session.clone(), pings, session.notices.subscribe(), on_draining));
+    let end = loop {
+        tokio::select! {
+            biased;
+            Some(ended) = watching.join_next() => break ended.unwrap_or(SessionEnd::Closed),
+            accepted = link.accept() => match accepted {
+                Some(Ok((request, respond))) => {
+                    if request.uri().path() == CARRY_PATH {
+                        tokio::spawn(dial::carry(session.clone(), request, respond));
+                    } else {
+                        tokio::spawn(grpc::serve(service.clone(), request, respond));
                     }
-                    Some(Err(error)) => break SessionEnd::Link(error),
-                    None => break SessionEnd::Closed,
-                },
-                end = &mut never_attached => break end,
-                dead = &mut alive => break dead.into(),
-                () = &mut reports => {}
-                end = told(&session, &mut notices, &on_draining) => break end,
-                end = &mut drained => break end,
-                () = session.stop.cancelled() => break SessionEnd::Stopping,
-            }
+                }
+                Some(Err(error)) => break SessionEnd::Link(error),
+                None => break SessionEnd::Closed,
+            },
         }
     };
+    drop(watching);
     session.shared.attached.release(session.epoch);
     // Whatever is still carried is reset; the GOAWAY tells the server that this was on purpose.
     session.stop.cancel();
@@ -167,6 +163,23 @@ pub(super) async fn serve(
     end
 }
 
+/// Everything that ends a session beside its link.
+async fn watch(
+    session: Arc<SessionState>,
+    pings: PingPong,
+    mut notices: Receiver<Notice>,
+    on_draining: CancellationToken,
+) -> SessionEnd {
+    tokio::select! {
+        end = never_attached(&session) => end,
+        dead = link::keep_alive(pings, &session.rtt, || session.stalls.sweep()) => dead.into(),
+        end = report(session.clone()) => end,
+        end = told(&session, &mut notices, &on_draining) => end,
+        end = drained(&session, &on_draining) => end,
+        () = session.stop.cancelled() => SessionEnd::Stopping,
+    }
+}
+
 /// Ends when the server has not attached in time.
 async fn never_attached(session: &SessionState) -> SessionEnd {
     let mut notices = session.notices.subscribe();
@@ -180,7 +193,7 @@ async fn never_attached(session: &SessionState) -> SessionEnd {
 /// Ends when the server says that this session is over; passes its drain on.
 async fn told(
     session: &SessionState,
-    notices: &mut watch::Receiver<Notice>,
+    notices: &mut Receiver<Notice>,
     on_draining: &CancellationToken,
 ) -> SessionEnd {
     loop {
@@ -225,7 +238,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
 }
 
 /// Tells the server about this node's addresses and load as they change. Never ends by itself.
-async fn report(session: Arc<SessionState>) {
+async fn report(session: Arc<SessionState>) -> SessionEnd {
     let mut addresses = session.shared.addresses.clone();
     let mut tick = tokio::time::interval(LOAD_INTERVAL);
     let mut told = Load::default();

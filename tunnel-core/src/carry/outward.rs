@@ -19,8 +19,10 @@ use super::pump::{Answer, Broken, Carriage, Side};
 
 /// A connection that is idle, or exchanges small messages, reads this much at once.
 const SMALL_READ: usize = 4 << 10;
-/// A busy one reads up to this much.
-const LARGE_READ: usize = 256 << 10;
+/// A busy one reads up to this much: with both headers a whole number of TLS records (16 KiB each), and one HTTP/2 frame.
+const LARGE_READ: usize = (256 << 10) - HEADER_LEN - FRAME_HEADER_LEN;
+/// In front of an HTTP/2 frame (RFC 9113, section 4.1).
+const FRAME_HEADER_LEN: usize = 9;
 /// What may travel before the agent has connected: it is held there, for as many dials as are pending.
 const EARLY_BYTES: usize = 64 << 10;
 

@@ -6,6 +6,7 @@
 
 use std::future::Future;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -170,18 +171,19 @@ impl Carriage<'_> {
         let ended = {
             let (read, write) = socket.split();
             let answer = Answer::default();
-            let out = self.outward(read, send, prefix, &answer);
-            let back = async {
-                let stream = inbound.await?;
-                answer.began();
-                self.inward(write, stream).await?;
-                answer.ended();
-                Ok(())
-            };
             tokio::select! {
                 biased;
                 outcome = self.abort.triggered() => Err(Broken::Aborted(outcome)),
-                ended = async { tokio::try_join!(out, back) } => match ended {
+                // Built where they are polled: a future that is moved has its room twice, for as long as all lasts.
+                ended = async {
+                    tokio::try_join!(self.outward(read, send, prefix, &answer), async {
+                        let stream = inbound.await?;
+                        answer.began();
+                        self.inward(write, stream).await?;
+                        answer.ended();
+                        Ok(())
+                    })
+                } => match ended {
                     Ok((Sent::All, ())) => Ok(()),
                     Ok((Sent::Unwanted, ())) => Err(Broken::Reset(Reason::NO_ERROR)),
                     Err(broken) => Err(broken),
@@ -228,16 +230,16 @@ impl Answer {
 }
 
 /// Makes the socket's close a TCP RST, so that its peer cannot mistake a failure for an end of file.
-pub fn reset_on_drop(socket: &TcpStream) {
+pub fn reset_on_drop(socket: &impl AsFd) {
     linger(socket, Some(Duration::ZERO));
 }
 
 /// Takes [`reset_on_drop`] back: the socket's close is an end of file.
-pub fn end_on_drop(socket: &TcpStream) {
+pub fn end_on_drop(socket: &impl AsFd) {
     linger(socket, None);
 }
 
-fn linger(socket: &TcpStream, time: Option<Duration>) {
+fn linger(socket: &impl AsFd, time: Option<Duration>) {
     if let Err(error) = SockRef::from(socket).set_linger(time) {
         tracing::debug!(%error, "cannot say how the socket shall close");
     }

@@ -159,10 +159,15 @@ async fn carry<D: Door>(
     let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session));
     let ended = {
         let forced = record.forced();
-        let carrying = session.carry(&mut socket, opening.prefix, opening.target, &abort, &traffic, |took| {
-            record.dialled(took);
-        });
-        let mut carrying = std::pin::pin!(carrying);
+        let connected = |took| record.dialled(took);
+        let mut carrying = std::pin::pin!(session.carry(
+            &mut socket,
+            opening.prefix,
+            opening.target,
+            &abort,
+            &traffic,
+            connected
+        ));
         tokio::select! {
             biased;
             ended = &mut carrying => ended,

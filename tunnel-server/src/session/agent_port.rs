@@ -140,9 +140,10 @@ impl AgentPort {
         let socket = TcpStream::from_std(socket)?;
         link::tune_link(&socket)?;
         let handshake = self.config.tls.acceptor().accept(socket);
-        let stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake)
+        let mut stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake)
             .await
             .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
+        link::tune_tls(stream.get_mut().1);
         let connection = stream.get_ref().1;
         let certificate = connection.peer_certificates().and_then(|chain| chain.first()).cloned();
         match connection.alpn_protocol() {
@@ -155,7 +156,10 @@ impl AgentPort {
                 })?;
                 let node = node_of_certificate(&certificate)
                     .map_err(|error| io::Error::new(io::ErrorKind::PermissionDenied, error))?;
-                attach::run(self.clone(), stream, peer, node, worker, admitted).await;
+                // A task of its own: the room of the handshake is given back, and there are as many links as agents.
+                let link = attach::run(self.clone(), Box::new(stream), peer, node, worker.clone(), admitted);
+                let link = self.config.stop.clone().run_until_cancelled_owned(Box::pin(link));
+                worker.spawn(self.links.track_future(link));
                 Ok(())
             }
             Some(ALPN_GRPC) => {

@@ -15,7 +15,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
-use tunnel_core::grpc::{Channel, origin};
+use tunnel_core::grpc::{self, Channel, origin};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, Rtt};
 use tunnel_core::proto::agent_client::AgentClient;
@@ -77,7 +77,7 @@ impl From<Status> for End {
 /// Drives the link until it ends.
 pub(super) async fn run(
     port: Arc<AgentPort>,
-    stream: TlsStream<TcpStream>,
+    stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
     node: NodeName,
     worker: Handle,
@@ -117,7 +117,7 @@ impl End {
 
 async fn drive(
     port: &Arc<AgentPort>,
-    stream: TlsStream<TcpStream>,
+    stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
     node: NodeName,
     worker: Handle,
@@ -168,7 +168,8 @@ async fn session(
     let mut client =
         AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&port.config.settings.borrow());
-    let greeting = greet(port, &mut client, &loopback);
+    // Its room is given back once the agent has answered.
+    let greeting = Box::pin(greet(port, Channel::new(send.clone()), &loopback));
     let (hello, mut events) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting).await {
         Ok(Ok(greeting)) => greeting,
         Ok(Err(end)) => return end,
@@ -235,7 +236,7 @@ fn retire(older: Option<Arc<Session>>, newer: &Session) {
 
 async fn greet(
     port: &AgentPort,
-    client: &mut AgentClient<Channel>,
+    channel: Channel,
     loopback_ports: &[u32],
 ) -> Result<(Hello, Streaming<AgentEvent>), End> {
     let bundle = port.config.bundle.borrow().to_pem();
@@ -246,7 +247,7 @@ async fn greet(
         loopback_ports: loopback_ports.to_vec(),
         ..Welcome::default()
     };
-    let mut events = client.attach(welcome).await?.into_inner();
+    let mut events = grpc::attach(channel, welcome, MAX_MESSAGE).await?;
     match events.message().await? {
         Some(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }) => Ok((hello, events)),
         _ => Err(End::NotHello),
@@ -349,7 +350,7 @@ async fn finish(port: &AgentPort, session: &Session) {
 
 async fn tell(client: &mut AgentClient<Channel>, notice: notice::Notice) {
     let notice = Notice { notice: Some(notice) };
-    match tokio::time::timeout(NOTICE_TIMEOUT, client.notify(notice)).await {
+    match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
         Ok(Ok(_)) => {}
         Ok(Err(status)) => tracing::debug!(%status, "a notice was not taken"),
         Err(_) => tracing::debug!("a notice was not acknowledged in time"),

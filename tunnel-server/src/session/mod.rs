@@ -100,11 +100,12 @@ impl Session {
         }
         let (response, mut send) = link.send_request(request, false).map_err(Broken::Link)?;
         let asked = Instant::now();
-        let inbound = async {
+        // Its room is given back once the agent has connected.
+        let inbound = Box::pin(async move {
             let answer = dialled(&self.node, target, response).await;
             connected(asked.elapsed());
             answer
-        };
+        });
         Carriage { side: Side::Server, stalls: &self.stalls, abort, traffic }
             .run(socket, prefix, &mut send, inbound)
             .await

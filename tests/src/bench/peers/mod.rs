@@ -3,6 +3,7 @@ mod haproxy;
 mod konnectivity;
 mod rathole;
 mod tls;
+mod tonic;
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -66,7 +67,7 @@ pub fn needs(peer: Peer) -> Option<&'static str> {
         Peer::Haproxy => Some("haproxy"),
         Peer::Rathole => Some("rathole"),
         Peer::KonnectivityGrpc | Peer::KonnectivityHttp => Some("konnectivity"),
-        Peer::Direct | Peer::Iptables | Peer::Postern => None,
+        Peer::Direct | Peer::Tonic | Peer::Iptables | Peer::Postern => None,
     }
 }
 
@@ -114,6 +115,7 @@ impl<'a> Running<'a> {
             Peer::KonnectivityHttp => {
                 konnectivity::start(testbed, &program()?, certificates, Frontend::HttpConnect)?
             }
+            Peer::Tonic => tonic::start(testbed, certificates)?,
             Peer::Postern => postern(testbed).await?,
         };
         running.wait_ready(peer).await?;

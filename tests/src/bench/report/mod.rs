@@ -14,9 +14,14 @@ use super::machine::Machine;
 use super::options::Options;
 use super::record::Record;
 
-/// What Postern is compared with on every line: the faster of konnectivity's two modes, and the two limits.
-const COMPARED: [(Peer, &str); 3] =
-    [(Peer::KonnectivityHttp, "konnectivity"), (Peer::Haproxy, "HAProxy"), (Peer::Direct, "direct")];
+/// What Postern is compared with on every line: the faster of konnectivity's two modes, itself on tonic, and the two
+/// limits.
+const COMPARED: [(Peer, &str); 4] = [
+    (Peer::KonnectivityHttp, "konnectivity"),
+    (Peer::Tonic, "tonic"),
+    (Peer::Haproxy, "HAProxy"),
+    (Peer::Direct, "direct"),
+];
 
 /// One table of the report.
 struct Table {

@@ -25,6 +25,7 @@ fn color(peer: Peer) -> RGBColor {
         Peer::Rathole => RGBColor(148, 103, 189),
         Peer::KonnectivityGrpc => RGBColor(188, 189, 34),
         Peer::KonnectivityHttp => RGBColor(255, 127, 14),
+        Peer::Tonic => RGBColor(44, 160, 44),
         Peer::Iptables => RGBColor(140, 86, 75),
         Peer::Postern => RGBColor(214, 39, 40),
     }

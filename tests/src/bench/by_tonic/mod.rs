@@ -1,0 +1,90 @@
+//! Our carrying as it would be on tonic: the same protocol (`Agent.Carry`, a stream of `Segment`s each way), the same
+//! sizes of reads and the same settings of TCP, TLS and HTTP/2, but tonic's transport and prost's codec in the place of
+//! h2 and frames of our own. Nothing else of Postern is in it: no bound on stalled receivers, no fencing, no log.
+pub mod cloud;
+pub mod edge;
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use anyhow::Result;
+use bytes::BytesMut;
+use rustls::crypto::{CryptoProvider, ring};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio_stream::Stream;
+use tokio_util::io::poll_read_buf;
+use tonic::{Status, Streaming};
+use tunnel_core::carry::end_on_drop;
+use tunnel_core::proto::Segment;
+
+// What `tunnel_core` has as well, where it is nobody else's business.
+const MAX_FRAME: u32 = 256 << 10;
+const MAX_HEADERS: u32 = 16 << 10;
+const MAX_RESETS: usize = 1 << 17;
+const RESET_MEMORY: Duration = Duration::from_secs(5);
+const SMALL_READ: usize = 4 << 10;
+const LARGE_READ: usize = (256 << 10) - 19;
+
+/// TLS with Postern's one suite.
+fn provider() -> CryptoProvider {
+    let cipher_suites = vec![ring::cipher_suite::TLS13_AES_256_GCM_SHA384];
+    CryptoProvider { cipher_suites, ..ring::default_provider() }
+}
+
+/// The two directions of a socket that [`tunnel_core::link::tune_carried`] has set up.
+fn directions(socket: TcpStream) -> (Outward, OwnedWriteHalf) {
+    let (socket, write) = socket.into_split();
+    (Outward { socket, size: SMALL_READ }, write)
+}
+
+/// Socket to stream; ends with the socket's end of file.
+struct Outward {
+    socket: OwnedReadHalf,
+    size: usize,
+}
+
+impl Stream for Outward {
+    type Item = Result<Segment, Status>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = self.get_mut();
+        let failed = |error: std::io::Error| Some(Err(Status::aborted(error.to_string())));
+        if let Err(error) = ready!(this.socket.as_ref().poll_read_ready(cx)) {
+            return Poll::Ready(failed(error));
+        }
+        // As with Postern: an idle connection holds no buffer of ours.
+        let mut data = BytesMut::with_capacity(this.size);
+        Poll::Ready(match ready!(poll_read_buf(Pin::new(&mut this.socket), cx, &mut data)) {
+            Ok(0) => None,
+            Ok(read) => {
+                this.size = next_size(this.size, read);
+                Some(Ok(Segment { data: data.freeze() }))
+            }
+            Err(error) => failed(error),
+        })
+    }
+}
+
+/// As in `tunnel_core::carry`.
+const fn next_size(size: usize, read: usize) -> usize {
+    if read >= size {
+        if size * 4 < LARGE_READ { size * 4 } else { LARGE_READ }
+    } else if read < size / 8 && size / 2 >= SMALL_READ {
+        size / 2
+    } else {
+        size
+    }
+}
+
+/// Stream to socket, until the stream's end has been passed on as a half-close.
+async fn inward(segments: &mut Streaming<Segment>, socket: &mut OwnedWriteHalf) -> Result<()> {
+    while let Some(segment) = segments.message().await? {
+        socket.write_all(&segment.data).await?;
+    }
+    socket.shutdown().await?;
+    end_on_drop(socket.as_ref());
+    Ok(())
+}
