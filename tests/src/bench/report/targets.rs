@@ -56,7 +56,12 @@ pub(super) fn check(record: &Record) -> Vec<Target> {
         ("round trip p99 beside four bulk downloads, ms", value("beside-bulk-4-trip").map(ms), AtMost(12.0)),
     ];
     let fixed = targets.into_iter().map(|(asks, measured, bound)| target(asks, measured, bound));
-    let beside = [("stalled", "a stalled reader"), ("hole", "a black-holed dial"), ("bulk-1", "a download")];
+    let beside = [
+        ("stalled", "a stalled reader"),
+        ("stalled-500", "500 stalled readers"),
+        ("hole", "a black-holed dial"),
+        ("bulk-1", "a download"),
+    ];
     let kinds = [("trip", "round trip"), ("visit", "new connection")];
     let beside = beside.into_iter().flat_map(|(id, what)| {
         kinds.map(|(kind, title)| {
