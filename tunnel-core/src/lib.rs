@@ -2,13 +2,17 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod backoff;
 pub mod carry;
 pub mod config;
+pub mod error;
 pub mod grpc;
 pub mod identity;
 pub mod lifecycle;
 pub mod link;
+pub mod log_once;
 pub mod logging;
+pub mod net;
 pub mod outcome;
 pub mod proto;
 pub mod text;

@@ -26,7 +26,7 @@ pub const AGENT_STALL_BYTES: usize = 64 << 20;
 pub const MAX_STREAMS: u32 = 1 << 17;
 
 /// Largest HTTP/2 frame taken.
-const MAX_FRAME: u32 = 256 << 10;
+pub const MAX_FRAME: u32 = 256 << 10;
 /// Bytes that TLS takes before the socket is written to. A whole frame in one system call is what makes a single stream
 /// fast: with rustls' 64 KiB it moves two thirds of what it does so.
 const TLS_BUFFER: usize = 256 << 10;
@@ -38,12 +38,12 @@ const LINK_NOTSENT_LOWAT: u32 = 128 << 10;
 /// The same on sockets of carried connections: bounds kernel memory held for a receiver that does not read.
 const CARRIED_NOTSENT_LOWAT: u32 = 256 << 10;
 /// Headers and trailers of one message: a few short fields.
-const MAX_HEADERS: u32 = 16 << 10;
+pub const MAX_HEADERS: u32 = 16 << 10;
 /// Resets of streams that may be remembered or pending before the peer counts as hostile. Both ends are
 /// authenticated, and thousands of callers may give up at once.
-const MAX_RESETS: usize = 1 << 17;
+pub const MAX_RESETS: usize = 1 << 17;
 /// How long a stream that this end reset is remembered, so that late frames for it are ignored.
-const RESET_MEMORY: Duration = Duration::from_secs(5);
+pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
 /// Time between two PINGs.
 pub const PING_INTERVAL: Duration = Duration::from_secs(10);
@@ -103,14 +103,12 @@ pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>) {
     connection.set_buffer_limit(Some(TLS_BUFFER));
 }
 
-/// Options of a carried connection's socket, on either end; those of a listener pass to what it accepts. Whatever goes
-/// wrong before both directions have ended well, the peer sees a reset and no end of file.
+/// Options of a carried connection's socket, on either end; those of a listener pass to what it accepts.
 ///
 /// # Errors
 /// The socket is closed, or the kernel does not know an option.
 pub fn tune_carried(socket: &impl AsFd) -> io::Result<()> {
     let socket = SockRef::from(socket);
-    socket.set_linger(Some(Duration::ZERO))?;
     socket.set_tcp_nodelay(true)?;
     socket.set_tcp_keepalive(&keepalive().with_time(Duration::from_secs(60)))?;
     socket.set_tcp_notsent_lowat(CARRIED_NOTSENT_LOWAT)

@@ -12,7 +12,7 @@ use http::{HeaderMap, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tunnel_core::carry::{Abort, Broken, Carriage, Side, StallBound, Traffic, header};
+use tunnel_core::carry::{Abort, Relay, RelayError, Side, StallBound, Traffic, header};
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
@@ -41,10 +41,9 @@ async fn link() -> Link {
                 let mut socket = TcpStream::connect(address).await.unwrap();
                 let mut send = respond.send_response(Response::new(()), false).unwrap();
                 let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-                let carriage =
-                    Carriage { side: Side::Agent, stalls: &stalls, abort: &abort, traffic: &traffic };
+                let relay = Relay { side: Side::Agent, stalls: &stalls, abort: &abort, traffic: &traffic };
                 let ended =
-                    carriage.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
+                    relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
                 let _ = ends.send(ended.map_err(|broken| broken.outcome(Side::Agent)));
             });
         }
@@ -70,11 +69,11 @@ async fn carry(
     let end = tokio::spawn(async move {
         let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
         let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-        let carriage = Carriage { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
+        let relay = Relay { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
         let inbound = async { Ok(response.await?.into_body()) };
-        let ended = carriage.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
+        let ended = relay.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
         let bytes = (traffic.from_socket(), traffic.to_socket());
-        (ended.map_err(|broken: Broken| broken.outcome(Side::Server)), bytes.0, bytes.1)
+        (ended.map_err(|broken: RelayError| broken.outcome(Side::Server)), bytes.0, bytes.1)
     });
     (caller, end)
 }
@@ -308,10 +307,13 @@ async fn a_status_outlives_the_reset_of_an_unwanted_request() {
     let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
     let inbound = async {
         let response = response.await?;
-        Err(Broken::Dial(Outcome::Refused, response.headers()["grpc-status"].to_str().unwrap().to_owned()))
+        Err(RelayError::Dial(
+            Outcome::Refused,
+            response.headers()["grpc-status"].to_str().unwrap().to_owned(),
+        ))
     };
-    let carriage = Carriage { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
-    let ended = within(carriage.run(&mut socket, Bytes::from_static(b"early"), &mut stream, inbound)).await;
+    let relay = Relay { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
+    let ended = within(relay.run(&mut socket, Bytes::from_static(b"early"), &mut stream, inbound)).await;
     assert_eq!(ended.unwrap_err().outcome(Side::Server), Outcome::Refused);
     drop(socket);
     assert_eq!(within(caller.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);

@@ -95,8 +95,7 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
             "\nleft out by --quick: kernel and doc tests, most scenarios (everything on the real Kubernetes), the demos, the benchmark's smoke run, fuzz targets"
         );
     } else {
-        run_demo(&filter, &mut tally);
-        run_bench(&filter, &mut tally);
+        run_programs(&filter, &mut tally);
         run_fuzz(&filter, &mut tally)?;
     }
 
@@ -109,32 +108,25 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
     Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn run_demo(filter: &[&str], tally: &mut Tally) {
-    for (name, kubernetes) in [("demo", false), ("demo::kubernetes", true)] {
+/// Programs that end with success or without. Of the benchmark only whether every line still gets a value.
+fn run_programs(filter: &[&str], tally: &mut Tally) {
+    type Run = fn() -> Result<ExitCode>;
+    let programs: [(&str, Run); 3] = [
+        ("demo", || demo::run_demo_program(false, &[])),
+        ("demo::kubernetes", || demo::run_demo_program(true, &[])),
+        ("bench::smoke", bench::smoke),
+    ];
+    for (name, run) in programs {
         if !filter.iter().all(|filter| name.contains(filter)) {
             continue;
         }
         heading(name);
-        let result = demo::run_demo_program(kubernetes, &[]).and_then(|code| {
-            ensure!(code == ExitCode::SUCCESS, "the demo ended with {code:?}");
+        let result = run().and_then(|code| {
+            ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");
             Ok(())
         });
         tally.step(name, result);
     }
-}
-
-/// Whether every line of the benchmark still gets a value; how fast anything is, it does not tell.
-fn run_bench(filter: &[&str], tally: &mut Tally) {
-    const NAME: &str = "bench::smoke";
-    if !filter.iter().all(|filter| NAME.contains(filter)) {
-        return;
-    }
-    heading(NAME);
-    let result = bench::smoke().and_then(|code| {
-        ensure!(code == ExitCode::SUCCESS, "`cargo xtask bench --smoke` ended with {code:?}");
-        Ok(())
-    });
-    tally.step(NAME, result);
 }
 
 fn run_fuzz(filter: &[&str], tally: &mut Tally) -> Result<()> {

@@ -91,7 +91,7 @@ impl Others {
             _ => record.value(line, peer, p99),
         }
         if let Some(remark) = &self.remark {
-            record.remark(line, peer, remark);
+            record.missing(line, peer, remark);
         }
         Ok(())
     }

@@ -65,14 +65,9 @@ impl Record {
         cell.reasons.insert(reason);
     }
 
-    /// Notes why a value is missing.
+    /// Notes why a value is missing, or what one does not tell.
     pub fn missing(&mut self, line: &str, peer: Peer, reason: &str) {
         self.cell_mut(line, peer).reasons.insert(reason.to_owned());
-    }
-
-    /// Notes what is to be known of a value.
-    pub fn remark(&mut self, line: &str, peer: Peer, remark: &str) {
-        self.cell_mut(line, peer).reasons.insert(remark.to_owned());
     }
 
     /// The same reason for every line of a group that has nothing yet.

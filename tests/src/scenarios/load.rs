@@ -284,7 +284,7 @@ async fn five_hundred_stalled_readers(testbed: &Testbed) -> Result<()> {
     let what = "those that the bound leaves";
     beside(what, echo_at, trips_beside(what, &mut open, a_while())).await?;
 
-    let held = peak_bytes(server.process.pid())?.saturating_sub(before);
+    let held = server.process.peak_resident_bytes()?.saturating_sub(before);
     figure(&format!("500 stalled readers held {} MB of the server at most", held / 1_000_000));
     // Within the grace it is twice the bound.
     let worst = 2 * link::SERVER_STALL_BYTES as u64;
@@ -308,15 +308,6 @@ async fn five_hundred_stalled_readers(testbed: &Testbed) -> Result<()> {
         ensure!(end == expected, "{client} read again and came to {end:?}, expected {expected:?}");
     }
     Ok(())
-}
-
-/// The most memory that a process has had resident.
-fn peak_bytes(pid: u32) -> Result<u64> {
-    let path = format!("/proc/{pid}/status");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    Ok(kib.with_context(|| format!("no VmHWM in {path}"))? * 1024)
 }
 
 /// Round trips on an open connection while `work` runs; every one must be answered. Prints their times.

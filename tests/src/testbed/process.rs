@@ -121,6 +121,11 @@ impl Process {
         status_field(self.pid(), "VmRSS:").map(|kib| kib * 1024)
     }
 
+    /// The most memory that it has had resident.
+    pub fn peak_resident_bytes(&self) -> Result<u64> {
+        status_field(self.pid(), "VmHWM:").map(|kib| kib * 1024)
+    }
+
     fn raw_pid(&self) -> Pid {
         Pid::from_raw(i32::try_from(self.child.id()).unwrap_or(i32::MAX))
     }

@@ -12,7 +12,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use tokio::net::TcpStream;
 use tonic::{Code, Status};
-use tunnel_core::carry::{Abort, Carriage, Side, TARGET_HEADER, Traffic};
+use tunnel_core::carry::{Abort, Relay, Side, TARGET_HEADER, Traffic, reset_on_drop};
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
@@ -60,10 +60,10 @@ pub(crate) async fn carry(
     };
     let abort = Arc::new(Abort::default());
     let traffic = Traffic::part_of(vec![session.metrics.carried.clone()]);
-    let carriage = Carriage { side: Side::Agent, stalls: &session.stalls, abort: &abort, traffic: &traffic };
+    let relay = Relay { side: Side::Agent, stalls: &session.stalls, abort: &abort, traffic: &traffic };
     let stop = session.stop.clone();
     let ended = {
-        let mut run = std::pin::pin!(carriage.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
+        let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
         tokio::select! {
             ended = &mut run => ended,
             () = stop.cancelled() => {
@@ -161,7 +161,8 @@ async fn dial(
         .await
         .map_err(|_| Refusal::TimedOut { target, after: deadline })?
         .map_err(|error| Refusal::of(target, deadline, error))?;
-    // A server that goes away before the pump takes over must not look like an end of file to the target either.
+    // Until the pump takes over, too: a server that goes away now must not look like an end of file to the target.
+    reset_on_drop(&socket);
     link::tune_carried(&socket).map_err(|error| Refusal::Unreachable { target, error })?;
     Ok((target, socket))
 }

@@ -14,7 +14,7 @@ use tokio::net::tcp::WriteHalf;
 
 use super::GRPC_STATUS;
 use super::frame::Deframer;
-use super::pump::{Broken, Carriage, Side};
+use super::pump::{Relay, RelayError, Side};
 use crate::text::printable;
 
 /// Chunks below this are gathered while the socket takes nothing: each costs h2 some 250 bytes of bookkeeping.
@@ -38,7 +38,7 @@ struct Inbox {
 impl Inbox {
     /// Takes small chunks out of h2 while the socket is blocked. Their flow control is kept, so that a window's worth of
     /// one-byte writes takes a window of memory, and not twenty. Notices a reset as well.
-    fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), Broken> {
+    fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), RelayError> {
         while self.next.is_none() && !self.ended {
             match stream.poll_data(cx) {
                 Poll::Ready(Some(chunk)) => {
@@ -65,13 +65,13 @@ impl Inbox {
     }
 }
 
-impl Carriage<'_> {
+impl Relay<'_> {
     /// Stream to socket, until the stream's end has been passed on as a half-close.
     pub(super) async fn inward(
         &self,
         mut socket: WriteHalf<'_>,
         mut stream: RecvStream,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), RelayError> {
         let mut inbox = Inbox::default();
         loop {
             let (gathered, owed) = inbox.gathered();
@@ -104,14 +104,14 @@ impl Carriage<'_> {
             match trailers.get(GRPC_STATUS) {
                 Some(status) if status == "0" => {}
                 Some(status) => {
-                    return Err(Broken::Status(printable(&format!("grpc-status {status:?}"), 32)));
+                    return Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32)));
                 }
-                None => return Err(Broken::Status("no grpc-status".to_owned())),
+                None => return Err(RelayError::Status("no grpc-status".to_owned())),
             }
         }
         match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
             // The other direction finds out what happened to the socket.
-            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(Broken::Socket(error)),
+            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
             _ => Ok(()),
         }
     }
@@ -122,13 +122,13 @@ impl Carriage<'_> {
         mut data: &[u8],
         inbox: &mut Inbox,
         stream: &mut RecvStream,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), RelayError> {
         let mut ticket = None;
         while !data.is_empty() {
             let written = poll_fn(|cx| match Pin::new(&mut *socket).poll_write(cx, data) {
                 Poll::Ready(written) => {
                     ticket = None;
-                    Poll::Ready(written.map_err(Broken::Socket))
+                    Poll::Ready(written.map_err(RelayError::Socket))
                 }
                 Poll::Pending => {
                     ticket.get_or_insert_with(|| self.stalls.enter(self.abort));
@@ -140,7 +140,7 @@ impl Carriage<'_> {
             })
             .await?;
             if written == 0 {
-                return Err(Broken::Socket(io::ErrorKind::WriteZero.into()));
+                return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
             }
             data = &data[written..];
             self.traffic.count_to_socket(written);

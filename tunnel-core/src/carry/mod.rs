@@ -8,7 +8,8 @@ mod pump;
 mod stall;
 
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
-pub use pump::{Broken, Carriage, Side, Totals, Traffic, end_on_drop, reset_on_drop};
+pub use outward::{SMALL_READ, next_size};
+pub use pump::{Relay, RelayError, Side, Totals, Traffic, end_on_drop, reset_on_drop};
 pub use stall::{Abort, StallBound, StallTicket};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).

@@ -15,10 +15,10 @@ use tokio_util::io::poll_read_buf;
 
 use super::GRPC_STATUS;
 use super::frame::{FrameError, HEADER_LEN, header};
-use super::pump::{Answer, Broken, Carriage, Side};
+use super::pump::{Answer, Relay, RelayError, Side};
 
 /// A connection that is idle, or exchanges small messages, reads this much at once.
-const SMALL_READ: usize = 4 << 10;
+pub const SMALL_READ: usize = 4 << 10;
 /// A busy one reads up to this much: with both headers a whole number of TLS records (16 KiB each), and one HTTP/2 frame.
 const LARGE_READ: usize = (256 << 10) - HEADER_LEN - FRAME_HEADER_LEN;
 /// In front of an HTTP/2 frame (RFC 9113, section 4.1).
@@ -26,7 +26,7 @@ const FRAME_HEADER_LEN: usize = 9;
 /// What may travel before the agent has connected: it is held there, for as many dials as are pending.
 const EARLY_BYTES: usize = 64 << 10;
 
-impl Carriage<'_> {
+impl Relay<'_> {
     /// Socket to stream, until the socket's end of file has been passed on and the answer is whole.
     pub(super) async fn outward(
         &self,
@@ -34,7 +34,7 @@ impl Carriage<'_> {
         send: &mut SendStream<Bytes>,
         prefix: Bytes,
         answer: &Answer,
-    ) -> Result<Sent, Broken> {
+    ) -> Result<Sent, RelayError> {
         let mut early = prefix.len();
         if !prefix.is_empty() {
             let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
@@ -51,16 +51,16 @@ impl Carriage<'_> {
             }
             let readable = poll_fn(|cx| {
                 if let Poll::Ready(reset) = send.poll_reset(cx) {
-                    return Poll::Ready(Err(reset.map_or_else(Broken::from, Broken::Reset)));
+                    return Poll::Ready(Err(reset.map_or_else(RelayError::from, RelayError::Reset)));
                 }
-                socket.as_ref().poll_read_ready(cx).map_err(Broken::Socket)
+                socket.as_ref().poll_read_ready(cx).map_err(RelayError::Socket)
             });
             if let Some(sent) = unwanted(readable.await)? {
                 return Ok(sent);
             }
             let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
             segment.put_bytes(0, HEADER_LEN);
-            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(Broken::Socket)? else {
+            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(RelayError::Socket)? else {
                 continue;
             };
             if read == 0 {
@@ -80,7 +80,7 @@ impl Carriage<'_> {
         socket: &ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
         answer: &Answer,
-    ) -> Result<Sent, Broken> {
+    ) -> Result<Sent, RelayError> {
         let status = (GRPC_STATUS, HeaderValue::from_static("0"));
         let ended = match self.side {
             Side::Server => send.send_data(Bytes::new(), true),
@@ -93,9 +93,9 @@ impl Carriage<'_> {
         tokio::select! {
             biased;
             () = answer.ends() => Ok(Sent::All),
-            reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(Broken::from, Broken::Reset) {
+            reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(RelayError::from, RelayError::Reset) {
                 // The answer says what that means.
-                Broken::Reset(Reason::NO_ERROR) => Ok(Sent::All),
+                RelayError::Reset(Reason::NO_ERROR) => Ok(Sent::All),
                 broken => Err(broken),
             },
             broken = self.caller_lost(socket.as_ref()) => Err(broken),
@@ -107,9 +107,9 @@ impl Carriage<'_> {
         socket: &ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
         mut segment: BytesMut,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), RelayError> {
         let data = segment.len() - HEADER_LEN;
-        let head = header(data).ok_or(Broken::Frame(FrameError::Length))?;
+        let head = header(data).ok_or(RelayError::Frame(FrameError::Length))?;
         segment[..HEADER_LEN].copy_from_slice(&head);
         let mut rest = segment.freeze();
         send.reserve_capacity(rest.len());
@@ -124,7 +124,7 @@ impl Carriage<'_> {
                 };
                 match changed {
                     Some(capacity) => capacity?,
-                    None => return Err(Broken::Reset(stream_reset(send).await)),
+                    None => return Err(RelayError::Reset(stream_reset(send).await)),
                 };
                 continue;
             }
@@ -139,10 +139,10 @@ impl Carriage<'_> {
     /// On the server: waits until the caller's socket has failed (a reset, or keepalive's end), which nothing tells while
     /// it is not read from. What a caller that is gone had sent, nobody needs. A target may close with a reset after
     /// its whole answer, so the agent goes on reading until the error comes in its order.
-    async fn caller_lost(&self, socket: &TcpStream) -> Broken {
+    async fn caller_lost(&self, socket: &TcpStream) -> RelayError {
         if self.side == Side::Server && socket.ready(Interest::ERROR).await.is_ok() {
             match socket.take_error() {
-                Ok(Some(error)) | Err(error) => return Broken::Socket(error),
+                Ok(Some(error)) | Err(error) => return RelayError::Socket(error),
                 // A failed write has taken it, and tells.
                 Ok(None) => {}
             }
@@ -161,10 +161,10 @@ pub(super) enum Sent {
 }
 
 /// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 §8.1).
-fn unwanted(step: Result<(), Broken>) -> Result<Option<Sent>, Broken> {
+fn unwanted(step: Result<(), RelayError>) -> Result<Option<Sent>, RelayError> {
     match step {
         Ok(()) => Ok(None),
-        Err(Broken::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
+        Err(RelayError::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
         Err(broken) => Err(broken),
     }
 }
@@ -178,8 +178,8 @@ async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<
     .await
 }
 
-/// Grows fast while reads fill the buffer, shrinks when they use little of it.
-const fn next_size(size: usize, read: usize) -> usize {
+/// The size of the next read, in bytes: grows fast while reads fill the buffer, shrinks when they use little of it.
+pub const fn next_size(size: usize, read: usize) -> usize {
     if read >= size {
         if size * 4 < LARGE_READ { size * 4 } else { LARGE_READ }
     } else if read < size / 8 && size / 2 >= SMALL_READ {
@@ -190,11 +190,11 @@ const fn next_size(size: usize, read: usize) -> usize {
 }
 
 /// What stopped a send: h2 reports a stream that the peer has reset as misuse.
-async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> Broken {
+async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
     if error.is_io() || error.is_go_away() || error.is_reset() {
-        return Broken::from(error);
+        return RelayError::from(error);
     }
-    Broken::Reset(stream_reset(send).await)
+    RelayError::Reset(stream_reset(send).await)
 }
 
 /// The reason of a reset that `poll_capacity` reported as "no longer streaming".

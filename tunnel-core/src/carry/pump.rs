@@ -82,7 +82,7 @@ impl Traffic {
 
 /// Why a carried connection did not end well.
 #[derive(Debug, thiserror::Error)]
-pub enum Broken {
+pub enum RelayError {
     /// The socket on this end failed.
     #[error("{0}")]
     Socket(#[source] io::Error),
@@ -106,7 +106,7 @@ pub enum Broken {
     Aborted(Outcome),
 }
 
-impl Broken {
+impl RelayError {
     /// The outcome, as seen from `side`.
     pub const fn outcome(&self, side: Side) -> Outcome {
         let (own, other) = match side {
@@ -129,7 +129,7 @@ impl Broken {
     }
 }
 
-impl From<h2::Error> for Broken {
+impl From<h2::Error> for RelayError {
     fn from(error: h2::Error) -> Self {
         match error.reason() {
             Some(reason) if error.is_reset() => Self::Reset(reason),
@@ -140,7 +140,7 @@ impl From<h2::Error> for Broken {
 
 /// What a carried connection needs beside its socket and its stream.
 #[derive(Debug)]
-pub struct Carriage<'a> {
+pub struct Relay<'a> {
     /// Which end this is.
     pub side: Side,
     /// The link's bound on receivers that do not read.
@@ -151,7 +151,7 @@ pub struct Carriage<'a> {
     pub traffic: &'a Traffic,
 }
 
-impl Carriage<'_> {
+impl Relay<'_> {
     /// Pumps both ways until both directions ended. `inbound` gives the receiving half: at once on the agent, and once
     /// the agent has connected on the server; the caller's first bytes travel meanwhile. `prefix` is what was already
     /// read from the socket.
@@ -164,8 +164,8 @@ impl Carriage<'_> {
         socket: &mut TcpStream,
         prefix: Bytes,
         send: &mut SendStream<Bytes>,
-        inbound: impl Future<Output = Result<RecvStream, Broken>>,
-    ) -> Result<(), Broken> {
+        inbound: impl Future<Output = Result<RecvStream, RelayError>>,
+    ) -> Result<(), RelayError> {
         // Armed first: a task that is cancelled, or a process that is killed, must not look like an end of file either.
         reset_on_drop(socket);
         let ended = {
@@ -173,7 +173,7 @@ impl Carriage<'_> {
             let answer = Answer::default();
             tokio::select! {
                 biased;
-                outcome = self.abort.triggered() => Err(Broken::Aborted(outcome)),
+                outcome = self.abort.triggered() => Err(RelayError::Aborted(outcome)),
                 // Built where they are polled: a future that is moved has its room twice, for as long as all lasts.
                 ended = async {
                     tokio::try_join!(self.outward(read, send, prefix, &answer), async {
@@ -185,7 +185,7 @@ impl Carriage<'_> {
                     })
                 } => match ended {
                     Ok((Sent::All, ())) => Ok(()),
-                    Ok((Sent::Unwanted, ())) => Err(Broken::Reset(Reason::NO_ERROR)),
+                    Ok((Sent::Unwanted, ())) => Err(RelayError::Reset(Reason::NO_ERROR)),
                     Err(broken) => Err(broken),
                 },
             }
@@ -235,7 +235,7 @@ pub fn reset_on_drop(socket: &impl AsFd) {
 }
 
 /// Takes [`reset_on_drop`] back: the socket's close is an end of file.
-pub fn end_on_drop(socket: &impl AsFd) {
+pub fn end_on_drop(socket: &TcpStream) {
     linger(socket, None);
 }
 

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::carry::{Abort, Broken, Side, end_on_drop, reset_on_drop};
+use tunnel_core::carry::{Abort, RelayError, Side, end_on_drop, reset_on_drop};
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Drain;
 use tunnel_core::link;
@@ -189,7 +189,7 @@ async fn carry<D: Door>(
     }
     match ended {
         Ok(()) => record.end(Outcome::Ok, &""),
-        Err(broken @ Broken::Aborted(_)) => record.end(broken.outcome(Side::Server), &""),
+        Err(error @ RelayError::Aborted(_)) => record.end(error.outcome(Side::Server), &""),
         Err(broken) => record.end(broken.outcome(Side::Server), &broken),
     }
 }

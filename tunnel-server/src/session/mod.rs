@@ -19,7 +19,7 @@ use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use tunnel_core::carry::{
-    Abort, Broken, CARRY_PATH, Carriage, Side, StallBound, TARGET_HEADER, Totals, Traffic,
+    Abort, CARRY_PATH, Relay, RelayError, Side, StallBound, TARGET_HEADER, Totals, Traffic,
 };
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Rtt;
@@ -82,23 +82,23 @@ impl Session {
         abort: &Arc<Abort>,
         traffic: &Traffic,
         connected: impl FnOnce(Duration),
-    ) -> Result<(), Broken> {
+    ) -> Result<(), RelayError> {
         let _counted = Counted::new(self);
         let mut link = self.send.clone();
         let request =
-            carry_request(target).map_err(|error| Broken::Dial(Outcome::Protocol, error.to_string()))?;
+            carry_request(target).map_err(|error| RelayError::Dial(Outcome::Protocol, error.to_string()))?;
         if let Err(error) = std::future::poll_fn(|cx| link.poll_ready(cx)).await {
             // Nothing can be carried on this link any more, whatever its PINGs say.
             self.closed.cancel();
-            return Err(Broken::Link(error));
+            return Err(RelayError::Link(error));
         }
         // Beyond what the agent takes, h2 would queue the stream; one is the session's own.
         if self.connections.load(Ordering::Relaxed) as usize >= link.current_max_send_streams() {
             let reason =
                 format!("{} takes no more than {} streams", self.node, link.current_max_send_streams());
-            return Err(Broken::Dial(Outcome::Busy, reason));
+            return Err(RelayError::Dial(Outcome::Busy, reason));
         }
-        let (response, mut send) = link.send_request(request, false).map_err(Broken::Link)?;
+        let (response, mut send) = link.send_request(request, false).map_err(RelayError::Link)?;
         let asked = Instant::now();
         // Its room is given back once the agent has connected.
         let inbound = Box::pin(async move {
@@ -106,7 +106,7 @@ impl Session {
             connected(asked.elapsed());
             answer
         });
-        Carriage { side: Side::Server, stalls: &self.stalls, abort, traffic }
+        Relay { side: Side::Server, stalls: &self.stalls, abort, traffic }
             .run(socket, prefix, &mut send, inbound)
             .await
     }
@@ -144,16 +144,16 @@ async fn dialled(
     node: &NodeName,
     target: SocketAddr,
     response: ResponseFuture,
-) -> Result<RecvStream, Broken> {
+) -> Result<RecvStream, RelayError> {
     let limit = DIAL_DEADLINE + DIAL_GRACE;
     let response = tokio::time::timeout(limit, response).await.map_err(|_| {
-        Broken::Dial(
+        RelayError::Dial(
             Outcome::TimedOut,
             format!("{node} did not answer the dial of {target} within {} s", limit.as_secs()),
         )
     })??;
     if response.status() != StatusCode::OK {
-        return Err(Broken::Dial(
+        return Err(RelayError::Dial(
             Outcome::Protocol,
             format!("{node} answered with HTTP status {}", response.status()),
         ));
@@ -162,7 +162,7 @@ async fn dialled(
         None => Ok(response.into_body()),
         // A target that accepts and is done at once still sends its headers first.
         Some(status) if status.code() == Code::Ok => {
-            Err(Broken::Dial(Outcome::Protocol, format!("{node} ended the stream without connecting")))
+            Err(RelayError::Dial(Outcome::Protocol, format!("{node} ended the stream without connecting")))
         }
         Some(status) => {
             let outcome = Outcome::from_code(status.code());
@@ -171,7 +171,7 @@ async fn dialled(
                 Outcome::Protocol => "answered",
                 _ => "refused",
             };
-            Err(Broken::Dial(outcome, format!("{node} {verb}: {}", printable(status.message(), 300))))
+            Err(RelayError::Dial(outcome, format!("{node} {verb}: {}", printable(status.message(), 300))))
         }
     }
 }

@@ -23,12 +23,12 @@ use tokio_stream::Stream;
 use tonic::Request;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
-use tunnel_core::carry::TARGET_HEADER;
+use tunnel_core::carry::{TARGET_HEADER, reset_on_drop};
 use tunnel_core::link;
 use tunnel_core::proto::Segment;
 use tunnel_core::proto::agent_client::AgentClient;
 
-use super::{MAX_FRAME, MAX_HEADERS, MAX_RESETS, Outward, RESET_MEMORY, directions, inward, provider};
+use super::{Outward, directions, inward, provider};
 use crate::bench::target::CARRIED;
 use crate::wait::wait_until;
 
@@ -51,7 +51,8 @@ pub fn run(args: &[OsString]) -> Result<()> {
         let mut doors = JoinSet::new();
         for port in CARRIED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
-            // As Postern does it: what it accepts is tuned already.
+            // What it accepts inherits this; Postern does it for each connection, because its doors turn some away.
+            reset_on_drop(&listener);
             link::tune_carried(&listener).context("socket options")?;
             doors.spawn(accept_all(listener, client.clone(), SocketAddr::new(edge.ip(), port)));
         }
@@ -79,11 +80,11 @@ fn endpoint(edge: SocketAddr) -> Result<Endpoint> {
         .context("the edge's address")?
         .initial_stream_window_size(link::STREAM_WINDOW)
         .initial_connection_window_size(link::CONNECTION_WINDOW)
-        .max_frame_size(MAX_FRAME)
-        .http2_max_header_list_size(MAX_HEADERS)
-        .http2_max_concurrent_reset_streams(MAX_RESETS)
+        .max_frame_size(link::MAX_FRAME)
+        .http2_max_header_list_size(link::MAX_HEADERS)
+        .http2_max_concurrent_reset_streams(link::MAX_RESETS)
         .http2_max_local_error_reset_streams(None)
-        .http2_reset_stream_duration(RESET_MEMORY)
+        .http2_reset_stream_duration(link::RESET_MEMORY)
         .http2_keep_alive_interval(link::PING_INTERVAL)
         .keep_alive_timeout(link::PING_TIMEOUT)
         .keep_alive_while_idle(true))

@@ -20,12 +20,12 @@ use tokio_stream::{Empty, StreamExt as _};
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::carry::TARGET_HEADER;
+use tunnel_core::carry::{TARGET_HEADER, reset_on_drop};
 use tunnel_core::link;
 use tunnel_core::proto::agent_server::{Agent, AgentServer};
 use tunnel_core::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome};
 
-use super::{MAX_FRAME, MAX_HEADERS, MAX_RESETS, Outward, directions, inward, provider};
+use super::{Outward, directions, inward, provider};
 
 /// The program itself, `LISTEN CERTIFICATE KEY`: serves for ever.
 pub fn run(args: &[OsString]) -> Result<()> {
@@ -69,10 +69,10 @@ fn server() -> Server {
     Server::builder()
         .initial_stream_window_size(link::STREAM_WINDOW)
         .initial_connection_window_size(link::CONNECTION_WINDOW)
-        .max_frame_size(MAX_FRAME)
-        .http2_max_header_list_size(MAX_HEADERS)
+        .max_frame_size(link::MAX_FRAME)
+        .http2_max_header_list_size(link::MAX_HEADERS)
         .max_concurrent_streams(link::MAX_STREAMS)
-        .http2_max_pending_accept_reset_streams(Some(MAX_RESETS))
+        .http2_max_pending_accept_reset_streams(Some(link::MAX_RESETS))
         .http2_max_local_error_reset_streams(None)
         .http2_keepalive_interval(Some(link::PING_INTERVAL))
         .http2_keepalive_timeout(Some(link::PING_TIMEOUT))
@@ -95,6 +95,7 @@ impl Agent for Dialing {
         let target = target.ok_or_else(|| Status::invalid_argument(TARGET_HEADER))?;
         let unavailable = |error: io::Error| Status::unavailable(error.to_string());
         let socket = TcpStream::connect(target).await.map_err(unavailable)?;
+        reset_on_drop(&socket);
         link::tune_carried(&socket).map_err(unavailable)?;
         let (outward, mut write) = directions(socket);
         let mut segments = request.into_inner();

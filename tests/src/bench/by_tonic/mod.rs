@@ -6,7 +6,6 @@ pub mod edge;
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use anyhow::Result;
 use bytes::BytesMut;
@@ -17,16 +16,8 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_stream::Stream;
 use tokio_util::io::poll_read_buf;
 use tonic::{Status, Streaming};
-use tunnel_core::carry::end_on_drop;
+use tunnel_core::carry::{SMALL_READ, end_on_drop, next_size};
 use tunnel_core::proto::Segment;
-
-// What `tunnel_core` has as well, where it is nobody else's business.
-const MAX_FRAME: u32 = 256 << 10;
-const MAX_HEADERS: u32 = 16 << 10;
-const MAX_RESETS: usize = 1 << 17;
-const RESET_MEMORY: Duration = Duration::from_secs(5);
-const SMALL_READ: usize = 4 << 10;
-const LARGE_READ: usize = (256 << 10) - 19;
 
 /// TLS with Postern's one suite.
 fn provider() -> CryptoProvider {
@@ -34,7 +25,7 @@ fn provider() -> CryptoProvider {
     CryptoProvider { cipher_suites, ..ring::default_provider() }
 }
 
-/// The two directions of a socket that [`tunnel_core::link::tune_carried`] has set up.
+/// The two directions of a socket that is tuned, and armed to close with a reset.
 fn directions(socket: TcpStream) -> (Outward, OwnedWriteHalf) {
     let (socket, write) = socket.into_split();
     (Outward { socket, size: SMALL_READ }, write)
@@ -65,17 +56,6 @@ impl Stream for Outward {
             }
             Err(error) => failed(error),
         })
-    }
-}
-
-/// As in `tunnel_core::carry`.
-const fn next_size(size: usize, read: usize) -> usize {
-    if read >= size {
-        if size * 4 < LARGE_READ { size * 4 } else { LARGE_READ }
-    } else if read < size / 8 && size / 2 >= SMALL_READ {
-        size / 2
-    } else {
-        size
     }
 }
 
