@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
+use serde_json::Value;
 
 use crate::build_ebpf;
 
@@ -17,6 +18,28 @@ pub(crate) fn root() -> PathBuf {
 /// A program that `cargo build` made.
 pub(crate) fn built(name: &str) -> Result<PathBuf> {
     Ok(build_ebpf::target_dir(&root())?.join("debug").join(name))
+}
+
+/// Builds these packages.
+pub(crate) fn build(packages: &[&str]) -> Result<()> {
+    run(cargo().arg("build").args(packages.iter().flat_map(|package| ["-p", package])))
+}
+
+/// The packages that a plain `cargo test` tests: their names and folders.
+pub(crate) fn default_packages() -> Result<Vec<(String, PathBuf)>> {
+    let output = cargo().args(["metadata", "--no-deps", "--format-version", "1"]).output();
+    let metadata: Value = serde_json::from_slice(&output.context("starting cargo metadata")?.stdout)
+        .context("reading what cargo metadata prints")?;
+    let list = |key: &str| metadata[key].as_array().cloned().unwrap_or_default();
+    let default = list("workspace_default_members");
+    let mut packages = Vec::new();
+    for package in list("packages").iter().filter(|package| default.contains(&package["id"])) {
+        let text = |key: &str| package[key].as_str().with_context(|| format!("cargo metadata has no {key}"));
+        let manifest = PathBuf::from(text("manifest_path")?);
+        let folder = manifest.parent().context("a manifest has a folder")?;
+        packages.push((text("name")?.to_owned(), folder.to_owned()));
+    }
+    Ok(packages)
 }
 
 /// A program, to be run in the project's root.

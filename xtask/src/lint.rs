@@ -1,14 +1,20 @@
 //! `cargo xtask lint`.
 use anyhow::Result;
 
-use crate::build_ebpf;
-use crate::command::{cargo, need_cargo_tool, run, succeeds};
+use crate::command::{cargo, need_cargo_tool, root, run, succeeds};
+use crate::{build_ebpf, circles};
 
 const DENY_VERSION: &str = "0.20.2";
+/// Crates whose modules must not import each other in circles.
+const LAYERED: &[&str] =
+    &["tunnel-abi", "tunnel-core", "tunnel-server", "tunnel-agent", "tunnel-ebpf", "xtask"];
 
 pub(crate) fn run_lint() -> Result<()> {
     run(cargo().args(["fmt", "--all", "--", "--check"]))?;
     run(cargo().args(["fmt", "--manifest-path", "fuzz/Cargo.toml", "--", "--check"]))?;
+    println!("import circles: {}", LAYERED.join(", "));
+    let folders: Vec<_> = LAYERED.iter().map(|name| root().join(name)).collect();
+    circles::check(&folders)?;
     run(cargo().args(["clippy", "--all-targets", "--", "-D", "warnings"]))?;
     build_ebpf::clippy()?;
     deny()

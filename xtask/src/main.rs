@@ -3,6 +3,7 @@
 
 mod bench;
 mod build_ebpf;
+mod circles;
 mod command;
 mod demo;
 mod ebpf_sources;
@@ -11,6 +12,7 @@ mod image;
 mod lint;
 mod packages;
 mod peers;
+mod tally;
 mod test;
 
 use std::process::ExitCode;

@@ -1,11 +1,13 @@
-//! `cargo xtask test`: every test there is, counted.
-use std::io::{BufRead as _, BufReader};
-use std::process::{Command, ExitCode, Stdio};
-use std::time::Instant;
+//! `cargo xtask test`: every test there is, counted; with a filter, only what the filter needs is installed and built.
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{built, cargo, is_root, program, shown};
+use crate::command::{build, built, cargo, default_packages, is_root, program};
+use crate::demo::PROGRAMS;
+use crate::tally::Tally;
 use crate::{bench, build_ebpf, demo, fuzz, image, packages, peers};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
@@ -25,103 +27,176 @@ pub(crate) struct Options {
     /// Only unit tests and a handful of scenarios; says what it leaves out.
     #[arg(long)]
     quick: bool,
-    /// Only tests whose name contains this.
+    /// Only tests whose name contains this, such as `path::` or `https::a_kubelet_is_reached_by_name`.
     filter: Option<String>,
 }
 
-#[derive(Default)]
-struct Tally {
-    passed: u64,
-    failed: u64,
-    failures: Vec<String>,
-}
-
-impl Tally {
-    fn fail(&mut self, what: String) {
-        self.failed += 1;
-        self.failures.push(what);
-    }
-
-    fn step(&mut self, what: &str, result: Result<()>) {
-        match result {
-            Ok(()) => self.passed += 1,
-            Err(error) => {
-                eprintln!("{what}: {error:#}");
-                self.fail(what.to_owned());
-            }
-        }
+impl Options {
+    fn selects(&self, name: &str) -> bool {
+        self.filter.as_ref().is_none_or(|filter| name.contains(filter))
     }
 }
 
 pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
-    println!("{WHY_ROOT}\n");
+    println!("{WHY_ROOT}");
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
-    let start = Instant::now();
+    let mut tally = Tally::new();
     packages::install(&[packages::TESTBED])?;
-    let mut scenarios = program(built("scenarios")?);
-    if !options.quick {
-        packages::install(&[packages::DEMO, packages::CLUSTER])?;
-        heading("the programs of the test cluster");
-        peers::for_cluster(&mut scenarios)?;
-    }
-    heading("building the eBPF programs and the two programs");
-    build_ebpf::run()?;
-    demo::build_programs()?;
-    if !options.quick {
-        heading("building the images");
-        image::build(image::Profile::Dev, &[image::Image::Server, image::Image::Agent])?;
-    }
 
-    let mut tally = Tally::default();
-    let filter: Vec<&str> = options.filter.as_deref().into_iter().collect();
-    heading("unit, property, kernel and doc tests");
-    let mut tests = cargo();
-    tests.args(["test", "--no-fail-fast"]);
-    if options.quick {
-        tests.args(["--lib", "--bins"]);
+    tally.heading("building the scenarios");
+    build(&["postern-scenarios"])?;
+    let scenarios = Scenarios::list(options)?;
+    let packages = tested_packages(options)?;
+    let programs: Vec<_> = if options.quick { Vec::new() } else { whole_programs(options) };
+    if !scenarios.names.is_empty() || !programs.is_empty() || packages.contains(&"tunnel-server".to_owned()) {
+        tally.heading("building the eBPF programs and the two programs");
+        build_ebpf::run()?;
+        build(PROGRAMS)?;
     }
-    tests.arg("--").args(&filter);
-    let names = count(&mut tests, &mut tally)?;
-    if !options.quick && !names.iter().any(|line| line.contains("redirect_kernel")) {
-        tally.fail("the kernel tests of the redirect (redirect_kernel) did not run".to_owned());
-    }
-
-    heading("scenarios");
-    scenarios.args(options.quick.then_some("--quick")).args(&filter);
-    count(&mut scenarios, &mut tally)?;
-
+    run_units(options, &packages, &mut tally)?;
+    run_scenarios(options, &scenarios, &mut tally)?;
+    run_programs(&programs, &mut tally);
     if options.quick {
         println!(
             "\nleft out by --quick: kernel and doc tests, most scenarios (everything on the real Kubernetes), the demos, the benchmark's smoke run, fuzz targets"
         );
     } else {
-        run_programs(&filter, &mut tally);
-        run_fuzz(&filter, &mut tally)?;
+        run_fuzz(options, &mut tally)?;
     }
-
-    println!("\ntook {:.0?}", start.elapsed());
-    for failure in &tally.failures {
-        println!("FAILED: {failure}");
-    }
-    println!("{} passed, {} failed", tally.passed, tally.failed);
+    tally.report();
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.filter);
     Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// The packages that may have a test of such a name: their sources contain every part of it.
+fn tested_packages(options: &Options) -> Result<Vec<String>> {
+    let parts: Vec<&str> = options.filter.iter().flat_map(|filter| filter.split("::")).collect();
+    let mut found = Vec::new();
+    for (name, folder) in default_packages()? {
+        let mut text = String::new();
+        for file in files_below(&folder)? {
+            if file.extension().is_some_and(|extension| extension == "rs") {
+                text += &file.to_string_lossy();
+                text += &fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+            }
+        }
+        if parts.iter().all(|part| text.contains(part)) {
+            found.push(name);
+        }
+    }
+    Ok(found)
+}
+
+/// Files of one package: another package below it is not a part of it.
+fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
+    for entry in entries {
+        let path = entry.with_context(|| format!("reading {}", folder.display()))?.path();
+        if !path.is_dir() {
+            files.push(path);
+        } else if !path.join("Cargo.toml").exists() {
+            files.extend(files_below(&path)?);
+        }
+    }
+    Ok(files)
+}
+
+fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Result<()> {
+    if packages.is_empty() {
+        return Ok(());
+    }
+    tally.heading("unit, property, kernel and doc tests");
+    let mut tests = cargo();
+    tests.args(["test", "--no-fail-fast"]);
+    if options.quick {
+        tests.args(["--lib", "--bins"]);
+    } else if options.filter.is_some() {
+        tests.args(["--lib", "--bins", "--tests"]);
+    }
+    if options.filter.is_some() {
+        tests.args(packages.iter().flat_map(|package| ["-p", package]));
+    }
+    tests.arg("--").args(&options.filter);
+    let names = tally.count(&mut tests)?;
+    if options.filter.is_none() && !options.quick && !names.iter().any(|line| line.contains("redirect_kernel")) {
+        tally.fail("the kernel tests of the redirect (redirect_kernel) did not run".to_owned());
+    }
+    Ok(())
+}
+
+/// The scenarios that the options select.
+#[derive(Default)]
+struct Scenarios {
+    names: Vec<String>,
+    /// Some need a Kubernetes cluster.
+    cluster: bool,
+    /// Some need the images.
+    images: bool,
+}
+
+impl Scenarios {
+    fn list(options: &Options) -> Result<Self> {
+        let mut list = program(built("scenarios")?);
+        list.args(options.quick.then_some("--quick")).arg("--list").args(&options.filter);
+        let output = list.output().context("listing the scenarios")?;
+        ensure!(output.status.success(), "`scenarios --list` ended with {}", output.status);
+        Ok(Self::parse(&String::from_utf8_lossy(&output.stdout)))
+    }
+
+    /// Lines such as `[cluster] kubernetes::in_cluster: test`.
+    fn parse(list: &str) -> Self {
+        let mut scenarios = Self::default();
+        for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
+            let (kind, name) = line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
+            scenarios.images |= kind == "images";
+            scenarios.cluster |= matches!(kind, "cluster" | "images");
+            scenarios.names.push(name.to_owned());
+        }
+        scenarios
+    }
+}
+
+fn run_scenarios(options: &Options, scenarios: &Scenarios, tally: &mut Tally) -> Result<()> {
+    if scenarios.names.is_empty() {
+        return Ok(());
+    }
+    let mut command = program(built("scenarios")?);
+    if scenarios.cluster {
+        tally.heading("the programs of the test cluster");
+        packages::install(&[packages::DEMO, packages::CLUSTER])?;
+        peers::for_cluster(&mut command)?;
+    }
+    if scenarios.images {
+        tally.heading("building the images");
+        image::build(image::Profile::Dev, &[image::Image::Server, image::Image::Agent])?;
+    }
+    tally.heading("scenarios");
+    command.args(options.quick.then_some("--quick")).args(&options.filter);
+    tally.count(&mut command)?;
+    Ok(())
+}
+
+type Run = fn() -> Result<ExitCode>;
+
 /// Programs that end with success or without. Of the benchmark only whether every line still gets a value.
-fn run_programs(filter: &[&str], tally: &mut Tally) {
-    type Run = fn() -> Result<ExitCode>;
+fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
     let programs: [(&str, Run); 3] = [
         ("demo", || demo::run_demo_program(false, &[])),
         ("demo::kubernetes", || demo::run_demo_program(true, &[])),
         ("bench::smoke", bench::smoke),
     ];
+    programs.into_iter().filter(|(name, _)| options.selects(name)).collect()
+}
+
+fn run_programs(programs: &[(&str, Run)], tally: &mut Tally) {
     for (name, run) in programs {
-        if !filter.iter().all(|filter| name.contains(filter)) {
-            continue;
-        }
-        heading(name);
-        let result = run().and_then(|code| {
+        tally.heading(name);
+        let prepared = match *name {
+            "bench::smoke" => Ok(()),
+            _ => packages::install(&[packages::DEMO, packages::CLUSTER]).and_then(|()| build(&["postern-demo"])),
+        };
+        let result = prepared.and_then(|()| run()).and_then(|code| {
             ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");
             Ok(())
         });
@@ -129,16 +204,13 @@ fn run_programs(filter: &[&str], tally: &mut Tally) {
     }
 }
 
-fn run_fuzz(filter: &[&str], tally: &mut Tally) -> Result<()> {
+fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
     let targets = fuzz::targets()?;
-    let chosen: Vec<_> = targets
-        .into_iter()
-        .filter(|target| filter.iter().all(|filter| format!("fuzz::{target}").contains(filter)))
-        .collect();
+    let chosen: Vec<_> = targets.into_iter().filter(|target| options.selects(&format!("fuzz::{target}"))).collect();
     if chosen.is_empty() {
         return Ok(());
     }
-    heading(&format!("fuzz targets, {FUZZ_SECONDS} s each: {}", chosen.join(", ")));
+    tally.heading(&format!("fuzz targets, {FUZZ_SECONDS} s each: {}", chosen.join(", ")));
     if let Err(error) = fuzz::prepare() {
         eprintln!("fuzz: {error:#}");
         for target in chosen {
@@ -152,91 +224,27 @@ fn run_fuzz(filter: &[&str], tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-fn heading(text: &str) {
-    println!("\n=== {text}");
-}
-
-/// Runs a program that reports as libtest does, shows its output and adds up its results. Returns the lines that name
-/// test binaries.
-fn count(command: &mut Command, tally: &mut Tally) -> Result<Vec<String>> {
-    eprintln!("+ {}", shown(command));
-    // Cargo names the test binaries ("Running …") on standard error: both are needed, in order.
-    let (reader, writer) = std::io::pipe().context("pipe")?;
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(writer.try_clone().context("pipe")?)
-        .stderr(writer)
-        .spawn()
-        .with_context(|| format!("starting {}", shown(command)))?;
-    // The command keeps its own copies of the pipe's end: without these gone, the pipe never ends.
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut binaries = Vec::new();
-    let (mut failed, mut named) = (0, 0);
-    for line in BufReader::new(reader).split(b'\n') {
-        let line = line.context("reading the tests' output")?;
-        let line = String::from_utf8_lossy(&line);
-        println!("{line}");
-        if let Some(result) = result_line(&line) {
-            tally.passed += result.passed;
-            failed += result.failed;
-            if result.ignored > 0 {
-                tally.fail(format!("{} tests are ignored, and nothing may be: {line}", result.ignored));
-            }
-        } else if line.trim_start().starts_with("Running ") || line.trim_start().starts_with("Doc-tests ") {
-            binaries.push(line.trim().to_owned());
-        } else if let Some(name) = line.strip_prefix("test ").and_then(failed_name) {
-            named += 1;
-            tally.failures.push(name.to_owned());
-        }
-    }
-    tally.failed += failed;
-    let status = child.wait().context("waiting for the tests")?;
-    if !status.success() && failed == 0 {
-        tally.fail(format!(
-            "`{}` ended with {status} and without a failed test: it did not compile, or crashed",
-            shown(command)
-        ));
-    } else if failed > named {
-        tally.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
-    }
-    Ok(binaries)
-}
-
-fn failed_name(rest: &str) -> Option<&str> {
-    let (name, result) = rest.rsplit_once(" ... ")?;
-    result.contains("FAILED").then_some(name.trim())
-}
-
-#[derive(Debug, PartialEq, Eq)]
-struct ResultLine {
-    passed: u64,
-    failed: u64,
-    ignored: u64,
-}
-
-fn result_line(line: &str) -> Option<ResultLine> {
-    let rest = line.trim().strip_prefix("test result: ")?;
-    let field = |name: &str| {
-        rest.split([';', '.']).find_map(|part| part.trim().strip_suffix(name)?.trim().parse().ok())
-    };
-    Some(ResultLine { passed: field(" passed")?, failed: field(" failed")?, ignored: field(" ignored")? })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn results_of_libtest_are_read() {
-        let line = "test result: FAILED. 12 passed; 3 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.00s";
-        assert_eq!(result_line(line), Some(ResultLine { passed: 12, failed: 3, ignored: 1 }));
-        assert_eq!(result_line("test result: nonsense"), None);
-        assert_eq!(result_line("test a ... ok"), None);
+    fn a_listed_scenario_says_what_it_needs() {
+        let plain = Scenarios::parse("path::bytes: test\nhttps::sni: test\n\n2 tests, 0 benchmarks\n");
+        assert_eq!((plain.names.len(), plain.cluster, plain.images), (2, false, false));
+        let cluster = Scenarios::parse("[cluster] kubernetes::kubectl: test\n");
+        assert_eq!((cluster.names[0].as_str(), cluster.cluster, cluster.images), ("kubernetes::kubectl", true, false));
+        let images = Scenarios::parse("[images] deploy::base: test\n");
+        assert!(images.cluster && images.images);
     }
 
     #[test]
-    fn failed_tests_are_named() {
-        assert_eq!(failed_name("a::b ... FAILED"), Some("a::b"));
-        assert_eq!(failed_name("a::b ... ok"), None);
+    fn a_filter_selects_the_packages_whose_sources_have_its_words() {
+        let packages = |filter: &str| {
+            tested_packages(&Options { quick: false, filter: Some(filter.to_owned()) }).unwrap()
+        };
+        let own = packages("a_filter_selects_the_packages_whose_sources_have_its_words");
+        assert_eq!(own, ["xtask"]);
+        assert!(packages("circles::tests").contains(&"xtask".to_owned()));
     }
 }

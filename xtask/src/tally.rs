@@ -1,0 +1,150 @@
+//! What has passed and failed so far, and where the time went.
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+
+use crate::command::shown;
+
+/// Results of tests and steps.
+pub(crate) struct Tally {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+    failures: Vec<String>,
+    start: Instant,
+    /// Steps in the order of their start, and when each began.
+    steps: Vec<(String, Instant)>,
+}
+
+impl Tally {
+    pub(crate) fn new() -> Self {
+        Self { passed: 0, failed: 0, failures: Vec::new(), start: Instant::now(), steps: Vec::new() }
+    }
+
+    /// Begins a step: its time runs until the next one begins.
+    pub(crate) fn heading(&mut self, text: &str) {
+        println!("\n=== {text}");
+        self.steps.push((text.to_owned(), Instant::now()));
+    }
+
+    pub(crate) fn fail(&mut self, what: String) {
+        self.failed += 1;
+        self.failures.push(what);
+    }
+
+    /// Counts a step that is a test by itself.
+    pub(crate) fn step(&mut self, what: &str, result: Result<()>) {
+        match result {
+            Ok(()) => self.passed += 1,
+            Err(error) => {
+                eprintln!("{what}: {error:#}");
+                self.fail(what.to_owned());
+            }
+        }
+    }
+
+    /// Prints how long each step took, what failed, and the counts on the last line.
+    pub(crate) fn report(&self) {
+        println!();
+        let ends = self.steps.iter().skip(1).map(|(_, start)| *start).chain([Instant::now()]);
+        for ((step, start), end) in self.steps.iter().zip(ends) {
+            println!("{:>8}  {step}", clock(end - *start));
+        }
+        println!("{:>8}  in all", clock(self.start.elapsed()));
+        for failure in &self.failures {
+            println!("FAILED: {failure}");
+        }
+        println!("{} passed, {} failed", self.passed, self.failed);
+    }
+
+    /// Runs a program that reports as libtest does, shows its output and adds up its results. Returns the lines that name
+    /// test binaries.
+    pub(crate) fn count(&mut self, command: &mut Command) -> Result<Vec<String>> {
+        eprintln!("+ {}", shown(command));
+        // Cargo names the test binaries ("Running …") on standard error: both are needed, in order.
+        let (reader, writer) = std::io::pipe().context("pipe")?;
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(writer.try_clone().context("pipe")?)
+            .stderr(writer)
+            .spawn()
+            .with_context(|| format!("starting {}", shown(command)))?;
+        // The command keeps its own copies of the pipe's end: without these gone, the pipe never ends.
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut binaries = Vec::new();
+        let (mut failed, mut named) = (0, 0);
+        for line in BufReader::new(reader).split(b'\n') {
+            let line = line.context("reading the tests' output")?;
+            let line = String::from_utf8_lossy(&line);
+            println!("{line}");
+            if let Some(result) = result_line(&line) {
+                self.passed += result.passed;
+                failed += result.failed;
+                if result.ignored > 0 {
+                    self.fail(format!("{} tests are ignored, and nothing may be: {line}", result.ignored));
+                }
+            } else if line.trim_start().starts_with("Running ") || line.trim_start().starts_with("Doc-tests ") {
+                binaries.push(line.trim().to_owned());
+            } else if let Some(name) = line.strip_prefix("test ").and_then(failed_name) {
+                named += 1;
+                self.failures.push(name.to_owned());
+            }
+        }
+        self.failed += failed;
+        let status = child.wait().context("waiting for the tests")?;
+        if !status.success() && failed == 0 {
+            self.fail(format!(
+                "`{}` ended with {status} and without a failed test: it did not compile, or crashed",
+                shown(command)
+            ));
+        } else if failed > named {
+            self.failures.push(format!("{} further tests of `{}`", failed - named, shown(command)));
+        }
+        Ok(binaries)
+    }
+}
+
+fn clock(time: Duration) -> String {
+    let seconds = time.as_secs();
+    format!("{}:{:02} min", seconds / 60, seconds % 60)
+}
+
+fn failed_name(rest: &str) -> Option<&str> {
+    let (name, result) = rest.rsplit_once(" ... ")?;
+    result.contains("FAILED").then_some(name.trim())
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct ResultLine {
+    passed: u64,
+    failed: u64,
+    ignored: u64,
+}
+
+fn result_line(line: &str) -> Option<ResultLine> {
+    let rest = line.trim().strip_prefix("test result: ")?;
+    let field = |name: &str| {
+        rest.split([';', '.']).find_map(|part| part.trim().strip_suffix(name)?.trim().parse().ok())
+    };
+    Some(ResultLine { passed: field(" passed")?, failed: field(" failed")?, ignored: field(" ignored")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_libtest_are_read() {
+        let line = "test result: FAILED. 12 passed; 3 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.00s";
+        assert_eq!(result_line(line), Some(ResultLine { passed: 12, failed: 3, ignored: 1 }));
+        assert_eq!(result_line("test result: nonsense"), None);
+        assert_eq!(result_line("test a ... ok"), None);
+    }
+
+    #[test]
+    fn failed_tests_are_named() {
+        assert_eq!(failed_name("a::b ... FAILED"), Some("a::b"));
+        assert_eq!(failed_name("a::b ... ok"), None);
+    }
+}
