@@ -1,12 +1,11 @@
-//! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program of postern-tests.
+//! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 
-use crate::command::{cargo, is_root, program, root, run, shown, succeeds};
+use crate::command::{cargo, is_root, program, root, run, run_in_foreground, succeeds, target_dir};
 use crate::peers::{self, Peer};
 use crate::{build_ebpf, packages};
 
@@ -23,7 +22,7 @@ pub(crate) struct Options {
     /// Every line for a moment: whether it works, not how fast.
     #[arg(long)]
     smoke: bool,
-    /// Writes the report into docs/benchmarks.md, with its plots beside it. Only for whole runs.
+    /// Writes the report into docs/benchmarks.md, with its plots next to it. Only for whole runs.
     #[arg(long, conflicts_with_all = ["only", "smoke"])]
     record: bool,
     /// Repeats the order of an earlier run, which printed it.
@@ -32,7 +31,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// As the program takes them, and as one types them.
+    /// As command-line arguments.
     fn arguments(&self) -> Vec<String> {
         let mut arguments = Vec::new();
         for name in &self.only {
@@ -70,10 +69,10 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     // Whether it works shows with the programs that tests use as well, and those are built already.
     let (profile, folder): (&[&str], _) =
         if options.smoke { (&[], "debug") } else { (&["--release"], "release") };
-    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests"];
+    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-bench"];
     run(cargo().arg("build").args(profile).args(programs))?;
 
-    let target = build_ebpf::target_dir(&root())?;
+    let target = target_dir()?;
     let typed = ["cargo xtask bench".to_owned()].into_iter().chain(options.arguments());
     let typed = typed.collect::<Vec<_>>().join(" ");
     let mut bench = Command::new(target.join(folder).join("bench"));
@@ -90,16 +89,11 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
             }
         };
     }
-    // Ctrl-C reaches the whole foreground group: the program removes everything, this process only waits for it.
-    let mut mask = SigSet::empty();
-    mask.add(Signal::SIGINT);
-    let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("holding back SIGINT")?;
-    let status = bench.status().with_context(|| format!("starting {}", shown(&bench)))?;
-    previous.thread_set_mask().context("taking SIGINT again")?;
-    if options.record && status.success() {
+    let code = run_in_foreground(&mut bench)?;
+    if options.record && code == ExitCode::SUCCESS {
         record(&target.join("bench"))?;
     }
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(code)
 }
 
 /// Below this line of docs/benchmarks.md stands the last run, and nothing else.

@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::command::{root, target_dir};
 use crate::ebpf_sources;
 
 /// The last linker that brings its own LLVM by way of rustc's (0.11 needs a system LLVM).
@@ -84,8 +85,8 @@ impl Toolchain {
 /// Builds the object and returns its path. Cargo skips what has not changed; the object's file is only
 /// touched when its contents differ, so that the server is not rebuilt for nothing.
 pub(crate) fn run() -> Result<PathBuf> {
-    let workspace = workspace()?;
-    let target_dir = target_dir(&workspace)?;
+    let workspace = root();
+    let target_dir = target_dir()?;
     let toolchains = usable_toolchains()?;
     ensure_linker()?;
 
@@ -104,32 +105,6 @@ pub(crate) fn run() -> Result<PathBuf> {
         "the programs could not be built with {}; the compiler's messages are above",
         failed.join(", nor with ")
     )
-}
-
-/// The workspace that this xtask was built from.
-fn workspace() -> Result<PathBuf> {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .map(Path::to_path_buf)
-        .context("xtask's manifest has no parent directory")
-}
-
-/// Cargo's own answer, so that CARGO_TARGET_DIR and configuration files are honoured.
-pub(crate) fn target_dir(workspace: &Path) -> Result<PathBuf> {
-    let output = Toolchain::Active
-        .command("cargo")
-        .args(["metadata", "--no-deps", "--format-version=1", "--offline"])
-        .current_dir(workspace)
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cannot run cargo metadata")?;
-    if !output.status.success() {
-        bail!("cargo metadata failed ({})", output.status);
-    }
-    let metadata: serde_json::Value =
-        serde_json::from_slice(&output.stdout).context("cargo metadata did not print JSON")?;
-    let dir = metadata["target_directory"].as_str().context("cargo metadata names no target_directory")?;
-    Ok(PathBuf::from(dir))
 }
 
 fn usable_toolchains() -> Result<Vec<Toolchain>> {
@@ -198,8 +173,8 @@ fn ensure_linker() -> Result<()> {
 
 /// `cargo clippy -D warnings` over the programs, which a workspace-wide clippy leaves out.
 pub(crate) fn clippy() -> Result<()> {
-    let workspace = workspace()?;
-    let target_dir = target_dir(&workspace)?;
+    let workspace = root();
+    let target_dir = target_dir()?;
     let toolchains = usable_toolchains()?;
     let toolchain = toolchains.first().context("no usable toolchain")?;
     let mut command = cargo(toolchain, "clippy", &workspace, &target_dir)?;

@@ -2,12 +2,11 @@
 use std::env;
 use std::ffi::OsStr;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, ExitCode, Stdio};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use serde_json::Value;
-
-use crate::build_ebpf;
 
 /// The project's root folder.
 pub(crate) fn root() -> PathBuf {
@@ -17,7 +16,7 @@ pub(crate) fn root() -> PathBuf {
 
 /// A program that `cargo build` made.
 pub(crate) fn built(name: &str) -> Result<PathBuf> {
-    Ok(build_ebpf::target_dir(&root())?.join("debug").join(name))
+    Ok(target_dir()?.join("debug").join(name))
 }
 
 /// Builds these packages.
@@ -27,9 +26,7 @@ pub(crate) fn build(packages: &[&str]) -> Result<()> {
 
 /// The packages that a plain `cargo test` tests: their names and folders.
 pub(crate) fn default_packages() -> Result<Vec<(String, PathBuf)>> {
-    let output = cargo().args(["metadata", "--no-deps", "--format-version", "1"]).output();
-    let metadata: Value = serde_json::from_slice(&output.context("starting cargo metadata")?.stdout)
-        .context("reading what cargo metadata prints")?;
+    let metadata = metadata()?;
     let list = |key: &str| metadata[key].as_array().cloned().unwrap_or_default();
     let default = list("workspace_default_members");
     let mut packages = Vec::new();
@@ -40,6 +37,21 @@ pub(crate) fn default_packages() -> Result<Vec<(String, PathBuf)>> {
         packages.push((text("name")?.to_owned(), folder.to_owned()));
     }
     Ok(packages)
+}
+
+/// Where cargo puts what it builds, whatever CARGO_TARGET_DIR and configuration files say.
+pub(crate) fn target_dir() -> Result<PathBuf> {
+    let metadata = metadata()?;
+    let dir = metadata["target_directory"].as_str().context("cargo metadata names no target_directory")?;
+    Ok(PathBuf::from(dir))
+}
+
+fn metadata() -> Result<Value> {
+    let mut command = cargo();
+    command.args(["metadata", "--no-deps", "--format-version=1", "--offline"]).stderr(Stdio::inherit());
+    let output = command.output().context("starting cargo metadata")?;
+    ensure!(output.status.success(), "cargo metadata ended with {}", output.status);
+    serde_json::from_slice(&output.stdout).context("cargo metadata did not print JSON")
 }
 
 /// A program, to be run in the project's root.
@@ -64,12 +76,24 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Whether the command can be started and succeeds; says nothing.
+/// Runs a program that cleans up after itself when it is interrupted, and returns its exit code. Ctrl-C reaches the whole
+/// foreground group: this process only waits for the program.
+pub(crate) fn run_in_foreground(command: &mut Command) -> Result<ExitCode> {
+    let mut mask = SigSet::empty();
+    mask.add(Signal::SIGINT);
+    let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking SIGINT")?;
+    let child = command.spawn().with_context(|| format!("starting {}", shown(command)));
+    let status = child?.wait().with_context(|| format!("waiting for {}", shown(command)))?;
+    previous.thread_set_mask().context("unblocking SIGINT")?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Whether the command can be started and succeeds. Prints nothing.
 pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
 
-/// The command as one would type it.
+/// The command as typed in a shell.
 pub(crate) fn shown(command: &Command) -> String {
     let mut text = command.get_program().to_string_lossy().into_owned();
     for arg in command.get_args() {
@@ -79,7 +103,7 @@ pub(crate) fn shown(command: &Command) -> String {
     text
 }
 
-/// Installs a cargo subcommand when it is missing, saying so. It is built outside the project's target folder.
+/// Installs a cargo subcommand when it is missing, and prints that it does. It is built outside the project's target folder.
 pub(crate) fn need_cargo_tool(name: &str, version: &str) -> Result<()> {
     let subcommand = name.trim_start_matches("cargo-");
     if succeeds(cargo().args([subcommand, "--version"])) {

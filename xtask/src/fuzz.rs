@@ -4,8 +4,8 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::command::{cargo, need_cargo_tool, root, run, shown};
-use crate::{build_ebpf, packages};
+use crate::command::{cargo, need_cargo_tool, root, run, shown, target_dir};
+use crate::packages;
 
 const VERSION: &str = "0.13.2";
 
@@ -93,10 +93,10 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
 /// The parsers are safe Rust (`forbid(unsafe_code)`), so the targets run without a sanitizer: panics, endless loops
 /// and memory use are what they can do wrong.
 fn cargo_fuzz(subcommand: &str) -> Result<Command> {
-    // Its own folder: another toolchain and other flags.
-    let target_dir = build_ebpf::target_dir(&root())?.join("fuzz");
-    // The toolchain that builds everything else, which takes the options of nightly when it is told to: a nightly of
-    // another age would compile, or fail to compile, something else.
+    // A folder of its own: the flags differ from those of other builds.
+    let target_dir = target_dir()?.join("fuzz");
+    // The toolchain that builds everything else, with nightly options allowed: a separately installed nightly may be
+    // older or newer and compile something else.
     let mut command = cargo();
     command.env("RUSTC_BOOTSTRAP", "1");
     // The parsers need no BPF object.

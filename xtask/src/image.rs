@@ -1,4 +1,4 @@
-//! `cargo xtask image`: static binaries, and an OCI archive of each as its Containerfile says, without a daemon.
+//! `cargo xtask image`: static binaries, and an OCI archive of each from its Containerfile, without a daemon.
 //!
 //! An archive holds `oci-layout`, `index.json` and three blobs: manifest, configuration, and one layer with the binary.
 //! It is a pure function of the binary and the Containerfile: no times, no owners, sorted.
@@ -13,7 +13,7 @@ use clap::ValueEnum;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-use crate::command::{cargo, program, root, run, succeeds};
+use crate::command::{cargo, program, root, run, succeeds, target_dir};
 use crate::{build_ebpf, packages};
 
 /// Images are of the machine that builds them.
@@ -62,7 +62,7 @@ impl Image {
         root().join("deploy/images").join(name)
     }
 
-    /// As the manifests name it. `localhost` is nobody's registry: the archive is imported, not pulled.
+    /// As the manifests name it. `localhost` is not a registry: the archive is imported, not pulled.
     fn reference(self) -> String {
         format!("localhost/postern/{}:{VERSION}", self.name())
     }
@@ -99,7 +99,7 @@ pub(crate) fn build(profile: Profile, images: &[Image]) -> Result<Vec<PathBuf>> 
     compile.env(format!("CC_{}", TARGET.replace('-', "_")), "musl-gcc");
     run(&mut compile)?;
 
-    let target_dir = build_ebpf::target_dir(&root())?;
+    let target_dir = target_dir()?;
     let out = target_dir.join("image");
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     let mut archives = Vec::new();
@@ -131,7 +131,7 @@ fn need_target() -> Result<()> {
     run(program("rustup").args(["target", "add", TARGET]))
 }
 
-/// What a Containerfile says, as far as ours say anything.
+/// The instructions of a Containerfile that ours use.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Recipe {
     /// Paths in the image, and the files of the build's directory that go there.

@@ -20,6 +20,8 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
+use crate::tally::Tally;
+
 /// Builds, shows and tests Postern.
 #[derive(Parser)]
 #[command(name = "cargo xtask", version)]
@@ -37,15 +39,15 @@ enum Command {
     Demo(demo::Options),
     /// Every test: unit, property and doc tests, the redirect on the real kernel, scenarios, fuzz targets (root).
     Test(test::Options),
-    /// rustfmt --check, clippy -D warnings, cargo deny.
+    /// rustfmt --check, import circles, clippy -D warnings, cargo deny.
     Lint,
     /// What CI runs: lint, then test.
     Ci,
-    /// The real Kubernetes, Prometheus and konnectivity that tests and demo run beside, built once and kept in the user's cache.
+    /// The real Kubernetes, Prometheus and konnectivity that tests, demo and benchmark run, built once and kept in the user's cache.
     Peers(peers::Options),
     /// Static binaries, and an OCI archive of each in <target dir>/image/; installs what is missing for that.
     Image(image::Options),
-    /// Postern beside everything that a user would pick instead, on one testbed in one run (root).
+    /// Measures Postern and what a user would pick instead, on one testbed in one run (root).
     Bench(bench::Options),
     /// Runs fuzz targets.
     Fuzz(fuzz::Options),
@@ -68,11 +70,13 @@ fn dispatch(command: Command) -> Result<ExitCode> {
             ExitCode::SUCCESS
         }),
         Command::Demo(options) => demo::run_demo(&options),
-        Command::Test(options) => test::run_tests(&options),
+        Command::Test(options) => test::run_tests(&options, Tally::new()),
         Command::Lint => lint::run_lint().map(|()| ExitCode::SUCCESS),
         Command::Ci => {
+            let mut tally = Tally::new();
+            tally.heading("lint");
             lint::run_lint()?;
-            test::run_tests(&test::Options::default())
+            test::run_tests(&test::Options::default(), tally)
         }
         Command::Peers(options) => peers::run_peers(&options),
         Command::Image(options) => image::run_image(&options),

@@ -49,7 +49,7 @@ pub(crate) const CLUSTER: &[Need] = &[
 /// Debian asks this program whether a service may start; 101 means no (invoke-rc.d).
 const POLICY: &str = "/usr/sbin/policy-rc.d";
 
-/// Installs what is missing through apt-get, saying so. Nothing that is installed gets started: the demo starts its
+/// Installs what is missing with apt-get, and prints that it does. No installed service is started: the demo starts its
 /// own processes in its own namespaces.
 pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
     let missing: Vec<&str> =

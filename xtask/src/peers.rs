@@ -11,7 +11,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::command::{program, root, shown};
 
-/// How often a build that takes long says so.
+/// How often a long build reports that it is still running.
 const SAY: Duration = Duration::from_secs(15);
 
 #[derive(clap::Args)]
@@ -121,11 +121,11 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
     let _lock = lock(&cache.join(format!("{}.lock", peer.name())))?;
     if folder.exists() {
-        // Somebody else has built it while this process waited.
+        // Another process has built it while this one waited.
         return Ok(folder);
     }
     let temporary = cache.join(format!("{}-{key}.tmp", peer.name()));
-    // Half a build of a run that was killed; nobody else works there while the lock is held.
+    // Left by a run that was killed; no other process writes there while the lock is held.
     fs::remove_dir_all(&temporary).ok();
     fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
     let programs = peer.programs();
@@ -237,7 +237,7 @@ mod tests {
     fn versions_are_compared_by_number() {
         assert!(numbers("1.26.10") > numbers("1.26.2"));
         assert!(numbers("1.24.0") < numbers("1.26.2"));
-        assert!(numbers("") < numbers("1.24.0"), "what says no version is too old");
+        assert!(numbers("") < numbers("1.24.0"), "a Go without a version is too old");
     }
 
     #[test]

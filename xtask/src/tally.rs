@@ -84,7 +84,8 @@ impl Tally {
                 if result.ignored > 0 {
                     self.fail(format!("{} tests are ignored, and nothing may be: {line}", result.ignored));
                 }
-            } else if line.trim_start().starts_with("Running ") || line.trim_start().starts_with("Doc-tests ") {
+            } else if line.trim_start().starts_with("Running ") || line.trim_start().starts_with("Doc-tests ")
+            {
                 binaries.push(line.trim().to_owned());
             } else if let Some(name) = line.strip_prefix("test ").and_then(failed_name) {
                 named += 1;

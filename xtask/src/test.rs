@@ -37,10 +37,9 @@ impl Options {
     }
 }
 
-pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
+pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode> {
     println!("{WHY_ROOT}");
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
-    let mut tally = Tally::new();
     packages::install(&[packages::TESTBED])?;
 
     tally.heading("building the scenarios");
@@ -119,7 +118,10 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
     }
     tests.arg("--").args(&options.filter);
     let names = tally.count(&mut tests)?;
-    if options.filter.is_none() && !options.quick && !names.iter().any(|line| line.contains("redirect_kernel")) {
+    if options.filter.is_none()
+        && !options.quick
+        && !names.iter().any(|line| line.contains("redirect_kernel"))
+    {
         tally.fail("the kernel tests of the redirect (redirect_kernel) did not run".to_owned());
     }
     Ok(())
@@ -148,7 +150,8 @@ impl Scenarios {
     fn parse(list: &str) -> Self {
         let mut scenarios = Self::default();
         for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
-            let (kind, name) = line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
+            let (kind, name) =
+                line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
             scenarios.images |= kind == "images";
             scenarios.cluster |= matches!(kind, "cluster" | "images");
             scenarios.names.push(name.to_owned());
@@ -194,7 +197,8 @@ fn run_programs(programs: &[(&str, Run)], tally: &mut Tally) {
         tally.heading(name);
         let prepared = match *name {
             "bench::smoke" => Ok(()),
-            _ => packages::install(&[packages::DEMO, packages::CLUSTER]).and_then(|()| build(&["postern-demo"])),
+            _ => packages::install(&[packages::DEMO, packages::CLUSTER])
+                .and_then(|()| build(&["postern-demo"])),
         };
         let result = prepared.and_then(|()| run()).and_then(|code| {
             ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");
@@ -206,7 +210,8 @@ fn run_programs(programs: &[(&str, Run)], tally: &mut Tally) {
 
 fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
     let targets = fuzz::targets()?;
-    let chosen: Vec<_> = targets.into_iter().filter(|target| options.selects(&format!("fuzz::{target}"))).collect();
+    let chosen: Vec<_> =
+        targets.into_iter().filter(|target| options.selects(&format!("fuzz::{target}"))).collect();
     if chosen.is_empty() {
         return Ok(());
     }
@@ -233,7 +238,10 @@ mod tests {
         let plain = Scenarios::parse("path::bytes: test\nhttps::sni: test\n\n2 tests, 0 benchmarks\n");
         assert_eq!((plain.names.len(), plain.cluster, plain.images), (2, false, false));
         let cluster = Scenarios::parse("[cluster] kubernetes::kubectl: test\n");
-        assert_eq!((cluster.names[0].as_str(), cluster.cluster, cluster.images), ("kubernetes::kubectl", true, false));
+        assert_eq!(
+            (cluster.names[0].as_str(), cluster.cluster, cluster.images),
+            ("kubernetes::kubectl", true, false)
+        );
         let images = Scenarios::parse("[images] deploy::base: test\n");
         assert!(images.cluster && images.images);
     }
