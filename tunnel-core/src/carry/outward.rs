@@ -55,7 +55,7 @@ impl Outward<'_> {
         }
         let mut size = SMALL_READ;
         loop {
-            if early >= EARLY_BYTES && !self.answer.begun.initialized() {
+            if early >= EARLY_BYTES {
                 self.answer.begun.wait().await;
             }
             let readable = poll_fn(|cx| {
