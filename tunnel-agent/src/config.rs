@@ -194,7 +194,7 @@ impl Config {
             ("namespace", kube.and_then(|kube| kube.namespace.clone())),
             ("service", kube.map(|kube| kube.service.clone())),
             ("node-ip", self.node_ip.map(|address| address.to_string())),
-            ("token", self.token.as_ref().map(ToString::to_string)),
+            ("token", self.token.as_ref().map(|_| "***".to_owned())),
             ("ca-hash", self.ca_hash.clone()),
         ];
         let given = [
