@@ -1,4 +1,4 @@
-//! What a stranger sends first to the https door.
+//! The first bytes that a client sends to the https door.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -6,11 +6,11 @@ use tunnel_server::door::hello::{Parsed, parse_client_hello};
 
 fuzz_target!(|bytes: &[u8]| {
     let whole = parse_client_hello(bytes);
-    // Bytes arrive in any pieces: what was understood of a beginning stays so when more comes.
+    // Bytes arrive in any pieces: a result for the first bytes must not change when more arrive.
     let half = bytes.len() / 2;
     match parse_client_hello(&bytes[..half]) {
         Ok(Parsed::Incomplete) => {}
-        early => assert_eq!(early, whole, "the first {half} bytes were understood differently"),
+        early => assert_eq!(early, whole, "the first {half} bytes give another result"),
     }
     if let Ok(Parsed::Hello(Some(name))) = whole {
         assert!(!name.is_empty() && name.len() <= 255 && name.is_ascii());

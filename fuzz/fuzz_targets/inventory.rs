@@ -11,7 +11,7 @@ fuzz_target!(|bytes: &[u8]| {
     match parse(text, &Selector::default()) {
         Ok(inventory) => {
             let names: BTreeSet<_> = inventory.nodes.iter().map(|node| &node.name).collect();
-            assert_eq!(names.len(), inventory.nodes.len(), "a name stands there twice");
+            assert_eq!(names.len(), inventory.nodes.len(), "a duplicate name");
         }
         Err(error) => assert!(!error.reason.is_empty()),
     }

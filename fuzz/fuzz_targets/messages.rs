@@ -1,4 +1,4 @@
-//! Control messages of both ends, and what is read out of them.
+//! Control messages of both ends, and the values parsed from them.
 #![no_main]
 
 use std::net::SocketAddr;
@@ -31,7 +31,7 @@ fn name(text: &str) {
 fn bundle(pem: &str) {
     if let Ok(bundle) = TrustBundle::from_pem(pem) {
         assert!(!bundle.roots().is_empty());
-        assert!(TrustBundle::from_pem(&bundle.to_pem()).is_ok(), "a bundle that is not read back");
+        assert!(TrustBundle::from_pem(&bundle.to_pem()).is_ok(), "the bundle does not parse again");
     }
 }
 
@@ -49,8 +49,8 @@ fuzz_target!(|input: &[u8]| {
             }
         }
         2 => {
-            if let Some(Notice { notice: Some(notice::Notice::TrustBundle(told)) }) = message(bytes) {
-                bundle(&told.pem);
+            if let Some(Notice { notice: Some(notice::Notice::TrustBundle(announced)) }) = message(bytes) {
+                bundle(&announced.pem);
             }
         }
         3 => {

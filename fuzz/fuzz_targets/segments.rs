@@ -7,7 +7,7 @@ use prost::Message as _;
 use tunnel_core::carry::{Deframer, FrameError, header};
 use tunnel_core::proto::Segment;
 
-/// Everything that the chunks carry, and how it ended.
+/// The data that the chunks carry, and how they ended.
 fn deframe<'a>(chunks: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Result<(), FrameError>) {
     let (mut deframer, mut data) = (Deframer::default(), Vec::new());
     for chunk in chunks {
@@ -24,7 +24,7 @@ fn deframe<'a>(chunks: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Result<(), F
     (data, end)
 }
 
-/// gRPC framing and protobuf by the book.
+/// A reference decoder: plain gRPC framing and protobuf.
 fn model(mut bytes: &[u8]) -> Option<Vec<u8>> {
     let mut data = Vec::new();
     while !bytes.is_empty() {
@@ -42,13 +42,13 @@ fuzz_target!(|input: &[u8]| {
     let Some((&size, bytes)) = input.split_first() else { return };
     let (whole, end) = deframe(std::iter::once(bytes));
     let pieces = deframe(bytes.chunks(usize::from(size) + 1));
-    assert_eq!((&whole, &end), (&pieces.0, &pieces.1), "it matters how the bytes are cut");
+    assert_eq!((&whole, &end), (&pieces.0, &pieces.1), "the result depends on how the bytes are split");
     if end.is_ok() && bytes.len() < 1 << 16 {
-        // Where a message repeats its field, protobuf's last one wins, and a stream of bytes has them all.
-        let by_the_book = model(bytes).expect("taken by the deframer, refused by protobuf");
-        assert!(by_the_book.len() <= whole.len());
+        // Where a message repeats its field, protobuf keeps the last, and the deframer all of them.
+        let decoded = model(bytes).expect("protobuf accepts what the deframer accepts");
+        assert!(decoded.len() <= whole.len());
     }
-    // What this end writes, it reads.
+    // A written segment can be read.
     let framed = [&header(bytes.len()).expect("inputs are short")[..], bytes].concat();
     assert_eq!(deframe(framed.chunks(7)), (bytes.to_vec(), Ok(())));
     assert_eq!(model(&framed).as_deref(), Some(bytes));

@@ -10,7 +10,7 @@ use tunnel_core::config::{
     ConfigError, HostPort, TargetRule, duration_text, host_name, parse_duration, parse_ip,
     parse_loopback_door, parse_target_rules, parse_with,
 };
-use tunnel_core::identity::{NodeName, Secret, parse_ca_hash};
+use tunnel_core::identity::{ExposeSecret, NodeName, SecretString, parse_ca_hash};
 use tunnel_core::logging;
 
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
@@ -58,7 +58,7 @@ pub struct RunArgs {
     pub node_ip: Option<String>,
     /// Token of `tunnel-server token create`; for the first enrolment only.
     #[arg(long, value_name = "TOKEN")]
-    pub token: Option<Secret>,
+    pub token: Option<SecretString>,
     /// File with the token; it may be gone once the agent has enrolled.
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
@@ -121,7 +121,7 @@ pub struct Config {
     pub node_name: NodeName,
     /// None: from the route to the server.
     pub node_ip: Option<IpAddr>,
-    pub token: Option<Secret>,
+    pub token: Option<SecretString>,
     /// `sha256:HEX`.
     pub ca_hash: Option<String>,
     pub state_dir: PathBuf,
@@ -194,7 +194,7 @@ impl Config {
             ("namespace", kube.and_then(|kube| kube.namespace.clone())),
             ("service", kube.map(|kube| kube.service.clone())),
             ("node-ip", self.node_ip.map(|address| address.to_string())),
-            ("token", self.token.as_ref().map(ToString::to_string)),
+            ("token", self.token.as_ref().map(|_| "***".to_owned())),
             ("ca-hash", self.ca_hash.clone()),
         ];
         let given = [
@@ -293,15 +293,15 @@ fn node_of_host() -> Result<NodeName, ConfigError> {
     name.parse().map_err(|error| missing(format!("the host name does not do as a node's: {error}")))
 }
 
-fn token(args: &RunArgs) -> Result<Option<Secret>, ConfigError> {
+fn token(args: &RunArgs) -> Result<Option<SecretString>, ConfigError> {
     let (key, token) = match (&args.token, &args.token_file) {
         (Some(_), Some(path)) => {
             let reason = "--token is given too; use one of them";
             return Err(ConfigError::new("--token-file", path.to_string_lossy(), reason));
         }
-        (Some(token), None) => ("--token", Secret::new(token.expose().trim())),
+        (Some(token), None) => ("--token", SecretString::from(token.expose_secret().trim())),
         (None, Some(path)) => match std::fs::read_to_string(path) {
-            Ok(text) => ("--token-file", Secret::new(text.trim())),
+            Ok(text) => ("--token-file", text.trim().into()),
             // The token was for the first enrolment, and a tidy operator removes it.
             Err(error) if error.kind() == io::ErrorKind::NotFound && is_enrolled(&args.state_dir) => {
                 return Ok(None);
@@ -312,7 +312,7 @@ fn token(args: &RunArgs) -> Result<Option<Secret>, ConfigError> {
         },
         (None, None) => return Ok(None),
     };
-    if token.expose().is_empty() || token.expose().chars().any(char::is_whitespace) {
+    if token.expose_secret().is_empty() || token.expose_secret().chars().any(char::is_whitespace) {
         return Err(ConfigError::without_value(key, "not a token: empty, or with blanks in it"));
     }
     Ok(Some(token))

@@ -17,7 +17,7 @@ impl Backoff {
         Self { shortest, longest, jitter: 0.5, next: shortest }
     }
 
-    /// Each delay is anything up to that time: spreads a fleet as far as it goes.
+    /// Each delay is anything up to that time, which spreads a fleet as widely as possible.
     pub const fn full_jitter(shortest: Duration, longest: Duration) -> Self {
         Self { shortest, longest, jitter: 1.0, next: shortest }
     }

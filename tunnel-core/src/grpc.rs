@@ -1,8 +1,8 @@
 //! Tonic's generated clients and services on a bare HTTP/2 connection.
 //!
-//! The link is driven with `h2` itself, because carrying a connection needs what a layer above hides: resetting a
-//! stream while its peer does not read, returning flow control byte by byte, and the PING's round-trip time.
-//! Control calls are few and small; this glue gives them to tonic.
+//! The link is driven with `h2` itself, because carrying a connection needs what a higher layer hides: resetting a
+//! stream while its peer does not read, returning flow control byte by byte, and the PING's round-trip time. Control
+//! calls are few and small, and use tonic.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -27,14 +27,14 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The path of the Attach method.
 const ATTACH_PATH: &str = "/postern.tunnel.v1.Agent/Attach";
-/// What reading an agent's events may hold between two of them, in bytes.
+/// Size of the buffer that is kept between two events of an agent, in bytes.
 const EVENT_BUFFER: usize = 512;
 
-/// Calls Attach, and gives the agent's events, of `largest` bytes each at most. The generated client does the same with
-/// 8 KiB for each agent, for as long as it is attached.
+/// Calls Attach and returns the agent's events, of at most `largest` bytes each. The generated client would hold 8 KiB
+/// for each attached agent.
 ///
 /// # Errors
-/// The link is lost, or the agent's answer.
+/// The link is lost, or the agent answered with an error.
 pub async fn attach(
     channel: Channel,
     welcome: Welcome,
@@ -64,7 +64,7 @@ impl Codec for AttachCodec {
     }
 }
 
-/// The receiving half of a stream, as tonic reads it.
+/// The receiving half of a stream, as a body for tonic.
 #[derive(Debug)]
 pub struct RecvBody {
     stream: RecvStream,
@@ -72,7 +72,6 @@ pub struct RecvBody {
 }
 
 impl RecvBody {
-    /// Wraps the receiving half.
     pub const fn new(stream: RecvStream) -> Self {
         Self { stream, data_done: false }
     }
@@ -114,7 +113,6 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// A channel that opens its streams with `send`.
     pub const fn new(send: SendRequest<Bytes>) -> Self {
         Self { send }
     }
@@ -149,7 +147,7 @@ impl Service<Request<tonic::body::Body>> for Channel {
     }
 }
 
-/// Answers one stream with a tonic service (`AgentServer::new(..)`).
+/// Answers one stream with a tonic service such as `AgentServer`.
 pub async fn serve<S>(service: S, request: Request<RecvStream>, mut respond: SendResponse<Bytes>)
 where
     S: Service<Request<tonic::body::Body>, Response = Response<tonic::body::Body>>,
@@ -175,7 +173,7 @@ where
     }
 }
 
-/// Sends a body until its end, its failure, or the peer's reset.
+/// Sends a body until it ends or fails, or the peer resets the stream.
 async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
     let mut body = std::pin::pin!(body);
     loop {
@@ -185,7 +183,7 @@ async fn send_body(body: tonic::body::Body, mut stream: SendStream<Bytes>) {
         };
         let sent = match frame {
             Some(Ok(frame)) => match frame.into_data() {
-                // Control messages are small: they are queued without waiting for flow control.
+                // Control messages are small: queued without waiting for flow control.
                 Ok(data) => stream.send_data(data, false),
                 Err(frame) => match frame.into_trailers() {
                     Ok(trailers) => {

@@ -1,4 +1,5 @@
-//! What both ends of the tunnel need: the protocol, the byte pump, identity, lifecycle and the admin endpoints.
+//! Shared by both ends of the tunnel: the protocol, the link and its settings, carrying connections, identity, lifecycle,
+//! configuration and the admin endpoints.
 #![forbid(unsafe_code)]
 
 pub mod admin;

@@ -1,7 +1,7 @@
 //! Starting, draining and stopping.
 //!
-//! Three small pieces that everything else is built with: [`Shutdown`] says *when* to stop (first signal: drain,
-//! second: at once), [`Drain`] knows *who* is still at work, and [`Readiness`] knows what a start still waits for.
+//! [`Shutdown`] says when to stop (first signal: drain; second: immediately), [`Drain`] tracks the work in flight, and
+//! [`Readiness`] tracks what a start still waits for.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,12 +17,11 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
-/// The soft limit where nobody has changed it.
+/// The usual soft limit.
 const USUAL_OPEN_FILES: u32 = 1024;
 
-/// When to stop: `draining` means take nothing new and finish what is in flight, `forced` means end at once.
-///
-/// Clones share the state. Forcing implies draining.
+/// When to stop: `draining` means take nothing new and finish what is in flight, `forced` means end immediately. Forcing
+/// implies draining. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -35,13 +34,13 @@ impl Shutdown {
         Self::default()
     }
 
-    /// A shutdown that SIGTERM and SIGINT trigger: the first starts the drain, the second ends it at once.
+    /// A shutdown that SIGTERM and SIGINT trigger: the first signal starts the drain, the second forces the end.
     ///
     /// # Errors
-    /// When the signal handlers cannot be installed.
+    /// The signal handlers cannot be installed.
     ///
     /// # Panics
-    /// Outside a tokio runtime with its IO driver on.
+    /// Outside a tokio runtime with its IO driver enabled.
     pub fn on_signals() -> io::Result<Self> {
         let mut term = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -55,11 +54,11 @@ impl Shutdown {
                     else => return,
                 };
                 if trigger.is_draining() {
-                    tracing::warn!(signal = name, "second signal: ending at once");
+                    tracing::warn!(signal = name, "second signal: ending immediately");
                     trigger.force();
                     return;
                 }
-                tracing::info!(signal = name, "draining; a second signal ends at once");
+                tracing::info!(signal = name, "draining; a second signal ends immediately");
                 trigger.begin();
             }
         });
@@ -71,7 +70,7 @@ impl Shutdown {
         self.draining.cancel();
     }
 
-    /// Ends everything at once.
+    /// Ends everything immediately.
     pub fn force(&self) {
         self.draining.cancel();
         self.forced.cancel();
@@ -85,17 +84,17 @@ impl Shutdown {
         self.forced.is_cancelled()
     }
 
-    /// Resolves when the drain starts; at once if it has.
+    /// Resolves when the drain has started.
     pub fn draining(&self) -> WaitForCancellationFuture<'_> {
         self.draining.cancelled()
     }
 
-    /// Resolves when everything has to end; at once if that is now.
+    /// Resolves when everything has to end.
     pub fn forced(&self) -> WaitForCancellationFuture<'_> {
         self.forced.cancelled()
     }
 
-    /// For code that wants the token itself, such as a child token per session.
+    /// The token itself, for example for a child token per session.
     pub fn draining_token(&self) -> &CancellationToken {
         &self.draining
     }
@@ -108,11 +107,11 @@ impl Shutdown {
 /// How a drain ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drained {
-    /// Everything finished by itself.
+    /// Everything finished.
     Complete,
-    /// The time was up; this many pieces of work were told to end at once.
+    /// The timeout passed; this many pieces of work were forced to end.
     TimedOut { left: usize },
-    /// A second signal came; this many pieces of work were told to end at once.
+    /// A second signal came; this many pieces of work were forced to end.
     Forced { left: usize },
 }
 
@@ -120,8 +119,8 @@ impl fmt::Display for Drained {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Complete => f.write_str("complete"),
-            Self::TimedOut { left } => write!(f, "the drain timeout was up with {left} in flight"),
-            Self::Forced { left } => write!(f, "ended at once with {left} in flight"),
+            Self::TimedOut { left } => write!(f, "the drain timeout passed with {left} in flight"),
+            Self::Forced { left } => write!(f, "ended immediately with {left} in flight"),
         }
     }
 }
@@ -142,12 +141,12 @@ impl Drain {
         &self.shutdown
     }
 
-    /// Marks a piece of work; dropping the guard marks its end.
+    /// Counts a piece of work as in flight until the guard is dropped.
     pub fn guard(&self) -> DrainGuard {
         DrainGuard { shutdown: self.shutdown.clone(), _token: self.tracker.token() }
     }
 
-    /// Spawns a piece of work that is waited for.
+    /// Spawns a piece of work that [`Drain::finish`] waits for.
     pub fn spawn<F>(&self, work: F) -> JoinHandle<F::Output>
     where
         F: Future + Send + 'static,
@@ -161,12 +160,13 @@ impl Drain {
         self.tracker.len()
     }
 
-    /// Starts the drain if nobody has, waits for the work in flight for at most `timeout`, then tells what is left to end at once.
+    /// Starts the drain unless it has started, waits for the work in flight for at most `timeout`, then forces the rest to
+    /// end.
     pub async fn finish(&self, timeout: Duration) -> Drained {
         self.shutdown.begin();
         self.tracker.close();
         let drained = tokio::select! {
-            // Complete wins when both are true at once.
+            // Complete wins when several are true.
             biased;
             () = self.tracker.wait() => Drained::Complete,
             () = self.shutdown.forced() => Drained::Forced { left: self.tracker.len() },
@@ -179,7 +179,7 @@ impl Drain {
     }
 }
 
-/// Held by a piece of work for as long as it takes.
+/// Held by a piece of work while it runs.
 #[derive(Debug)]
 pub struct DrainGuard {
     shutdown: Shutdown,
@@ -187,14 +187,14 @@ pub struct DrainGuard {
 }
 
 impl DrainGuard {
-    /// Where the work learns that it should, or must, end.
+    /// Tells the work when it should, or must, end.
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
     }
 }
 
-/// Raises the limit of open files to what the process may have, and returns it: each carried connection takes one, and
-/// the soft limit of most hosts is 1,024.
+/// Raises the soft limit of open files to the hard limit and returns it: each carried connection takes one, and the soft
+/// limit of most hosts is 1,024.
 pub fn raise_open_files() -> u32 {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
         if soft < hard {
@@ -205,13 +205,13 @@ pub fn raise_open_files() -> u32 {
     match raised {
         Ok(limit) => u32::try_from(limit).unwrap_or(u32::MAX),
         Err(error) => {
-            tracing::warn!(%error, "the limit of open files stays as it is; it bounds the connections");
+            tracing::warn!(%error, "cannot raise the limit of open files; it bounds the connections");
             USUAL_OPEN_FILES
         }
     }
 }
 
-/// What the start still waits for. Ready when no [`ReadyGuard`] is left.
+/// What a start still waits for. Ready when no [`ReadyGuard`] is left.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness(Arc<Mutex<Pending>>);
 
@@ -226,7 +226,7 @@ impl Readiness {
         Self::default()
     }
 
-    /// Not ready until the returned guard is dropped; `/readyz` shows `name` meanwhile.
+    /// Not ready until the returned guard is dropped; `/readyz` shows `name` until then.
     #[must_use = "dropping the guard means ready"]
     pub fn pending(&self, name: impl Into<String>) -> ReadyGuard {
         let mut pending = lock(&self.0);
@@ -254,7 +254,7 @@ pub struct ReadyGuard {
 }
 
 impl ReadyGuard {
-    /// The same as dropping it, for code that reads better with a verb.
+    /// Same as dropping it.
     pub fn ready(self) {}
 }
 
@@ -264,7 +264,7 @@ impl Drop for ReadyGuard {
     }
 }
 
-// The map is whole after every statement, so a panic of another holder leaves nothing half-done.
+// The map is consistent after every statement, so the panic of another holder does no harm.
 fn lock(pending: &Mutex<Pending>) -> MutexGuard<'_, Pending> {
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn drain_forces_what_is_left_when_the_time_is_up() {
+    async fn drain_forces_the_rest_after_its_timeout() {
         let drain = Drain::new(Shutdown::new());
         let guard = drain.guard();
         let work = tokio::spawn(async move { guard.shutdown().forced().await });
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn ready_when_the_last_guard_is_gone() {
+    fn ready_when_the_last_guard_is_dropped() {
         let readiness = Readiness::new();
         assert!(readiness.is_ready());
         let redirect = readiness.pending("redirect");

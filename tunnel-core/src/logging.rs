@@ -1,4 +1,4 @@
-//! Logs: text or JSON on standard error, with a level that can be changed while running.
+//! Logging: text or JSON on standard error, with a level that can be changed at run time.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -10,7 +10,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, fmt as fmt_layer, reload};
 
-/// How a log line is written.
+/// The format of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
     #[default]
@@ -50,7 +50,7 @@ pub enum Level {
     Info,
     Debug,
     Trace,
-    /// Trace of the libraries too; their lower levels are otherwise cut at warn.
+    /// Trace of the libraries too, which log warnings and errors only at the other levels.
     Everything,
 }
 
@@ -69,7 +69,7 @@ impl Level {
         // Targets are module paths: "tunnel" covers tunnel_core, tunnel_server and tunnel_agent.
         let targets =
             Targets::new().with_default(libraries).with_target("tunnel", own).with_target("postern", own);
-        // The client says every failed request as an error; whoever made it says it once, with what follows from it.
+        // The Kubernetes client logs each failed request as an error; our own code logs it once, with its effect.
         match self {
             Self::Everything => targets,
             _ => targets.with_target("kube_client::client::builder", LevelFilter::OFF),
@@ -113,7 +113,7 @@ impl fmt::Display for Level {
     }
 }
 
-/// Why logging cannot be set as asked.
+/// Why logging cannot be set up or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoggingError {
     #[error("not a log format; use text or json")]
@@ -142,7 +142,7 @@ impl fmt::Debug for Handle {
 }
 
 impl Handle {
-    /// A handle of no logger, for code that runs without one (tests, one-shot commands).
+    /// A handle without a logger, for tests and one-shot commands.
     pub fn detached() -> Self {
         Self { level: Arc::new(Mutex::new(Level::Off)), apply: Arc::new(|_| Ok(())) }
     }
@@ -151,12 +151,12 @@ impl Handle {
         *self.level.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes effect at once, for every thread.
+    /// Takes effect immediately, for every thread.
     ///
     /// # Errors
-    /// When the process no longer has the logger that this handle belongs to.
+    /// The process no longer has the logger that this handle belongs to.
     pub fn set_level(&self, level: Level) -> Result<(), LoggingError> {
-        // Held across the change, so that the level shown is the one in effect when two changes race.
+        // Locked during the change: the stored level is the one in effect even when two changes race.
         let mut current = self.level.lock().unwrap_or_else(PoisonError::into_inner);
         (self.apply)(level.filter())?;
         *current = level;
@@ -167,14 +167,14 @@ impl Handle {
 /// Installs the process's logger, on standard error.
 ///
 /// # Errors
-/// When the process has one already.
+/// The process has one already.
 pub fn init(format: Format, level: Level) -> Result<Handle, LoggingError> {
     let (layer, handle) = layered(format, level, std::io::stderr, std::io::stderr().is_terminal());
     tracing_subscriber::registry().with(layer).try_init().map_err(|_| LoggingError::Installed)?;
     Ok(handle)
 }
 
-/// The layer that [`init`] installs, apart so that a test can have its own writer and scope.
+/// The layer that [`init`] installs; separate, so that a test can have its own writer and scope.
 fn layered<W>(format: Format, level: Level, writer: W, colour: bool) -> (impl Layer<Registry>, Handle)
 where
     W: for<'a> fmt_layer::MakeWriter<'a> + Send + Sync + 'static,
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn the_level_changes_while_running() {
+    fn the_level_can_be_changed() {
         let buffer = Buffer::default();
         let writer = buffer.clone();
         let (layer, handle) = layered(Format::Text, Level::Info, move || writer.clone(), false);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_the_fields_at_the_top() {
+    fn json_has_the_fields_at_the_top_level() {
         let buffer = Buffer::default();
         let writer = buffer.clone();
         let (layer, _handle) = layered(Format::Json, Level::Info, move || writer.clone(), false);

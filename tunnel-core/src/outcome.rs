@@ -1,4 +1,4 @@
-//! How a carried connection ended, in the words that the access log, the metrics and the wire share.
+//! How a carried connection ended, in the words that the access log, the metrics and the protocol share.
 
 use std::fmt;
 
@@ -16,21 +16,21 @@ pub enum Outcome {
     Refused,
     /// The target did not answer before the dial's deadline.
     TimedOut,
-    /// The agent has no way to the target (`EHOSTUNREACH`, `ENETUNREACH` and other local errors).
+    /// The agent has no route to the target (`EHOSTUNREACH`, `ENETUNREACH` and other local errors).
     Unreachable,
     /// The agent's policy does not allow the target.
     Denied,
     /// Too many dials were pending at the agent.
     Busy,
-    /// The tunnel went away while the connection was open.
+    /// The link was lost while the connection was open.
     TunnelLost,
     /// The cloud side of the connection was reset.
     ClientReset,
     /// The edge side of the connection was reset.
     TargetReset,
-    /// A receiver did not read, and the bytes held for such receivers passed the node's bound.
+    /// A receiver did not read, and the bytes held for such receivers exceeded the node's bound.
     Stalled,
-    /// This end stopped before the connection was finished.
+    /// This end stopped before the connection ended.
     Shutdown,
     /// The other end broke the protocol.
     Protocol,
@@ -73,7 +73,7 @@ impl Outcome {
         }
     }
 
-    /// What the gRPC status of a Carry that never connected means.
+    /// The outcome that the gRPC status of a failed Carry stands for.
     pub const fn from_code(code: Code) -> Self {
         match code {
             Code::Unavailable => Self::Refused,
@@ -85,7 +85,7 @@ impl Outcome {
         }
     }
 
-    /// The gRPC status that tells the server about a dial which failed with this outcome.
+    /// The gRPC status by which the agent reports a dial that failed with this outcome.
     pub const fn code(self) -> Code {
         match self {
             Self::Refused => Code::Unavailable,
@@ -97,7 +97,7 @@ impl Outcome {
         }
     }
 
-    /// The RST_STREAM code (RFC 9113 §7) with which this end gives up a stream for this reason.
+    /// The RST_STREAM code (RFC 9113 section 7) with which this end resets the stream.
     pub const fn reset_reason(self) -> Reason {
         match self {
             Self::ClientReset | Self::TargetReset => Reason::CONNECT_ERROR,
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_dial_survives_the_wire() {
+    fn a_failed_dial_survives_the_round_trip() {
         for outcome in
             [Outcome::Refused, Outcome::TimedOut, Outcome::Unreachable, Outcome::Denied, Outcome::Busy]
         {

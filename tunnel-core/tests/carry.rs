@@ -1,4 +1,4 @@
-//! The pump between real sockets, over a real HTTP/2 connection (in memory): what arrives, and how it ends.
+//! The relay between real sockets, over a real HTTP/2 connection (in memory): what arrives, and how it ends.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
 use std::future::ready;
@@ -12,7 +12,9 @@ use http::{HeaderMap, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, StallBound, Traffic, header};
+use tunnel_core::carry::{
+    Abort, Relay, RelayError, Side, StallBound, Traffic, header, prepare_socket, reset_on_drop,
+};
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
@@ -39,12 +41,13 @@ async fn link() -> Link {
             let (stalls, ends) = (stalls.clone(), ends.clone());
             tokio::spawn(async move {
                 let mut socket = TcpStream::connect(address).await.unwrap();
+                prepare_socket(&socket).unwrap();
                 let mut send = respond.send_response(Response::new(()), false).unwrap();
                 let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
                 let relay = Relay { side: Side::Agent, stalls: &stalls, abort: &abort, traffic: &traffic };
                 let ended =
                     relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
-                let _ = ends.send(ended.map_err(|broken| broken.outcome(Side::Agent)));
+                let _ = ends.send(ended.map_err(|error| error.outcome(Side::Agent)));
             });
         }
     });
@@ -53,7 +56,7 @@ async fn link() -> Link {
     Link { send, targets, agent_ends }
 }
 
-/// What the server side of one carried connection reports at its end.
+/// How one carried connection ended for the server: the outcome, and the bytes from and to its socket.
 type ServerEnd = tokio::task::JoinHandle<(Ended, u64, u64)>;
 
 async fn carry(
@@ -62,9 +65,9 @@ async fn carry(
     prefix: &'static [u8],
 ) -> (TcpStream, ServerEnd) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let caller = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (mut socket, _) = listener.accept().await.unwrap();
-    link::tune_carried(&socket).unwrap();
+    prepare_socket(&socket).unwrap();
     let mut send = send.clone().ready().await.unwrap();
     let end = tokio::spawn(async move {
         let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
@@ -73,9 +76,9 @@ async fn carry(
         let inbound = async { Ok(response.await?.into_body()) };
         let ended = relay.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
         let bytes = (traffic.from_socket(), traffic.to_socket());
-        (ended.map_err(|broken: RelayError| broken.outcome(Side::Server)), bytes.0, bytes.1)
+        (ended.map_err(|error: RelayError| error.outcome(Side::Server)), bytes.0, bytes.1)
     });
-    (caller, end)
+    (client, end)
 }
 
 fn stalls() -> Arc<StallBound> {
@@ -101,23 +104,23 @@ fn pattern(len: usize, seed: u32) -> Vec<u8> {
 #[tokio::test]
 async fn bytes_and_half_closes_pass_both_ways() {
     let mut link = link().await;
-    let (mut caller, end) = carry(&link.send, stalls(), b"first ").await;
+    let (mut client, end) = carry(&link.send, stalls(), b"first ").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
     let (up, down) = (pattern(5 << 20, 7), pattern(5 << 20, 9));
     let sent = (up.clone(), down.clone());
     let target = tokio::spawn(async move {
         let mut got = Vec::new();
         target.read_to_end(&mut got).await.unwrap();
-        // The caller's half-close has arrived; the other direction is still open.
+        // The client's half-close has arrived; the other direction is still open.
         target.write_all(&sent.1).await.unwrap();
         target.shutdown().await.unwrap();
         got
     });
     within(async {
-        caller.write_all(&sent.0).await.unwrap();
-        caller.shutdown().await.unwrap();
+        client.write_all(&sent.0).await.unwrap();
+        client.shutdown().await.unwrap();
         let mut got = Vec::new();
-        caller.read_to_end(&mut got).await.unwrap();
+        client.read_to_end(&mut got).await.unwrap();
         assert!(got == down, "download differs");
         assert!(target.await.unwrap() == [b"first ", &up[..]].concat(), "upload differs");
         assert_eq!(end.await.unwrap(), (Ok(()), up.len() as u64 + 6, down.len() as u64));
@@ -129,61 +132,61 @@ async fn bytes_and_half_closes_pass_both_ways() {
 #[tokio::test]
 async fn a_target_that_speaks_first_and_closes_is_an_ok_connection() {
     let link = link().await;
-    let (mut caller, end) = carry(&link.send, stalls(), b"").await;
+    let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
     target.write_all(b"banner").await.unwrap();
     drop(target);
     let mut got = Vec::new();
-    within(caller.read_to_end(&mut got)).await.unwrap();
+    within(client.read_to_end(&mut got)).await.unwrap();
     assert_eq!(got, b"banner");
-    drop(caller);
+    drop(client);
     assert_eq!(within(end).await.unwrap(), (Ok(()), 0, 6));
 }
 
 #[tokio::test]
-async fn a_reset_by_the_target_is_a_reset_for_the_caller() {
+async fn a_reset_by_the_target_is_a_reset_for_the_client() {
     let mut link = link().await;
-    let (mut caller, end) = carry(&link.send, stalls(), b"").await;
+    let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
-    caller.write_all(b"x").await.unwrap();
+    client.write_all(b"x").await.unwrap();
     within(target.read_u8()).await.unwrap();
-    tunnel_core::carry::reset_on_drop(&target);
+    reset_on_drop(&target);
     drop(target);
-    let error = within(caller.read_u8()).await.unwrap_err();
+    let error = within(client.read_u8()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::TargetReset));
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)));
 }
 
 #[tokio::test]
-async fn a_reset_by_the_caller_is_a_reset_for_the_target() {
+async fn a_reset_by_the_client_is_a_reset_for_the_target() {
     let mut link = link().await;
-    let (mut caller, end) = carry(&link.send, stalls(), b"").await;
+    let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
     target.write_all(b"x").await.unwrap();
-    within(caller.read_u8()).await.unwrap();
-    tunnel_core::carry::reset_on_drop(&caller);
-    drop(caller);
+    within(client.read_u8()).await.unwrap();
+    reset_on_drop(&client);
+    drop(client);
     let error = within(target.read_u8()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::ClientReset));
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::ClientReset)));
 }
 
-/// The caller resets while the target does not read: a layer that waits for flow control would not notice.
+/// The client resets while the target does not read: a layer that waits for flow control would miss it.
 #[tokio::test]
 async fn a_reset_passes_a_stream_that_is_blocked_the_other_way() {
     let mut link = link().await;
-    let (caller, end) = carry(&link.send, stalls(), b"").await;
+    let (client, end) = carry(&link.send, stalls(), b"").await;
     let (_target, _) = within(link.targets.accept()).await.unwrap();
     let big = vec![0; 64 << 10];
     // Fills every buffer up to the target, which never reads.
-    while tokio::time::timeout(Duration::from_millis(500), caller.writable()).await.is_ok() {
-        let _ = caller.try_write(&big);
+    while tokio::time::timeout(Duration::from_millis(500), client.writable()).await.is_ok() {
+        let _ = client.try_write(&big);
     }
-    // Nobody reads, nobody writes: only the caller's reset itself can tell.
-    tunnel_core::carry::reset_on_drop(&caller);
-    drop(caller);
+    // Nothing is read or written: only the client's reset itself can be noticed.
+    reset_on_drop(&client);
+    drop(client);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::ClientReset));
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::ClientReset)));
 }
@@ -209,9 +212,9 @@ async fn an_end_without_a_status_is_a_reset() {
         });
         let (send, connection) = link::client_builder().handshake(server_io).await.unwrap();
         tokio::spawn(connection);
-        let (mut caller, end) = carry(&send, stalls(), b"").await;
+        let (mut client, end) = carry(&send, stalls(), b"").await;
         let mut got = Vec::new();
-        let error = within(caller.read_to_end(&mut got)).await.unwrap_err();
+        let error = within(client.read_to_end(&mut got)).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{trailers:?}");
         assert_eq!(within(end).await.unwrap().0, Err(Outcome::Protocol), "{trailers:?}");
     }
@@ -220,28 +223,28 @@ async fn an_end_without_a_status_is_a_reset() {
 #[tokio::test]
 async fn a_lost_link_is_a_reset_on_both_ends() {
     let link = link().await;
-    let (mut caller, end) = carry(&link.send, stalls(), b"").await;
+    let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
     target.write_all(b"x").await.unwrap();
-    within(caller.read_u8()).await.unwrap();
+    within(client.read_u8()).await.unwrap();
     let Link { send, targets: _targets, mut agent_ends } = link;
-    // As if the server's task died; what of the link is left tells the agent.
+    // As if the server's task died; the rest of the link notifies the agent.
     drop(send);
     end.abort();
     assert!(within(end).await.unwrap_err().is_cancelled());
-    assert_eq!(within(caller.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
+    assert_eq!(within(client.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
     assert!(within(agent_ends.recv()).await.unwrap().is_err());
     assert_eq!(within(target.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
-/// Readers that do not read, of large and of tiny writes, do not slow or break what shares the link with them.
+/// Receivers that do not read, of large and of tiny writes, neither slow nor break other connections of their link.
 #[tokio::test]
-async fn stalled_readers_hold_up_nobody_else() {
+async fn stalled_receivers_do_not_affect_other_connections() {
     let link = link().await;
     let stalls = stalls();
     let mut stalled = Vec::new();
     for index in 0..40 {
-        let (caller, end) = carry(&link.send, stalls.clone(), b"").await;
+        let (client, end) = carry(&link.send, stalls.clone(), b"").await;
         let (target, _) = within(link.targets.accept()).await.unwrap();
         target.set_nodelay(true).unwrap();
         let piece = if index % 2 == 0 { 1 } else { 64 << 10 };
@@ -255,7 +258,7 @@ async fn stalled_readers_hold_up_nobody_else() {
                 tokio::task::yield_now().await;
             }
         });
-        stalled.push((caller, end, writer));
+        stalled.push((client, end, writer));
     }
     within(async {
         while stalls.blocked() < 10 {
@@ -264,16 +267,16 @@ async fn stalled_readers_hold_up_nobody_else() {
     })
     .await;
     for _ in 0..50 {
-        let (mut caller, end) = carry(&link.send, stalls.clone(), b"").await;
+        let (mut client, end) = carry(&link.send, stalls.clone(), b"").await;
         // The link's targets are accepted in order; every stalled one is taken already.
         let (mut target, _) = within(link.targets.accept()).await.unwrap();
-        caller.write_all(b"ping").await.unwrap();
+        client.write_all(b"ping").await.unwrap();
         let mut got = [0; 4];
         within(target.read_exact(&mut got)).await.unwrap();
         target.write_all(b"pong").await.unwrap();
-        within(caller.read_exact(&mut got)).await.unwrap();
+        within(client.read_exact(&mut got)).await.unwrap();
         assert_eq!(&got, b"pong");
-        drop((caller, target));
+        drop((client, target));
         assert_eq!(within(end).await.unwrap().0, Ok(()));
     }
     assert!(stalled.iter().all(|(_, end, _)| !end.is_finished()), "stalled is not failed");
@@ -283,9 +286,9 @@ async fn stalled_readers_hold_up_nobody_else() {
     }
 }
 
-/// A refused dial: the agent answers with a status and resets what it does not want of the request.
+/// A refused dial: the agent answers with a status and resets the rest of the request.
 #[tokio::test]
-async fn a_status_outlives_the_reset_of_an_unwanted_request() {
+async fn the_status_of_a_refused_dial_survives_the_reset_of_the_request() {
     let (server_io, agent_io) = tokio::io::duplex(1 << 20);
     tokio::spawn(async move {
         let mut connection: h2::server::Connection<_, Bytes> =
@@ -301,8 +304,9 @@ async fn a_status_outlives_the_reset_of_an_unwanted_request() {
     tokio::spawn(connection);
     let (stalls, abort, traffic) = (stalls(), Arc::new(Abort::default()), Traffic::default());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let mut caller = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (mut socket, _) = listener.accept().await.unwrap();
+    prepare_socket(&socket).unwrap();
     let mut send = send.ready().await.unwrap();
     let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
     let inbound = async {
@@ -316,19 +320,19 @@ async fn a_status_outlives_the_reset_of_an_unwanted_request() {
     let ended = within(relay.run(&mut socket, Bytes::from_static(b"early"), &mut stream, inbound)).await;
     assert_eq!(ended.unwrap_err().outcome(Side::Server), Outcome::Refused);
     drop(socket);
-    assert_eq!(within(caller.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
+    assert_eq!(within(client.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
-/// What stalled readers may hold is bounded: beyond it the one without progress for longest is reset, and says why.
+/// Stalled receivers may hold a bounded number of bytes: beyond it, the one without progress for longest is reset.
 #[tokio::test]
-async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
+async fn the_longest_stalled_is_reset_above_the_bound() {
     let mut link = link().await;
     let window = link::STREAM_WINDOW as usize;
     // Room for one; twice that within the grace.
     let stalls = Arc::new(StallBound::new(window, window));
     let mut stalled = Vec::new();
     for _ in 0..4 {
-        let (caller, end) = carry(&link.send, stalls.clone(), b"").await;
+        let (client, end) = carry(&link.send, stalls.clone(), b"").await;
         let (target, _) = within(link.targets.accept()).await.unwrap();
         let writer = tokio::spawn(async move {
             let mut target = target;
@@ -342,7 +346,7 @@ async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
             }
         })
         .await;
-        stalled.push((caller, end, writer));
+        stalled.push((client, end, writer));
     }
     let (mut first, end, writer) = stalled.remove(0);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::Stalled));
@@ -360,24 +364,24 @@ async fn the_longest_stalled_is_reset_when_the_bound_is_passed() {
 #[tokio::test]
 async fn a_reset_after_a_half_close_is_noticed_while_the_target_is_silent() {
     let mut link = link().await;
-    let (mut caller, end) = carry(&link.send, stalls(), b"").await;
+    let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
-    caller.write_all(b"request").await.unwrap();
-    caller.shutdown().await.unwrap();
+    client.write_all(b"request").await.unwrap();
+    client.shutdown().await.unwrap();
     let mut got = Vec::new();
     within(target.read_to_end(&mut got)).await.unwrap();
-    tunnel_core::carry::reset_on_drop(&caller);
-    drop(caller);
+    reset_on_drop(&client);
+    drop(client);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::ClientReset));
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::ClientReset)));
 }
 
-/// While the caller does not read, small pieces are gathered, and arrive in order among large ones.
+/// While the client does not read, small pieces are gathered, and arrive in order among large ones.
 #[tokio::test]
-async fn what_was_gathered_for_a_slow_reader_arrives_in_order() {
+async fn bytes_gathered_for_a_slow_reader_arrive_in_order() {
     let link = link().await;
     let stalls = stalls();
-    let (mut caller, end) = carry(&link.send, stalls.clone(), b"").await;
+    let (mut client, end) = carry(&link.send, stalls.clone(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
     target.set_nodelay(true).unwrap();
     let data = pattern(12 << 20, 3);
@@ -401,9 +405,9 @@ async fn what_was_gathered_for_a_slow_reader_arrives_in_order() {
     })
     .await;
     let mut got = Vec::new();
-    within(caller.read_to_end(&mut got)).await.unwrap();
+    within(client.read_to_end(&mut got)).await.unwrap();
     assert!(got == data, "{} of {} bytes, or others", got.len(), data.len());
     within(writer).await.unwrap();
-    drop(caller);
+    drop(client);
     assert_eq!(within(end).await.unwrap(), (Ok(()), 0, data.len() as u64));
 }

@@ -1,5 +1,5 @@
 //! The generated protocol code is checked in; this test regenerates it and compares.
-//! `POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code` writes it anew.
+//! `POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code` updates it.
 
 use std::{fs, path::Path};
 
@@ -23,6 +23,6 @@ fn generated_code_is_current() {
     let current = fs::read_to_string(&checked_in).unwrap_or_default();
     assert!(
         current == fresh,
-        "src/proto/generated.rs is not what proto/ says: run POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code"
+        "src/proto/generated.rs differs from proto/: run POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code"
     );
 }

@@ -39,7 +39,7 @@ async fn an_agent_enrols_once_and_then_lives_on_its_files() {
         EnrollConfig { servers: vec!["127.0.0.1:1".into()], token: None, ca_hash: None, ..config.clone() };
     assert_eq!(enroll(&again).await.unwrap().chain, identity.chain);
     // Even with a wrong token: it is not looked at.
-    let again = EnrollConfig { token: Some(tunnel_core::identity::Secret::new("x")), ..again };
+    let again = EnrollConfig { token: Some("x".into()), ..again };
     assert_eq!(enroll(&again).await.unwrap().chain, identity.chain);
 
     let other = EnrollConfig { node: node("edge-2"), ..again };
@@ -168,8 +168,7 @@ async fn an_ended_certificate_needs_a_token_again() {
     // The used token is bound to the first key, and the hash is not needed again.
     assert!(enroll(&config).await.unwrap_err().to_string().contains("already used"));
     let token = server.token("edge-1");
-    let again =
-        EnrollConfig { token: Some(tunnel_core::identity::Secret::new(token)), ca_hash: None, ..config };
+    let again = EnrollConfig { token: Some(token.into()), ca_hash: None, ..config };
     assert_ne!(enroll(&again).await.unwrap().chain, identity.chain);
 }
 
@@ -188,8 +187,7 @@ async fn broken_files_are_named_and_kept() {
         let path = config.state_dir.join(file);
         write_atomically(&path, content.as_bytes(), 0o600).unwrap();
         let token = server.token("edge-1");
-        let with_token =
-            EnrollConfig { token: Some(tunnel_core::identity::Secret::new(token)), ..config.clone() };
+        let with_token = EnrollConfig { token: Some(token.into()), ..config.clone() };
         let error = enroll(&with_token).await.unwrap_err().to_string();
         let parts = [path.to_str().unwrap(), reason, "tunnel-server token create"];
         assert!(parts.iter().all(|part| error.contains(part)), "{file}: {error}");

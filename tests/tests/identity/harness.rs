@@ -22,7 +22,7 @@ use tonic::transport::{Channel, Endpoint};
 use tower::Service;
 use tunnel_agent::enroll::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_core::identity::{
-    ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, NodeName, Secret, agent_tls, refusal, server_name,
+    ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, NodeName, agent_tls, refusal, server_name,
 };
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
 use tunnel_server::pki::{
@@ -156,7 +156,7 @@ impl TestServer {
             servers: vec![self.address.clone()],
             node: node(name),
             state_dir: self.directory.path().join(state),
-            token: token.map(Secret::new),
+            token: token.map(Into::into),
             ca_hash: Some(self.ca_hash()),
         }
     }

@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use tunnel_agent::enroll::{EnrollConfig, IdentityKeeper, IdentityMetrics};
-use tunnel_core::identity::{Secret, TrustBundle};
+use tunnel_core::identity::TrustBundle;
 use tunnel_server::pki::Lifetimes;
 
 use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
@@ -146,7 +146,7 @@ async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
     .await;
     let enrolls_anew = async |server: &TestServer, mut config: EnrollConfig| {
         config.servers = vec![server.address.clone()];
-        config.token = Some(Secret::new(server.token(config.node.as_str())));
+        config.token = Some(server.token(config.node.as_str()).into());
         config.ca_hash = Some(server.ca_hash());
         let identity = enroll(&config).await.unwrap();
         assert_eq!(identity.bundle.hashes(), [server.ca_hash()]);
@@ -170,7 +170,7 @@ async fn what_was_left_in_a_unit_file_does_not_stop_an_agent_that_works() {
     let (config, identity) = server.enrolled("edge-1").await;
     let upper = config.ca_hash.as_ref().map(|hash| hash.to_uppercase().replace("SHA256:", "sha256:"));
     let asked = || server.metrics.enrollments("enroll", "unknown_token");
-    let token = || Some(Secret::new("abcdef.00000000000000000000000000"));
+    let token = || Some("abcdef.00000000000000000000000000".into());
     // Its own CA's hash: no server is asked, whatever the token.
     for ca_hash in [config.ca_hash.clone(), upper, None] {
         let stale = EnrollConfig { token: token(), ca_hash, ..config.clone() };

@@ -128,7 +128,7 @@ fn yurttunnels_command_line_is_taken() {
 #[test]
 fn the_token_is_masked_and_needs_the_ca() {
     let config = config(&["--server=a:1", "--token=abc.def", &format!("--ca-hash={HASH}")]).unwrap();
-    assert_eq!(config.token.as_ref().unwrap().expose(), "abc.def");
+    assert_eq!(config.token.as_ref().unwrap().expose_secret(), "abc.def");
     assert!(!format!("{config:?} {:?}", config.flags()).contains("abc.def"));
     assert_eq!(
         error(&["--server=a:1", "--token=abc.def"]),
@@ -154,7 +154,7 @@ fn the_token_file_may_be_gone_once_enrolled() {
     std::fs::write(&file, " \n").unwrap();
     assert_eq!(error(&flags), "--token-file: not a token: empty, or with blanks in it");
     std::fs::write(&file, "abc.def\n").unwrap();
-    assert_eq!(config(&flags).unwrap().token.unwrap().expose(), "abc.def");
+    assert_eq!(config(&flags).unwrap().token.unwrap().expose_secret(), "abc.def");
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&state).unwrap();
     std::fs::write(state.join("agent.crt"), "").unwrap();
@@ -197,7 +197,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--server=a:1", "--admin-address=0.0.0.0:1"],
-            "--admin-address=0.0.0.0:1: not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
+            "--admin-address=0.0.0.0:1: not a loopback address: this endpoint has no authentication; use 127.0.0.1 or [::1]",
         ),
         (
             &["--server=a:1", "--allow-target=10.0.0.1"],

@@ -12,8 +12,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use tokio::net::TcpStream;
 use tonic::{Code, Status};
-use tunnel_core::carry::{Abort, Relay, Side, TARGET_HEADER, Traffic, reset_on_drop};
-use tunnel_core::link;
+use tunnel_core::carry::{Abort, Relay, Side, TARGET_HEADER, Traffic, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
 use crate::session::SessionState;
@@ -161,9 +160,7 @@ async fn dial(
         .await
         .map_err(|_| Refusal::TimedOut { target, after: deadline })?
         .map_err(|error| Refusal::of(target, deadline, error))?;
-    // Until the pump takes over, too: a server that goes away now must not look like an end of file to the target.
-    reset_on_drop(&socket);
-    link::tune_carried(&socket).map_err(|error| Refusal::Unreachable { target, error })?;
+    prepare_socket(&socket).map_err(|error| Refusal::Unreachable { target, error })?;
     Ok((target, socket))
 }
 

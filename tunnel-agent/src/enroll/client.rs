@@ -132,7 +132,10 @@ impl Connection {
         bundle.verify_server(&self.server_chain)?;
         let identity = AgentIdentity::from_pem(&response.certificate_chain, &key.serialize_pem(), bundle)?;
         if identity.node != *node {
-            return Err(IdentityError::OtherNode { expected: node.clone(), found: identity.node });
+            return Err(IdentityError::OtherNode {
+                expected: node.to_string(),
+                found: identity.node.to_string(),
+            });
         }
         match identity.chain.first().and_then(|leaf| identity.bundle.issuer_of(leaf)) {
             Some(_) => Ok(identity),

@@ -21,7 +21,8 @@ use std::time::SystemTime;
 
 use rustls::ClientConfig;
 use tunnel_core::identity::{
-    ALPN_GRPC, AgentIdentity, NodeName, Secret, TrustBundle, anonymous_tls, create_csr, pinned_tls,
+    ALPN_GRPC, AgentIdentity, ExposeSecret, NodeName, SecretString, TrustBundle, anonymous_tls, create_csr,
+    pinned_tls,
 };
 use tunnel_core::proto::EnrollRequest;
 
@@ -42,7 +43,7 @@ pub struct EnrollConfig {
     /// Where the identity is kept.
     pub state_dir: PathBuf,
     /// For the first enrolment, and for one at another CA.
-    pub token: Option<Secret>,
+    pub token: Option<SecretString>,
     /// `sha256:HEX` of the CA's key, for an enrolment.
     pub ca_hash: Option<String>,
 }
@@ -114,7 +115,7 @@ fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str
 async fn replace_if_agreed(
     config: &EnrollConfig,
     files: &IdentityFiles,
-    token: &Secret,
+    token: &SecretString,
     present: AgentIdentity,
     doubt: &str,
 ) -> AgentIdentity {
@@ -140,7 +141,7 @@ async fn replace_if_agreed(
 struct Round<'a> {
     config: &'a EnrollConfig,
     files: &'a IdentityFiles,
-    token: &'a Secret,
+    token: &'a SecretString,
     tls: Arc<ClientConfig>,
     key: rcgen::KeyPair,
     csr: Vec<u8>,
@@ -150,7 +151,7 @@ impl<'a> Round<'a> {
     fn begin(
         config: &'a EnrollConfig,
         files: &'a IdentityFiles,
-        token: &'a Secret,
+        token: &'a SecretString,
         known: Option<&TrustBundle>,
     ) -> Result<Self, EnrollError> {
         let tls = enrollment_tls(config, known)?;
@@ -170,7 +171,7 @@ impl<'a> Round<'a> {
         for server in &self.config.servers {
             let request = EnrollRequest {
                 node: node.to_string(),
-                token: self.token.expose().to_owned(),
+                token: self.token.expose_secret().to_owned(),
                 csr: self.csr.clone(),
             };
             match enroll_at(server, &self.tls, request, &self.key, node).await {

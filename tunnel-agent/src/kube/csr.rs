@@ -277,7 +277,10 @@ fn identity_of(pem: &[u8], key: &KeyPair, node: &NodeName) -> Result<AgentIdenti
     let roots = TrustBundle::new(certificates.split_off(1))?;
     let identity = AgentIdentity::from_pem(&pem_of_certificates(&certificates), &key.serialize_pem(), roots)?;
     if identity.node != *node {
-        return Err(IdentityError::OtherNode { expected: node.clone(), found: identity.node });
+        return Err(IdentityError::OtherNode {
+            expected: node.to_string(),
+            found: identity.node.to_string(),
+        });
     }
     if certificates.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none()) {
         return Err(IdentityError::Bundle("no root of it signed the certificate".into()));

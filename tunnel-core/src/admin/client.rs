@@ -1,4 +1,4 @@
-//! Asks a running process's admin endpoints, for the `status` commands.
+//! A client of the admin endpoints, for the `status` commands.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Why no answer came.
+/// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error("--admin-address={address}: {reason}; is it running, and with this --admin-address?")]
@@ -31,7 +31,7 @@ pub enum ClientError {
     Content { address: SocketAddr, path: String, reason: serde_json::Error },
 }
 
-/// An HTTP answer, whole.
+/// A whole HTTP answer.
 #[derive(Debug)]
 pub struct Answer {
     pub status: StatusCode,
@@ -40,7 +40,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The body if it is UTF-8, else nothing.
+    /// The body if it is UTF-8, else an empty string.
     pub fn text(&self) -> &str {
         std::str::from_utf8(&self.body).unwrap_or_default()
     }
@@ -49,7 +49,7 @@ impl Answer {
 /// One request on a connection of its own, within 10 s.
 ///
 /// # Errors
-/// When no HTTP answer comes; an answer of any status is not an error.
+/// There is no HTTP answer. An answer of any status is not an error.
 pub async fn request(
     address: SocketAddr,
     method: Method,
@@ -82,7 +82,7 @@ pub async fn request(
                 .to_bytes();
             Ok(Answer { status, content_type, body })
         };
-        // The connection must be driven for the exchange to move; it may end before the exchange has seen all.
+        // The exchange needs the connection to be driven; the connection may end before the exchange has read all.
         let drive = async {
             drop(connection.await);
             std::future::pending::<()>().await;
@@ -98,7 +98,7 @@ pub async fn request(
 /// GETs a JSON document.
 ///
 /// # Errors
-/// When it does not come, comes with another status than 200, or is not a `T`.
+/// As [`request`]; the status is not 200; or the document is not a `T`.
 pub async fn fetch<T: DeserializeOwned>(address: SocketAddr, path: &str) -> Result<T, ClientError> {
     let answer = request(address, Method::GET, path, Bytes::new()).await?;
     if answer.status != StatusCode::OK {
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn something_else_there_is_told_apart() {
+    async fn another_program_at_the_address_is_recognised() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move {

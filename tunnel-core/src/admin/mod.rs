@@ -1,4 +1,4 @@
-//! The admin endpoints, on an OS thread and a runtime of their own, so that they answer when the data path is busy.
+//! The admin endpoints. They have a thread and a runtime of their own, so that they answer while the data path is busy.
 //!
 //! | path | answer |
 //! |---|---|
@@ -34,15 +34,15 @@ use crate::config::BindError;
 use crate::lifecycle::Readiness;
 use crate::logging;
 
-/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; Prometheus parses what this names.
+/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; decides which parser Prometheus uses.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// A level is a word or a number; anything longer is a mistake.
+/// A level is a word or a number.
 const MAX_LEVEL_BYTES: usize = 64;
 
-/// Makes the answer of `/status`.
+/// Returns the answer of `/status`.
 pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
 
-/// What the endpoints show and change.
+/// The state that the endpoints show and change.
 #[derive(Clone)]
 pub struct Admin {
     pub registry: Arc<Registry>,
@@ -61,7 +61,7 @@ impl Admin {
     /// Listens, without answering yet.
     ///
     /// # Errors
-    /// When the address cannot be listened on.
+    /// The address cannot be listened on.
     pub fn bind(self, key: &'static str, address: SocketAddr) -> Result<Bound, BindError> {
         let listen = || {
             let listener = TcpListener::bind(address)?;
@@ -85,7 +85,7 @@ impl Admin {
     }
 }
 
-/// Listening; connections wait in the backlog until [`Bound::serve`].
+/// A listener; connections wait in its backlog until [`Bound::serve`].
 #[derive(Debug)]
 pub struct Bound {
     admin: Admin,
@@ -101,7 +101,7 @@ impl Bound {
     /// Answers on a new thread until the returned handle is dropped.
     ///
     /// # Errors
-    /// When the thread or its runtime cannot be made.
+    /// The thread or its runtime cannot be created.
     pub fn serve(self) -> io::Result<Serving> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let stop = CancellationToken::new();
@@ -115,7 +115,7 @@ impl Bound {
                 };
                 tokio::select! {
                     () = stopped.cancelled() => {}
-                    Err(error) = served => tracing::error!(%address, %error, "the admin endpoints have stopped"),
+                    Err(error) = served => tracing::error!(%address, %error, "the admin endpoints have failed"),
                 }
             });
         })?;
@@ -123,7 +123,7 @@ impl Bound {
     }
 }
 
-/// The endpoints answer until this is dropped.
+/// Running endpoints; dropping this stops them.
 #[derive(Debug)]
 pub struct Serving {
     address: SocketAddr,
@@ -143,7 +143,7 @@ impl Drop for Serving {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the admin thread had panicked");
+            tracing::error!("the admin thread panicked");
         }
     }
 }
@@ -174,7 +174,7 @@ async fn status(State(admin): State<Admin>) -> Response {
     axum::Json((admin.status)()).into_response()
 }
 
-/// Answers as klog's handler does, so scripts written for SuperEdge and kubelets work.
+/// Answers as klog's handler does, so that scripts for SuperEdge and kubelets work.
 async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
     if request.method() != Method::PUT {
         return (StatusCode::NOT_ACCEPTABLE, "unrecognized http method; use PUT\n").into_response();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_log_level_is_set_as_klog_does() {
+    async fn the_log_level_is_set_as_with_klog() {
         let (serving, _, log) = serve();
         let path = "/debug/flags/v";
         let answer = ask(&serving, Method::PUT, path, "5\n").await;
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_taken_address_is_named_and_a_stopped_one_is_free() {
+    async fn an_address_in_use_is_an_error_until_its_server_stops() {
         let (serving, _, _) = serve();
         let address = serving.address();
         let admin = || Admin {

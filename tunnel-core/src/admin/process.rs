@@ -9,8 +9,8 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-/// Registers `postern_build_info{version}` and the process metrics under their usual names. The registry must have no
-/// prefix: the rest goes into its `sub_registry_with_prefix("postern")`.
+/// Registers `postern_build_info{version}` and the process metrics under their usual names, so `registry` must have no
+/// prefix.
 pub fn register_process_metrics(registry: &mut Registry, version: &'static str) {
     registry.register("postern_build", "The version that runs", Info::new(vec![("version", version)]));
     registry.register_collector(Box::new(Process { start: start_seconds() }));
@@ -18,36 +18,27 @@ pub fn register_process_metrics(registry: &mut Registry, version: &'static str) 
 
 #[derive(Debug)]
 struct Process {
-    /// Seconds since the epoch, when `/proc` tells.
+    /// Seconds since the epoch; `None` when `/proc` cannot be read.
     start: Option<f64>,
 }
 
 impl Collector for Process {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let mut gauge = |name: &str, help: &str, value: Option<f64>| match value {
-            Some(value) => {
-                let gauge = ConstGauge::new(value);
-                gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)
-            }
-            None => Ok(()),
-        };
-        gauge("process_resident_memory_bytes", "Resident memory in bytes", resident_bytes())?;
-        gauge("process_open_fds", "Open file descriptors", open_fds())?;
-        gauge("process_threads", "Threads", thread_count())?;
-        gauge(
-            "process_start_time_seconds",
-            "When the process started, in seconds since the epoch",
-            self.start,
-        )?;
+        let start = "When the process started, in seconds since the epoch";
+        for (name, help, value) in [
+            ("process_resident_memory_bytes", "Resident memory in bytes", resident_bytes()),
+            ("process_open_fds", "Open file descriptors", open_fds()),
+            ("process_threads", "Threads", stat_field(20).map(|count| count as f64)),
+            ("process_start_time_seconds", start, self.start),
+        ] {
+            let Some(value) = value else { continue };
+            let gauge = ConstGauge::new(value);
+            gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
+        }
         if let Some(seconds) = cpu_seconds() {
             let counter = ConstCounter::new(seconds);
-            let help = "CPU time used in seconds, user and system";
-            counter.encode(encoder.encode_descriptor(
-                "process_cpu_seconds",
-                help,
-                None,
-                counter.metric_type(),
-            )?)?;
+            let (name, help) = ("process_cpu_seconds", "CPU time used in seconds, user and system");
+            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
         }
         Ok(())
     }
@@ -65,7 +56,7 @@ fn open_fds() -> Option<f64> {
     Some(fs::read_dir("/proc/self/fd").ok()?.count().saturating_sub(1) as f64)
 }
 
-/// The fields of `/proc/self/stat` from the third on (proc(5)); the second, the name, may hold blanks.
+/// A field of `/proc/self/stat`, numbered as in proc(5), from the third on: the second, the name, may hold blanks.
 fn stat_field(number: usize) -> Option<u64> {
     let stat = fs::read_to_string("/proc/self/stat").ok()?;
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number - 3)?.parse().ok()
@@ -73,10 +64,6 @@ fn stat_field(number: usize) -> Option<u64> {
 
 fn ticks_per_second() -> Option<f64> {
     Some(nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok()?? as f64)
-}
-
-fn thread_count() -> Option<f64> {
-    Some(stat_field(20)? as f64)
 }
 
 fn cpu_seconds() -> Option<f64> {
@@ -94,10 +81,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_is_read_right() {
+    fn values_from_proc_are_plausible() {
         assert!(resident_bytes().unwrap() > 1e6);
         assert!(open_fds().unwrap() >= 3.0);
-        assert!(thread_count().unwrap() >= 1.0);
+        assert!(stat_field(20).unwrap() >= 1);
         assert!(cpu_seconds().unwrap() >= 0.0);
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
         let start = start_seconds().unwrap();

@@ -1,4 +1,4 @@
-//! The `status` command of both programs: shows what `/status` says, once or again and again.
+//! The `status` command of both programs: shows `/status`, once or repeatedly.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::client::{ClientError, fetch};
 use crate::config::report_error;
 
-/// Between two looks with `--watch`.
+/// Pause between two requests with `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
 
 /// How to show it.
@@ -31,10 +31,9 @@ enum Output {
     Json,
 }
 
-/// It cannot be shown.
+/// Why the status cannot be shown.
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
-    /// No answer, or none that is understood.
     #[error(transparent)]
     Client(#[from] ClientError),
     /// Standard output, or the handler of SIGINT, failed.
@@ -43,10 +42,10 @@ pub enum ShowError {
 }
 
 impl Show {
-    /// Prints what `program` says at `address`, made readable by `to_text`; until Ctrl-C with `--watch`.
+    /// Prints the status of `program` at `address`, formatted by `to_text`; with `--watch` until Ctrl-C.
     ///
     /// # Errors
-    /// Standard output fails; without `--watch`, also no answer.
+    /// Standard output fails, or, without `--watch`, there is no answer.
     pub async fn run<T: DeserializeOwned>(
         &self,
         program: &str,
@@ -54,14 +53,14 @@ impl Show {
         to_text: impl Fn(T) -> String,
     ) -> Result<(), ShowError> {
         if !self.watch {
-            print(&self.look(address, &to_text).await?)?;
+            print(&self.fetch_text(address, &to_text).await?)?;
             return Ok(());
         }
-        // Before the first look: from here on Ctrl-C is a normal end, also while an answer is awaited.
+        // Before the first request: Ctrl-C is a normal end even while an answer is awaited.
         let mut interrupt = signal(SignalKind::interrupt())?;
         let watch = async {
             loop {
-                match self.look(address, &to_text).await {
+                match self.fetch_text(address, &to_text).await {
                     Ok(text) if print(&text)? => {}
                     Ok(_) => return Ok(()),
                     // It may come back, as during an upgrade.
@@ -79,13 +78,13 @@ impl Show {
         }
     }
 
-    async fn look<T: DeserializeOwned>(
+    async fn fetch_text<T: DeserializeOwned>(
         &self,
         address: SocketAddr,
         to_text: impl Fn(T) -> String,
     ) -> Result<String, ClientError> {
         let mut shown = match self.output {
-            // Passed on as it is: a newer program may say more than this version knows.
+            // Printed unparsed: a newer program may report more than this version knows.
             Output::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, "/status").await?),
             Output::Text => to_text(fetch(address, "/status").await?),
         };
@@ -96,7 +95,7 @@ impl Show {
     }
 }
 
-/// False when nobody reads any more, as behind `| head`.
+/// False when standard output is closed, as with `| head`.
 fn print(text: &str) -> io::Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

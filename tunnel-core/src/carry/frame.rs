@@ -1,14 +1,14 @@
 //! Segments on the wire: `message Segment { bytes data = 1; }` in gRPC's length-prefixed framing, written and read
-//! without a codec's copies.
+//! without the copies that a codec makes.
 //!
-//! The header has a fixed size, so a socket is read straight behind it: one byte "not compressed", four bytes of
-//! message length, the field's tag and its length as a varint padded to four bytes (protobuf allows padding).
+//! The header has a fixed size, so that a socket is read straight into the buffer after it: one byte "not compressed",
+//! four bytes of message length, the field's tag, and its length as a varint padded to four bytes (protobuf allows that).
 
 use bytes::{Buf, Bytes};
 
 /// Bytes in front of a segment's data.
 pub const HEADER_LEN: usize = 10;
-/// The most data that fits one segment: what four bytes of varint can say.
+/// The most data that fits one segment, in bytes: the largest number in a four-byte varint.
 pub const MAX_DATA: usize = (1 << 28) - 1;
 
 const FIELD_HEADER_LEN: usize = HEADER_LEN - GRPC_PREFIX_LEN;
@@ -46,10 +46,10 @@ pub enum FrameError {
     /// The compression flag is set; nothing was negotiated.
     #[error("segment is marked as compressed (flag {0})")]
     Compressed(u8),
-    /// Something else than field 1, length-delimited.
+    /// Not field 1, length-delimited.
     #[error("segment has an unknown field (tag {0:#04x})")]
     UnknownField(u8),
-    /// The varint does not end, or says more than the message holds.
+    /// The varint does not end, or exceeds the message.
     #[error("segment's data length is malformed")]
     Length,
     /// The stream ended inside a segment.
@@ -58,37 +58,37 @@ pub enum FrameError {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum State {
-    /// Inside the five bytes of gRPC prefix: `have` of them seen.
+enum DeframerState {
+    /// Inside the five bytes of gRPC prefix, of which `have` were read.
     Prefix { have: usize, length: u32 },
     /// At a field's tag, `left` bytes before the message ends.
     Tag { left: u32 },
-    /// Inside the length, with `shift` bits seen.
+    /// Inside the length, of which `shift` bits were read.
     Length { left: u32, value: u32, shift: u32 },
-    /// Inside the data; `left` is what of the message follows the data.
+    /// Inside the data; `left` bytes of the message follow it.
     Data { data: u32, left: u32 },
 }
 
-/// Takes segments apart as they arrive, across any split into chunks, without reassembling them.
+/// Extracts the data of segments as they arrive, however they are split into chunks, without reassembling them.
 #[derive(Debug)]
 pub struct Deframer {
-    state: State,
+    state: DeframerState,
 }
 
 impl Default for Deframer {
     fn default() -> Self {
-        Self { state: State::Prefix { have: 0, length: 0 } }
+        Self { state: DeframerState::Prefix { have: 0, length: 0 } }
     }
 }
 
 impl Deframer {
-    /// The next piece of data in `chunk`, which is consumed up to its end; `None` when the chunk is used up.
+    /// The next piece of data, removed from the front of `chunk`; `None` when the chunk is used up.
     ///
     /// # Errors
-    /// The bytes are not segments; the stream cannot go on.
+    /// The bytes are not segments. The stream cannot be read any further.
     pub fn next(&mut self, chunk: &mut Bytes) -> Result<Option<Bytes>, FrameError> {
         loop {
-            if let State::Data { data, left } = self.state {
+            if let DeframerState::Data { data, left } = self.state {
                 if data == 0 {
                     self.state = after_field(left);
                     continue;
@@ -101,7 +101,7 @@ impl Deframer {
                 let taken = u32::try_from(take).map_err(|_| FrameError::Length)?;
                 self.state = match data - taken {
                     0 => after_field(left),
-                    data => State::Data { data, left },
+                    data => DeframerState::Data { data, left },
                 };
                 return Ok(Some(chunk.split_to(take)));
             }
@@ -113,23 +113,23 @@ impl Deframer {
         }
     }
 
-    /// Whether the stream may end here.
+    /// Checks that the stream may end here.
     ///
     /// # Errors
     /// [`FrameError::Truncated`] inside a segment.
     pub fn finish(&self) -> Result<(), FrameError> {
         match self.state {
-            State::Prefix { have: 0, .. } => Ok(()),
+            DeframerState::Prefix { have: 0, .. } => Ok(()),
             _ => Err(FrameError::Truncated),
         }
     }
 }
 
-fn after_field(left: u32) -> State {
-    if left == 0 { State::Prefix { have: 0, length: 0 } } else { State::Tag { left } }
+fn after_field(left: u32) -> DeframerState {
+    if left == 0 { DeframerState::Prefix { have: 0, length: 0 } } else { DeframerState::Tag { left } }
 }
 
-impl State {
+impl DeframerState {
     fn step(self, byte: u8) -> Result<Self, FrameError> {
         match self {
             Self::Prefix { have: 0, .. } => match byte {
@@ -198,7 +198,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_split_gives_the_data_back(
+        fn data_survives_any_split(
             segments in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..600), 0..6),
             cuts in proptest::collection::vec(any::<usize>(), 0..12),
         ) {
@@ -207,7 +207,7 @@ mod tests {
         }
 
         #[test]
-        fn prost_reads_our_segments_and_we_read_its(data in proptest::collection::vec(any::<u8>(), 0..70_000)) {
+        fn prost_reads_our_segments_and_we_read_those_of_prost(data in proptest::collection::vec(any::<u8>(), 0..70_000)) {
             let ours = frame(&data);
             let theirs = proto::Segment::decode(&ours[GRPC_PREFIX_LEN..]).unwrap();
             prop_assert_eq!(&theirs.data[..], &data[..]);
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn malformed_segments_are_rejected_with_their_reason() {
         assert_eq!(deframe([Bytes::from_static(&[1])]), Err(FrameError::Compressed(1)));
         assert_eq!(
             deframe([Bytes::from_static(&[0, 0, 0, 0, 2, 0x12, 0])]),

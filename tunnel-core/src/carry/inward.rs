@@ -1,9 +1,10 @@
-//! Stream to socket.
+//! The direction from the stream to the socket.
 
 use std::future::poll_fn;
 use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::{Bytes, BytesMut};
@@ -13,31 +14,33 @@ use tokio::io::AsyncWrite;
 use tokio::net::tcp::WriteHalf;
 
 use super::GRPC_STATUS;
+use super::error::{RelayError, Side};
 use super::frame::Deframer;
-use super::pump::{Relay, RelayError, Side};
+use super::stall::{Abort, StallBound};
+use super::traffic::Traffic;
 use crate::text::printable;
 
-/// Chunks below this are gathered while the socket takes nothing: each costs h2 some 250 bytes of bookkeeping.
+/// Chunks shorter than this (bytes) are gathered while the socket is blocked: each costs h2 some 250 bytes of bookkeeping.
 const SMALL_CHUNK: usize = 4 << 10;
 
-/// What has come from the stream and is not written yet.
+/// Bytes that came from the stream and are not written yet.
 #[derive(Default)]
 struct Inbox {
     deframer: Deframer,
-    /// Of the chunk that is being written.
+    /// The data of the chunk that is being written.
     pieces: Vec<Bytes>,
-    /// Small chunks that came while the socket took nothing, without their headers.
+    /// The data of small chunks that came while the socket was blocked.
     backlog: BytesMut,
-    /// Flow control owed to the sender for the backlog.
+    /// Flow control to return to the sender for the backlog, in bytes.
     owed: usize,
-    /// A large chunk that came behind them.
+    /// A large chunk that came after them.
     next: Option<Bytes>,
     ended: bool,
 }
 
 impl Inbox {
-    /// Takes small chunks out of h2 while the socket is blocked. Their flow control is kept, so that a window's worth of
-    /// one-byte writes takes a window of memory, and not twenty. Notices a reset as well.
+    /// Takes small chunks out of h2 while the socket is blocked, and notices a reset. Their flow control is kept, so that
+    /// a window of one-byte writes takes one window of memory instead of twenty.
     fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), RelayError> {
         while self.next.is_none() && !self.ended {
             match stream.poll_data(cx) {
@@ -59,16 +62,24 @@ impl Inbox {
         Ok(())
     }
 
-    /// What was gathered, and the flow control to return once it is written.
+    /// The gathered bytes, and the flow control to return once they are written.
     fn gathered(&mut self) -> (Bytes, usize) {
         (std::mem::take(&mut self.backlog).freeze(), std::mem::take(&mut self.owed))
     }
 }
 
-impl Relay<'_> {
-    /// Stream to socket, until the stream's end has been passed on as a half-close.
-    pub(super) async fn inward(
-        &self,
+/// Relays from the stream to the socket.
+pub(super) struct Inward<'a> {
+    pub(super) side: Side,
+    pub(super) stalls: &'a StallBound,
+    pub(super) abort: &'a Arc<Abort>,
+    pub(super) traffic: &'a Traffic,
+}
+
+impl Inward<'_> {
+    /// Runs until the stream's end has been passed on as a half-close.
+    pub(super) async fn run(
+        self,
         mut socket: WriteHalf<'_>,
         mut stream: RecvStream,
     ) -> Result<(), RelayError> {
@@ -87,7 +98,7 @@ impl Relay<'_> {
             };
             let Some(mut chunk) = chunk else { break };
             let held = chunk.len();
-            // Taken apart before anything is written: what is gathered meanwhile comes behind it.
+            // Deframed before anything is written: chunks gathered meanwhile come after it.
             let mut pieces = std::mem::take(&mut inbox.pieces);
             while let Some(data) = inbox.deframer.next(&mut chunk)? {
                 pieces.push(data);
@@ -110,7 +121,7 @@ impl Relay<'_> {
             }
         }
         match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
-            // The other direction finds out what happened to the socket.
+            // The other direction reports the socket's error.
             Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
             _ => Ok(()),
         }
@@ -134,7 +145,7 @@ impl Relay<'_> {
                     ticket.get_or_insert_with(|| self.stalls.enter(self.abort));
                     match inbox.gather(stream, cx) {
                         Ok(()) => Poll::Pending,
-                        Err(broken) => Poll::Ready(Err(broken)),
+                        Err(error) => Poll::Ready(Err(error)),
                     }
                 }
             })

@@ -1,20 +1,26 @@
-//! Carrying TCP connections: segments, the byte pump between a socket and an HTTP/2 stream, and the bound on what is
-//! held for receivers that do not read.
+//! Carrying TCP connections: segments, the relay between a socket and an HTTP/2 stream, and the bound on what is held
+//! for receivers that do not read.
 
+mod error;
 mod frame;
 mod inward;
 mod outward;
-mod pump;
+mod relay;
+mod socket;
 mod stall;
+mod traffic;
 
+pub use error::{RelayError, Side};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use outward::{SMALL_READ, next_size};
-pub use pump::{Relay, RelayError, Side, Totals, Traffic, end_on_drop, reset_on_drop};
+pub use relay::Relay;
+pub use socket::{end_on_drop, prepare_socket, reset_on_drop};
 pub use stall::{Abort, StallBound, StallTicket};
+pub use traffic::{Totals, Traffic};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
-/// Request metadata: where the agent shall dial, `IP:port`, IPv6 in brackets.
+/// Request metadata: the target, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
 
 /// gRPC's status, in the trailers of a stream that ended well.

@@ -1,4 +1,4 @@
-//! Socket to stream.
+//! The direction from the socket to the stream.
 
 use std::future::poll_fn;
 use std::io;
@@ -11,29 +11,38 @@ use http::{HeaderMap, HeaderValue};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::net::tcp::ReadHalf;
+use tokio::sync::SetOnce;
 use tokio_util::io::poll_read_buf;
 
 use super::GRPC_STATUS;
+use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
-use super::pump::{Answer, Relay, RelayError, Side};
+use super::traffic::Traffic;
 
-/// A connection that is idle, or exchanges small messages, reads this much at once.
+/// Bytes that a connection reads at a time while it is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
-/// A busy one reads up to this much: with both headers a whole number of TLS records (16 KiB each), and one HTTP/2 frame.
+/// Bytes that a busy connection reads at a time: with both headers one HTTP/2 frame, and a whole number of TLS records
+/// (16 KiB each).
 const LARGE_READ: usize = (256 << 10) - HEADER_LEN - FRAME_HEADER_LEN;
-/// In front of an HTTP/2 frame (RFC 9113, section 4.1).
+/// In front of an HTTP/2 frame (RFC 9113 section 4.1).
 const FRAME_HEADER_LEN: usize = 9;
-/// What may travel before the agent has connected: it is held there, for as many dials as are pending.
+/// Bytes that are sent before the agent has connected. The agent holds them, for each pending dial.
 const EARLY_BYTES: usize = 64 << 10;
 
-impl Relay<'_> {
-    /// Socket to stream, until the socket's end of file has been passed on and the answer is whole.
-    pub(super) async fn outward(
-        &self,
+/// Relays from the socket to the stream.
+pub(super) struct Outward<'a> {
+    pub(super) side: Side,
+    pub(super) traffic: &'a Traffic,
+    pub(super) answer: &'a Answer,
+}
+
+impl Outward<'_> {
+    /// Runs until the socket's end of file has been passed on and the answer is whole.
+    pub(super) async fn run(
+        self,
         mut socket: ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
         prefix: Bytes,
-        answer: &Answer,
     ) -> Result<Sent, RelayError> {
         let mut early = prefix.len();
         if !prefix.is_empty() {
@@ -46,8 +55,8 @@ impl Relay<'_> {
         }
         let mut size = SMALL_READ;
         loop {
-            if early >= EARLY_BYTES && !answer.has_begun() {
-                answer.begins().await;
+            if early >= EARLY_BYTES {
+                self.answer.begun.wait().await;
             }
             let readable = poll_fn(|cx| {
                 if let Poll::Ready(reset) = send.poll_reset(cx) {
@@ -64,7 +73,7 @@ impl Relay<'_> {
                 continue;
             };
             if read == 0 {
-                return self.end(&socket, send, answer).await;
+                return self.end(&socket, send).await;
             }
             size = next_size(size, read);
             early = early.saturating_add(read);
@@ -75,30 +84,25 @@ impl Relay<'_> {
     }
 
     /// Passes the end of file on, and watches for a reset of either side until the answer is whole as well.
-    async fn end(
-        &self,
-        socket: &ReadHalf<'_>,
-        send: &mut SendStream<Bytes>,
-        answer: &Answer,
-    ) -> Result<Sent, RelayError> {
+    async fn end(&self, socket: &ReadHalf<'_>, send: &mut SendStream<Bytes>) -> Result<Sent, RelayError> {
         let status = (GRPC_STATUS, HeaderValue::from_static("0"));
         let ended = match self.side {
             Side::Server => send.send_data(Bytes::new(), true),
             Side::Agent => send.send_trailers(HeaderMap::from_iter([status])),
         };
         if let Err(error) = ended {
-            let broken = send_error(send, error).await;
-            return unwanted(Err(broken)).map(|_| Sent::Unwanted);
+            let error = send_error(send, error).await;
+            return unwanted(Err(error)).map(|_| Sent::Unwanted);
         }
         tokio::select! {
             biased;
-            () = answer.ends() => Ok(Sent::All),
+            _ = self.answer.ended.wait() => Ok(Sent::All),
             reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(RelayError::from, RelayError::Reset) {
-                // The answer says what that means.
+                // The answer has the reason.
                 RelayError::Reset(Reason::NO_ERROR) => Ok(Sent::All),
-                broken => Err(broken),
+                error => Err(error),
             },
-            broken = self.caller_lost(socket.as_ref()) => Err(broken),
+            error = self.client_lost(socket.as_ref()) => Err(error),
         }
     }
 
@@ -114,13 +118,13 @@ impl Relay<'_> {
         let mut rest = segment.freeze();
         send.reserve_capacity(rest.len());
         while !rest.is_empty() {
-            // `poll_capacity` tells changes only: what is there already must be asked for first.
+            // `poll_capacity` reports changes only: capacity that is there already must be asked for first.
             let capacity = send.capacity();
             if capacity == 0 {
                 let changed = tokio::select! {
                     biased;
                     changed = poll_fn(|cx| send.poll_capacity(cx)) => changed,
-                    broken = self.caller_lost(socket.as_ref()) => return Err(broken),
+                    error = self.client_lost(socket.as_ref()) => return Err(error),
                 };
                 match changed {
                     Some(capacity) => capacity?,
@@ -136,14 +140,14 @@ impl Relay<'_> {
         Ok(())
     }
 
-    /// On the server: waits until the caller's socket has failed (a reset, or keepalive's end), which nothing tells while
-    /// it is not read from. What a caller that is gone had sent, nobody needs. A target may close with a reset after
+    /// On the server: waits until the client's socket has failed (a reset, or keepalive), which is not noticed otherwise
+    /// while the socket is not read. What a departed client had sent is dropped. A target may close with a reset after
     /// its whole answer, so the agent goes on reading until the error comes in its order.
-    async fn caller_lost(&self, socket: &TcpStream) -> RelayError {
+    async fn client_lost(&self, socket: &TcpStream) -> RelayError {
         if self.side == Side::Server && socket.ready(Interest::ERROR).await.is_ok() {
             match socket.take_error() {
                 Ok(Some(error)) | Err(error) => return RelayError::Socket(error),
-                // A failed write has taken it, and tells.
+                // A failed write has taken the error, and returns it.
                 Ok(None) => {}
             }
         }
@@ -151,21 +155,28 @@ impl Relay<'_> {
     }
 }
 
-/// What became of the outward direction.
+/// How far the other direction has come.
+#[derive(Debug, Default)]
+pub(super) struct Answer {
+    pub(super) begun: SetOnce<()>,
+    pub(super) ended: SetOnce<()>,
+}
+
+/// How far the outward direction came.
 #[derive(Debug)]
 pub(super) enum Sent {
     /// Everything up to the socket's end of file.
     All,
-    /// The answer was whole without it: only the answer says what that means, for example that the dial failed.
+    /// Not all was sent, because the answer was whole before. The answer has the reason, for example that the dial failed.
     Unwanted,
 }
 
-/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 §8.1).
+/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 section 8.1).
 fn unwanted(step: Result<(), RelayError>) -> Result<Option<Sent>, RelayError> {
     match step {
         Ok(()) => Ok(None),
         Err(RelayError::Reset(Reason::NO_ERROR)) => Ok(Some(Sent::Unwanted)),
-        Err(broken) => Err(broken),
+        Err(error) => Err(error),
     }
 }
 
@@ -189,7 +200,7 @@ pub const fn next_size(size: usize, read: usize) -> usize {
     }
 }
 
-/// What stopped a send: h2 reports a stream that the peer has reset as misuse.
+/// Why a send failed. h2 reports a stream that the peer has reset as misuse.
 async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
     if error.is_io() || error.is_go_away() || error.is_reset() {
         return RelayError::from(error);

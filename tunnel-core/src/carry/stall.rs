@@ -1,63 +1,53 @@
 //! A bound on the bytes that one link holds for receivers which do not read.
 //!
-//! A receiver that stops reading keeps at most one stream window of bytes here. Legitimate (`kubectl logs -f | less`)
-//! and harmless while few do it; so nothing is cut until the sum passes the link's bound, and then the connection
-//! that has made no progress for longest goes first.
+//! A receiver that stops reading keeps at most one stream window of bytes here. That is legitimate
+//! (`kubectl logs -f | less`) and harmless while few do it. So no connection is cut until the sum passes the link's
+//! bound, and then the one that has made no progress for longest goes first.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::Notify;
+use tokio::sync::SetOnce;
 
 use crate::outcome::Outcome;
 
 /// A receiver that made progress this recently is slow, not stalled.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Ends a carried connection from outside of its task.
+/// Ends a carried connection from outside its task.
 #[derive(Debug, Default)]
-pub struct Abort {
-    outcome: OnceLock<Outcome>,
-    notify: Notify,
-}
+pub struct Abort(SetOnce<Outcome>);
 
 impl Abort {
     /// Ends the connection with `outcome`; only the first call counts.
     pub fn trigger(&self, outcome: Outcome) {
-        if self.outcome.set(outcome).is_ok() {
-            self.notify.notify_one();
-        }
+        let _ = self.0.set(outcome);
     }
 
-    /// Waits for [`Abort::trigger`]. Meant for one waiter, the connection's own task.
+    /// Waits for [`Abort::trigger`].
     pub async fn triggered(&self) -> Outcome {
-        loop {
-            if let Some(outcome) = self.outcome.get() {
-                return *outcome;
-            }
-            self.notify.notified().await;
-        }
+        *self.0.wait().await
     }
 }
 
-/// The receivers of one link that are blocked right now.
+/// The receivers of one link that are blocked now.
 #[derive(Debug)]
 pub struct StallBound {
-    /// How many may be blocked for longer than [`GRACE`] at once.
+    /// How many may be blocked for longer than [`GRACE`] at a time.
     limit: usize,
     ids: AtomicU64,
     blocked: Mutex<BTreeMap<(Instant, u64), Arc<Abort>>>,
 }
 
 impl StallBound {
-    /// Bounds what is held to `bytes`, when each blocked receiver holds up to `window` bytes.
+    /// Allows `bytes` to be held, where each blocked receiver holds up to `window` bytes.
     pub fn new(bytes: usize, window: usize) -> Self {
         Self { limit: (bytes / window.max(1)).max(1), ids: AtomicU64::new(0), blocked: Mutex::default() }
     }
 
-    /// Notes that a receiver is blocked from now until the ticket is dropped.
+    /// Counts a receiver as blocked until the ticket is dropped.
     pub fn enter(&self, abort: &Arc<Abort>) -> StallTicket<'_> {
         let key = (Instant::now(), self.ids.fetch_add(1, Ordering::Relaxed));
         let mut blocked = self.blocked.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,7 +58,7 @@ impl StallBound {
         StallTicket { bound: self, key }
     }
 
-    /// Ends what has outlived its grace since the last [`StallBound::enter`]; called before each PING.
+    /// Cuts connections whose grace ended since the last [`StallBound::enter`]; called before each PING.
     pub fn sweep(&self) {
         let mut blocked = self.blocked.lock().unwrap_or_else(PoisonError::into_inner);
         if blocked.len() > self.limit {
@@ -76,18 +66,18 @@ impl StallBound {
         }
     }
 
-    /// How many receivers are blocked at this moment.
+    /// How many receivers are blocked now.
     pub fn blocked(&self) -> usize {
         self.blocked.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 }
 
-/// Cuts the longest blocked until `limit` are left. Within the grace only what passes twice the limit is cut.
+/// Cuts the longest blocked until `limit` are left; those within the grace only above twice the limit.
 fn evict(blocked: &mut BTreeMap<(Instant, u64), Arc<Abort>>, limit: usize, now: Instant) {
     while blocked.len() > limit {
         let Some(oldest) = blocked.first_entry() else { return };
-        let patient = now.saturating_duration_since(oldest.key().0) < GRACE;
-        if patient && oldest.get().outcome.get().is_none() && blocked.len() <= limit.saturating_mul(2) {
+        let in_grace = now.saturating_duration_since(oldest.key().0) < GRACE;
+        if in_grace && oldest.get().0.get().is_none() && blocked.len() <= limit.saturating_mul(2) {
             return;
         }
         if let Some((_, abort)) = blocked.pop_first() {
@@ -96,7 +86,7 @@ fn evict(blocked: &mut BTreeMap<(Instant, u64), Arc<Abort>>, limit: usize, now: 
     }
 }
 
-/// A blocked receiver; dropping it says that the receiver reads again, or is gone.
+/// A blocked receiver. Dropped when the receiver reads again or is gone.
 #[derive(Debug)]
 pub struct StallTicket<'a> {
     bound: &'a StallBound,
@@ -118,10 +108,10 @@ mod tests {
         let bound = StallBound::new(2 << 20, 1 << 20);
         let aborts: Vec<_> = (0..5).map(|_| Arc::new(Abort::default())).collect();
         let tickets: Vec<_> = aborts.iter().take(4).map(|abort| bound.enter(abort)).collect();
-        assert!(aborts.iter().all(|abort| abort.outcome.get().is_none()));
+        assert!(aborts.iter().all(|abort| abort.0.get().is_none()));
         let fifth = bound.enter(&aborts[4]);
-        assert_eq!(aborts[0].outcome.get(), Some(&Outcome::Stalled), "the longest blocked goes first");
-        assert!(aborts[1].outcome.get().is_none());
+        assert_eq!(aborts[0].0.get(), Some(&Outcome::Stalled), "the longest blocked goes first");
+        assert!(aborts[1].0.get().is_none());
         drop((tickets, fifth));
         assert_eq!(bound.blocked(), 0);
     }
@@ -136,8 +126,8 @@ mod tests {
         }
         evict(&mut blocked, 3, start + GRACE + Duration::from_secs(1));
         assert_eq!(blocked.len(), 3);
-        assert_eq!(aborts[0].outcome.get(), Some(&Outcome::Stalled));
-        assert!(aborts[1..].iter().all(|abort| abort.outcome.get().is_none()));
+        assert_eq!(aborts[0].0.get(), Some(&Outcome::Stalled));
+        assert!(aborts[1..].iter().all(|abort| abort.0.get().is_none()));
     }
 
     #[tokio::test]

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use super::ConfigError;
+use super::error::ConfigError;
 
-/// Parses a value with its own `FromStr`, whose error becomes the reason.
+/// Parses a value with its own `FromStr`.
 ///
 /// # Errors
-/// Names the key, the value and that reason.
+/// Names the key, the value, and the parser's error as the reason.
 pub fn parse_with<T>(key: &str, value: &str) -> Result<T, ConfigError>
 where
     T: FromStr,
@@ -25,7 +25,7 @@ where
 /// A port of a door: 0 means that the door is off.
 ///
 /// # Errors
-/// When it is not a number from 0 to 65535.
+/// Not a number from 0 to 65535.
 pub fn parse_port(key: &str, value: &str) -> Result<Option<u16>, ConfigError> {
     match value.trim().parse::<u16>() {
         Ok(0) => Ok(None),
@@ -41,22 +41,16 @@ pub fn parse_port(key: &str, value: &str) -> Result<Option<u16>, ConfigError> {
 /// # Errors
 /// Names the entry that is not a port.
 pub fn parse_ports(key: &str, value: &str) -> Result<BTreeSet<u16>, ConfigError> {
-    list(value)
-        .map(|entry| match entry.parse::<u16>() {
-            Ok(port) if port != 0 => Ok(port),
-            _ => Err(ConfigError::new(
-                key,
-                value,
-                format!("{entry:?} is not a port; use 1 to 65535, comma-separated"),
-            )),
-        })
-        .collect()
+    each(key, value, |entry| match entry.parse::<u16>() {
+        Ok(port) if port != 0 => Ok(port),
+        _ => Err(format!("{entry:?} is not a port; use 1 to 65535, comma-separated")),
+    })
 }
 
-/// One address range; a bare address stands for itself alone. v4-mapped IPv6 becomes IPv4.
+/// One address range; a bare address is a range of one. v4-mapped IPv6 becomes IPv4.
 ///
 /// # Errors
-/// Also for a range with host bits set, since either half of such a value may be the mistake.
+/// Not a range, or one with host bits set: either half of such a value may be the mistake.
 pub fn parse_cidr(key: &str, value: &str) -> Result<IpNet, ConfigError> {
     cidr(value).map_err(|reason| ConfigError::new(key, value, reason))
 }
@@ -64,9 +58,9 @@ pub fn parse_cidr(key: &str, value: &str) -> Result<IpNet, ConfigError> {
 /// Comma-separated address ranges. An empty value is an empty list.
 ///
 /// # Errors
-/// Names the entry that is not one.
+/// Names the bad entry.
 pub fn parse_cidrs(key: &str, value: &str) -> Result<Vec<IpNet>, ConfigError> {
-    list(value).map(|entry| cidr(entry).map_err(|reason| ConfigError::new(key, value, reason))).collect()
+    each(key, value, cidr)
 }
 
 pub(super) fn cidr(entry: &str) -> Result<IpNet, String> {
@@ -77,7 +71,7 @@ pub(super) fn cidr(entry: &str) -> Result<IpNet, String> {
         .parse()
         .map_err(|_| format!("{entry:?} is not an address range; use ADDRESS/BITS such as 10.8.0.0/16"))?;
     let net = match net {
-        // ::ffff:a.b.c.d/96+n says the same as a.b.c.d/n (RFC 4291 §2.5.5.2).
+        // ::ffff:a.b.c.d/96+n is the same as a.b.c.d/n (RFC 4291 section 2.5.5.2).
         IpNet::V6(v6) if v6.prefix_len() >= 96 => match v6.addr().to_ipv4_mapped() {
             Some(v4) => ipnet::Ipv4Net::new(v4, v6.prefix_len() - 96).map_err(|e| e.to_string())?.into(),
             None => net,
@@ -85,15 +79,15 @@ pub(super) fn cidr(entry: &str) -> Result<IpNet, String> {
         _ => net,
     };
     if net.addr() != net.network() {
-        return Err(format!("{entry:?} has bits set behind its prefix; did you mean {}?", net.trunc()));
+        return Err(format!("{entry:?} has bits set after its prefix; did you mean {}?", net.trunc()));
     }
     Ok(net)
 }
 
-/// An IP address.
+/// An IP address; v4-mapped IPv6 becomes IPv4.
 ///
 /// # Errors
-/// When it is not one.
+/// Not an IP address.
 pub fn parse_ip(key: &str, value: &str) -> Result<IpAddr, ConfigError> {
     let bare = value.trim();
     bare.parse::<IpAddr>()
@@ -104,22 +98,18 @@ pub fn parse_ip(key: &str, value: &str) -> Result<IpAddr, ConfigError> {
 /// Comma-separated IP addresses. An empty value is an empty list.
 ///
 /// # Errors
-/// Names the entry that is not one.
+/// Names the bad entry.
 pub fn parse_ips(key: &str, value: &str) -> Result<Vec<IpAddr>, ConfigError> {
-    list(value)
-        .map(|entry| {
-            entry
-                .parse::<IpAddr>()
-                .map(|ip| ip.to_canonical())
-                .map_err(|_| ConfigError::new(key, value, format!("{entry:?} is not an IP address")))
-        })
-        .collect()
+    each(key, value, |entry| {
+        let address = entry.parse::<IpAddr>().map_err(|_| format!("{entry:?} is not an IP address"))?;
+        Ok(address.to_canonical())
+    })
 }
 
 /// `ADDRESS:PORT`, IPv6 in brackets.
 ///
 /// # Errors
-/// When it is not one; a name is refused too, since what is listened on should not depend on DNS.
+/// Not of that form. A name is refused too: an address to listen on must not depend on DNS.
 pub fn parse_address(key: &str, value: &str) -> Result<SocketAddr, ConfigError> {
     value.trim().parse().map_err(|_| {
         ConfigError::new(key, value, "not ADDRESS:PORT; use one such as 127.0.0.1:10265 or [::1]:10265")
@@ -134,11 +124,11 @@ pub fn parse_door(key: &str, value: &str) -> Result<Option<SocketAddr>, ConfigEr
     Ok(Some(parse_address(key, value)?).filter(|address| address.port() != 0))
 }
 
-/// [`parse_door`] for an endpoint without authentication: the address must be a loopback one. A bare port stands for
-/// 127.0.0.1, as other systems' flags have it.
+/// [`parse_door`] for an endpoint without authentication: it must be a loopback address. A bare port means 127.0.0.1, as
+/// in the flags of other systems.
 ///
 /// # Errors
-/// Also for an address that others could reach.
+/// As [`parse_door`], and for any other address.
 pub fn parse_loopback_door(key: &str, value: &str) -> Result<Option<SocketAddr>, ConfigError> {
     if let Ok(port) = value.trim().parse::<u16>() {
         return Ok(Some(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).filter(|address| address.port() != 0));
@@ -148,16 +138,16 @@ pub fn parse_loopback_door(key: &str, value: &str) -> Result<Option<SocketAddr>,
         return Err(ConfigError::new(
             key,
             value,
-            "not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
+            "not a loopback address: this endpoint has no authentication; use 127.0.0.1 or [::1]",
         ));
     }
     Ok(door)
 }
 
-/// A length of time with its unit: `500ms`, `30s`, `5m`, `1h30m`, `7d`.
+/// A duration with its unit: `500ms`, `30s`, `5m`, `1h30m`, `7d`.
 ///
 /// # Errors
-/// When it is not one, is negative, or names months or years, whose length varies.
+/// Not a duration, negative, or in months or years, whose length varies.
 pub fn parse_duration(key: &str, value: &str) -> Result<Duration, ConfigError> {
     let bad = || {
         ConfigError::new(
@@ -201,7 +191,7 @@ impl FromStr for HostPort {
     }
 }
 
-/// A DNS name (RFC 1123 letters, digits, hyphens and dots; underscores are seen in the wild) or an IPv4 address.
+/// A DNS name (RFC 1123: letters, digits, hyphens and dots; underscores occur in practice) or an IPv4 address.
 fn is_host(host: &str) -> bool {
     let name = host.strip_suffix('.').unwrap_or(host);
     !name.is_empty()
@@ -225,9 +215,18 @@ impl fmt::Display for HostPort {
     }
 }
 
-/// The entries of a comma-separated value, trimmed, empty ones left out.
+/// The entries of a comma-separated value, trimmed, without empty ones.
 pub(super) fn list(value: &str) -> impl Iterator<Item = &str> {
     value.split(',').map(str::trim).filter(|entry| !entry.is_empty())
+}
+
+/// Parses each entry of a comma-separated value; `parse` returns the reason of an error.
+fn each<T, C: FromIterator<T>>(
+    key: &str,
+    value: &str,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<C, ConfigError> {
+    list(value).map(parse).collect::<Result<_, _>>().map_err(|reason| ConfigError::new(key, value, reason))
 }
 
 #[cfg(test)]
@@ -264,7 +263,7 @@ mod tests {
         assert_eq!(nets.iter().map(ToString::to_string).collect::<Vec<_>>(), expected);
         assert_eq!(
             text(parse_cidrs("--exclude", "10.8.0.7/24")),
-            "--exclude=10.8.0.7/24: \"10.8.0.7/24\" has bits set behind its prefix; did you mean 10.8.0.0/24?"
+            "--exclude=10.8.0.7/24: \"10.8.0.7/24\" has bits set after its prefix; did you mean 10.8.0.0/24?"
         );
         assert_eq!(
             text(parse_cidrs("--exclude", "10.0.0.0/8,edge")),
@@ -284,7 +283,7 @@ mod tests {
         );
         assert_eq!(
             text(parse_loopback_door("--admin-address", "0.0.0.0:10265")),
-            "--admin-address=0.0.0.0:10265: not a loopback address: this endpoint asks nobody who they are; \
+            "--admin-address=0.0.0.0:10265: not a loopback address: this endpoint has no authentication; \
              use 127.0.0.1 or [::1]"
         );
         assert_eq!(parse_ip("--node-ip", "::ffff:10.0.0.1").unwrap(), IpAddr::from([10, 0, 0, 1]));
@@ -347,7 +346,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_a_parser_panic(value in "\\PC{0,40}") {
+        fn parsers_never_panic(value in "\\PC{0,40}") {
             let _ = parse_ports("k", &value);
             let _ = parse_cidrs("k", &value);
             let _ = parse_duration("k", &value);
@@ -356,7 +355,7 @@ mod tests {
         }
 
         #[test]
-        fn what_a_host_port_prints_it_reads(host in "[a-z][a-z0-9]{0,8}(\\.[a-z][a-z0-9]{0,8}){0,3}", port in 1..=u16::MAX) {
+        fn host_ports_round_trip(host in "[a-z][a-z0-9]{0,8}(\\.[a-z][a-z0-9]{0,8}){0,3}", port in 1..=u16::MAX) {
             let parsed: HostPort = format!("{host}:{port}").parse().unwrap();
             prop_assert_eq!(&parsed.to_string().parse::<HostPort>().unwrap(), &parsed);
             prop_assert_eq!((parsed.host, parsed.port), (host, port));

@@ -1,4 +1,4 @@
-//! What may be dialled: `CIDR:PORTS` and `node:PORTS`.
+//! Targets that an agent may dial: `CIDR:PORTS` and `node:PORTS`.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -7,8 +7,8 @@ use std::str::FromStr;
 
 use ipnet::IpNet;
 
-use super::parse::{cidr, list};
-use super::{ConfigError, parse_with};
+use super::error::ConfigError;
+use super::parse::{cidr, list, parse_with};
 
 /// Ports of a rule: `*`, or comma-separated ports and ranges such as `22,8000-8099`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,15 +62,15 @@ impl fmt::Display for PortSet {
     }
 }
 
-/// Where a rule allows dialling.
+/// The addresses of a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetNet {
-    /// Whatever addresses the node has at that moment, loopback not among them.
+    /// The addresses that the node has at that moment, except loopback.
     Node,
     Net(IpNet),
 }
 
-/// One `--allow-target`: addresses and ports that may be dialled.
+/// One `--allow-target`: addresses and ports that the agent may dial.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetRule {
     pub net: TargetNet,
@@ -78,7 +78,8 @@ pub struct TargetRule {
 }
 
 impl TargetRule {
-    /// Whether a rule for addresses names this one; `node` rules are the caller's, who knows the node's addresses.
+    /// Whether a rule with an address range covers this target. Always false for `node`: the node's addresses are not
+    /// known here.
     pub fn names(&self, address: IpAddr, port: u16) -> bool {
         matches!(&self.net, TargetNet::Net(net) if net.contains(&address)) && self.ports.contains(port)
     }
@@ -120,7 +121,7 @@ impl fmt::Display for TargetRule {
 /// The values of a repeatable flag.
 ///
 /// # Errors
-/// Names the value that is not a rule.
+/// Names the bad value.
 pub fn parse_target_rules<S: AsRef<str>>(key: &str, values: &[S]) -> Result<Vec<TargetRule>, ConfigError> {
     values.iter().map(|value| parse_with(key, value.as_ref())).collect()
 }
@@ -152,7 +153,7 @@ mod tests {
             ("10.8.0.0/24:", "no port given; use ports such as 22,8000-8099, or * for every port"),
             ("10.8.0.0/24:0", "\"0\" is not a port, a range such as 8000-8099, or *"),
             ("10.8.0.0/24:90-80", "\"90-80\" is not a port, a range such as 8000-8099, or *"),
-            ("10.8.0.1/24:1", "\"10.8.0.1/24\" has bits set behind its prefix; did you mean 10.8.0.0/24?"),
+            ("10.8.0.1/24:1", "\"10.8.0.1/24\" has bits set after its prefix; did you mean 10.8.0.0/24?"),
             ("fd00::1:22", "put an IPv6 address in brackets: [ADDRESS]:PORTS"),
             ("edge:22", "\"edge\" is not an address range; use ADDRESS/BITS such as 10.8.0.0/16"),
         ] {
@@ -173,7 +174,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_makes_it_panic(value in "\\PC{0,40}") {
+        fn the_parser_never_panics(value in "\\PC{0,40}") {
             let _ = value.parse::<TargetRule>();
         }
     }

@@ -1,3 +1,5 @@
+//! An agent's certificate, key and trusted roots.
+
 use std::fmt;
 use std::time::SystemTime;
 
@@ -5,12 +7,15 @@ use rcgen::{DistinguishedName, DnType, KeyPair};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-use super::{
-    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, IdentityError, NodeName, TrustBundle, Validity,
-    node_of_certificate, request, validity,
+use super::bundle::TrustBundle;
+use super::certificate::{
+    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, Validity, node_of_certificate, validity,
 };
+use super::error::IdentityError;
+use super::name::NodeName;
+use super::request;
 
-/// What an agent proves itself by, and whom it trusts.
+/// What an agent identifies itself with, and the roots that it trusts.
 pub struct AgentIdentity {
     /// The node that the certificate names.
     pub node: NodeName,
@@ -18,13 +23,13 @@ pub struct AgentIdentity {
     pub chain: Vec<CertificateDer<'static>>,
     /// The leaf's private key.
     pub key: PrivateKeyDer<'static>,
-    /// The roots that a server's certificate must come from.
+    /// The roots that may sign a server's certificate.
     pub bundle: TrustBundle,
     validity: Validity,
 }
 
 impl AgentIdentity {
-    /// Puts the parts together after checking that they belong together.
+    /// Checks that the parts belong together.
     ///
     /// # Errors
     /// The chain is empty, its leaf is not an agent's certificate, or the key is not the leaf's.
@@ -54,7 +59,7 @@ impl AgentIdentity {
         Self::new(chain, key, bundle)
     }
 
-    /// The same identity that trusts other roots.
+    /// The same identity with other trusted roots.
     #[must_use]
     pub fn with_bundle(&self, bundle: TrustBundle) -> Self {
         Self {
@@ -66,12 +71,11 @@ impl AgentIdentity {
         }
     }
 
-    /// The certificate's validity.
     pub fn validity(&self) -> Validity {
         self.validity
     }
 
-    /// When the certificate ends.
+    /// When the certificate expires.
     pub fn not_after(&self) -> SystemTime {
         self.validity.not_after
     }
@@ -81,14 +85,14 @@ impl AgentIdentity {
         self.validity.renew_at()
     }
 
-    /// Whether the root that signs at present (the bundle's first) has signed this certificate. If not, a rotation
-    /// is under way, and the certificate is to be renewed before the old root goes.
+    /// Whether the root that signs now (the bundle's first) has signed this certificate. If not, a rotation is under way,
+    /// and the certificate must be renewed before the old root is removed.
     pub fn is_signed_by_newest_root(&self) -> bool {
         self.chain.first().is_some_and(|leaf| self.bundle.issuer_of(leaf) == Some(0))
     }
 }
 
-/// The key is left out.
+/// Omits the key.
 impl fmt::Debug for AgentIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AgentIdentity")

@@ -1,3 +1,5 @@
+//! The roots that are trusted.
+
 use std::fmt;
 use std::path::Path;
 
@@ -5,20 +7,21 @@ use rustls::RootCertStore;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
 
-use super::certificate::{is_signed_by, parse};
-use super::{IdentityError, ca_hash, files, pem_of_certificates};
+use super::certificate::{ca_hash, is_signed_by, parse, pem_of_certificates};
+use super::error::IdentityError;
+use super::files;
 
-/// More roots than a rotation ever needs are a mistake, or somebody who fills the memory.
+/// More than a rotation ever needs: more are a mistake, or an attempt to exhaust memory.
 const MAX_ROOTS: usize = 16;
 
-/// The roots that are trusted, at least one. The first is the one that signs at present.
+/// The trusted roots, at least one. The first signs new certificates.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TrustBundle {
     roots: Vec<CertificateDer<'static>>,
 }
 
 impl TrustBundle {
-    /// The roots, the one that signs first.
+    /// Checks the roots; the first is the one that signs.
     ///
     /// # Errors
     /// [`IdentityError::Bundle`] when there is none, there are more than 16, or one is not a CA certificate.
@@ -44,7 +47,7 @@ impl TrustBundle {
         Ok(Self { roots })
     }
 
-    /// Parses PEM; sections that are not certificates are left out.
+    /// Parses PEM; sections other than certificates are ignored.
     pub fn from_pem(pem: &str) -> Result<Self, IdentityError> {
         let roots = CertificateDer::pem_slice_iter(pem.as_bytes())
             .collect::<Result<Vec<_>, _>>()
@@ -54,13 +57,13 @@ impl TrustBundle {
 
     /// Reads a PEM file.
     pub fn from_file(path: &Path) -> Result<Self, IdentityError> {
-        let mend = "restore it from a backup";
+        let fix = "restore it from a backup";
         let pem = files::read_optional(path)?
-            .ok_or_else(|| IdentityError::file(path, &"there is no such file", mend))?;
-        Self::from_pem(&pem).map_err(|error| IdentityError::file(path, &error, mend))
+            .ok_or_else(|| IdentityError::file(path, &"there is no such file", fix))?;
+        Self::from_pem(&pem).map_err(|error| IdentityError::file(path, &error, fix))
     }
 
-    /// The certificates as PEM and nothing else.
+    /// The certificates as PEM (RFC 7468).
     pub fn to_pem(&self) -> String {
         pem_of_certificates(&self.roots)
     }
@@ -70,20 +73,20 @@ impl TrustBundle {
         &self.roots
     }
 
-    /// The roots as rustls wants them.
+    /// The roots for rustls.
     pub fn root_store(&self) -> RootCertStore {
         let mut store = RootCertStore::empty();
-        // `new` has shown that each can be added.
+        // `new` has checked that each can be added.
         store.add_parsable_certificates(self.roots.iter().cloned());
         store
     }
 
-    /// The hash of each root's key, in order.
+    /// The [`ca_hash`] of each root, in order.
     pub fn hashes(&self) -> Vec<String> {
         self.roots.iter().filter_map(|root| ca_hash(root).ok()).collect()
     }
 
-    /// Which root signed this certificate: 0 is the one that signs at present.
+    /// The index of the root that signed this certificate: 0 is the one that signs now.
     pub fn issuer_of(&self, certificate: &CertificateDer<'_>) -> Option<usize> {
         self.roots.iter().position(|root| is_signed_by(certificate, root))
     }
@@ -111,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_the_order_and_leaves_keys_out() {
+    fn order_is_kept_and_keys_are_ignored() {
         let (first, second) = (root(true), root(true));
         let key = KeyPair::generate().unwrap().serialize_pem();
         let pem = pem_of_certificates(std::slice::from_ref(&first))
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_not_a_set_of_roots() {
+    fn unusable_bundles_are_refused_with_the_reason() {
         let good = pem_of_certificates(&[root(true)]);
         for (pem, reason) in [
             (String::new(), "no certificate"),

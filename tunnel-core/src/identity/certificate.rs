@@ -1,3 +1,5 @@
+//! The shape of certificates: what they must hold, and what is read from them.
+
 use std::time::{Duration, SystemTime};
 
 use rustls_pki_types::CertificateDer;
@@ -7,7 +9,19 @@ use x509_parser::extensions::{ExtendedKeyUsage, GeneralName};
 use x509_parser::prelude::FromDer;
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
-use super::{AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, BACKDATE, IdentityError, NodeName, SERVER_NAME};
+use super::error::IdentityError;
+use super::name::NodeName;
+
+/// DNS name in every tunnel-server's certificate. Agents verify this name whatever address they dialled: the CA is
+/// private, so an address behind NAT, a load balancer or a port mapping works without being in the certificate.
+pub const SERVER_NAME: &str = "tunnel-server.postern.internal";
+/// Subject organisation of every agent's certificate.
+pub const AGENT_ORGANIZATION: &str = "postern:agents";
+/// Precedes the node's name in the common name of an agent's certificate.
+pub const AGENT_COMMON_NAME_PREFIX: &str = "postern:node:";
+/// How far `notBefore` lies before the moment of issue: an edge node's clock may be that far behind. It does not count
+/// as part of a certificate's life.
+pub const BACKDATE: Duration = Duration::from_secs(300);
 
 /// The share of a certificate's life after which it is renewed, in percent.
 const RENEW_AFTER_PERCENT: u32 = 80;
@@ -25,7 +39,7 @@ pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certi
 /// # Errors
 /// [`IdentityError::NotAgent`] with the reason when the certificate is not exactly of an agent's shape: Subject
 /// `O=postern:agents` and one `CN=postern:node:<name>`, nothing else; extended key usage client authentication and
-/// no other; not a CA. Whether it is signed by a trusted root is the TLS handshake's matter.
+/// no other; not a CA. The TLS handshake checks that a trusted root signed it.
 pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName, IdentityError> {
     let parsed = parse(certificate)?;
     let subject = parsed.subject();
@@ -130,20 +144,20 @@ fn require_usage(
     }
 }
 
-/// Whether a certificate may sign others (basic constraints, RFC 5280 §4.2.1.9).
+/// Whether a certificate may sign others (basic constraints, RFC 5280 section 4.2.1.9).
 pub fn is_ca(certificate: &CertificateDer<'_>) -> bool {
     parse(certificate).is_ok_and(|parsed| parsed.is_ca())
 }
 
-/// Whether `root` signed `certificate`. Neither's dates are looked at.
+/// Whether `root` signed `certificate`. The dates of both are ignored.
 pub(super) fn is_signed_by(certificate: &CertificateDer<'_>, root: &CertificateDer<'_>) -> bool {
     let (Ok(certificate), Ok(root)) = (parse(certificate), parse(root)) else { return false };
     certificate.issuer().as_raw() == root.subject().as_raw()
         && certificate.verify_signature(Some(root.public_key())).is_ok()
 }
 
-/// `sha256:` and the hexadecimal SHA-256 of the certificate's SubjectPublicKeyInfo, as kubeadm's
-/// `--discovery-token-ca-cert-hash`: it names the CA's key, whatever certificate carries it.
+/// `sha256:` and the hexadecimal SHA-256 of the certificate's SubjectPublicKeyInfo, as in kubeadm's
+/// `--discovery-token-ca-cert-hash`: it identifies the CA's key, whatever certificate carries it.
 pub fn ca_hash(certificate: &CertificateDer<'_>) -> Result<String, IdentityError> {
     Ok(public_key_hash(parse(certificate)?.public_key().raw))
 }
@@ -158,6 +172,9 @@ pub(super) fn public_key_info(certificate: &CertificateDer<'_>) -> Result<Vec<u8
 }
 
 /// Checks a CA hash as [`ca_hash`] prints it and returns it in lower case.
+///
+/// # Errors
+/// [`IdentityError::CaHash`].
 pub fn parse_ca_hash(text: &str) -> Result<String, IdentityError> {
     let lower = text.trim().to_ascii_lowercase();
     match lower.strip_prefix("sha256:") {
@@ -166,7 +183,7 @@ pub fn parse_ca_hash(text: &str) -> Result<String, IdentityError> {
     }
 }
 
-/// From when until when a certificate is valid.
+/// The period in which a certificate is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Validity {
     /// The certificate's `notBefore`, [`BACKDATE`] before its issue.
@@ -178,21 +195,21 @@ pub struct Validity {
 impl Validity {
     /// When the certificate was issued.
     pub fn issued(&self) -> SystemTime {
-        // A certificate shorter than the backdating is not one of ours; then all of it counts as life.
+        // A certificate shorter than the backdating is not one of ours: all of it counts as life.
         Some(self.not_before + BACKDATE).filter(|issued| *issued < self.not_after).unwrap_or(self.not_before)
     }
 
-    /// The certificate's life from its issue to its end.
+    /// From the issue to `not_after`.
     pub fn life(&self) -> Duration {
         self.not_after.duration_since(self.issued()).unwrap_or_default()
     }
 
-    /// When 80 % of the life is over: the moment to renew.
+    /// When to renew: after 80 % of the life.
     pub fn renew_at(&self) -> SystemTime {
         self.issued() + self.life() * RENEW_AFTER_PERCENT / 100
     }
 
-    /// Whether the end has passed.
+    /// Whether the certificate has expired.
     pub fn is_over(&self, now: SystemTime) -> bool {
         now > self.not_after
     }
@@ -260,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused_with_the_reason() {
+    fn other_certificates_are_refused_with_the_reason() {
         let good = vec![(O, "postern:agents"), (CN, "postern:node:edge-1")];
         let client = vec![Usage::ClientAuth];
         let cases = [
@@ -343,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn eighty_percent_counts_from_the_issue() {
+    fn renewal_is_due_at_80_percent_of_the_life_from_the_issue() {
         let issued = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
         let validity =
             Validity { not_before: issued - BACKDATE, not_after: issued + Duration::from_secs(100) };

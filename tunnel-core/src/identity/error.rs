@@ -1,7 +1,7 @@
+//! Why an identity cannot be used.
+
 use std::io;
 use std::path::{Path, PathBuf};
-
-use super::NodeName;
 
 /// Why a name, a certificate, a key or a file of the identity is not usable.
 #[derive(Debug, thiserror::Error)]
@@ -32,18 +32,18 @@ pub enum IdentityError {
         "CA hash {0:?}: want \"sha256:\" and 64 hexadecimal digits, as `tunnel-server token create` prints it"
     )]
     CaHash(String),
-    /// The server did not present the CA that the enrolment was told to expect.
+    /// The server did not present the CA that the enrolment expects.
     #[error(
         "the server's CA is not the expected one: it presented {presented}, expected {expected}; \
          either --ca-hash is not this installation's (see `tunnel-server ca status`) or something else answers there"
     )]
     CaMismatch {
-        /// The hash that was asked for.
+        /// The expected hash.
         expected: String,
-        /// The hashes of the CA certificates that were presented, or a word that there was none.
+        /// The hashes of the presented CA certificates, or "no CA".
         presented: String,
     },
-    /// A signing request that is malformed or does not prove the possession of its key.
+    /// A signing request that is malformed or does not prove possession of its key.
     #[error("certificate signing request: {0}")]
     Csr(String),
     /// A private key that cannot be used.
@@ -52,23 +52,23 @@ pub enum IdentityError {
     /// The TLS library refused the settings.
     #[error("TLS settings: {0}")]
     Tls(String),
-    /// A certificate of another node than the one asked for.
+    /// A certificate for another node than the one asked for.
     #[error("the certificate is for node {found}, not for {expected}")]
     OtherNode {
         /// The node that was asked for.
-        expected: NodeName,
+        expected: String,
         /// The node that the certificate names.
-        found: NodeName,
+        found: String,
     },
     /// A file that exists but cannot be used. It is never overwritten.
-    #[error("{path}: {reason}; {mend}", path = .path.display())]
+    #[error("{path}: {reason}; {fix}", path = .path.display())]
     File {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
         /// What the operator can do about it.
-        mend: String,
+        fix: String,
     },
     /// Reading or writing a file failed.
     #[error("{path}: {source}", path = .path.display())]
@@ -85,8 +85,8 @@ impl IdentityError {
         Self::Io { path: path.to_owned(), source }
     }
 
-    /// An unusable file: what is wrong with it and what mends it.
-    pub fn file(path: &Path, reason: &dyn std::fmt::Display, mend: impl Into<String>) -> Self {
-        Self::File { path: path.to_owned(), reason: reason.to_string(), mend: mend.into() }
+    /// An unusable file: what is wrong with it, and how to fix that.
+    pub fn file(path: &Path, reason: &dyn std::fmt::Display, fix: impl Into<String>) -> Self {
+        Self::File { path: path.to_owned(), reason: reason.to_string(), fix: fix.into() }
     }
 }

@@ -1,32 +1,32 @@
 //! Files that hold identities: written whole or not at all, private where they must be, never overwritten when they
-//! are not understood.
+//! cannot be read.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
-use super::IdentityError;
+use super::error::IdentityError;
 
 /// Mode of a file that holds a private key or the hash of a token.
 pub const PRIVATE_FILE: u32 = 0o600;
-/// Mode of a file that everybody may read, such as a certificate.
+/// Mode of a file that any user may read, such as a certificate.
 pub const PUBLIC_FILE: u32 = 0o644;
 const PRIVATE_DIRECTORY: u32 = 0o700;
 
-/// Replaces a file in one step (a new file beside it, fsync, rename, fsync of the directory): a reader or a crash
-/// sees the old content or the new, never a part. The directory must exist.
+/// Replaces a file in one step (a new file in the same directory, fsync, rename, fsync of the directory): a reader or a
+/// crash sees the old content or the new, never a part. The directory must exist.
 ///
 /// `mode` is the file's permission bits, whatever the umask.
 ///
 /// # Errors
-/// Those of creating, writing and renaming; the old content is still there then, and no temporary file.
+/// Creating, writing or renaming failed; the old content is still there, and no temporary file.
 pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let directory = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    // Created 0600 by tempfile, so a private key is at no moment readable by others.
+    // tempfile creates it 0600: others can never read a private key.
     let mut file = tempfile::Builder::new().prefix(".postern-").suffix(".tmp").tempfile_in(directory)?;
     file.write_all(bytes)?;
     file.as_file().set_permissions(Permissions::from_mode(mode))?;
@@ -35,15 +35,18 @@ pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> 
     File::open(directory)?.sync_all()
 }
 
-/// Makes a directory (and its parents) that only this user may enter. One that exists is left as it is: it may be
-/// the operator's own.
+/// Makes a directory (and its parents) that only this user may enter. An existing one is left unchanged: it may be
+/// the operator's.
 pub fn create_private_directory(path: &Path) -> Result<(), IdentityError> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true).mode(PRIVATE_DIRECTORY);
     builder.create(path).map_err(|error| IdentityError::io(path, error))
 }
 
-/// The file's text, or `None` when there is no such file. A file that is there but cannot be read is an error.
+/// The file's text, or `None` when there is no such file.
+///
+/// # Errors
+/// The file exists but cannot be read, or is not UTF-8.
 pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
     match fs::read(path) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|_| {
@@ -58,20 +61,25 @@ pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
     }
 }
 
-/// Like [`read_optional`], for a file that holds a private key: one that others may read is refused, because the key
-/// may already be known to them.
+/// Like [`read_optional`], for a file that holds a private key.
+///
+/// # Errors
+/// Also when others may read the file, because they may already know the key.
 pub fn read_optional_private(path: &Path) -> Result<Option<String>, IdentityError> {
     match fs::metadata(path) {
         Ok(metadata) if metadata.mode() & 0o077 != 0 => Err(IdentityError::file(
             path,
             &format_args!("a private key that others may read (mode {:04o})", metadata.mode() & 0o7777),
-            format!("`chmod 600 {}`, and replace the key if somebody could have copied it", path.display()),
+            format!(
+                "`chmod 600 {}`, and replace the key if another user could have copied it",
+                path.display()
+            ),
         )),
         _ => read_optional(path),
     }
 }
 
-/// Removes a file; one that is not there is no error.
+/// Removes a file, if there is one.
 pub fn remove_if_present(path: &Path) -> Result<(), IdentityError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(IdentityError::io(path, error)),
@@ -84,16 +92,15 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), IdentityError
     write_atomically(path, bytes, mode).map_err(|error| IdentityError::io(path, error))
 }
 
-/// An exclusive lock that two processes share a directory by; released when dropped (and by the kernel when the
-/// process dies).
+/// An exclusive lock on a directory that processes share; released when dropped, and by the kernel when the process
+/// dies.
 #[derive(Debug)]
 pub struct DirectoryLock {
     _file: File,
 }
 
 impl DirectoryLock {
-    /// Waits for the lock file `name` in `directory`. Blocks the thread; every holder keeps it for a few file
-    /// operations only.
+    /// Waits for the lock file `name` in `directory`. Blocks the thread; holders keep it for a few file operations.
     pub fn acquire(directory: &Path, name: &str) -> Result<Self, IdentityError> {
         let path = directory.join(name);
         let file = OpenOptions::new()
@@ -117,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_whole_files_with_their_mode() {
+    fn files_are_written_whole_and_with_their_mode() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("key");
         write_atomically(&path, b"one", PRIVATE_FILE).unwrap();
@@ -137,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_key_that_others_may_read() {
+    fn a_key_that_others_may_read_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("key");
         assert!(read_optional_private(&path).unwrap().is_none());
@@ -157,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lock_excludes() {
+    fn the_lock_is_exclusive() {
         let directory = tempfile::tempdir().unwrap();
         let held = DirectoryLock::acquire(directory.path(), "lock").unwrap();
         let second = File::open(directory.path().join("lock")).unwrap();

@@ -1,3 +1,5 @@
+//! Node names.
+
 use std::borrow::Borrow;
 use std::fmt;
 use std::str::FromStr;
@@ -5,7 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::IdentityError;
+use super::error::IdentityError;
 
 /// The name of an edge node: a DNS-1123 subdomain of at most 253 characters, as Kubernetes requires of a Node.
 ///
@@ -60,7 +62,7 @@ impl FromStr for NodeName {
     fn from_str(name: &str) -> Result<Self, Self::Err> {
         match check(name) {
             Ok(()) => Ok(Self(name.into())),
-            // Cut: what an unauthenticated peer sends must not become a long log line.
+            // Truncated: an unauthenticated peer must not cause long log lines.
             Err(reason) => {
                 Err(IdentityError::NodeName { name: name.chars().take(MAX_LENGTH + 1).collect(), reason })
             }
@@ -113,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn accepts_what_kubernetes_accepts() {
+    fn names_that_kubernetes_accepts_are_accepted() {
         for name in ["edge-1", "a", "0", "node.example.com", "ip-10-0-0-1.eu-west-1.compute.internal"] {
             assert_eq!(name.parse::<NodeName>().unwrap().as_str(), name);
         }
@@ -121,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn names_the_reason_of_a_refusal() {
+    fn a_bad_name_is_refused_with_the_reason() {
         for (name, reason) in [
             ("", "empty"),
             ("Edge-1", "upper-case"),
@@ -163,9 +165,9 @@ mod tests {
             prop_assert_eq!(name.parse::<NodeName>().is_ok(), pattern);
         }
 
-        /// A name is used in file names and log lines: nothing that is accepted can leave a directory or a line.
+        /// Names are used in file names and log lines: an accepted name cannot leave its directory or its line.
         #[test]
-        fn never_panics_and_is_always_harmless(name in any::<String>()) {
+        fn accepted_names_are_safe_in_paths_and_logs(name in any::<String>()) {
             if let Ok(name) = name.parse::<NodeName>() {
                 prop_assert!(!name.as_str().contains(['/', '\\', '\0', '\n', ' ']));
                 prop_assert!(name.as_str() != "." && name.as_str() != "..");

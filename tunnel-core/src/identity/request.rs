@@ -1,17 +1,20 @@
+//! Certificate signing requests.
+
 use rcgen::{CertificateParams, DistinguishedName, KeyPair, PublicKeyData, SubjectPublicKeyInfo};
 use rustls_pki_types::CertificateDer;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer;
 
-use super::{IdentityError, public_key_hash};
+use super::certificate::{public_key_hash, public_key_info};
+use super::error::IdentityError;
 
-/// A request of ours has under 300 bytes.
+/// In bytes. Our own requests have fewer than 300.
 const MAX_CSR: usize = 4096;
 
-/// The public key of a signing request whose possession was proved.
+/// The public key of a signing request that proved possession of it.
 #[derive(Clone, Debug)]
 pub struct CsrKey {
-    /// What goes into the certificate.
+    /// For the certificate.
     pub public_key: SubjectPublicKeyInfo,
     /// [`public_key_hash`] of it.
     pub hash: String,
@@ -22,8 +25,8 @@ pub fn generate_key() -> Result<KeyPair, IdentityError> {
     KeyPair::generate().map_err(|error| IdentityError::Key(error.to_string()))
 }
 
-/// A PKCS #10 request (RFC 2986, DER) that proves the possession of `key` and says nothing else: who the key is for
-/// follows from the token or from the present certificate, never from the request.
+/// A PKCS #10 request (RFC 2986, DER) that proves possession of `key` and holds nothing else: who the key is for
+/// follows from the token or from the current certificate, never from the request.
 pub fn create_csr(key: &KeyPair) -> Result<Vec<u8>, IdentityError> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
@@ -59,7 +62,7 @@ pub fn public_key_of_csr(der: &[u8]) -> Result<CsrKey, IdentityError> {
 
 /// Whether the certificate is for this key.
 pub(super) fn matches(key: &KeyPair, certificate: &CertificateDer<'_>) -> Result<bool, IdentityError> {
-    Ok(super::certificate::public_key_info(certificate)? == key.subject_public_key_info())
+    Ok(public_key_info(certificate)? == key.subject_public_key_info())
 }
 
 #[cfg(test)]
@@ -69,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_is_taken_and_nothing_else() {
+    fn only_the_key_is_read() {
         let key = generate_key().unwrap();
         let found = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
         assert_eq!(found.public_key.subject_public_key_info(), key.subject_public_key_info());

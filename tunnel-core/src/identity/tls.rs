@@ -1,3 +1,5 @@
+//! TLS settings of both ends.
+
 use std::io;
 use std::sync::Arc;
 
@@ -10,10 +12,18 @@ use rustls::{CertificateError, ClientConfig, OtherError, RootCertStore, ServerCo
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::TlsAcceptor;
 
+use super::agent::AgentIdentity;
+use super::bundle::TrustBundle;
+use super::certificate::{SERVER_NAME, parse_ca_hash};
+use super::error::IdentityError;
 use super::verify::{AgentVerifier, Trust, TunnelServerVerifier};
-use super::{ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, IdentityError, SERVER_NAME, TrustBundle, parse_ca_hash};
 
-/// Always given by name: the process default belongs to whoever links us.
+/// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
+pub const ALPN_TUNNEL: &[u8] = b"postern/1";
+/// ALPN protocol of ordinary gRPC on the same port.
+pub const ALPN_GRPC: &[u8] = b"h2";
+
+/// Always passed explicitly: the process default belongs to the program that links this crate.
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
@@ -22,7 +32,7 @@ fn tls_error(error: impl std::fmt::Display) -> IdentityError {
     IdentityError::Tls(error.to_string())
 }
 
-/// [`SERVER_NAME`] as the TLS library wants it, for SNI and verification.
+/// [`SERVER_NAME`] for SNI and verification.
 pub fn server_name() -> ServerName<'static> {
     // A constant of this crate; a test calls this.
     ServerName::try_from(SERVER_NAME).expect("SERVER_NAME is a DNS name")
@@ -41,12 +51,13 @@ fn client(
 
 fn finish(mut config: ClientConfig, alpn: &[u8]) -> Arc<ClientConfig> {
     config.alpn_protocols = vec![alpn.to_vec()];
-    // Every handshake shows the certificate of the moment and is checked against the roots of the moment.
+    // Every handshake presents the current certificate and is checked against the current roots.
     config.resumption = Resumption::disabled();
     Arc::new(config)
 }
 
-/// TLS 1.3 with the agent's certificate; the server must come from the identity's roots and name [`SERVER_NAME`].
+/// TLS 1.3 with the agent's certificate. One of the identity's roots must have signed the server's certificate, which
+/// names [`SERVER_NAME`].
 pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
     let config = client(Trust::Roots(Arc::new(identity.bundle.root_store())))?
         .with_client_auth_cert(identity.chain.clone(), identity.key.clone_key())
@@ -54,21 +65,24 @@ pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConf
     Ok(finish(config, alpn))
 }
 
-/// TLS 1.3 without a certificate of one's own, to a server that comes from roots already known: an agent whose
-/// certificate has ended enrols again by this.
+/// TLS 1.3 without a client certificate, to a server of known roots: an agent whose certificate has expired enrols
+/// again with it.
 pub fn anonymous_tls(bundle: &TrustBundle, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
     Ok(finish(client(Trust::Roots(Arc::new(bundle.root_store())))?.with_no_client_auth(), alpn))
 }
 
-/// TLS 1.3 for the first enrolment: the chain must come from a CA certificate that the server presents itself and
-/// whose key has the hash `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as ever. ALPN `h2`.
+/// TLS 1.3 for the first enrolment: the server presents the CA certificate too, and the CA's key must have the hash
+/// `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as usual. ALPN `h2`.
+///
+/// # Errors
+/// `ca_hash` is malformed.
 pub fn pinned_tls(ca_hash: &str) -> Result<Arc<ClientConfig>, IdentityError> {
     let config = client(Trust::Pinned(parse_ca_hash(ca_hash)?))?.with_no_client_auth();
     Ok(finish(config, ALPN_GRPC))
 }
 
 impl TrustBundle {
-    /// Whether a server's chain (leaf first) would be accepted if these roots were the trusted ones.
+    /// Checks that a server's chain (leaf first) would be accepted if these roots were the trusted ones.
     pub fn verify_server(&self, chain: &[CertificateDer<'_>]) -> Result<(), IdentityError> {
         let (leaf, rest) =
             chain.split_first().ok_or_else(|| IdentityError::Parse("an empty chain".into()))?;
@@ -81,7 +95,7 @@ impl TrustBundle {
     }
 }
 
-/// Our own reason inside the error of a TLS handshake, when it was one of our checks that refused the peer.
+/// The reason inside the error of a TLS handshake, if one of our own checks refused the peer.
 pub fn refusal(error: &io::Error) -> Option<&IdentityError> {
     let inner = error.get_ref()?.downcast_ref::<rustls::Error>()?;
     match inner {
@@ -95,16 +109,19 @@ pub fn refusal(error: &io::Error) -> Option<&IdentityError> {
 /// The TLS side of a server's agent port. The settings can be replaced at any time; connections that are already
 /// open keep theirs.
 ///
-/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`] and [`ALPN_GRPC`]. A client certificate is optional (enrolment has none yet);
-/// one that is shown must come from the client roots and be of an agent's exact shape. There is no session
-/// resumption: a resumed session would carry a client certificate past its end or past its root's retirement.
+/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`] and [`ALPN_GRPC`]. A client certificate is optional (enrolment has none yet).
+/// If there is one, a client root must have signed it, and it must have an agent's exact shape. Sessions are not
+/// resumed: that would keep a client certificate alive after it expired or its root was retired.
 #[derive(Debug)]
 pub struct ServerTls {
     config: ArcSwap<ServerConfig>,
 }
 
 impl ServerTls {
-    /// `chain` is leaf first and should hold the CA's certificate too: a first enrolment pins it by hash.
+    /// `chain` is leaf first and should include the CA's certificate: a first enrolment pins it by hash.
+    ///
+    /// # Errors
+    /// rustls does not take the certificate, the key or the roots.
     pub fn new(
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
@@ -113,7 +130,10 @@ impl ServerTls {
         Ok(Self { config: ArcSwap::from(server_config(chain, key, client_roots.root_store())?) })
     }
 
-    /// New certificate, key and client roots for the handshakes from now on. An error changes nothing.
+    /// Replaces certificate, key and client roots for later handshakes.
+    ///
+    /// # Errors
+    /// As [`ServerTls::new`]; nothing has changed then.
     pub fn replace(
         &self,
         chain: Vec<CertificateDer<'static>>,
@@ -124,7 +144,7 @@ impl ServerTls {
         Ok(())
     }
 
-    /// An acceptor with the settings of this moment: take a new one for each connection.
+    /// An acceptor with the current settings; take a new one for each connection.
     pub fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(self.config.load_full())
     }

@@ -1,3 +1,5 @@
+//! Certificate verifiers: rustls' own, then the exact shape of ours.
+
 use std::sync::Arc;
 
 use rustls::client::WebPkiServerVerifier;
@@ -9,13 +11,14 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-use super::{IdentityError, ca_hash, is_ca, node_of_certificate, server_names_of_certificate};
+use super::certificate::{ca_hash, is_ca, node_of_certificate, server_names_of_certificate};
+use super::error::IdentityError;
 
 fn refuse(error: IdentityError) -> rustls::Error {
     rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(error))))
 }
 
-/// Accepts what the inner verifier accepts and is of an agent's exact shape.
+/// Accepts a certificate that the inner verifier accepts and that has an agent's exact shape.
 #[derive(Debug)]
 pub(super) struct AgentVerifier(pub(super) Arc<dyn ClientCertVerifier>);
 
@@ -62,17 +65,15 @@ impl ClientCertVerifier for AgentVerifier {
     }
 }
 
-/// Whom a [`TunnelServerVerifier`] trusts.
+/// What a [`TunnelServerVerifier`] trusts.
 #[derive(Debug)]
 pub(super) enum Trust {
-    /// These roots.
     Roots(Arc<RootCertStore>),
     /// The CA certificate in the presented chain whose key has this hash.
     Pinned(String),
 }
 
-/// Accepts a certificate that comes from a trusted root, is valid now, names the server, and is of a server's exact
-/// shape.
+/// Accepts a certificate that a trusted root signed, is valid now, names the server, and has a server's exact shape.
 #[derive(Debug)]
 pub(super) struct TunnelServerVerifier {
     pub(super) trust: Trust,
@@ -86,7 +87,7 @@ impl TunnelServerVerifier {
             Trust::Pinned(hash) => hash,
         };
         let mut hashes = Vec::new();
-        // Only what may sign others counts: the server's own certificate must not be its own root.
+        // Only CA certificates count: the server's own certificate must not be its own root.
         for certificate in presented.iter().filter(|certificate| is_ca(certificate)) {
             let hash = ca_hash(certificate)?;
             if hash == *expected {

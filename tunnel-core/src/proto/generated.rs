@@ -10,10 +10,10 @@ pub struct Welcome {
     /// "host:port" of further servers that this agent should attach to.
     #[prost(string, repeated, tag = "4")]
     pub servers: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// PEM; the roots that the agent trusts from now on (a rotation has two for a while). Empty: no change.
+    /// PEM; the roots that the agent trusts from now on (two during a rotation). Empty: no change.
     #[prost(string, tag = "5")]
     pub trust_bundle: ::prost::alloc::string::String,
-    /// Ports that may be dialled on the node's loopback on behalf of the `localhost-proxy-ports` key.
+    /// Ports on the node's loopback that the agent may dial, from the key `localhost-proxy-ports`.
     #[prost(uint32, repeated, tag = "6")]
     pub loopback_ports: ::prost::alloc::vec::Vec<u32>,
 }
@@ -92,13 +92,13 @@ pub mod notice {
         LoopbackPorts(super::LoopbackPorts),
     }
 }
-/// The server stops soon: attach elsewhere, let what is in flight finish.
+/// The server stops soon: attach elsewhere, and let connections in flight finish.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ServerDraining {
     #[prost(uint32, tag = "1")]
     pub timeout_seconds: u32,
 }
-/// The server will not use this session, and says why.
+/// The server will not use this session, for this reason.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Refused {
     #[prost(string, tag = "1")]
@@ -117,7 +117,7 @@ pub struct TrustBundle {
     #[prost(string, tag = "1")]
     pub pem: ::prost::alloc::string::String,
 }
-/// Replaces the ports of Welcome.loopback_ports. Connections that are open stay.
+/// Replaces the ports of Welcome.loopback_ports. Open connections stay.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LoopbackPorts {
     #[prost(uint32, repeated, tag = "1")]
@@ -241,7 +241,7 @@ pub mod agent_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Opened once by the server and kept open: its end is the session's end. The first event is Hello.
+        /// Opened once by the server and kept open: the session ends with it. The first event is Hello.
         pub async fn attach(
             &mut self,
             request: impl tonic::IntoRequest<super::Welcome>,
@@ -270,7 +270,7 @@ pub mod agent_client {
         /// `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
-        /// INVALID_ARGUMENT not an address. `grpc-message` gives the reason as text.
+        /// INVALID_ARGUMENT not an address. `grpc-message` holds the reason as text.
         /// End of stream is a half-close, RST_STREAM a TCP reset, each way.
         pub async fn carry(
             &mut self,
@@ -296,7 +296,7 @@ pub mod agent_client {
                 .insert(GrpcMethod::new("postern.tunnel.v1.Agent", "Carry"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Tells the agent something about the session that it should act on.
+        /// Informs the agent about a change of the session that it should act on.
         pub async fn notify(
             &mut self,
             request: impl tonic::IntoRequest<super::Notice>,
@@ -339,7 +339,7 @@ pub mod agent_server {
             >
             + std::marker::Send
             + 'static;
-        /// Opened once by the server and kept open: its end is the session's end. The first event is Hello.
+        /// Opened once by the server and kept open: the session ends with it. The first event is Hello.
         async fn attach(
             &self,
             request: tonic::Request<super::Welcome>,
@@ -354,13 +354,13 @@ pub mod agent_server {
         /// `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
-        /// INVALID_ARGUMENT not an address. `grpc-message` gives the reason as text.
+        /// INVALID_ARGUMENT not an address. `grpc-message` holds the reason as text.
         /// End of stream is a half-close, RST_STREAM a TCP reset, each way.
         async fn carry(
             &self,
             request: tonic::Request<tonic::Streaming<super::Segment>>,
         ) -> std::result::Result<tonic::Response<Self::CarryStream>, tonic::Status>;
-        /// Tells the agent something about the session that it should act on.
+        /// Informs the agent about a change of the session that it should act on.
         async fn notify(
             &self,
             request: tonic::Request<super::Notice>,
@@ -706,7 +706,7 @@ pub mod enrollment_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Trades a token for a certificate (standalone). The caller needs no certificate of its own.
+        /// Exchanges a token for a certificate (standalone). The agent needs no certificate yet.
         pub async fn enroll(
             &mut self,
             request: impl tonic::IntoRequest<super::EnrollRequest>,
@@ -728,7 +728,7 @@ pub mod enrollment_client {
                 .insert(GrpcMethod::new("postern.tunnel.v1.Enrollment", "Enroll"));
             self.inner.unary(req, path, codec).await
         }
-        /// Trades the caller's certificate, still valid, for a fresh one of the same node. Needs mTLS.
+        /// Exchanges the agent's certificate, still valid, for a fresh one of the same node. Needs mTLS.
         pub async fn renew(
             &mut self,
             request: impl tonic::IntoRequest<super::RenewRequest>,
@@ -765,12 +765,12 @@ pub mod enrollment_server {
     /// Generated trait containing gRPC methods that should be implemented for use with EnrollmentServer.
     #[async_trait]
     pub trait Enrollment: std::marker::Send + std::marker::Sync + 'static {
-        /// Trades a token for a certificate (standalone). The caller needs no certificate of its own.
+        /// Exchanges a token for a certificate (standalone). The agent needs no certificate yet.
         async fn enroll(
             &self,
             request: tonic::Request<super::EnrollRequest>,
         ) -> std::result::Result<tonic::Response<super::EnrollResponse>, tonic::Status>;
-        /// Trades the caller's certificate, still valid, for a fresh one of the same node. Needs mTLS.
+        /// Exchanges the agent's certificate, still valid, for a fresh one of the same node. Needs mTLS.
         async fn renew(
             &self,
             request: tonic::Request<super::RenewRequest>,

@@ -170,7 +170,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--admin-address=10.0.0.1:10265"],
-            "--admin-address=10.0.0.1:10265: not a loopback address: this endpoint asks nobody who they are; use 127.0.0.1 or [::1]",
+            "--admin-address=10.0.0.1:10265: not a loopback address: this endpoint has no authentication; use 127.0.0.1 or [::1]",
         ),
         (
             &["--insecure-bind-address=0.0.0.0"],
@@ -188,7 +188,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--exclude=10.0.0.1/8"],
-            "--exclude=10.0.0.1/8: \"10.0.0.1/8\" has bits set behind its prefix; did you mean 10.0.0.0/8?",
+            "--exclude=10.0.0.1/8: \"10.0.0.1/8\" has bits set after its prefix; did you mean 10.0.0.0/8?",
         ),
         (
             &["--token-range=198.18.0.0/25"],

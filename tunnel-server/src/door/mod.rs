@@ -16,10 +16,9 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::carry::{Abort, RelayError, Side, end_on_drop, reset_on_drop};
+use tunnel_core::carry::{Abort, RelayError, Side, end_on_drop, prepare_socket};
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Drain;
-use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
 pub use http::Http;
@@ -116,8 +115,11 @@ async fn receive<D: Door>(
     hall: Hall,
     place: Option<Admitted>,
 ) {
-    // Whatever goes wrong from here on, the caller sees a reset and no clean end.
-    reset_on_drop(&socket);
+    if let Err(error) = prepare_socket(&socket) {
+        hall.metrics.turned_away(D::NAME);
+        tracing::warn!(door = D::NAME, %client, reason = %error, "caller turned away");
+        return;
+    }
     let opening = match door.open(&mut socket, &hall.router).await {
         Ok(opening) => opening,
         // A reset could overtake the end of the self-test's connect.
@@ -151,11 +153,10 @@ async fn carry<D: Door>(
     session: Arc<Session>,
     mut record: Record,
 ) {
-    let mut socket =
-        match TcpStream::from_std(socket).and_then(|socket| link::tune_carried(&socket).map(|()| socket)) {
-            Ok(socket) => socket,
-            Err(error) => return record.end(Outcome::ClientReset, &error),
-        };
+    let mut socket = match TcpStream::from_std(socket) {
+        Ok(socket) => socket,
+        Err(error) => return record.end(Outcome::ClientReset, &error),
+    };
     let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session));
     let ended = {
         let forced = record.forced();

@@ -6,7 +6,7 @@ use jiff::{Span, SpanRelativeTo};
 use rand::Rng;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
-use tunnel_core::identity::Secret;
+use tunnel_core::identity::{ExposeSecret, SecretString};
 
 use super::PkiError;
 
@@ -18,16 +18,16 @@ const ALPHABET: &[u8; 36] = b"abcdefghijklmnopqrstuvwxyz0123456789";
 const MAX_TTL: Duration = Duration::from_secs(366 * 86_400);
 
 /// `<id>.<secret>`: the id names the token in lists and logs, the secret is known to the operator and the agent.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct Token {
     id: String,
-    secret: Secret,
+    secret: SecretString,
 }
 
 impl Token {
     /// A new one from the system's random numbers.
     pub fn generate() -> Self {
-        Self { id: random_text(ID_LENGTH), secret: Secret::new(random_text(SECRET_LENGTH)) }
+        Self { id: random_text(ID_LENGTH), secret: random_text(SECRET_LENGTH).into() }
     }
 
     /// The part before the dot, which is no secret.
@@ -37,12 +37,12 @@ impl Token {
 
     /// The whole token, for the one who is to use it.
     pub fn expose(&self) -> String {
-        format!("{}.{}", self.id, self.secret.expose())
+        format!("{}.{}", self.id, self.secret.expose_secret())
     }
 
     /// Hexadecimal SHA-256 of the secret, which is what is stored. The secret is random, so it needs no salt.
     pub fn hash(&self) -> String {
-        format!("{:x}", Sha256::digest(self.secret.expose()))
+        format!("{:x}", Sha256::digest(self.secret.expose_secret()))
     }
 
     /// Compares with a stored hash in constant time.
@@ -72,7 +72,7 @@ impl FromStr for Token {
                     && secret.len() == SECRET_LENGTH
                     && secret.bytes().all(|byte| ALPHABET.contains(&byte)) =>
             {
-                Ok(Self { id: id.to_owned(), secret: Secret::new(secret) })
+                Ok(Self { id: id.to_owned(), secret: secret.into() })
             }
             _ => Err(PkiError::Token),
         }

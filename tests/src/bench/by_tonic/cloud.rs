@@ -23,7 +23,7 @@ use tokio_stream::Stream;
 use tonic::Request;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
-use tunnel_core::carry::{TARGET_HEADER, reset_on_drop};
+use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
 use tunnel_core::link;
 use tunnel_core::proto::Segment;
 use tunnel_core::proto::agent_client::AgentClient;
@@ -51,9 +51,8 @@ pub fn run(args: &[OsString]) -> Result<()> {
         let mut doors = JoinSet::new();
         for port in CARRIED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
-            // What it accepts inherits this; Postern does it for each connection, because its doors turn some away.
-            reset_on_drop(&listener);
-            link::tune_carried(&listener).context("socket options")?;
+            // What it accepts inherits this.
+            prepare_socket(&listener).context("socket options")?;
             doors.spawn(accept_all(listener, client.clone(), SocketAddr::new(edge.ip(), port)));
         }
         doors.join_next().await;

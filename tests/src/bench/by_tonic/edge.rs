@@ -20,7 +20,7 @@ use tokio_stream::{Empty, StreamExt as _};
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::carry::{TARGET_HEADER, reset_on_drop};
+use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
 use tunnel_core::link;
 use tunnel_core::proto::agent_server::{Agent, AgentServer};
 use tunnel_core::proto::{AgentEvent, Notice, NoticeAck, Segment, Welcome};
@@ -95,8 +95,7 @@ impl Agent for Dialing {
         let target = target.ok_or_else(|| Status::invalid_argument(TARGET_HEADER))?;
         let unavailable = |error: io::Error| Status::unavailable(error.to_string());
         let socket = TcpStream::connect(target).await.map_err(unavailable)?;
-        reset_on_drop(&socket);
-        link::tune_carried(&socket).map_err(unavailable)?;
+        prepare_socket(&socket).map_err(unavailable)?;
         let (outward, mut write) = directions(socket);
         let mut segments = request.into_inner();
         tokio::spawn(async move {

@@ -118,7 +118,7 @@ impl Reasons {
 }
 
 fn render_targets(text: &mut String, record: &Record) -> std::fmt::Result {
-    writeln!(text, "\n## What DESIGN §10 asks\n\n| | measured | |\n|---|---|---|")?;
+    writeln!(text, "\n## Goals\n\n| | measured | |\n|---|---|---|")?;
     for target in targets::check(record) {
         let measured = target.measured.map_or_else(|| "–".to_owned(), number);
         let verdict = match target.met {

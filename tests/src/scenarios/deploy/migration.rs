@@ -32,7 +32,7 @@ pub(super) async fn run(testbed: &Testbed) -> Result<()> {
 async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     yurttunnel(cluster).await?;
     let before = addresses(cluster).await?;
-    for title in ["1. Look", "2. Bring", "3. Stop", "4. Start"] {
+    for title in ["1. Inspect", "2. Bring", "3. Stop", "4. Start"] {
         section(cluster, title).await?;
     }
     logs(&cluster.kubectl).await?;

@@ -1,0 +1,75 @@
+//! Why a carried connection failed, and what each end of the tunnel calls that.
+
+use std::io;
+
+use h2::Reason;
+
+use super::frame::FrameError;
+use crate::outcome::Outcome;
+
+/// Which end of the tunnel relays: decides whose reset a broken socket is, and which end sends gRPC trailers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The tunnel-server: the socket leads to the client, and this end made the gRPC call.
+    Server,
+    /// The tunnel-agent: the socket leads to the target, and this end answers the gRPC call.
+    Agent,
+}
+
+/// Why a carried connection did not end well.
+#[derive(Debug, thiserror::Error)]
+pub enum RelayError {
+    /// The socket on this end failed.
+    #[error("{0}")]
+    Socket(#[source] io::Error),
+    /// The other end reset the stream.
+    #[error("the other end of the tunnel reset the stream ({0})")]
+    Reset(Reason),
+    /// The whole link failed.
+    #[error("tunnel lost: {}", crate::link::reason(.0))]
+    Link(#[source] h2::Error),
+    /// The stream carried something other than segments.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// The stream ended without `grpc-status: 0`, so bytes may be missing.
+    #[error("the agent ended the stream with {0}")]
+    Status(String),
+    /// The agent could not connect to the target, or the request was not sent.
+    #[error("{1}")]
+    Dial(Outcome, String),
+    /// Ended by [`super::Abort`].
+    #[error("ended by this end: {0}")]
+    Aborted(Outcome),
+}
+
+impl RelayError {
+    /// The outcome, as seen from `side`.
+    pub const fn outcome(&self, side: Side) -> Outcome {
+        let (own, other) = match side {
+            Side::Server => (Outcome::ClientReset, Outcome::TargetReset),
+            Side::Agent => (Outcome::TargetReset, Outcome::ClientReset),
+        };
+        match self {
+            Self::Socket(_) => own,
+            Self::Reset(Reason::ENHANCE_YOUR_CALM) => Outcome::Stalled,
+            Self::Reset(Reason::CONNECT_ERROR) => other,
+            Self::Reset(Reason::PROTOCOL_ERROR) | Self::Frame(_) | Self::Status(_) => Outcome::Protocol,
+            // An agent or a server that stops cancels what it carries.
+            Self::Reset(_) => match side {
+                Side::Server => Outcome::TunnelLost,
+                Side::Agent => Outcome::ClientReset,
+            },
+            Self::Link(_) => Outcome::TunnelLost,
+            Self::Dial(outcome, _) | Self::Aborted(outcome) => *outcome,
+        }
+    }
+}
+
+impl From<h2::Error> for RelayError {
+    fn from(error: h2::Error) -> Self {
+        match error.reason() {
+            Some(reason) if error.is_reset() => Self::Reset(reason),
+            _ => Self::Link(error),
+        }
+    }
+}

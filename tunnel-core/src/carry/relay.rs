@@ -1,0 +1,77 @@
+//! Relays bytes between one TCP socket and one HTTP/2 stream.
+//!
+//! One task relays both directions. An idle connection holds no buffer: one is taken only when the socket has bytes,
+//! and its size follows the last reads. Flow control is returned to the sender only for bytes that the socket has
+//! taken, so a receiver that does not read stops its own stream and no other.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use h2::{Reason, RecvStream, SendStream};
+use tokio::net::TcpStream;
+
+use super::error::{RelayError, Side};
+use super::inward::Inward;
+use super::outward::{Answer, Outward, Sent};
+use super::socket::end_on_drop;
+use super::stall::{Abort, StallBound};
+use super::traffic::Traffic;
+
+/// What relaying a connection needs besides its socket and its stream.
+#[derive(Debug)]
+pub struct Relay<'a> {
+    /// Which end this is.
+    pub side: Side,
+    /// The link's bound on receivers that do not read.
+    pub stalls: &'a StallBound,
+    /// Ends this connection from outside.
+    pub abort: &'a Arc<Abort>,
+    /// Counts the bytes.
+    pub traffic: &'a Traffic,
+}
+
+impl Relay<'_> {
+    /// Relays both ways until both directions have ended. `socket` has been through [`super::prepare_socket`].
+    /// `inbound` gives the receiving half: immediately on the agent; on the server once the agent has connected, and the
+    /// client's first bytes travel meanwhile. `prefix` was already read from the socket.
+    ///
+    /// # Errors
+    /// Whatever ended the connection early. The stream is then reset, and dropping the socket sends a TCP RST.
+    pub async fn run(
+        self,
+        socket: &mut TcpStream,
+        prefix: Bytes,
+        send: &mut SendStream<Bytes>,
+        inbound: impl Future<Output = Result<RecvStream, RelayError>>,
+    ) -> Result<(), RelayError> {
+        let Self { side, stalls, abort, traffic } = self;
+        let ended = {
+            let (read, write) = socket.split();
+            let answer = Answer::default();
+            tokio::select! {
+                biased;
+                outcome = abort.triggered() => Err(RelayError::Aborted(outcome)),
+                // Built where they are polled: moving a future doubles its memory.
+                ended = async {
+                    tokio::try_join!(Outward { side, traffic, answer: &answer }.run(read, send, prefix), async {
+                        let stream = inbound.await?;
+                        let _ = answer.begun.set(());
+                        Inward { side, stalls, abort, traffic }.run(write, stream).await?;
+                        let _ = answer.ended.set(());
+                        Ok(())
+                    })
+                } => match ended {
+                    Ok((Sent::All, ())) => Ok(()),
+                    Ok((Sent::Unwanted, ())) => Err(RelayError::Reset(Reason::NO_ERROR)),
+                    Err(error) => Err(error),
+                },
+            }
+        };
+        match &ended {
+            Ok(()) => end_on_drop(socket),
+            Err(error) => send.send_reset(error.outcome(side).reset_reason()),
+        }
+        ended
+    }
+}

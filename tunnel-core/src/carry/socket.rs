@@ -1,0 +1,49 @@
+//! A carried connection's socket: its options, and how it closes.
+//!
+//! A failure must never look like an end of file, which could be taken for a complete answer. So the socket is set to
+//! close with a TCP reset before anything can fail, and a connection that both directions have ended well takes that
+//! back. A cancelled task and a killed process reset their connections too.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use socket2::SockRef;
+use tokio::net::TcpStream;
+
+use crate::link;
+
+/// Unsent bytes in the kernel above which the socket is not written to: bounds the kernel memory held for a receiver
+/// that does not read.
+const NOTSENT_LOWAT: u32 = 256 << 10;
+/// How long a carried connection may be idle before the first keepalive probe.
+const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
+
+/// Sets the options of a carried connection's socket, on either end, and [`reset_on_drop`]. What is set on a listener
+/// passes to the sockets that it accepts.
+///
+/// # Errors
+/// The socket is closed, or the kernel does not know an option.
+pub fn prepare_socket(socket: &impl AsFd) -> io::Result<()> {
+    reset_on_drop(socket);
+    let socket = SockRef::from(socket);
+    socket.set_tcp_nodelay(true)?;
+    socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME))?;
+    socket.set_tcp_notsent_lowat(NOTSENT_LOWAT)
+}
+
+/// Makes the socket's close a TCP RST.
+pub fn reset_on_drop(socket: &impl AsFd) {
+    linger(socket, Some(Duration::ZERO));
+}
+
+/// Takes [`reset_on_drop`] back: the socket's close is an end of file.
+pub fn end_on_drop(socket: &TcpStream) {
+    linger(socket, None);
+}
+
+fn linger(socket: &impl AsFd, time: Option<Duration>) {
+    if let Err(error) = SockRef::from(socket).set_linger(time) {
+        tracing::debug!(%error, "cannot set how the socket closes");
+    }
+}

@@ -1,0 +1,29 @@
+//! Why a link failed.
+
+use std::io;
+
+use super::settings::PING_TIMEOUT;
+use crate::error::causes;
+
+/// Why a link was given up.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkDead {
+    /// No answer in [`PING_TIMEOUT`].
+    #[error("no answer to an HTTP/2 PING for {} s", PING_TIMEOUT.as_secs())]
+    Timeout,
+    /// The connection failed.
+    #[error("{}", reason(.0))]
+    Failed(#[source] h2::Error),
+}
+
+/// Why a connection failed, for an operator: `error` or one of its sources is an [`h2::Error`].
+pub fn reason(error: &(dyn std::error::Error + 'static)) -> String {
+    let Some(h2) = causes(error).find_map(|cause| cause.downcast_ref::<h2::Error>()) else {
+        return error.to_string();
+    };
+    match h2.get_io() {
+        Some(io) if io.kind() == io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
+        Some(io) => io.to_string(),
+        None => h2.to_string(),
+    }
+}

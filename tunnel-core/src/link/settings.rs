@@ -1,0 +1,101 @@
+//! The settings of a link: HTTP/2, TLS, TCP and timeouts. `docs/benchmarks.md` has the measurements behind the values.
+
+use std::io;
+use std::time::Duration;
+
+use rustls::ConnectionCommon;
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::TcpStream;
+
+/// HTTP/2 stream window, in bytes: what one carried connection may have in flight, or held for a receiver that does
+/// not read.
+pub const STREAM_WINDOW: u32 = 1 << 20;
+/// HTTP/2 connection window, in bytes. A full one would stop every stream of the link, so it is far above what the
+/// bounds on stalled receivers allow to be held.
+pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+/// Bytes that a server holds for receivers of one node that do not read.
+pub const SERVER_STALL_BYTES: usize = 256 << 20;
+/// Bytes that an agent holds for targets that do not read.
+pub const AGENT_STALL_BYTES: usize = 64 << 20;
+/// Connections that one link may carry at a time.
+pub const MAX_STREAMS: u32 = 1 << 17;
+
+/// Largest HTTP/2 frame that is accepted, in bytes.
+pub const MAX_FRAME: u32 = 256 << 10;
+/// Bytes that TLS buffers before the socket is written to. Writing a whole frame in one system call is what makes a
+/// single stream fast: with rustls' 64 KiB it moves two thirds as much.
+const TLS_BUFFER: usize = 256 << 10;
+/// Bytes queued per stream in front of the socket: one frame. With twice as much, small messages wait half as long
+/// again behind four bulk transfers, which are no faster for it.
+const SEND_BUFFER: usize = 256 << 10;
+/// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk.
+const LINK_NOTSENT_LOWAT: u32 = 128 << 10;
+/// Bytes of headers or trailers of one message: a few short fields.
+pub const MAX_HEADERS: u32 = 16 << 10;
+/// Resets of streams that may be remembered or pending before the peer counts as hostile. Both ends are
+/// authenticated, and thousands of clients may give up concurrently.
+pub const MAX_RESETS: usize = 1 << 17;
+/// How long a stream that this end reset is remembered, so that late frames for it are ignored.
+pub const RESET_MEMORY: Duration = Duration::from_secs(5);
+
+/// Time between two PINGs.
+pub const PING_INTERVAL: Duration = Duration::from_secs(10);
+/// How long a PING may go unanswered: a dead link is noticed within `PING_INTERVAL + PING_TIMEOUT`.
+pub const PING_TIMEOUT: Duration = Duration::from_secs(12);
+/// How long the handshakes of TLS and HTTP/2 and the session's first message may take.
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// HTTP/2 settings of the server's end.
+pub fn client_builder() -> h2::client::Builder {
+    let mut builder = h2::client::Builder::new();
+    builder
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(MAX_FRAME)
+        .max_header_list_size(MAX_HEADERS)
+        .max_send_buffer_size(SEND_BUFFER)
+        .initial_max_send_streams(MAX_STREAMS as usize)
+        .max_concurrent_reset_streams(MAX_RESETS)
+        .max_local_error_reset_streams(None)
+        .reset_stream_duration(RESET_MEMORY)
+        .enable_push(false);
+    builder
+}
+
+/// HTTP/2 settings of the agent's end.
+pub fn server_builder() -> h2::server::Builder {
+    let mut builder = h2::server::Builder::new();
+    builder
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(MAX_FRAME)
+        .max_header_list_size(MAX_HEADERS)
+        .max_send_buffer_size(SEND_BUFFER)
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_concurrent_reset_streams(MAX_RESETS)
+        .max_pending_accept_reset_streams(MAX_RESETS)
+        .max_local_error_reset_streams(None)
+        .reset_stream_duration(RESET_MEMORY);
+    builder
+}
+
+/// Sets the options of the link's socket.
+///
+/// # Errors
+/// The socket is closed, or the kernel does not know an option.
+pub fn tune_link(socket: &TcpStream) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    let socket = SockRef::from(socket);
+    socket.set_tcp_keepalive(&keepalive())?;
+    socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT))?;
+    socket.set_tcp_notsent_lowat(LINK_NOTSENT_LOWAT)
+}
+
+/// Bounds the bytes that the link's TLS buffers.
+pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>) {
+    connection.set_buffer_limit(Some(TLS_BUFFER));
+}
+
+pub(crate) const fn keepalive() -> TcpKeepalive {
+    TcpKeepalive::new().with_time(PING_INTERVAL).with_interval(Duration::from_secs(5)).with_retries(3)
+}
