@@ -147,8 +147,8 @@ impl<T4: aya::Pod, T6: aya::Pod> Tries<T4, T6> {
 impl Tries<u32, u32> {
     fn insert(&mut self, net: IpNet) -> Result<(), RedirectError> {
         match net {
-            IpNet::V4(net) => self.v4.insert(&key_v4(net), 1, 0).map_err(failed(self.names[0])),
-            IpNet::V6(net) => self.v6.insert(&key_v6(net), 1, 0).map_err(failed(self.names[1])),
+            IpNet::V4(net) => self.v4.insert(&key_v4(net), 1_u32, 0).map_err(failed(self.names[0])),
+            IpNet::V6(net) => self.v6.insert(&key_v6(net), 1_u32, 0).map_err(failed(self.names[1])),
         }
     }
 }
