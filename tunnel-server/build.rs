@@ -1,7 +1,7 @@
 //! Embeds the BPF object that `cargo xtask build-ebpf` left in the target directory.
 //!
 //! Without a current object an empty stub is embedded, so that `cargo build` and `cargo clippy` need no
-//! BPF toolchain; the server then refuses `--redirect=on` with the command that mends it. A release
+//! BPF toolchain; the server then refuses `--redirect=on` and names the command to run. A release
 //! build without the object is an error.
 
 #[path = "../xtask/src/ebpf_sources.rs"]
@@ -11,7 +11,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MEND: &str = "run `cargo xtask build-ebpf`";
+const FIX: &str = "run `cargo xtask build-ebpf`";
 
 fn main() -> Result<(), String> {
     println!("cargo::rerun-if-env-changed=POSTERN_BPF_OBJECT");
@@ -25,13 +25,13 @@ fn main() -> Result<(), String> {
         Found::Nothing(why) if env::var("PROFILE").as_deref() == Ok("release") => {
             if env::var_os("POSTERN_WITHOUT_BPF").is_none_or(|value| value != "1") {
                 return Err(format!(
-                    "{why}: {MEND}, or set POSTERN_WITHOUT_BPF=1 for a server that can only run with --redirect=off"
+                    "{why}: {FIX}, or set POSTERN_WITHOUT_BPF=1 for a server that can only run with --redirect=off"
                 ));
             }
             (Vec::new(), why)
         }
         Found::Nothing(why) => {
-            println!("cargo::warning={why}; the redirect will not work: {MEND}");
+            println!("cargo::warning={why}; the redirect will not work: {FIX}");
             (Vec::new(), why)
         }
     };
@@ -59,8 +59,8 @@ fn find(out: &Path) -> Result<Found, String> {
         println!("cargo::rerun-if-changed={}", workspace.join(source).display());
     }
     // OUT_DIR is <target>[/<triple>]/<profile>/build/<crate>-<hash>/out. The tool that builds the object
-    // creates <target>/bpf; where it has not yet, the directory next to the profile's is made, so that
-    // cargo has something to watch (a path that does not exist would mean "always rebuild").
+    // creates <target>/bpf; until then an empty directory next to the profile's gives cargo something to
+    // watch (a path that does not exist would mean "always rebuild").
     let profile = out.ancestors().nth(3).ok_or("OUT_DIR has an unknown shape")?;
     let candidates: Vec<&Path> = profile.ancestors().skip(1).take(2).collect();
     let target = candidates

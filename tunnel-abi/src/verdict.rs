@@ -17,7 +17,7 @@ pub struct Connect<A> {
     pub bound_device: bool,
 }
 
-/// Why a connect is left alone.
+/// Why a connect goes direct.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reason {
     /// Not a TCP socket.
@@ -37,7 +37,7 @@ pub enum Reason {
 /// The decision about a connect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict<A> {
-    /// Leave it alone.
+    /// Do not touch it.
     Direct(Reason),
     /// Connect to this token instead.
     Redirect(A),
@@ -47,17 +47,17 @@ pub enum Verdict<A> {
 }
 
 /// Lookups shared by both address families.
-pub trait State {
+pub trait GlobalState {
     /// Whether `port` is tunnelled.
     fn tunnelled(&self, port: u16) -> bool;
     /// Whether there are routes that take every port.
     fn any_port_routes(&self) -> bool;
-    /// Whether the server serves at all; when it does not, every route counts as down.
+    /// Whether the server serves; when it does not, every route counts as down.
     fn serving(&self) -> bool;
 }
 
 /// Lookups of one address family.
-pub trait Tables<A>: State {
+pub trait Tables<A>: GlobalState {
     /// Whether `address` lies in an excluded network.
     fn excluded(&self, address: A) -> bool;
     /// The longest route that covers `address`.

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use proptest::prelude::*;
-use tunnel_abi::verdict::{Connect, Reason, State, Tables, Verdict, VerdictV6, verdict, verdict_v6};
+use tunnel_abi::verdict::{Connect, GlobalState, Reason, Tables, Verdict, VerdictV6, verdict, verdict_v6};
 use tunnel_abi::{ANY_PORT, Address, DOWN, Mapping, V4, V6, counter};
 
 #[derive(Clone, Debug, Default)]
@@ -16,11 +16,6 @@ struct World {
     /// Token, whether it is up, and whether it takes every port.
     routes: BTreeMap<IpNet, (IpAddr, bool, bool)>,
     serving: bool,
-}
-
-/// Host bits of a network as an address.
-fn host_mask(net: IpNet) -> IpAddr {
-    net.hostmask()
 }
 
 impl World {
@@ -35,7 +30,7 @@ impl World {
     }
 }
 
-impl State for World {
+impl GlobalState for World {
     fn tunnelled(&self, port: u16) -> bool {
         self.ports.contains(&port)
     }
@@ -54,7 +49,7 @@ impl Tables<V4> for World {
     }
     fn route(&self, address: V4) -> Option<Mapping<V4>> {
         let (net, token, flags) = self.longest(IpAddr::V4(address.into()))?;
-        match (token, host_mask(net)) {
+        match (token, net.hostmask()) {
             (IpAddr::V4(token), IpAddr::V4(mask)) => {
                 Some(Mapping { base: token.into(), host_mask: mask.into(), flags })
             }
@@ -70,7 +65,7 @@ impl Tables<V6> for World {
     }
     fn route(&self, address: V6) -> Option<Mapping<V6>> {
         let (net, token, flags) = self.longest(IpAddr::V6(address.into()))?;
-        match (token, host_mask(net)) {
+        match (token, net.hostmask()) {
             (IpAddr::V6(token), IpAddr::V6(mask)) => {
                 Some(Mapping { base: token.into(), host_mask: mask.into(), flags })
             }
@@ -79,7 +74,7 @@ impl Tables<V6> for World {
     }
 }
 
-/// The rules in prose order, with plain integers, sharing nothing with the code under test.
+/// The rules with plain integers, sharing nothing with the code under test.
 fn model(world: &World, address: IpAddr, port: u16, tcp: bool, marked: bool, bound: bool) -> Model {
     if !tcp || marked || bound {
         return Model::Direct;
@@ -193,7 +188,7 @@ proptest! {
         let expected = model(&world, address.into(), port, tcp, marked, bound);
         match verdict_v6(&world, &connect) {
             VerdictV6::Native(v) => prop_assert_eq!(as_model::<V6, Ipv6Addr>(v), expected),
-            VerdictV6::Mapped(v) => prop_assert!(false, "{} taken for mapped: {:?}", address, v),
+            VerdictV6::Mapped(v) => prop_assert!(false, "{} treated as mapped: {:?}", address, v),
         }
     }
 
@@ -206,7 +201,7 @@ proptest! {
         let expected = model(&world, address.into(), port, tcp, marked, bound);
         match verdict_v6(&world, &connect) {
             VerdictV6::Mapped(v) => prop_assert_eq!(as_model::<V4, Ipv4Addr>(v), expected),
-            VerdictV6::Native(v) => prop_assert!(false, "{} not taken for mapped: {:?}", address, v),
+            VerdictV6::Native(v) => prop_assert!(false, "{} not treated as mapped: {:?}", address, v),
         }
     }
 

@@ -8,7 +8,7 @@ use crate::maps::{MARK, SET_RETVAL};
 const IPPROTO_TCP: u32 = 6;
 const EHOSTUNREACH: i32 = 113;
 
-/// Program result: go on with the (possibly rewritten) address.
+/// Program result: proceed with the (possibly rewritten) address.
 pub(crate) const ALLOW: i32 = 1;
 /// Program result: fail the system call.
 pub(crate) const REFUSE: i32 = 0;

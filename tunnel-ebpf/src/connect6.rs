@@ -61,7 +61,7 @@ pub(crate) fn postern_conn6(ctx: SockAddrContext) -> i32 {
 /// `ctx` is the context that the kernel passed to an IPv6 address hook.
 #[inline(always)]
 pub(crate) unsafe fn read_address(ctx: *mut bpf_sock_addr) -> V6 {
-    // SAFETY: the caller's promise; volatile so that each load keeps its size.
+    // SAFETY: guaranteed by the caller; volatile so that each load keeps its size.
     unsafe {
         V6([
             (&raw const (*ctx).user_ip6[0]).read_volatile(),
@@ -79,7 +79,7 @@ pub(crate) unsafe fn read_address(ctx: *mut bpf_sock_addr) -> V6 {
 #[inline(always)]
 pub(crate) unsafe fn write_address(ctx: *mut bpf_sock_addr, address: V6) {
     let [a, b, c, d] = address.0;
-    // SAFETY: the caller's promise; volatile so that each store keeps its size.
+    // SAFETY: guaranteed by the caller; volatile so that each store keeps its size.
     unsafe {
         (&raw mut (*ctx).user_ip6[0]).write_volatile(a);
         (&raw mut (*ctx).user_ip6[1]).write_volatile(b);

@@ -30,7 +30,7 @@ pub(crate) fn postern_peer4(ctx: SockAddrContext) -> i32 {
 /// `ctx` is the context that the kernel passed to a `getpeername` hook.
 #[inline(always)]
 pub(crate) unsafe fn origin_of(ctx: *mut bpf_sock_addr, peer: V4) -> Option<V4> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     if !TOKENS_V4.load().contains(peer) || unsafe { is_ours(ctx) } {
         return None;
     }
@@ -45,7 +45,7 @@ pub(crate) unsafe fn origin_of(ctx: *mut bpf_sock_addr, peer: V4) -> Option<V4> 
 /// As for [`origin_of`].
 #[inline(always)]
 pub(crate) unsafe fn is_ours(ctx: *mut bpf_sock_addr) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let sk = unsafe { (&raw const (*ctx).__bindgen_anon_1.sk).read_volatile() };
     // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
     !sk.is_null() && unsafe { (&raw const (*sk).mark).read_volatile() } == MARK.load()

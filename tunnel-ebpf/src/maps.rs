@@ -10,7 +10,7 @@ use aya_ebpf::{
 use tunnel_abi::{
     ANY_PORT_ROUTES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix, ROUTE_CAPACITY, SERVING,
     SOCKET_MARK, V4, V6, counter,
-    verdict::{State, Tables},
+    verdict::{GlobalState, Tables},
 };
 
 #[map]
@@ -40,7 +40,7 @@ pub(crate) static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(cou
 
 #[unsafe(no_mangle)]
 pub(crate) static MARK: Global<u32> = Global::new(SOCKET_MARK);
-/// Off by default, so that a kernel before 5.18 never meets the helper unless the loader says so.
+/// Off unless the loader sets it: a kernel before 5.18 refuses a program that calls the helper.
 #[unsafe(no_mangle)]
 pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
@@ -64,7 +64,7 @@ pub(crate) fn count(index: u32) {
 /// The verdict's lookups, answered by the maps.
 pub(crate) struct KernelTables;
 
-impl State for KernelTables {
+impl GlobalState for KernelTables {
     #[inline(always)]
     fn tunnelled(&self, port: u16) -> bool {
         PORTS.get(u32::from(port >> 6)).is_some_and(|word| word >> (port & 63) & 1 == 1)

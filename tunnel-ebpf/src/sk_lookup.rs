@@ -19,7 +19,7 @@ use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, TOKENS_V4, 
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
-/// `bpf_sk_assign`: another program of the chain has chosen already.
+/// From `bpf_sk_assign`: another program of the chain has chosen a socket already.
 const EEXIST: i32 = 17;
 
 #[sk_lookup]
@@ -42,7 +42,7 @@ pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
         // SAFETY: as above.
         let remote = V4(unsafe { (&raw const (*raw).remote_ip4).read_volatile() });
         // The host's own connects come from the token itself: a `local` route without a preferred
-        // source takes the destination for the source.
+        // source uses the destination as the source.
         let allowed = if tokens.contains(remote) {
             // SAFETY: as above.
             unsafe { came_over_loopback(raw) }
@@ -109,7 +109,7 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
 
 /// Whether the packet came from this host itself. Before Linux 5.17 the program cannot tell and relies
 /// on the kernel: a packet from outside with a source that is local here is a martian (IPv4), and the
-/// answer to it stays on this host, so no such handshake ends (IPv4 and IPv6).
+/// answer to it stays on this host, so no such handshake completes (IPv4 and IPv6).
 ///
 /// # Safety
 /// `ctx` is the context that the kernel passed to the program.
@@ -118,6 +118,6 @@ unsafe fn came_over_loopback(ctx: *mut bpf_sk_lookup) -> bool {
     if INGRESS_IFINDEX.load() == 0 {
         return true;
     }
-    // SAFETY: the caller's promise; the verifier drops this load where the field does not exist.
+    // SAFETY: guaranteed by the caller; the verifier drops this load where the field does not exist.
     unsafe { (&raw const (*ctx).ingress_ifindex).read_volatile() == LOOPBACK_IFINDEX }
 }

@@ -179,7 +179,7 @@ impl Parts {
         RedirectStatus {
             state: if reason.is_some() { RedirectState::Degraded } else { RedirectState::On },
             reason,
-            mended: health.mended,
+            mended: health.restored,
             counters: counters
                 .unwrap_or_default()
                 .into_iter()

@@ -118,7 +118,7 @@ async fn a_retired_root_cannot_renew_on_an_old_connection() {
     server_has(&server, 1, &new).await;
     let status = client.renew(renew()).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::Unauthenticated);
-    assert!(status.message().contains("trusted no longer"), "{status}");
+    assert!(status.message().contains("no longer trusted"), "{status}");
     eventually("counted", async || {
         (server.metrics.enrollments("renew", "bad_certificate") == 1).then_some(())
     })

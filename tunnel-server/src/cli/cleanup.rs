@@ -26,11 +26,11 @@ impl CleanupCommand {
     /// # Errors
     /// A bad range, missing privileges, or a server that still redirects here.
     pub fn run(&self) -> anyhow::Result<()> {
-        let report = redirect::cleanup(&self.config()?).map_err(explain)?;
-        if report.routes_removed.is_empty() {
+        let removed = redirect::cleanup(&self.config()?).map_err(explain)?;
+        if removed.is_empty() {
             println!("nothing was left behind");
         }
-        for range in report.routes_removed {
+        for range in removed {
             println!("removed the route of the token range {range}");
         }
         Ok(())

@@ -16,7 +16,7 @@ use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
 use super::{Door, Opening, Refusal};
-use crate::route::{ByAddress, Destination, Router};
+use crate::route::{ByAddress, NodeAddress, Router};
 
 /// How long a caller may take to send the head of its request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
@@ -230,7 +230,7 @@ fn split(authority: &str) -> Result<(&str, Option<u16>), String> {
     if host.is_empty() { Err(wrong()) } else { Ok((host, port)) }
 }
 
-fn node(host: &str, router: &Router) -> Result<Destination, String> {
+fn node(host: &str, router: &Router) -> Result<NodeAddress, String> {
     let name = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
     let snapshot = router.snapshot();
     if let Some(destination) = snapshot.by_name(&name) {

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 
 use super::hello::{HelloError, MAX_HELLO, Parsed, parse_client_hello};
 use super::{Door, Opening, Refusal};
-use crate::route::{ByAddress, Destination, Router};
+use crate::route::{ByAddress, NodeAddress, Router};
 
 /// How long a caller may take to send its ClientHello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -86,7 +86,7 @@ async fn read_hello(socket: &mut TcpStream, read: &mut BytesMut) -> Result<Optio
 }
 
 /// The node that a server name means: a node's name, or its address if only one node has it.
-fn destination(name: Option<&str>, router: &Router) -> Result<Destination, String> {
+fn destination(name: Option<&str>, router: &Router) -> Result<NodeAddress, String> {
     let name = name.ok_or("the ClientHello names no server: send the node's name as SNI")?;
     let name = name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase();
     let snapshot = router.snapshot();

@@ -1,6 +1,5 @@
-//! The inventory file: read at the start, read again whenever it changes, the last good content kept.
+//! The inventory file: read at the start and whenever it changes; the last good content stays in effect.
 
-use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
@@ -9,23 +8,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
-use tokio::sync::mpsc;
 use tunnel_core::lifecycle::Shutdown;
 
+use super::file_watch::FileWatch;
 use super::{Inventory, InventoryError, MAX_BYTES, Selector, parse};
 
-/// A writer that does not rename needs a moment between its first and its last event.
-const QUIET: Duration = Duration::from_millis(100);
-/// Nobody's events put a reload off for longer.
-const LONGEST_WAIT: Duration = Duration::from_secs(2);
-/// The file is also looked at this often: network file systems have no events, and watches are a limited resource.
+/// The file is also checked this often: network file systems have no events, and watches are a limited resource.
 const POLL: Duration = Duration::from_secs(10);
 
 type Digest = [u8; 32];
@@ -47,14 +41,14 @@ pub struct FileSource {
     path: PathBuf,
     selector: Selector,
     status: ArcSwap<SourceStatus>,
-    /// Of the content in effect.
+    /// The content in effect.
     digest: Mutex<Option<Digest>>,
     reloads: Family<[(&'static str, &'static str); 1], Counter>,
     nodes: Family<[(&'static str, &'static str); 1], Gauge>,
     in_effect: Gauge,
 }
 
-/// Tells whether a file may have changed without reading it.
+/// Differs after most changes of a file, without reading it.
 #[derive(Debug, PartialEq, Eq)]
 struct Fingerprint {
     device: u64,
@@ -67,7 +61,7 @@ impl FileSource {
     /// Reads the file for the first time. Metrics go into `registry`, which has the prefix `postern`.
     ///
     /// # Errors
-    /// When it cannot be read or is wrong: there is no last good content yet.
+    /// It cannot be read or is invalid: there is no last good content yet.
     pub fn open(
         path: PathBuf,
         selector: Selector,
@@ -106,15 +100,13 @@ impl FileSource {
         self.status.load_full()
     }
 
-    /// Reads the file again whenever it changes, until the drain, and hands on content that differs from what was
-    /// last in effect.
+    /// Reads the file again whenever it changes, until the drain, and passes content that differs from that in effect to
+    /// `apply`.
     pub async fn run(self: Arc<Self>, apply: impl Fn(Inventory), shutdown: Shutdown) {
-        // One place is enough: an event only says "look again".
-        let (wake, mut events) = mpsc::channel(1);
-        let mut watch = Watch::new(wake);
+        let mut watch = FileWatch::new();
         let mut seen: Option<Option<Fingerprint>> = None;
         loop {
-            // Before the reading, so that a change after it is an event; after each, since a symlink may lead elsewhere.
+            // Before the reading, so that a later change is an event; each time, since symlinks may point elsewhere now.
             watch.follow(&self.path);
             let fingerprint = fingerprint(&self.path);
             if seen.as_ref() != Some(&fingerprint) {
@@ -125,9 +117,9 @@ impl FileSource {
             }
             tokio::select! {
                 () = shutdown.draining() => return,
-                Some(()) = events.recv() => {
-                    settle(&mut events).await;
-                    // The same size within one tick of the clock looks the same: after an event the content decides.
+                Some(()) = watch.event() => {
+                    watch.settle().await;
+                    // A change of the same size within one tick of the clock has the same fingerprint: read it anyway.
                     seen = None;
                 }
                 () = tokio::time::sleep(POLL) => {}
@@ -138,7 +130,7 @@ impl FileSource {
     /// None when the content is the one in effect, or cannot be used.
     async fn reload(self: &Arc<Self>) -> Option<Inventory> {
         let source = Arc::clone(self);
-        // A large file takes seconds to read, during which the runtime has other work.
+        // A large file takes seconds to read, which would block the runtime.
         let read = tokio::task::spawn_blocking(move || {
             let text = read(&source.path).map_err(|error| ("unreadable", error.to_string()))?;
             let digest = digest(&text);
@@ -164,7 +156,7 @@ impl FileSource {
         }
     }
 
-    /// None for the content that was in effect already.
+    /// `inventory` is None for content that was in effect already.
     fn loaded(&self, digest: Digest, inventory: Option<&Inventory>) {
         let before = self.status.load_full();
         let mut now = SourceStatus { last_error: None, ..(*before).clone() };
@@ -190,19 +182,12 @@ impl FileSource {
         self.reloads.get_or_create(&[("outcome", outcome)]).inc();
         self.in_effect.set(0);
         let before = self.status.load_full();
-        // Once per mistake, not once per look.
+        // Once per mistake, not once per reading.
         if before.last_error.as_ref() != Some(&reason) {
-            tracing::error!(file = %self.path.display(), "inventory not taken, the last good one stays: {reason}");
+            tracing::error!(file = %self.path.display(), "the inventory is not usable, the last good one stays in effect: {reason}");
             self.status.store(Arc::new(SourceStatus { last_error: Some(reason), ..(*before).clone() }));
         }
     }
-}
-
-/// Waits until the writer seems to be done.
-async fn settle(events: &mut mpsc::Receiver<()>) {
-    let quiet = async { while let Ok(Some(())) = tokio::time::timeout(QUIET, events.recv()).await {} };
-    // Either way it is time to read.
-    let _ = tokio::time::timeout(LONGEST_WAIT, quiet).await;
 }
 
 fn read(path: &Path) -> io::Result<String> {
@@ -227,81 +212,6 @@ fn fingerprint(path: &Path) -> Option<Fingerprint> {
         size: metadata.size(),
         changed: (metadata.ctime(), metadata.ctime_nsec()),
     })
-}
-
-/// Watches the directories whose entries decide what the path means: a rename into place and a ConfigMap's swap of
-/// its `..data` link are events of a directory, not of the file.
-struct Watch {
-    watcher: Option<RecommendedWatcher>,
-    directories: BTreeSet<PathBuf>,
-}
-
-impl Watch {
-    fn new(wake: mpsc::Sender<()>) -> Self {
-        let handler = move |event: notify::Result<notify::Event>| {
-            // Reading the file is an access too, and must not lead to another reading.
-            let read_only = matches!(&event, Ok(event) if matches!(event.kind, EventKind::Access(kind)
-                if !matches!(kind, notify::event::AccessKind::Close(notify::event::AccessMode::Write))));
-            if !read_only {
-                // Full means that a look is due anyway.
-                let _ = wake.try_send(());
-            }
-        };
-        let watcher = notify::recommended_watcher(handler)
-            .inspect_err(
-                |error| tracing::warn!(%error, "no file events; the inventory is looked at every 10 s"),
-            )
-            .ok();
-        Self { watcher, directories: BTreeSet::new() }
-    }
-
-    /// Errors are not fatal: the poll remains.
-    fn follow(&mut self, path: &Path) {
-        let Some(watcher) = &mut self.watcher else { return };
-        let wanted = directories(path);
-        for gone in self.directories.difference(&wanted) {
-            if let Err(error) = watcher.unwatch(gone) {
-                tracing::debug!(directory = %gone.display(), %error, "unwatching");
-            }
-        }
-        self.directories = wanted
-            .into_iter()
-            .filter(|directory| {
-                self.directories.contains(directory)
-                    || watcher
-                        .watch(directory, RecursiveMode::NonRecursive)
-                        .inspect_err(
-                            |error| tracing::debug!(directory = %directory.display(), %error, "watching"),
-                        )
-                        .is_ok()
-            })
-            .collect();
-    }
-}
-
-/// The directory of the path, of what it links to, and so on.
-fn directories(path: &Path) -> BTreeSet<PathBuf> {
-    /// As many links as Linux itself follows (path_resolution(7)).
-    const MAX_LINKS: usize = 40;
-    let mut directories = BTreeSet::new();
-    let mut current = path.to_owned();
-    for _ in 0..MAX_LINKS {
-        let parent =
-            current.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        directories.insert(parent.to_owned());
-        // Kubernetes: nodes.yaml -> ..data/nodes.yaml, and ..data -> ..2024_01_01. The link that is swapped may be the
-        // parent, so that is followed too.
-        if let Ok(target) = std::fs::read_link(parent) {
-            let above = parent.parent().unwrap_or(Path::new("/"));
-            directories.insert(above.to_owned());
-            directories.insert(above.join(target));
-        }
-        match std::fs::read_link(&current) {
-            Ok(target) => current = parent.join(target),
-            Err(_) => break,
-        }
-    }
-    directories
 }
 
 #[cfg(test)]
@@ -350,7 +260,10 @@ mod tests {
 
         async fn sees(&mut self, names: &[&str]) {
             let arrived = self.seen.wait_for(|seen| seen == names);
-            timeout(DEADLINE, arrived).await.unwrap_or_else(|_| panic!("never saw {names:?}")).unwrap();
+            timeout(DEADLINE, arrived)
+                .await
+                .unwrap_or_else(|_| panic!("{names:?} never took effect"))
+                .unwrap();
         }
 
         async fn fails_with(&self, part: &str) {
@@ -409,7 +322,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn follows_a_config_maps_swap() {
+    async fn follows_the_swap_of_a_config_map() {
         let volume = tempfile::tempdir().unwrap();
         let at = |name: &str| volume.path().join(name);
         fs::create_dir(at("..1")).unwrap();
@@ -437,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_reading_must_succeed() {
+    fn an_unreadable_file_fails_the_start() {
         let directory = tempfile::tempdir().unwrap();
         let open = |path: PathBuf| {
             FileSource::open(path, Selector::default(), &mut Registry::default()).unwrap_err().to_string()

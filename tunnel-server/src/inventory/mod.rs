@@ -1,6 +1,7 @@
-//! The nodes there are: read from a file that is a NodeList as Kubernetes prints it.
+//! The nodes of the cluster, and how a file lists them: a NodeList as kubectl prints it.
 
 mod file;
+mod file_watch;
 mod parse;
 mod selector;
 

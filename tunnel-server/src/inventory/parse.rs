@@ -48,7 +48,7 @@ impl fmt::Display for InventoryError {
 impl std::error::Error for InventoryError {}
 
 /// Reads a List of Nodes, a NodeList, a single Node, or several of these as YAML documents. JSON is YAML. Unknown
-/// keys are left alone: the format is Kubernetes', and grows.
+/// keys are ignored: the format is Kubernetes', and grows.
 ///
 /// # Errors
 /// Names the line, the key and the reason. Node names must be unique.
@@ -92,8 +92,8 @@ fn options() -> serde_saphyr::Options {
 }
 
 thread_local! {
-    /// The path of the value that could not be read: serde's errors have no room for it, and the deserializer is
-    /// driven by the library, document by document.
+    /// The path of the value that could not be read: serde's errors cannot carry it, and the library drives the
+    /// deserializer, document by document.
     static PATH: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
@@ -101,7 +101,7 @@ fn structural(error: &serde_saphyr::Error) -> InventoryError {
     let error = error.without_snippet();
     let location = error.location();
     let mut reason = error.to_string();
-    // The location has its own field.
+    // The location has a field of its own.
     if let Some(at) = reason.find(" at line ") {
         reason.truncate(at);
     } else if let Some((head, rest)) = reason.split_once(": ")

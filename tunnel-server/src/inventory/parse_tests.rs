@@ -188,7 +188,7 @@ fn structural_errors_name_line_and_key_too() {
         assert!(error.reason.contains(part), "{error}");
         assert!(!error.reason.contains("line "), "{error}");
     }
-    // A tab and an unclosed quote: the text is not YAML at all.
+    // Not YAML at all.
     for text in [
         "kind: List\nitems:\n\t- a\n",
         "kind: \"List\nitems: []\n",
@@ -201,7 +201,7 @@ fn structural_errors_name_line_and_key_too() {
 }
 
 #[test]
-fn bombs_and_deep_nesting_are_refused() {
+fn alias_bombs_and_deep_nesting_are_refused() {
     let mut bomb = "kind: Node\nmetadata: {name: a}\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
     for i in 1..10 {
         bomb += &format!("a{i}: &a{i} [{}]\n", vec![format!("*a{}", i - 1); 10].join(","));
@@ -236,13 +236,13 @@ fn large_inventories_are_read() {
 
 proptest! {
     #[test]
-    fn no_text_makes_it_panic(text in "\\PC{0,200}|[-a:\\[\\]{}&*!|>'\"%#,? \n]{0,120}") {
+    fn no_text_panics(text in "\\PC{0,200}|[-a:\\[\\]{}&*!|>'\"%#,? \n]{0,120}") {
         let _ = read(&text);
     }
 
-    /// A broken or cut real file is an error or an inventory, never a panic, and an error has a reason.
+    /// A changed or truncated file is an error with a reason or an inventory, never a panic.
     #[test]
-    fn mutations_of_a_real_file(at in 0..KUBECTL.len(), byte in any::<u8>(), cut in any::<bool>()) {
+    fn mutations_of_a_real_file_never_panic(at in 0..KUBECTL.len(), byte in any::<u8>(), cut in any::<bool>()) {
         let mut bytes = KUBECTL.as_bytes().to_vec();
         if cut { bytes.truncate(at) } else { bytes[at] = byte }
         if let Ok(text) = String::from_utf8(bytes)
@@ -252,7 +252,6 @@ proptest! {
         }
     }
 
-    /// What goes in comes out, whatever the order of a node's addresses.
     #[test]
     fn reads_back_what_was_written(
         nodes in prop::collection::btree_map(

@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
-/// Labels of the systems that mark edge nodes: OpenYurt, SuperEdge, and KubeEdge's role.
+/// The labels by which OpenYurt, SuperEdge and KubeEdge mark edge nodes.
 pub const DEFAULT_EDGE_SELECTOR: &str =
     "openyurt.io/is-edge-worker=true || superedge.io/edge-node=enable || node-role.kubernetes.io/edge";
 
 /// A label selector as `kubectl get -l` takes it (`a=b`, `a!=b`, `a in (b,c)`, `a notin (b,c)`, `a`, `!a`; a comma
-/// means and), or several with `||` between them, of which any has to match.
+/// means and), or several of these with `||` between them, one of which must match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
     any: Vec<Vec<Requirement>>,
@@ -48,7 +48,6 @@ impl Requirement {
     }
 }
 
-/// What is wrong with a selector.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SelectorError {
     #[error("a selector is empty, which would make every node an edge node")]
@@ -244,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn operators_mean_what_they_mean_in_kubernetes() {
+    fn operators_match_as_in_kubernetes() {
         for (selector, pairs, expected) in [
             ("a=b", &[("a", "b")][..], true),
             ("a == b", &[("a", "b")], true),
@@ -275,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_what_is_wrong() {
+    fn errors_name_the_text_and_the_reason() {
         for (selector, error) in [
             ("", "a selector is empty, which would make every node an edge node"),
             ("a=b ||", "a selector is empty, which would make every node an edge node"),
@@ -306,7 +305,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_it_panic_and_what_it_prints_it_reads(text in "[ab=!,() |in.é/]{0,24}|\\PC{0,24}") {
+        fn no_text_panics_and_printed_selectors_parse(text in "[ab=!,() |in.é/]{0,24}|\\PC{0,24}") {
             if let Ok(selector) = text.parse::<Selector>() {
                 prop_assert_eq!(selector.to_string().parse::<Selector>().unwrap(), selector);
             }

@@ -1,3 +1,5 @@
+//! The CA's files under the state directory, and the steps of a rotation.
+
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
 use std::io;
@@ -6,17 +8,19 @@ use std::path::{Path, PathBuf};
 
 use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE, PUBLIC_FILE};
 
-use super::authority::short_hash;
-use super::material::{KEY_SUFFIX, ROOTS, key_names};
-use super::{CaMaterial, CaState, IssuedLedger, LOCK, Lifetimes, PkiError};
+use super::LOCK;
+use super::ca_state::{CaState, Lifetimes, short_hash};
+use super::error::PkiError;
+use super::issued::IssuedLedger;
+use super::material::{CaMaterial, KEY_SUFFIX, ROOTS, key_names};
 
 const DIRECTORY: &str = "ca";
 /// Names the Secret that the directory is a copy of.
 const SOURCE: &str = "secret";
-const BACKUP: &str = "restore it from a backup; only if there is none, move the directory `ca` away: a new CA is made \
+const BACKUP: &str = "restore it from a backup; only if there is none, move the directory `ca` away: a new CA is created \
                       then, and every agent must enrol again";
 
-/// The CA's files under a state directory. Every method takes the lock for itself; [`Ca::state`] reads without it,
+/// The CA's files under a state directory. Every method that writes takes the lock; [`Ca::state`] reads without it,
 /// because each change is one replacement of `ca.crt`.
 #[derive(Clone, Debug)]
 pub struct Ca {
@@ -25,37 +29,36 @@ pub struct Ca {
 }
 
 impl Ca {
-    /// The CA of a state directory; when there is none yet, the directory and a CA are made.
+    /// The CA of a state directory; if there is none yet, creates the directory and a CA.
     ///
     /// # Errors
-    /// Files that are there but cannot be understood: nothing is made anew over them.
+    /// Files that exist but are unusable: they are never overwritten.
     pub fn load_or_create(state_dir: &Path, lifetimes: Lifetimes) -> Result<Self, PkiError> {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         files::create_private_directory(state_dir)?;
         let _lock = ca.lock()?;
         if !ca.directory().exists() {
             ca.create(&CaMaterial::generate()?)?;
-            tracing::info!(directory = %ca.directory().display(), ca_hash = ca.state()?.hash(), "made a new CA");
+            tracing::info!(directory = %ca.directory().display(), ca_hash = ca.state()?.hash(), "created a new CA");
         }
         ca.state()?;
         Ok(ca)
     }
 
-    /// The CA of a state directory, which must be there.
+    /// The CA of a state directory, which must exist.
     pub fn open(state_dir: &Path, lifetimes: Lifetimes) -> Result<Self, PkiError> {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         if !ca.directory().exists() {
             return Err(PkiError::file(
                 &ca.directory(),
                 &"there is no CA",
-                "mend --state-dir, or make a CA by starting the server or by `tunnel-server token create`",
+                "correct --state-dir, or create a CA by starting the server or by `tunnel-server token create`",
             ));
         }
         ca.state()?;
         Ok(ca)
     }
 
-    /// The state directory.
     pub fn state_dir(&self) -> &Path {
         &self.state_dir
     }
@@ -72,7 +75,7 @@ impl Ca {
         Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
     }
 
-    /// Made under another name and moved into place: a crash leaves no half of a CA.
+    /// Written under another name and moved into place: a crash leaves no half-written CA.
     fn create(&self, material: &CaMaterial) -> Result<(), PkiError> {
         let fail = |error: io::Error| PkiError::io(&self.directory(), error);
         let new = tempfile::Builder::new()
@@ -85,12 +88,12 @@ impl Ca {
         }
         files::replace(&new.path().join(ROOTS), material.roots().as_bytes(), PUBLIC_FILE)?;
         fs::rename(new.path(), self.directory()).map_err(fail)?;
-        // Moved: there is nothing left to remove under the old name.
+        // It was moved: nothing is left to remove under the old name.
         let _ = new.keep();
         fs::File::open(&self.state_dir).and_then(|directory| directory.sync_all()).map_err(fail)
     }
 
-    /// The text of `ca.crt`: another text means that something changed.
+    /// The text of `ca.crt`, which differs after every change.
     pub(super) fn fingerprint(&self) -> Result<String, PkiError> {
         let path = self.roots_file();
         files::read_optional(&path)?.ok_or_else(|| PkiError::file(&path, &"there is no such file", BACKUP))
@@ -99,7 +102,7 @@ impl Ca {
     /// The directory's texts.
     ///
     /// # Errors
-    /// The roots cannot be understood, or a file cannot be read.
+    /// The roots are unusable, or a file cannot be read.
     pub fn material(&self) -> Result<CaMaterial, PkiError> {
         let roots = self.fingerprint()?;
         let mut keys = BTreeMap::new();
@@ -116,7 +119,7 @@ impl Ca {
         self.material()?.state(self.lifetimes).map_err(|error| self.located(error))
     }
 
-    /// Says in which file a text is wrong, and what mends it.
+    /// Adds the file in which a text is wrong, and the fix.
     fn located(&self, error: PkiError) -> PkiError {
         match error {
             PkiError::Material { name, reason } => {
@@ -126,7 +129,7 @@ impl Ca {
         }
     }
 
-    /// The keys are there before the roots that need them, and go after the roots that needed them.
+    /// Keys are written before the roots that need them, and removed after those roots.
     fn write(&self, material: &CaMaterial) -> Result<(), PkiError> {
         for (name, key) in material.keys() {
             let path = self.directory().join(name);
@@ -153,7 +156,7 @@ impl Ca {
     /// common with it is set aside, not overwritten.
     ///
     /// # Errors
-    /// The material is no CA, which changes nothing; or the files cannot be written.
+    /// The material is not a CA (then nothing is changed), or the files cannot be written.
     pub fn install(
         state_dir: &Path,
         lifetimes: Lifetimes,
@@ -164,7 +167,7 @@ impl Ca {
         let ca = Self { state_dir: state_dir.to_owned(), lifetimes };
         files::create_private_directory(state_dir)?;
         let _lock = ca.lock()?;
-        // Files that cannot be understood are worth keeping too.
+        // Unusable files are kept too.
         let present = ca.directory().exists().then(|| ca.material());
         if let Some(present) = &present {
             let hashes =
@@ -203,7 +206,7 @@ impl Ca {
         Ok(())
     }
 
-    /// Changes the files in one locked step; `step` also returns the hash of the root that it is about.
+    /// Changes the files in one locked step; `step` also returns the hash of the root that it changes.
     fn rotate(
         &self,
         step: impl FnOnce(&CaMaterial) -> Result<(CaMaterial, String), PkiError>,
@@ -223,7 +226,7 @@ impl Ca {
         Ok(hash)
     }
 
-    /// First step of a rotation: makes a new root that is trusted besides the one that signs. Returns its hash.
+    /// First step of a rotation: makes a new root that is trusted in addition to the one that signs. Returns its hash.
     pub fn introduce(&self) -> Result<String, PkiError> {
         self.rotate(CaMaterial::introduce)
     }
@@ -233,11 +236,11 @@ impl Ca {
         self.rotate(CaMaterial::activate)
     }
 
-    /// Last step: the old root is trusted no longer, and its key is removed. Returns its hash.
+    /// Last step: the old root is no longer trusted, and its key is removed. Returns its hash.
     ///
     /// # Errors
-    /// [`PkiError::Rotation`] while a node holds a certificate of the old root that has not ended, unless `force`:
-    /// such an agent would have to enrol again by a token.
+    /// [`PkiError::Rotation`] while a node holds an unexpired certificate of the old root, unless `force`: its agent would
+    /// have to enrol again with a token.
     pub fn retire(&self, force: bool) -> Result<String, PkiError> {
         self.rotate(|present| {
             let (next, old) = present.retire()?;

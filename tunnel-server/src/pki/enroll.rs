@@ -1,3 +1,5 @@
+//! The gRPC Enrollment service: an enrolment token or a valid certificate gets a new certificate.
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
@@ -12,10 +14,15 @@ use tunnel_core::identity::{
 use tunnel_core::proto::enrollment_server::{Enrollment, EnrollmentServer};
 use tunnel_core::proto::{EnrollRequest, EnrollResponse, RenewRequest};
 
-use super::limit::FailureLimit;
-use super::{CaState, IssuedLedger, PkiError, PkiMetrics, Refusal, Token, TokenStore};
+use super::ca_state::CaState;
+use super::error::PkiError;
+use super::failure_limit::FailureLimit;
+use super::issued::IssuedLedger;
+use super::metrics::PkiMetrics;
+use super::token::Token;
+use super::token_store::{TokenRefusal, TokenStore};
 
-/// Request extension: the certificate that the client showed in the TLS handshake, which verified it.
+/// Request extension: the certificate that the agent presented in the TLS handshake, which verified it.
 #[derive(Clone, Debug, Default)]
 pub struct PeerCertificate(pub Option<CertificateDer<'static>>);
 
@@ -25,10 +32,10 @@ pub struct PeerAddress(pub SocketAddr);
 
 /// Requests are a few hundred bytes.
 const MAX_MESSAGE: usize = 16 * 1024;
-/// Signing and the files are quick; more at once would only wait for each other's lock.
+/// Signing and the files are quick; more calls at a time would only wait for each other's lock.
 const CONCURRENT: usize = 4;
 
-/// The Enrollment service: trades tokens for certificates, and certificates for fresh ones.
+/// The Enrollment service: issues certificates for enrolment tokens, and renews certificates.
 #[derive(Clone)]
 pub struct EnrollService {
     inner: Arc<Inner>,
@@ -45,31 +52,31 @@ struct Inner {
 
 /// Why a call was not answered with a certificate.
 #[derive(Debug, thiserror::Error)]
-enum Failure {
+enum EnrollError {
     #[error("too many failed enrolments from this address; try again later")]
     RateLimited,
     #[error("{0}")]
     Invalid(String),
     #[error(transparent)]
-    Token(#[from] Refusal),
+    Token(#[from] TokenRefusal),
     #[error("{0}")]
     Certificate(String),
-    /// The detail is for the server's log: it may name files.
+    /// The detail is only for the server's log: it may name files.
     #[error("the server cannot issue certificates at present; its log says why")]
     Internal(#[from] PkiError),
     #[error("the server cannot issue certificates at present; its log says why")]
     Wiring(&'static str),
 }
 
-impl Failure {
+impl EnrollError {
     fn outcome(&self) -> &'static str {
         match self {
             Self::RateLimited => "rate_limited",
             Self::Invalid(_) => "invalid",
-            Self::Token(Refusal::Unknown) => "unknown_token",
-            Self::Token(Refusal::Expired(_)) => "expired_token",
-            Self::Token(Refusal::Used(_)) => "used_token",
-            Self::Token(Refusal::OtherNode { .. }) => "other_node",
+            Self::Token(TokenRefusal::Unknown) => "unknown_token",
+            Self::Token(TokenRefusal::Expired(_)) => "expired_token",
+            Self::Token(TokenRefusal::Used(_)) => "used_token",
+            Self::Token(TokenRefusal::OtherNode { .. }) => "other_node",
             Self::Certificate(_) => "bad_certificate",
             Self::Internal(_) | Self::Wiring(_) => "internal",
         }
@@ -79,22 +86,22 @@ impl Failure {
         match self {
             Self::RateLimited => Code::ResourceExhausted,
             Self::Invalid(_) => Code::InvalidArgument,
-            Self::Token(Refusal::Unknown | Refusal::Expired(_)) | Self::Certificate(_) => {
+            Self::Token(TokenRefusal::Unknown | TokenRefusal::Expired(_)) | Self::Certificate(_) => {
                 Code::Unauthenticated
             }
-            Self::Token(Refusal::Used(_) | Refusal::OtherNode { .. }) => Code::PermissionDenied,
+            Self::Token(TokenRefusal::Used(_) | TokenRefusal::OtherNode { .. }) => Code::PermissionDenied,
             Self::Internal(_) | Self::Wiring(_) => Code::Internal,
         }
     }
 
-    /// Whether the caller is to blame, and so may be slowed down.
+    /// Whether it is the agent's fault, and so counts against its address.
     fn counts(&self) -> bool {
         !matches!(self, Self::RateLimited | Self::Internal(_) | Self::Wiring(_))
     }
 }
 
 impl EnrollService {
-    /// Signs with whatever CA `ca` holds at the moment of a call; reads the tokens of `state_dir` on each call.
+    /// Signs with the CA that `ca` holds at the time of a call; reads the tokens of `state_dir` on each call.
     pub fn new(ca: watch::Receiver<Arc<CaState>>, state_dir: &std::path::Path, metrics: PkiMetrics) -> Self {
         Self {
             inner: Arc::new(Inner {
@@ -117,7 +124,7 @@ impl EnrollService {
         &self,
         call: &'static str,
         request: Request<T>,
-        work: impl FnOnce(&Inner, T, PeerCertificate) -> Result<(NodeName, EnrollResponse), Failure>
+        work: impl FnOnce(&Inner, T, PeerCertificate) -> Result<(NodeName, EnrollResponse), EnrollError>
         + Send
         + 'static,
     ) -> Result<Response<EnrollResponse>, Status> {
@@ -126,19 +133,19 @@ impl EnrollService {
         let message = request.into_inner();
         let source = address.map(|address| address.0.ip());
         let result = match source {
-            None => Err(Failure::Wiring("the request carries no peer address")),
+            None => Err(EnrollError::Wiring("the request carries no peer address")),
             // Never refused by its address alone: a stranger behind the same NAT must not keep an agent from renewing.
             Some(_) => {
                 let inner = Arc::clone(&self.inner);
-                // Never closed.
+                // The semaphore is never closed.
                 let permit = Arc::clone(&self.inner.permits).acquire_owned().await;
-                // Also when the caller gives up: what was begun is finished, and a retry gets the same answer.
+                // Finished even when the agent gives up: a retry gets the same answer.
                 tokio::task::spawn_blocking(move || {
                     let _permit = permit;
                     work(&inner, message, certificate)
                 })
                 .await
-                .unwrap_or(Err(Failure::Wiring("the call panicked")))
+                .unwrap_or(Err(EnrollError::Wiring("the call panicked")))
             }
         };
         self.inner.finish(call, source, result)
@@ -147,11 +154,11 @@ impl EnrollService {
 
 impl Inner {
     fn failures(&self) -> MutexGuard<'_, FailureLimit> {
-        // Plain numbers: a panic while they were held leaves nothing half done.
+        // Plain numbers: a panic leaves nothing half-done.
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a failure of the address, unless it has made too many of late.
+    /// Counts a failure of the address, unless it has made too many recently.
     fn may_fail(&self, source: IpAddr) -> bool {
         let (mut failures, now) = (self.failures(), Instant::now());
         let allowed = failures.allows(source, now);
@@ -161,12 +168,12 @@ impl Inner {
         allowed
     }
 
-    /// Logs and counts.
+    /// Logs and counts the outcome, and turns it into the response.
     fn finish(
         &self,
         call: &'static str,
         source: Option<IpAddr>,
-        result: Result<(NodeName, EnrollResponse), Failure>,
+        result: Result<(NodeName, EnrollResponse), EnrollError>,
     ) -> Result<Response<EnrollResponse>, Status> {
         let source_text = source.map(|address| address.to_canonical().to_string()).unwrap_or_default();
         let failure = match result {
@@ -182,17 +189,17 @@ impl Inner {
                 // Each refusal before the limit was logged as a warning already.
                 let outcome = failure.outcome();
                 tracing::debug!(call, source = source_text, outcome, reason = %failure, "enrolment refused: rate limited");
-                Failure::RateLimited
+                EnrollError::RateLimited
             }
             _ => failure,
         };
         self.metrics.count(call, failure.outcome());
         match &failure {
-            Failure::RateLimited => {}
-            Failure::Internal(error) => {
+            EnrollError::RateLimited => {}
+            EnrollError::Internal(error) => {
                 tracing::error!(call, source = source_text, %error, "enrolment failed");
             }
-            Failure::Wiring(error) => {
+            EnrollError::Wiring(error) => {
                 tracing::error!(call, source = source_text, error, "enrolment failed");
             }
             other => {
@@ -203,7 +210,7 @@ impl Inner {
         Err(Status::new(failure.code(), failure.to_string()))
     }
 
-    fn issue(&self, node: NodeName, key: &CsrKey) -> Result<(NodeName, EnrollResponse), Failure> {
+    fn issue(&self, node: NodeName, key: &CsrKey) -> Result<(NodeName, EnrollResponse), EnrollError> {
         let ca = Arc::clone(&self.ca.borrow());
         let issued = ca.issue_agent(&node, key)?;
         self.ledger.record(&node, &issued)?;
@@ -214,12 +221,12 @@ impl Inner {
         Ok((node, response))
     }
 
-    fn enroll(&self, request: &EnrollRequest) -> Result<(NodeName, EnrollResponse), Failure> {
-        // The form of the request first: its answer does not depend on the token.
-        let invalid = |error: IdentityError| Failure::Invalid(error.to_string());
+    fn enroll(&self, request: &EnrollRequest) -> Result<(NodeName, EnrollResponse), EnrollError> {
+        // The form of the request first: that answer does not depend on the token.
+        let invalid = |error: IdentityError| EnrollError::Invalid(error.to_string());
         let node: NodeName = request.node.parse().map_err(invalid)?;
         let key = public_key_of_csr(&request.csr).map_err(invalid)?;
-        let token: Token = request.token.parse().map_err(|_| Refusal::Unknown)?;
+        let token: Token = request.token.parse().map_err(|_| TokenRefusal::Unknown)?;
         self.tokens.redeem(&token, &node, &key.hash, Timestamp::now())??;
         tracing::debug!(token_id = token.id(), %node, "token accepted");
         self.issue(node, &key)
@@ -229,22 +236,24 @@ impl Inner {
         &self,
         request: &RenewRequest,
         peer: &PeerCertificate,
-    ) -> Result<(NodeName, EnrollResponse), Failure> {
+    ) -> Result<(NodeName, EnrollResponse), EnrollError> {
         let certificate = peer.0.as_ref().ok_or_else(|| {
-            Failure::Certificate("a renewal needs the present certificate; enrol with a token instead".into())
+            EnrollError::Certificate(
+                "a renewal needs the present certificate; enrol with a token instead".into(),
+            )
         })?;
-        let refuse = |error: IdentityError| Failure::Certificate(error.to_string());
+        let refuse = |error: IdentityError| EnrollError::Certificate(error.to_string());
         let node = node_of_certificate(certificate).map_err(refuse)?;
-        // The handshake checked both, but a connection may outlive the certificate's end or its root.
+        // The handshake checked both, but a connection may outlive the certificate or its root.
         if validity(certificate).map_err(refuse)?.is_over(SystemTime::now()) {
-            return Err(Failure::Certificate("the certificate has ended; enrol with a new token".into()));
+            return Err(EnrollError::Certificate("the certificate expired; enrol with a new token".into()));
         }
         if self.ca.borrow().bundle().issuer_of(certificate).is_none() {
-            return Err(Failure::Certificate(
-                "the certificate's root is trusted no longer; enrol with a new token".into(),
+            return Err(EnrollError::Certificate(
+                "the certificate's root is no longer trusted; enrol with a new token".into(),
             ));
         }
-        let key = public_key_of_csr(&request.csr).map_err(|error| Failure::Invalid(error.to_string()))?;
+        let key = public_key_of_csr(&request.csr).map_err(|error| EnrollError::Invalid(error.to_string()))?;
         self.issue(node, &key)
     }
 }

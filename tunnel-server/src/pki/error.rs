@@ -1,3 +1,5 @@
+//! Errors of the CA, of enrolment tokens and of certificates.
+
 use std::path::{Path, PathBuf};
 
 use tunnel_core::identity::IdentityError;
@@ -9,60 +11,38 @@ pub enum PkiError {
     /// A certificate, a name or a file of the identity.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// Making or signing a certificate failed.
     #[error("signing a certificate: {0}")]
     Sign(String),
-    /// A name that was to go into the server's certificate is none.
+    /// A name that cannot be in the server's certificate.
     #[error("{name:?} cannot be in the server's certificate: {reason}")]
-    Name {
-        /// The name that was given.
-        name: String,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A step of a CA rotation that does not fit the present state.
+    Name { name: String, reason: String },
+    /// A step of a CA rotation that does not follow from the present state.
     #[error("{0}")]
     Rotation(String),
-    /// A text that is not a token.
     #[error("not a token: want six characters, a dot and the secret, all of [a-z0-9]")]
     Token,
-    /// No token with this id.
     #[error("no token with id {0:?}; `tunnel-server token list` shows those that there are")]
     NoSuchToken(String),
-    /// A duration that cannot be used.
+    /// An unusable duration.
     #[error("{text:?}: {reason}; want for example 24h, 90m or 2d")]
-    Duration {
-        /// The text that was given.
-        text: String,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A text of the CA that cannot be used. Where it is kept is the caller's to say.
+    Duration { text: String, reason: String },
+    /// A text of the CA that cannot be used; [`Ca`](super::Ca) turns it into [`PkiError::File`].
     #[error("{name}: {reason}")]
     Material {
         /// `ca.crt`, or the name of a key.
         name: String,
-        /// What is wrong with it.
         reason: String,
     },
-    /// A file that exists but cannot be used. It is never overwritten.
-    #[error("{path}: {reason}; {mend}", path = .path.display())]
+    /// A file that exists but is unusable. It is never overwritten.
+    #[error("{path}: {reason}; {fix}", path = .path.display())]
     File {
-        /// The file.
         path: PathBuf,
-        /// What is wrong with it.
         reason: String,
         /// What the operator can do about it.
-        mend: String,
+        fix: String,
     },
-    /// Reading or writing a file failed.
     #[error("{path}: {source}", path = .path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    Io { path: PathBuf, source: std::io::Error },
 }
 
 impl PkiError {
@@ -70,8 +50,8 @@ impl PkiError {
         Self::Material { name: name.to_owned(), reason: reason.to_string() }
     }
 
-    pub(super) fn file(path: &Path, reason: &dyn std::fmt::Display, mend: impl Into<String>) -> Self {
-        Self::File { path: path.to_owned(), reason: reason.to_string(), mend: mend.into() }
+    pub(super) fn file(path: &Path, reason: &dyn std::fmt::Display, fix: impl Into<String>) -> Self {
+        Self::File { path: path.to_owned(), reason: reason.to_string(), fix: fix.into() }
     }
 
     pub(super) fn io(path: &Path, source: std::io::Error) -> Self {

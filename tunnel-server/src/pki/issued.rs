@@ -1,3 +1,5 @@
+//! A ledger of issued certificates: one file per node.
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,33 +10,32 @@ use serde::{Deserialize, Serialize};
 use tunnel_core::identity::NodeName;
 use tunnel_core::identity::files::{self, PRIVATE_FILE};
 
-use super::{IssuedCertificate, PkiError};
+use super::ca_state::IssuedCertificate;
+use super::error::PkiError;
 
 /// The latest certificate of a node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Issued {
-    /// The node.
     pub node: NodeName,
     /// Hash of the root that signed it.
     pub root: String,
-    /// When it ends.
     pub not_after: Timestamp,
 }
 
-/// Which root signed each node's latest certificate: what tells whether a root can be retired.
+/// Which root signed each node's latest certificate, and so whether a root can be retired.
 #[derive(Clone, Debug)]
 pub struct IssuedLedger {
     directory: PathBuf,
 }
 
 impl IssuedLedger {
-    /// The ledger of a state directory; it is made by the first entry.
+    /// The ledger of a state directory; the first entry creates it.
     pub fn new(state_dir: &Path) -> Self {
         Self { directory: state_dir.join("issued") }
     }
 
-    /// Enters a certificate, before the agent gets it.
+    /// Records a certificate; call it before the agent gets it.
     pub fn record(&self, node: &NodeName, certificate: &IssuedCertificate) -> Result<(), PkiError> {
         // A node's name is a file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
         let path = self.directory.join(node.as_str());
@@ -47,7 +48,7 @@ impl IssuedLedger {
         Ok(files::replace(&path, &json, PRIVATE_FILE)?)
     }
 
-    /// Every node's latest certificate, ended ones too.
+    /// Every node's latest certificate, including expired ones.
     pub fn entries(&self) -> Result<Vec<Issued>, PkiError> {
         let names = match fs::read_dir(&self.directory) {
             Ok(entries) => entries,
@@ -58,7 +59,7 @@ impl IssuedLedger {
         for entry in names {
             let path = entry.map_err(|error| PkiError::io(&self.directory, error))?.path();
             let hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-            // A temporary file of a write that is under way; a file that vanished was one.
+            // A temporary file of a write in progress; a file that vanishes was one too.
             if hidden {
                 continue;
             }
@@ -76,7 +77,7 @@ impl IssuedLedger {
         Ok(found)
     }
 
-    /// The certificates of this root that have not ended.
+    /// The unexpired certificates of this root.
     pub fn live_of_root(&self, root: &str) -> Result<Vec<Issued>, PkiError> {
         let now = SystemTime::now();
         let mut entries = self.entries()?;

@@ -1,22 +1,23 @@
+//! The CA as texts, and the steps of a rotation on them.
+
 use std::collections::BTreeMap;
 use std::fmt;
 
 use rcgen::KeyPair;
 use tunnel_core::identity::{TrustBundle, ca_hash, pem_of_certificates};
 
-use super::authority::short_hash;
-use super::{CaState, Lifetimes, PkiError, Role, Root};
+use super::ca_state::{CaState, Lifetimes, Role, Root, short_hash};
+use super::error::PkiError;
 
-/// Name of the text with the roots.
+/// Name of the text that has the roots.
 pub(crate) const ROOTS: &str = "ca.crt";
-/// How the name of a key's text ends.
+/// Suffix of a key's name.
 pub(crate) const KEY_SUFFIX: &str = ".key";
 
-/// The CA as named texts, which is what its directory and its Secret have in common: `ca.crt` has the roots, the one
+/// The CA as named texts, the form that its directory and its Secret have in common: `ca.crt` has the roots, the one
 /// that signs first, and `<16 hex>.key` the key of the root whose hash begins so.
 ///
-/// The steps of a rotation make other material of it; who keeps it, and how it is replaced in one step, is the
-/// caller's matter.
+/// Each step of a rotation returns new material; storing it in one step is up to [`Ca`](super::Ca) or the Secret's writer.
 #[derive(Clone, PartialEq, Eq)]
 pub struct CaMaterial {
     roots: String,
@@ -35,21 +36,20 @@ pub(super) fn key_name(hash: &str) -> String {
     format!("{}{KEY_SUFFIX}", short_hash(hash))
 }
 
-/// The names of the keys that the roots may have.
+/// The names of the roots' keys, whether or not they are present.
 pub(super) fn key_names(roots: &str) -> Result<Vec<String>, PkiError> {
     let bundle = TrustBundle::from_pem(roots).map_err(|error| PkiError::material(ROOTS, &error))?;
     Ok(bundle.hashes().iter().map(|hash| key_name(hash)).collect())
 }
 
 impl CaMaterial {
-    /// A new CA.
     pub fn generate() -> Result<Self, PkiError> {
         let (root, key) = Root::create(1)?;
         let keys = BTreeMap::from([(key_name(&root.hash), key.serialize_pem())]);
         Ok(Self { roots: pem_of_certificates(std::slice::from_ref(&root.certificate)), keys })
     }
 
-    /// Material of these texts. Whether they are a CA tells [`CaMaterial::state`].
+    /// Does not check the texts; [`CaMaterial::state`] does.
     pub fn new(roots: String, keys: BTreeMap<String, String>) -> Self {
         Self { roots, keys }
     }
@@ -87,7 +87,7 @@ impl CaMaterial {
         CaState::new(roots, lifetimes)
     }
 
-    /// How long certificates live does not matter to a rotation.
+    /// Lifetimes do not matter to a rotation.
     fn present(&self) -> Result<CaState, PkiError> {
         self.state(Lifetimes::default())
     }
@@ -100,7 +100,7 @@ impl CaMaterial {
         Ok(Self { roots: TrustBundle::new(certificates)?.to_pem(), keys })
     }
 
-    /// First step of a rotation: a new root that is trusted besides the one that signs. Also returns its hash.
+    /// First step of a rotation: a new root that is trusted in addition to the one that signs. Also returns its hash.
     pub fn introduce(&self) -> Result<(Self, String), PkiError> {
         let state = self.present()?;
         if let Some(other) = state.roots().get(1) {
@@ -138,8 +138,8 @@ impl CaMaterial {
         Ok((self.with_roots(&order)?, introduced.hash.clone()))
     }
 
-    /// Last step: the old root is trusted no longer, and its key is gone. Also returns its hash. Whether anybody still
-    /// depends on it is the caller's question.
+    /// Last step: the old root is no longer trusted, and its key is removed. Also returns its hash. Does not check whether
+    /// any agent still depends on it.
     pub fn retire(&self) -> Result<(Self, String), PkiError> {
         let state = self.present()?;
         let old = state.roots().iter().find(|root| state.role(root) == Role::Retiring).ok_or_else(|| {
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_and_keys_are_not_shown() {
+    fn errors_name_the_text_and_keys_are_masked() {
         let good = CaMaterial::generate().unwrap();
         let name = good.keys().keys().next().unwrap().clone();
         let other = CaMaterial::generate().unwrap();

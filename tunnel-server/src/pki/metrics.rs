@@ -1,3 +1,5 @@
+//! Metrics of the CA and of enrolment.
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -19,7 +21,6 @@ pub struct PkiMetrics {
 }
 
 impl PkiMetrics {
-    /// Makes the metrics and registers them.
     pub fn register(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         registry.register(

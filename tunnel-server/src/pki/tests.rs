@@ -62,7 +62,7 @@ fn a_new_ca_is_private_and_stays_the_same() {
 }
 
 #[test]
-fn racing_starts_make_one_ca() {
+fn concurrent_starts_create_one_ca() {
     let directory = tempfile::tempdir().unwrap();
     let state_dir = directory.path().join("server");
     let hashes: std::collections::BTreeSet<_> = std::thread::scope(|scope| {
@@ -79,7 +79,7 @@ fn racing_starts_make_one_ca() {
     assert_eq!(hashes.len(), 1);
 }
 
-/// Each broken state is refused with the file, the reason and the mend, and nothing is written over it.
+/// Each broken state is refused with the file, the reason and the fix, and nothing is overwritten.
 #[test]
 fn a_broken_ca_is_never_replaced() {
     type Break = fn(&Path, &Path);
@@ -100,13 +100,13 @@ fn a_broken_ca_is_never_replaced() {
         let before = (fs::read(&roots).ok(), fs::read(&key).ok());
         let error = Ca::load_or_create(&state_dir, Lifetimes::default()).unwrap_err().to_string();
         assert!(error.contains(file) && error.contains(reason), "case {index}: {error}");
-        assert!(error.contains("backup") || error.contains("chmod"), "case {index} names no mend: {error}");
+        assert!(error.contains("backup") || error.contains("chmod"), "case {index} names no fix: {error}");
         assert_eq!((fs::read(&roots).ok(), fs::read(&key).ok()), before, "case {index}");
     }
 }
 
 #[test]
-fn certificates_have_their_shape() {
+fn certificates_have_the_expected_contents() {
     let (_directory, _, ca) = new_ca();
     let issued = issue(&ca, "edge-1");
     let leaf = &issued.chain[0];
@@ -145,7 +145,7 @@ fn lifetimes_come_from_the_environment() {
 }
 
 #[test]
-fn a_rotation_goes_step_by_step() {
+fn a_rotation_takes_three_steps() {
     let (_directory, state_dir, ca) = new_ca();
     let old = ca.state().unwrap().hash().to_owned();
     let before = issue(&ca, "edge-1");
@@ -163,7 +163,7 @@ fn a_rotation_goes_step_by_step() {
     let state = ca.state().unwrap();
     assert_eq!(state.hash(), new);
     assert_eq!(state.role(&state.roots()[1]), Role::Retiring);
-    assert!(matches!(ca.activate(), Err(PkiError::Rotation(_))), "it does not go back");
+    assert!(matches!(ca.activate(), Err(PkiError::Rotation(_))), "activation cannot be undone");
     assert!(ca.introduce().unwrap_err().to_string().contains("ca retire"));
     // An agent that knows only the old root still accepts the server.
     let (server, _) = state.issue_server(&[], &[]).unwrap();
@@ -184,7 +184,7 @@ fn a_rotation_goes_step_by_step() {
 }
 
 #[test]
-fn an_old_root_can_be_given_up() {
+fn an_old_root_can_be_retired_by_force() {
     let (_directory, _, ca) = new_ca();
     issue(&ca, "edge-1");
     ca.introduce().unwrap();
@@ -275,7 +275,7 @@ fn token_commands_refuse_bad_values_by_name() {
         let error = run(&state_dir, line).unwrap_err();
         assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
     }
-    assert!(!state_dir.exists(), "a refused command makes nothing");
+    assert!(!state_dir.exists(), "a refused command creates nothing");
 }
 
 #[test]

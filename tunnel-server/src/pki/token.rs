@@ -1,3 +1,5 @@
+//! The form of an enrolment token, and of a time to live.
+
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -8,13 +10,13 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use tunnel_core::identity::{ExposeSecret, SecretString};
 
-use super::PkiError;
+use super::error::PkiError;
 
 const ID_LENGTH: usize = 6;
 /// 26 characters of 36 are 134 bits.
 const SECRET_LENGTH: usize = 26;
 const ALPHABET: &[u8; 36] = b"abcdefghijklmnopqrstuvwxyz0123456789";
-/// An agent's first enrolment may wait for somebody to drive to the site, but a token is not a certificate.
+/// An agent's first enrolment may have to wait for a visit to the site, but a token must not replace a certificate.
 const MAX_TTL: Duration = Duration::from_secs(366 * 86_400);
 
 /// `<id>.<secret>`: the id names the token in lists and logs, the secret is known to the operator and the agent.
@@ -25,7 +27,7 @@ pub struct Token {
 }
 
 impl Token {
-    /// A new one from the system's random numbers.
+    /// A random one.
     pub fn generate() -> Self {
         Self { id: random_text(ID_LENGTH), secret: random_text(SECRET_LENGTH).into() }
     }
@@ -35,12 +37,12 @@ impl Token {
         &self.id
     }
 
-    /// The whole token, for the one who is to use it.
+    /// The whole token, for the operator.
     pub fn expose(&self) -> String {
         format!("{}.{}", self.id, self.secret.expose_secret())
     }
 
-    /// Hexadecimal SHA-256 of the secret, which is what is stored. The secret is random, so it needs no salt.
+    /// Hexadecimal SHA-256 of the secret, as it is stored. The secret is random, so it needs no salt.
     pub fn hash(&self) -> String {
         format!("{:x}", Sha256::digest(self.secret.expose_secret()))
     }
@@ -52,12 +54,12 @@ impl Token {
 }
 
 fn random_text(length: usize) -> String {
-    // rand's thread generator is a CSPRNG that the system seeds.
+    // rand's thread generator is a CSPRNG seeded by the system.
     let mut random = rand::rng();
     (0..length).map(|_| char::from(ALPHABET[random.random_range(0..ALPHABET.len())])).collect()
 }
 
-/// Whether a text has the form of a token's id, and so is a harmless file name.
+/// Whether a text has the form of a token's id, and so is a safe file name.
 pub(super) fn is_id(text: &str) -> bool {
     text.len() == ID_LENGTH && text.bytes().all(|byte| ALPHABET.contains(&byte))
 }

@@ -1,4 +1,4 @@
-//! Finding the cgroup to attach to, and being sure that it is the right one.
+//! Finds the cgroup to attach to, and checks that it is the right one.
 
 use std::fs::{self, File};
 use std::io;
@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
 
-use super::RedirectError;
+use super::error::RedirectError;
 
 /// A cgroup v2 directory.
 #[derive(Debug)]
@@ -25,7 +25,10 @@ struct Mount {
 }
 
 impl Cgroup {
-    /// The one given, or the host's root.
+    /// The given one, or the host's root.
+    ///
+    /// # Errors
+    /// None is usable, or this process is not inside it.
     pub(super) fn find(given: Option<&Path>) -> Result<Self, RedirectError> {
         let mounts = mounts()?;
         let found = match given {
@@ -55,7 +58,7 @@ impl Cgroup {
     }
 
     fn host_root(mounts: &[Mount]) -> Result<Self, RedirectError> {
-        // Only the true root lacks these files; the root of a cgroup namespace looks like `/` otherwise.
+        // Only the true root lacks these files; otherwise the root of a cgroup namespace is like `/`.
         let is_root = |mount: &&Mount| {
             !mount.point.join("cgroup.type").exists() && !mount.point.join("cgroup.events").exists()
         };
@@ -110,8 +113,8 @@ fn unescape(field: &str) -> PathBuf {
     PathBuf::from(std::ffi::OsString::from_vec(out))
 }
 
-/// Where this process's own cgroup is visible. None when it is not (it lies outside the namespace or the
-/// mounts): then only the verification can tell.
+/// Where this process's own cgroup is visible. None when it lies outside the namespace or the mounts: then only the
+/// self-test can tell.
 fn own_directory(mounts: &[Mount]) -> Result<Option<PathBuf>, RedirectError> {
     let path = "/proc/self/cgroup";
     let text = fs::read_to_string(path)
@@ -129,7 +132,7 @@ fn own_directory(mounts: &[Mount]) -> Result<Option<PathBuf>, RedirectError> {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(source) => {
                     return Err(RedirectError::Io {
-                        what: format!("cannot look at {}", dir.display()),
+                        what: format!("cannot resolve {}", dir.display()),
                         source,
                     });
                 }
@@ -161,14 +164,14 @@ mod tests {
     }
 
     #[test]
-    fn broken_lines_and_escapes_do_no_harm() {
+    fn broken_lines_and_escapes_are_skipped_or_kept() {
         assert_eq!(parse_mounts("1 2 3 - cgroup2\n - cgroup2 x\n\n1 2 0:1 /"), []);
         assert_eq!(unescape("a\\0"), PathBuf::from("a\\0"));
         assert_eq!(unescape("\\999"), PathBuf::from("\\999"));
     }
 
     #[test]
-    fn a_directory_elsewhere_is_no_cgroup() {
+    fn a_directory_outside_cgroupfs_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let error = Cgroup::open(dir.path()).unwrap_err();
         assert!(error.to_string().contains("not on a cgroup v2 file system"), "{error}");

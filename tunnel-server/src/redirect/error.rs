@@ -1,6 +1,7 @@
-//! What can go wrong with the redirect, each with its mend.
+//! What can go wrong with the redirect, each with its fix.
 
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use ipnet::IpNet;
@@ -18,35 +19,25 @@ pub enum RedirectError {
         /// What the build script found.
         reason: &'static str,
     },
-    /// The kernel lacks something.
     #[error(
         "this kernel ({release}) has no {feature}: Linux 5.10 or newer with CONFIG_BPF_SYSCALL, CONFIG_CGROUP_BPF and CONFIG_NET is needed; upgrade it, or start with --redirect=off"
     )]
     Kernel {
         /// `uname -r`.
         release: String,
-        /// The missing feature.
         feature: &'static str,
     },
-    /// The process may not do it.
     #[error("missing capabilities: {}: run as root, or grant them (systemd: AmbientCapabilities=; Kubernetes: securityContext.capabilities.add)", missing.join(", "))]
     Capabilities {
         /// Names, such as `CAP_BPF`.
         missing: Vec<&'static str>,
     },
-    /// No cgroup v2 hierarchy is mounted.
     #[error(
         "no cgroup v2 hierarchy in /proc/self/mountinfo: mount one (`mount -t cgroup2 none /sys/fs/cgroup/unified`), or name it with --redirect-cgroup"
     )]
     NoCgroup,
-    /// The given directory is something else.
     #[error("--redirect-cgroup={}: {reason}: give a directory of a cgroup v2 hierarchy", path.display())]
-    NotCgroup {
-        /// As given.
-        path: PathBuf,
-        /// Why it cannot be used.
-        reason: String,
-    },
+    NotCgroup { path: PathBuf, reason: String },
     /// Only a cgroup namespace's root is in sight.
     #[error(
         "{} is the root of a cgroup namespace, not of the host: processes outside it would not be redirected. Run in \
@@ -66,7 +57,7 @@ pub enum RedirectError {
         /// The process's own.
         own: PathBuf,
     },
-    /// Somebody attached exclusively.
+    /// Another program is attached exclusively.
     #[error(
         "EPERM: program {program} (id {id}) is attached to {hook} of {} without BPF_F_ALLOW_MULTI, which forbids every \
          other program there: detach it (`bpftool cgroup detach {} {hook} id {id}`) or upgrade what attached it \
@@ -75,110 +66,65 @@ pub enum RedirectError {
         path.display()
     )]
     Foreign {
-        /// Hook, such as `connect4`.
+        /// Such as `connect4`.
         hook: &'static str,
-        /// The foreign program's name.
         program: String,
-        /// Its id.
         id: u32,
         /// Where it is attached.
         path: PathBuf,
     },
     /// A system call of the loader was not permitted.
-    #[error("EPERM at {operation}: {mend}")]
-    NotPermitted {
-        /// What was tried.
-        operation: String,
-        /// What to do.
-        mend: &'static str,
-    },
+    #[error("EPERM at {operation}: {fix}")]
+    NotPermitted { operation: String, fix: &'static str },
     /// The verifier or the kernel refused a program.
     #[error(
         "the kernel refused the program {program}: {reason}; please report this with the kernel's version, and start with --redirect=off meanwhile"
     )]
-    Load {
-        /// Its name.
-        program: &'static str,
-        /// The kernel's words.
-        reason: String,
-    },
-    /// A program could not be attached.
+    Load { program: &'static str, reason: String },
     #[error(
         "cannot attach {program} to {target}: {reason}; the log at --log-level=debug has what the verifier said"
     )]
     Attach {
-        /// Its name.
         program: &'static str,
         /// Cgroup or namespace.
         target: String,
-        /// The kernel's words.
         reason: String,
     },
-    /// A map operation failed.
     #[error(
         "map {map}: {reason}; the tables stay as they were up to this entry, and the next change tries again"
     )]
-    Map {
-        /// Its name.
-        map: &'static str,
-        /// The kernel's words.
-        reason: String,
-    },
+    Map { map: &'static str, reason: String },
     /// More entries than a map holds.
     #[error(
         "{wanted} {what} do not fit: the kernel's table holds {capacity}; aggregate them into larger networks"
     )]
-    Full {
-        /// Kind of entries.
-        what: &'static str,
-        /// How many are wanted.
-        wanted: usize,
-        /// How many fit.
-        capacity: usize,
-    },
-    /// A route that cannot be.
+    Full { what: &'static str, wanted: usize, capacity: usize },
+    /// An impossible route.
     #[error("route {net} -> {token}: {reason}; nothing was changed")]
     Route {
         /// The edge network.
         net: IpNet,
-        /// Its token.
-        token: std::net::IpAddr,
-        /// Why not.
+        token: IpAddr,
         reason: String,
     },
-    /// A token range that cannot be.
+    /// An unusable token range.
     #[error("{key}={range}: {reason}")]
     TokenRange {
         /// The flag.
         key: &'static str,
-        /// Its value.
         range: IpNet,
-        /// Why not.
         reason: &'static str,
     },
-    /// rtnetlink failed.
     #[error("rtnetlink: cannot {operation}: {reason}; check CAP_NET_ADMIN and `ip route show table local`")]
-    Netlink {
-        /// What was tried.
-        operation: String,
-        /// The kernel's words.
-        reason: String,
-    },
-    /// A listener cannot be used.
+    Netlink { operation: String, reason: String },
     #[error("the redirect's listener: {operation}: {source}")]
-    Listener {
-        /// What was tried.
-        operation: &'static str,
-        /// Why not.
-        source: io::Error,
-    },
-    /// The server's connection to itself through the hooks failed.
+    Listener { operation: &'static str, source: io::Error },
     #[error("the redirect does not work: {0}")]
-    SelfTest(#[from] super::verify::Failure),
+    SelfTest(#[from] SelfTestError),
     /// After [`Redirect::stop`](super::Redirect::stop).
     #[error("the redirect has been stopped")]
     Stopped,
-    /// Another server of this network namespace uses the route.
+    /// Another server of this network namespace uses the token route.
     #[error("another tunnel-server (program id {id}) redirects in this network namespace: stop it first")]
     InUse {
         /// Its sk_lookup program.
@@ -186,10 +132,38 @@ pub enum RedirectError {
     },
     /// Reading the system's state failed.
     #[error("{what}: {source}")]
-    Io {
-        /// What was read.
-        what: String,
-        /// Why not.
-        source: io::Error,
+    Io { what: String, source: io::Error },
+}
+
+/// How the server's connection to itself through the hooks failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SelfTestError {
+    /// The connect hook did not redirect our own connect.
+    #[error(
+        "a connect of this process was not redirected by {hook} of {cgroup}: the process must run inside that cgroup, \
+         and the program must be attached (`bpftool cgroup tree`)"
+    )]
+    NotRedirected {
+        /// `connect4` or `connect6`.
+        hook: &'static str,
+        /// Where it is attached.
+        cgroup: String,
     },
+    /// The redirected connect did not reach the listener.
+    #[error(
+        "a redirected connect to {token} did not reach the listener ({reason}): check the route `local <token range> dev lo`, the sk_lookup program (`bpftool net`), and firewall rules for loopback"
+    )]
+    NotSteered { token: IpAddr, reason: String },
+    /// The client saw another peer than the one that it asked for.
+    #[error("getpeername() says {found} instead of {expected}: the {hook} program is not in effect")]
+    WrongPeer {
+        /// `getpeername4` or `getpeername6`.
+        hook: &'static str,
+        expected: SocketAddr,
+        /// What the socket says.
+        found: String,
+    },
+    /// The server is not serving, so the connect must fail, and it did not.
+    #[error("the redirect is closed, but a connect through it ended in: {0}; restart the server")]
+    NotClosed(String),
 }

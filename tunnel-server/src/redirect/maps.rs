@@ -1,4 +1,4 @@
-//! The kernel's tables: one system call per [`Change`].
+//! The kernel's maps: one system call per [`Change`].
 
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
@@ -8,18 +8,18 @@ use aya::maps::lpm_trie::Key;
 use aya::maps::{Array, LpmTrie, MapData, MapError, PerCpuArray, SockMap};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_abi::{ANY_PORT, ANY_PORT_ROUTES, DOWN, Mapping, SERVING, V4, V6, counter, names};
+use tunnel_core::error::chain;
 
-use super::tables::{Change, Tables};
-use super::{RedirectError, RouteTarget};
-
-type Trie<A, V> = LpmTrie<MapData, A, V>;
+use super::desired::RouteTarget;
+use super::error::RedirectError;
+use super::map_contents::{Change, MapContents};
 
 /// Every map that user space writes or reads.
 pub(super) struct Maps {
-    excluded: (Trie<V4, u32>, Trie<V6, u32>),
-    clients: (Trie<V4, u32>, Trie<V6, u32>),
-    routes: (Trie<V4, Mapping<V4>>, Trie<V6, Mapping<V6>>),
-    origins: (Trie<V4, Mapping<V4>>, Trie<V6, Mapping<V6>>),
+    excluded: Tries<u32, u32>,
+    clients: Tries<u32, u32>,
+    routes: Tries<Mapping<V4>, Mapping<V6>>,
+    origins: Tries<Mapping<V4>, Mapping<V6>>,
     ports: Array<MapData, u64>,
     state: Array<MapData, u32>,
     /// What `state` holds.
@@ -38,28 +38,24 @@ macro_rules! take {
     };
 }
 
-fn failed(map: &'static str) -> impl Fn(MapError) -> RedirectError {
-    move |error| RedirectError::Map { map, reason: reason(&error) }
+macro_rules! tries {
+    ($ebpf:expr, $v4:expr, $v6:expr) => {
+        Tries { v4: take!($ebpf, $v4), v6: take!($ebpf, $v6), names: [$v4, $v6] }
+    };
 }
 
-/// The error with its causes on one line; aya keeps the errno in the source.
-fn reason(error: &MapError) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
+/// aya keeps the errno in the source.
+fn failed(map: &'static str) -> impl Fn(MapError) -> RedirectError {
+    move |error| RedirectError::Map { map, reason: chain(&error) }
 }
 
 impl Maps {
     pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
         Ok(Self {
-            excluded: (take!(ebpf, names::EXCLUDED_V4), take!(ebpf, names::EXCLUDED_V6)),
-            clients: (take!(ebpf, names::CLIENTS_V4), take!(ebpf, names::CLIENTS_V6)),
-            routes: (take!(ebpf, names::ROUTES_V4), take!(ebpf, names::ROUTES_V6)),
-            origins: (take!(ebpf, names::ORIGINS_V4), take!(ebpf, names::ORIGINS_V6)),
+            excluded: tries!(ebpf, names::EXCLUDED_V4, names::EXCLUDED_V6),
+            clients: tries!(ebpf, names::CLIENTS_V4, names::CLIENTS_V6),
+            routes: tries!(ebpf, names::ROUTES_V4, names::ROUTES_V6),
+            origins: tries!(ebpf, names::ORIGINS_V4, names::ORIGINS_V6),
             ports: take!(ebpf, names::PORTS),
             state: take!(ebpf, names::STATE),
             state_bits: 0,
@@ -69,76 +65,26 @@ impl Maps {
     }
 
     /// Writes one change; `before` is what the maps hold without it.
-    pub(super) fn write(&mut self, change: &Change, before: &Tables) -> Result<(), RedirectError> {
+    pub(super) fn write(&mut self, change: &Change, before: &MapContents) -> Result<(), RedirectError> {
         match *change {
-            Change::Exclude(IpNet::V4(net)) => {
-                insert(&mut self.excluded.0, names::EXCLUDED_V4, &key_v4(net), &1)
+            Change::Exclude(net) => self.excluded.insert(net),
+            Change::Include(net) => self.excluded.remove(net),
+            Change::Admit(net) => self.clients.insert(net),
+            Change::Dismiss(net) => self.clients.remove(net),
+            Change::Route(net, RouteTarget { token, up, any_port }) => {
+                let flags = if up { 0 } else { DOWN } | if any_port { ANY_PORT } else { 0 };
+                self.routes.map(net, token, flags)
             }
-            Change::Exclude(IpNet::V6(net)) => {
-                insert(&mut self.excluded.1, names::EXCLUDED_V6, &key_v6(net), &1)
-            }
-            Change::Include(IpNet::V4(net)) => remove(&mut self.excluded.0, names::EXCLUDED_V4, &key_v4(net)),
-            Change::Include(IpNet::V6(net)) => remove(&mut self.excluded.1, names::EXCLUDED_V6, &key_v6(net)),
-            Change::Admit(IpNet::V4(net)) => insert(&mut self.clients.0, names::CLIENTS_V4, &key_v4(net), &1),
-            Change::Admit(IpNet::V6(net)) => insert(&mut self.clients.1, names::CLIENTS_V6, &key_v6(net), &1),
-            Change::Dismiss(IpNet::V4(net)) => remove(&mut self.clients.0, names::CLIENTS_V4, &key_v4(net)),
-            Change::Dismiss(IpNet::V6(net)) => remove(&mut self.clients.1, names::CLIENTS_V6, &key_v6(net)),
-            Change::Unroute(IpNet::V4(net)) => remove(&mut self.routes.0, names::ROUTES_V4, &key_v4(net)),
-            Change::Unroute(IpNet::V6(net)) => remove(&mut self.routes.1, names::ROUTES_V6, &key_v6(net)),
-            Change::Forget(IpNet::V4(net)) => remove(&mut self.origins.0, names::ORIGINS_V4, &key_v4(net)),
-            Change::Forget(IpNet::V6(net)) => remove(&mut self.origins.1, names::ORIGINS_V6, &key_v6(net)),
-            Change::Route(net, target) => self.route(net, target),
-            Change::Origin(block, net) => self.origin(block, net),
+            Change::Unroute(net) => self.routes.remove(net),
+            Change::Origin(block, net) => self.origins.map(block, net.network(), 0),
+            Change::Forget(block) => self.origins.remove(block),
             Change::OpenPort(port) => self.port(port, true, before),
             Change::ClosePort(port) => self.port(port, false, before),
             Change::AnyPort(any) => self.set_state(ANY_PORT_ROUTES, any),
         }
     }
 
-    fn route(
-        &mut self,
-        net: IpNet,
-        RouteTarget { token, up, any_port }: RouteTarget,
-    ) -> Result<(), RedirectError> {
-        let flags = if up { 0 } else { DOWN } | if any_port { ANY_PORT } else { 0 };
-        match (net, token) {
-            (IpNet::V4(net), IpAddr::V4(token)) => {
-                let value = Mapping { base: token.into(), host_mask: net.hostmask().into(), flags };
-                insert(&mut self.routes.0, names::ROUTES_V4, &key_v4(net), &value)
-            }
-            (IpNet::V6(net), IpAddr::V6(token)) => {
-                let value = Mapping { base: token.into(), host_mask: net.hostmask().into(), flags };
-                insert(&mut self.routes.1, names::ROUTES_V6, &key_v6(net), &value)
-            }
-            _ => Err(RedirectError::Route {
-                net,
-                token,
-                reason: "its token is of the other address family".into(),
-            }),
-        }
-    }
-
-    fn origin(&mut self, block: IpNet, net: IpNet) -> Result<(), RedirectError> {
-        match (block, net) {
-            (IpNet::V4(block), IpNet::V4(net)) => {
-                let value =
-                    Mapping { base: net.network().into(), host_mask: net.hostmask().into(), flags: 0 };
-                insert(&mut self.origins.0, names::ORIGINS_V4, &key_v4(block), &value)
-            }
-            (IpNet::V6(block), IpNet::V6(net)) => {
-                let value =
-                    Mapping { base: net.network().into(), host_mask: net.hostmask().into(), flags: 0 };
-                insert(&mut self.origins.1, names::ORIGINS_V6, &key_v6(block), &value)
-            }
-            _ => Err(RedirectError::Route {
-                net,
-                token: block.network(),
-                reason: "its token is of the other address family".into(),
-            }),
-        }
-    }
-
-    fn port(&mut self, port: u16, open: bool, before: &Tables) -> Result<(), RedirectError> {
+    fn port(&mut self, port: u16, open: bool, before: &MapContents) -> Result<(), RedirectError> {
         let word = port >> 6;
         // Within one word the bits of u16 ports cannot overflow: word << 6 | 63 <= 65535.
         let range = (word << 6)..=(word << 6 | 63);
@@ -175,33 +121,65 @@ impl Maps {
     }
 }
 
+type Trie<A, V> = LpmTrie<MapData, A, V>;
+
+/// The IPv4 and the IPv6 map of one purpose, keyed by network.
+struct Tries<T4: aya::Pod, T6: aya::Pod> {
+    v4: Trie<V4, T4>,
+    v6: Trie<V6, T6>,
+    names: [&'static str; 2],
+}
+
+impl<T4: aya::Pod, T6: aya::Pod> Tries<T4, T6> {
+    fn remove(&mut self, net: IpNet) -> Result<(), RedirectError> {
+        let (result, name) = match net {
+            IpNet::V4(net) => (self.v4.remove(&key_v4(net)), self.names[0]),
+            IpNet::V6(net) => (self.v6.remove(&key_v6(net)), self.names[1]),
+        };
+        match result {
+            // Already removed: by bpftool, or by an earlier attempt that failed after the deletion.
+            Err(error) if is_not_found(&error) => Ok(()),
+            result => result.map_err(failed(name)),
+        }
+    }
+}
+
+impl Tries<u32, u32> {
+    fn insert(&mut self, net: IpNet) -> Result<(), RedirectError> {
+        match net {
+            IpNet::V4(net) => self.v4.insert(&key_v4(net), 1_u32, 0).map_err(failed(self.names[0])),
+            IpNet::V6(net) => self.v6.insert(&key_v6(net), 1_u32, 0).map_err(failed(self.names[1])),
+        }
+    }
+}
+
+impl Tries<Mapping<V4>, Mapping<V6>> {
+    /// Maps `net` to the block of the same size that begins at `base`.
+    fn map(&mut self, net: IpNet, base: IpAddr, flags: u32) -> Result<(), RedirectError> {
+        match (net, base) {
+            (IpNet::V4(net), IpAddr::V4(base)) => {
+                let value = Mapping { base: base.into(), host_mask: net.hostmask().into(), flags };
+                self.v4.insert(&key_v4(net), value, 0).map_err(failed(self.names[0]))
+            }
+            (IpNet::V6(net), IpAddr::V6(base)) => {
+                let value = Mapping { base: base.into(), host_mask: net.hostmask().into(), flags };
+                self.v6.insert(&key_v6(net), value, 0).map_err(failed(self.names[1]))
+            }
+            _ => Err(RedirectError::Route {
+                net,
+                token: base,
+                reason: "its token is of the other address family".into(),
+            }),
+        }
+    }
+}
+
 fn key_v4(net: Ipv4Net) -> Key<V4> {
     Key::new(u32::from(net.prefix_len()), net.network().into())
 }
 
 fn key_v6(net: Ipv6Net) -> Key<V6> {
     Key::new(u32::from(net.prefix_len()), net.network().into())
-}
-
-fn insert<A: aya::Pod, V: aya::Pod>(
-    map: &mut Trie<A, V>,
-    name: &'static str,
-    key: &Key<A>,
-    value: &V,
-) -> Result<(), RedirectError> {
-    map.insert(key, value, 0).map_err(failed(name))
-}
-
-fn remove<A: aya::Pod, V: aya::Pod>(
-    map: &mut Trie<A, V>,
-    name: &'static str,
-    key: &Key<A>,
-) -> Result<(), RedirectError> {
-    match map.remove(key) {
-        // Gone is gone: somebody's bpftool, or an earlier attempt that failed after the deletion.
-        Err(error) if is_not_found(&error) => Ok(()),
-        result => result.map_err(failed(name)),
-    }
 }
 
 fn is_not_found(error: &MapError) -> bool {

@@ -1,4 +1,4 @@
-//! The redirect's counters and state, read from the kernel when somebody asks.
+//! The redirect's counters and state, read from the kernel at each scrape.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,9 +9,9 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
-use super::Redirect;
+use super::running::Redirect;
 
-/// Reads the maps at each scrape; the data path keeps no second count.
+/// The data path keeps no second count.
 #[derive(Debug)]
 pub struct RedirectMetrics(pub Arc<Redirect>);
 
@@ -25,11 +25,11 @@ impl Collector for RedirectMetrics {
             "1 if the last self-test of the redirect passed",
             works,
         )?;
-        let help = "1 if the kernel holds the routes and exclusions of the moment";
+        let help = "1 if the kernel holds the current routes and exclusions";
         encode_gauge(&mut encoder, "redirect_current", help, i64::from(health.stale.is_none()))?;
         let help = "Times that something lost from the redirect was restored";
-        let mended = encoder.encode_descriptor("redirect_mended", help, None, MetricType::Counter)?;
-        ConstCounter::new(health.mended).encode(mended)?;
+        let restored = encoder.encode_descriptor("redirect_mended", help, None, MetricType::Counter)?;
+        ConstCounter::new(health.restored).encode(restored)?;
         let counters = match self.0.counters() {
             Ok(counters) => counters,
             Err(error) => {

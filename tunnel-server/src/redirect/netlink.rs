@@ -13,10 +13,10 @@ use nix::libc;
 use rtnetlink::{Handle, RouteMessageBuilder};
 use tunnel_abi::LOOPBACK_IFINDEX;
 
-use super::RedirectError;
+use super::error::RedirectError;
 
-/// Runs `work` with a netlink connection on a thread of its own, so that it can be called from anywhere,
-/// inside a runtime or not. The thread inherits the caller's network namespace.
+/// Runs `work` with a netlink connection on a thread of its own, so that it can be called inside a runtime or outside.
+/// The thread inherits the calling thread's network namespace.
 pub(super) fn blocking<T, F, W>(work: W) -> Result<T, RedirectError>
 where
     T: Send,
@@ -46,12 +46,12 @@ where
 /// `local <range> dev lo`: every address of the range belongs to this host.
 fn message(range: IpNet) -> RouteMessage {
     match range {
-        IpNet::V4(range) => v4(range),
-        IpNet::V6(range) => v6(range),
+        IpNet::V4(range) => message_v4(range),
+        IpNet::V6(range) => message_v6(range),
     }
 }
 
-fn v4(range: Ipv4Net) -> RouteMessage {
+fn message_v4(range: Ipv4Net) -> RouteMessage {
     RouteMessageBuilder::<Ipv4Addr>::new()
         .destination_prefix(range.network(), range.prefix_len())
         .output_interface(LOOPBACK_IFINDEX)
@@ -62,7 +62,7 @@ fn v4(range: Ipv4Net) -> RouteMessage {
         .build()
 }
 
-fn v6(range: Ipv6Net) -> RouteMessage {
+fn message_v6(range: Ipv6Net) -> RouteMessage {
     RouteMessageBuilder::<Ipv6Addr>::new()
         .destination_prefix(range.network(), range.prefix_len())
         .output_interface(LOOPBACK_IFINDEX)
@@ -73,7 +73,7 @@ fn v6(range: Ipv6Net) -> RouteMessage {
         .build()
 }
 
-/// Adds the token route. False: it was there, left by a server that was killed, and is taken over.
+/// Adds the token route. False: it was there, left by a killed server, and is taken over.
 pub(super) async fn add_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
     match handle.route().add(message(range)).execute().await {
         Ok(()) => Ok(true),
@@ -118,7 +118,7 @@ pub(super) async fn own_addresses(handle: &Handle) -> Result<BTreeSet<IpAddr>, R
     Ok(addresses)
 }
 
-/// IFA_LOCAL is the own address; IFA_ADDRESS is the same, or a point-to-point peer's.
+/// IFA_LOCAL is this host's address; IFA_ADDRESS is the same, or a point-to-point peer's.
 fn own_address(message: &AddressMessage) -> Option<IpAddr> {
     let local = message.attributes.iter().find_map(|attribute| match attribute {
         AddressAttribute::Local(address) => Some(*address),

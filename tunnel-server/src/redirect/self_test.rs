@@ -1,79 +1,123 @@
-//! Addresses that the server connects to through its own hooks.
-//!
-//! The end of each token range is reserved for it. Each running server takes a random pair there: an
-//! *origin*, which nobody uses, and the *token* that it is mapped to. Two servers that overlap during an
-//! upgrade therefore never take the other's redirect for their own. The door drops such connections silently.
+//! The proof that the hooks work: a real connection of this process to itself through all of them.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::time::Duration;
 
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use nix::libc;
+use tunnel_abi::counter::{self, Hook, Lookup, of_lookup, of_verdict};
+use tunnel_abi::verdict::Verdict;
 
-use super::tables::{last_block, last_block_v6};
-use super::{RedirectConfig, RedirectError, RouteTarget};
+use super::error::{RedirectError, SelfTestError};
+use super::running::Inner;
+use super::self_test_addresses::SELF_TEST_PORT;
 
-/// Tunnelled port used while no other is.
-pub(super) const DEFAULT_PORT: u16 = 10250;
+/// Loopback answers immediately; this is for a badly overloaded machine.
+const DEADLINE: Duration = Duration::from_secs(3);
 
-/// Largest IPv4 token range prefix: 256 addresses, of which 16 are reserved.
-const LONGEST_PREFIX: u8 = 24;
-const LONGEST_PREFIX_V6: u8 = 112;
-
-/// The last 16th of an IPv4 token range, 256 addresses at most: never given to a destination.
-pub fn reserved_tokens(range: Ipv4Net) -> Ipv4Net {
-    last_block(range, (range.prefix_len() + 4).clamp(24, 32))
+/// One family's part of the test.
+struct Probe {
+    origin: SocketAddr,
+    token: IpAddr,
+    connect: Hook,
+    connect_name: &'static str,
+    peer_name: &'static str,
+    restored: u32,
+    v6: bool,
 }
 
-/// The last 256 addresses of an IPv6 token range: never given to a destination.
-pub fn reserved_tokens_v6(range: Ipv6Net) -> Ipv6Net {
-    last_block_v6(range, (range.prefix_len() + 4).clamp(120, 128))
-}
-
-/// One pair per family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Everything that the test needs, copied out of the lock.
 pub(super) struct SelfTest {
-    pub(super) origin: Ipv4Addr,
-    pub(super) token: Ipv4Addr,
-    pub(super) origin_v6: Ipv6Addr,
-    pub(super) token_v6: Ipv6Addr,
+    probes: Vec<Probe>,
+    serving: bool,
+    fails_at_connect: bool,
+    cgroup: String,
 }
 
 impl SelfTest {
-    /// A random pair. Fails when a range is too small to have any.
-    pub(super) fn new(config: &RedirectConfig) -> Result<Self, RedirectError> {
-        let (v4, v6) = (config.token_range, config.token_range_v6);
-        if v4.prefix_len() > LONGEST_PREFIX {
-            let reason = "too small: give a /24 or larger";
-            return Err(RedirectError::TokenRange { key: "--token-range", range: v4.into(), reason });
+    pub(super) fn new(inner: &Inner, ipv6: bool, fails_at_connect: bool, cgroup: String) -> Self {
+        let port = inner.contents.ports.first().copied().unwrap_or(SELF_TEST_PORT);
+        let v4 = Probe {
+            origin: (inner.self_test_addresses.origin, port).into(),
+            token: inner.self_test_addresses.token.into(),
+            connect: Hook::Connect4,
+            connect_name: "connect4",
+            peer_name: "getpeername4",
+            restored: counter::RESTORED_V4,
+            v6: false,
+        };
+        let v6 = ipv6.then(|| Probe {
+            origin: (inner.self_test_addresses.origin_v6, port).into(),
+            token: inner.self_test_addresses.token_v6.into(),
+            connect: Hook::Connect6,
+            connect_name: "connect6",
+            peer_name: "getpeername6",
+            restored: counter::RESTORED_V6,
+            v6: true,
+        });
+        Self {
+            probes: [Some(v4), v6].into_iter().flatten().collect(),
+            serving: inner.serving,
+            fails_at_connect,
+            cgroup,
         }
-        if v6.prefix_len() > LONGEST_PREFIX_V6 {
-            let reason = "too small: give a /112 or larger";
-            return Err(RedirectError::TokenRange { key: "--token-range-v6", range: v6.into(), reason });
-        }
-        let (v4, v6) = (reserved_tokens(v4), reserved_tokens_v6(v6));
-        // Both blocks have at least 16 addresses, 8 pairs.
-        let pairs = 1_u32 << (31 - u32::from(v4.prefix_len()));
-        let pair = rand::random_range(0..pairs) * 2;
-        let pairs_v6 = 1_u128 << (127 - u32::from(v6.prefix_len()));
-        let pair_v6 = rand::random_range(0..pairs_v6) * 2;
-        let (base, base_v6) = (u32::from(v4.network()), u128::from(v6.network()));
-        Ok(Self {
-            origin: Ipv4Addr::from(base + pair),
-            token: Ipv4Addr::from(base + pair + 1),
-            origin_v6: Ipv6Addr::from(base_v6 + pair_v6),
-            token_v6: Ipv6Addr::from(base_v6 + pair_v6 + 1),
-        })
     }
 
-    /// The routes that make it work.
-    pub(super) fn routes(&self, ipv6: bool) -> impl Iterator<Item = (IpNet, RouteTarget)> {
-        let v4 = (
-            IpNet::from(IpAddr::V4(self.origin)),
-            RouteTarget { token: self.token.into(), up: true, any_port: false },
-        );
-        let v6 = (
-            IpNet::from(IpAddr::V6(self.origin_v6)),
-            RouteTarget { token: self.token_v6.into(), up: true, any_port: false },
-        );
-        [Some(v4), ipv6.then_some(v6)].into_iter().flatten()
+    /// Connects. `count` reads a counter: only our own programs change ours, not another server's.
+    pub(super) fn run(&self, count: impl Fn(u32) -> Result<u64, RedirectError>) -> Result<(), RedirectError> {
+        for probe in &self.probes {
+            self.connect(probe, &count)?;
+        }
+        Ok(())
     }
+
+    fn connect(
+        &self,
+        probe: &Probe,
+        count: &impl Fn(u32) -> Result<u64, RedirectError>,
+    ) -> Result<(), RedirectError> {
+        let verdict = if self.serving { Verdict::Redirect(()) } else { Verdict::Down(()) };
+        let redirected = of_verdict(probe.connect, &verdict);
+        let steered = of_lookup(probe.v6, Lookup::Steered);
+        let before = (count(redirected)?, count(steered)?, count(probe.restored)?);
+        let failed = |error: SelfTestError| Err(error.into());
+
+        let result = TcpStream::connect_timeout(&probe.origin, DEADLINE);
+        if count(redirected)? == before.0 {
+            let cgroup = self.cgroup.clone();
+            return failed(SelfTestError::NotRedirected { hook: probe.connect_name, cgroup });
+        }
+        if !self.serving && self.fails_at_connect {
+            return match result {
+                Err(error) if error.raw_os_error() == Some(libc::EHOSTUNREACH) => Ok(()),
+                other => failed(SelfTestError::NotClosed(describe(other))),
+            };
+        }
+        let stream = match result {
+            Ok(stream) => stream,
+            Err(error) => {
+                let reason = error.to_string();
+                return failed(SelfTestError::NotSteered { token: probe.token, reason });
+            }
+        };
+        if count(steered)? == before.1 {
+            let reason = "something else accepted it".to_owned();
+            return failed(SelfTestError::NotSteered { token: probe.token, reason });
+        }
+        let peer = stream.peer_addr();
+        // If the door has closed the connection already, only the counter can tell.
+        let right = match &peer {
+            Ok(peer) => *peer == probe.origin,
+            Err(error) => error.kind() == io::ErrorKind::NotConnected,
+        };
+        if !right || (peer.is_ok() && count(probe.restored)? == before.2) {
+            let found = peer.map_or_else(|error| error.to_string(), |peer| peer.to_string());
+            return failed(SelfTestError::WrongPeer { hook: probe.peer_name, expected: probe.origin, found });
+        }
+        Ok(())
+    }
+}
+
+fn describe(result: io::Result<TcpStream>) -> String {
+    result.map_or_else(|error| error.to_string(), |_| "success".into())
 }

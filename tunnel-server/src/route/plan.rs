@@ -1,4 +1,4 @@
-//! From an inventory to what is routed: pure, so that a test can hold it against a naive model.
+//! Decides what an inventory routes: a pure function, so that a test can compare it with a naive model.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
@@ -10,7 +10,7 @@ use tunnel_core::identity::NodeName;
 
 use crate::inventory::Inventory;
 
-/// Something in the inventory that cannot be as it stands. Everything else is routed all the same.
+/// A contradiction in the inventory. Everything else is routed all the same.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Conflict {
     pub kind: ConflictKind,
@@ -30,14 +30,14 @@ pub enum ConflictKind {
     CloudAndEdge,
     /// The operator excluded the address: it is never redirected.
     Excluded,
-    /// No address of a host on a network (loopback, multicast, link-local, …), or one of the token range.
+    /// Not the address of a host on a network (loopback, multicast, link-local, …), or one of the token range.
     Unroutable,
     /// An edge node without any address.
     NoAddress,
     /// The token range is used up: connecting to the address fails.
     NoToken,
-    /// A range of pods that overlaps another node's or the token range, is excluded, or lies outside of what the operator
-    /// gave to pods: it is not redirected.
+    /// A range of pods that overlaps another node's or the token range, is excluded, or lies outside the ranges that the
+    /// operator gave to pods: it is not redirected.
     PodRange,
     /// The token range has no room for a range of pods: it is not redirected.
     NoTokenBlock,
@@ -111,7 +111,7 @@ pub(super) enum Holder {
     Several(Vec<usize>),
 }
 
-/// Who has a range of addresses.
+/// What a range of addresses belongs to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Claim {
     Excluded,
@@ -124,13 +124,13 @@ enum Claim {
 /// What follows from an inventory.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
-    /// Operator's ranges and cloud nodes' addresses.
+    /// The operator's ranges and the cloud nodes' addresses.
     pub(super) excluded: BTreeSet<IpNet>,
-    /// Addresses of edge nodes by which doors other than the redirect may name them.
+    /// Addresses of edge nodes; clients of the name doors may use any of them.
     pub(super) holders: HashMap<IpAddr, Holder>,
     /// Those that the redirect routes; the key is in `holders`.
     pub(super) routed: BTreeSet<IpAddr>,
-    /// Ranges of edge nodes' pods that the redirect routes, and whose they are.
+    /// Ranges of edge nodes' pods that the redirect routes, each with its node's index.
     pub(super) pods: BTreeMap<IpNet, usize>,
     pub(super) conflicts: BTreeSet<Conflict>,
 }
@@ -183,8 +183,8 @@ impl Plan {
         plan
     }
 
-    /// Adds the pods of edge nodes. Ranges that overlap lead nowhere: which pod was meant cannot be known.
-    /// Ranges outside of `allowed` neither: a kubelet can choose its own, and must not take over the cluster's Services.
+    /// Adds the pods of edge nodes. Ranges that overlap are not routed: it cannot be known which pod was meant. Nor are
+    /// ranges outside `allowed`: a kubelet can choose its own, and must not take over the cluster's Services.
     pub(super) fn route_pods(&mut self, inventory: &Inventory, token_ranges: &[IpNet], allowed: &[IpNet]) {
         let excluded = self.excluded.iter().map(|net| (*net, Claim::Excluded));
         let tokens = token_ranges.iter().map(|net| (*net, Claim::Taken));
@@ -193,7 +193,7 @@ impl Plan {
             let claim = if node.edge { Claim::Pods(index) } else { Claim::Taken };
             claims.extend(node.pod_cidrs.iter().map(|range| (range.trunc(), claim)));
         }
-        // In this order a range comes right after those that it lies in.
+        // In this order a range comes right after those that contain it.
         claims.sort_by_key(|(net, _)| (net.network(), net.prefix_len()));
         let mut bad = HashSet::new();
         let mut around: Vec<usize> = Vec::new();
@@ -201,7 +201,7 @@ impl Plan {
             while around.last().is_some_and(|outer| !claims[*outer].0.contains(net)) {
                 around.pop();
             }
-            // What is excluded within a range takes nothing else away from it: exclusion wins at connect().
+            // An excluded part leaves the rest of a range usable: exclusion wins at connect().
             if *claim != Claim::Excluded && !around.is_empty() {
                 bad.insert(position);
                 bad.extend(around.iter().copied());

@@ -1,4 +1,4 @@
-//! What a connection looks up: made whole on each change, then only read.
+//! The routes as connections read them: built as a whole on each change, then only read.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -10,21 +10,20 @@ use tunnel_core::identity::NodeName;
 use super::plan::{Conflict, Holder};
 use crate::inventory::{Inventory, InventoryNode};
 
-/// Where a connection goes.
+/// An address of an edge node, or of a pod on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Destination {
+pub struct NodeAddress {
     pub node: NodeName,
-    /// What the agent is asked to dial.
     pub address: IpAddr,
     pub kubelet_port: u16,
-    /// The address is a pod's: every port of it is tunnelled.
+    /// A pod's address: every port of it is tunnelled.
     pub pod: bool,
 }
 
-/// Whom an address belongs to.
+/// Which edge node has an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ByAddress {
-    Unique(Destination),
+    Unique(NodeAddress),
     /// Several edge nodes have it; their names, sorted.
     Ambiguous(Vec<NodeName>),
     Unknown,
@@ -38,34 +37,34 @@ pub struct Snapshot {
     pub(super) names: HashMap<NodeName, usize>,
     pub(super) holders: HashMap<IpAddr, Holder>,
     pub(super) tokens: HashMap<IpAddr, (usize, IpAddr)>,
-    /// Blocks of tokens by their first: the block's length, and the pods that it stands for.
+    /// Blocks of tokens by their first: the block, and the node and the range of pods that it stands for.
     pub(super) blocks: BTreeMap<IpAddr, (IpNet, usize, IpNet)>,
     pub(super) conflicts: Vec<Conflict>,
 }
 
 impl Snapshot {
-    /// The destination that a token stands for.
-    pub fn by_token(&self, token: IpAddr) -> Option<Destination> {
+    /// The address that a token stands for.
+    pub fn by_token(&self, token: IpAddr) -> Option<NodeAddress> {
         if let Some((index, address)) = self.tokens.get(&token) {
-            return Some(self.destination(*index, *address));
+            return Some(self.node_address(*index, *address));
         }
         let (_, (block, index, pods)) = self.blocks.range(..=token).next_back()?;
         let address = block.contains(&token).then(|| translate(token, *pods))??;
-        Some(Destination { pod: true, ..self.destination(*index, address) })
+        Some(NodeAddress { pod: true, ..self.node_address(*index, address) })
     }
 
     /// An edge node, at its first address. None also when it has none.
-    pub fn by_name(&self, name: &str) -> Option<Destination> {
+    pub fn by_name(&self, name: &str) -> Option<NodeAddress> {
         let index = *self.names.get(name)?;
         let address = *self.inventory.nodes[index].addresses.first()?;
-        Some(self.destination(index, address))
+        Some(self.node_address(index, address))
     }
 
     /// The edge node that has the address. An address that a cloud node has too is unknown.
     pub fn by_address(&self, address: IpAddr) -> ByAddress {
         let address = address.to_canonical();
         match self.holders.get(&address) {
-            Some(Holder::One(index)) => ByAddress::Unique(self.destination(*index, address)),
+            Some(Holder::One(index)) => ByAddress::Unique(self.node_address(*index, address)),
             Some(Holder::Several(indices)) => {
                 let mut names: Vec<_> =
                     indices.iter().map(|i| self.inventory.nodes[*i].name.clone()).collect();
@@ -91,9 +90,9 @@ impl Snapshot {
         &self.conflicts
     }
 
-    fn destination(&self, index: usize, address: IpAddr) -> Destination {
+    fn node_address(&self, index: usize, address: IpAddr) -> NodeAddress {
         let node = &self.inventory.nodes[index];
-        Destination { node: node.name.clone(), address, kubelet_port: node.kubelet_port, pod: false }
+        NodeAddress { node: node.name.clone(), address, kubelet_port: node.kubelet_port, pod: false }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Token addresses: which are whose, and when one may become another's.
+//! Assigns token addresses to nodes and pods, and decides when a token may be reused.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -9,33 +9,32 @@ use tunnel_core::identity::NodeName;
 
 use crate::redirect::{reserved_tokens, reserved_tokens_v6};
 
-/// How long the token of a departed owner stays unused: a client may still hold a connection, or a resolved
-/// destination, to it.
+/// How long the token of a departed owner stays unused: a client may still have a connection to it.
 pub const QUARANTINE: Duration = Duration::from_secs(600);
 
-/// Whom a token, or a block of them, belongs to.
+/// What a token, or a block of them, stands for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Owner {
     /// A node's address. Another node with the same address has another token.
     Node(NodeName, IpAddr),
     /// The addresses of a node's pods.
     Pods(NodeName, IpNet),
-    /// An address that several nodes claim: it leads nowhere, and a claimant that remains has a token of its own.
-    Nobody(IpAddr),
+    /// An address that several nodes claim: its token leads nowhere. A claimant that remains gets another.
+    Contested(IpAddr),
 }
 
 impl Owner {
     fn is_ipv4(&self) -> bool {
         match self {
-            Self::Node(_, address) | Self::Nobody(address) => address.is_ipv4(),
+            Self::Node(_, address) | Self::Contested(address) => address.is_ipv4(),
             Self::Pods(_, range) => matches!(range, IpNet::V4(_)),
         }
     }
 
-    /// As many tokens as there are addresses; None for more than 2^127.
+    /// How many addresses, and so tokens; None for more than 2^127.
     fn size(&self) -> Option<u128> {
         match self {
-            Self::Node(..) | Self::Nobody(_) => Some(1),
+            Self::Node(..) | Self::Contested(_) => Some(1),
             Self::Pods(_, range) => {
                 1_u128.checked_shl(u32::from(range.max_prefix_len() - range.prefix_len()))
             }
@@ -51,7 +50,7 @@ pub(super) struct Tokens {
 }
 
 impl Tokens {
-    /// The ends of the ranges are reserved for the redirect's tests of itself.
+    /// The ends of the ranges are reserved for the redirect's self-tests.
     pub(super) fn new(v4: Ipv4Net, v6: Ipv6Net) -> Self {
         let (reserved, reserved_v6) = (reserved_tokens(v4).network(), reserved_tokens_v6(v6).network());
         Self {
@@ -61,7 +60,7 @@ impl Tokens {
     }
 
     /// A token, or the first of a block, for each owner: the one that it has, or had within the quarantine, else
-    /// another. Owners that are not named lose theirs. None when the range is used up.
+    /// another. Owners that are not listed lose theirs. None when the range is used up.
     pub(super) fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> HashMap<Owner, Option<IpAddr>> {
         let (v4, v6): (Vec<_>, Vec<_>) = owners.into_iter().partition(Owner::is_ipv4);
         let mut tokens: HashMap<_, _> = HashMap::with_capacity(v4.len() + v6.len());
@@ -75,11 +74,11 @@ impl Tokens {
         tokens
     }
 
-    /// A token of that family that is never assigned to anybody.
-    pub(super) fn nowhere(&self, like: IpAddr) -> IpAddr {
+    /// A token of the same family that is never assigned.
+    pub(super) fn unassigned(&self, like: IpAddr) -> IpAddr {
         match like {
-            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(self.v4.nowhere as u32)),
-            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(self.v6.nowhere)),
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(self.v4.unassigned as u32)),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(self.v6.unassigned)),
         }
     }
 }
@@ -87,23 +86,22 @@ impl Tokens {
 /// The numbers of one range's addresses.
 #[derive(Debug)]
 struct Pool {
-    nowhere: u128,
-    /// The lowest number that was never given out: single tokens come from below.
+    unassigned: u128,
+    /// The lowest number that was never assigned: single tokens are taken from below.
     fresh: u128,
-    /// Blocks come from above, so that they stay aligned without holes between single tokens.
+    /// Blocks are taken from above, so that they stay aligned without holes between single tokens.
     end: u128,
     live: HashMap<Owner, u128>,
     departed: HashMap<Owner, (u128, Instant)>,
-    /// The departed by the size of what they had, oldest first. An entry is stale when `departed` does not say the same.
+    /// The departed by the size of what they had, oldest first. An entry that differs from `departed` is stale.
     order: HashMap<u128, VecDeque<(Owner, Instant)>>,
 }
 
 impl Pool {
-    /// From `first` up to and without `end`. The first address of a range is also its network's, and the second
-    /// stands for nowhere.
+    /// From `first` to `end`, exclusive. The first address of a range is its network's, and the second is never assigned.
     fn new(first: u128, end: u128) -> Self {
         Self {
-            nowhere: first + 1,
+            unassigned: first + 1,
             fresh: first + 2,
             end,
             live: HashMap::new(),
@@ -115,7 +113,7 @@ impl Pool {
     fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> Vec<(Owner, Option<u128>)> {
         let mut before = std::mem::take(&mut self.live);
         let mut assigned = Vec::with_capacity(owners.len());
-        let mut wanting = Vec::new();
+        let mut without = Vec::new();
         for owner in owners {
             let kept =
                 before.remove(&owner).or_else(|| self.departed.remove(&owner).map(|(number, _)| number));
@@ -124,7 +122,7 @@ impl Pool {
                     self.live.insert(owner.clone(), number);
                     assigned.push((owner, Some(number)));
                 }
-                None => wanting.push(owner),
+                None => without.push(owner),
             }
         }
         for (owner, number) in before {
@@ -132,7 +130,7 @@ impl Pool {
             self.departed.insert(owner.clone(), (number, now));
             self.order.entry(size).or_default().push_back((owner, now));
         }
-        for owner in wanting {
+        for owner in without {
             let number = owner.size().and_then(|size| self.take(size, now));
             if let Some(number) = number {
                 self.live.insert(owner.clone(), number);
@@ -142,17 +140,18 @@ impl Pool {
         assigned
     }
 
-    /// One that left its quarantine, so that the tables stay as small as the cluster was large, else a fresh one.
+    /// One that left its quarantine, so that nodes that come and go do not use up the range, else a fresh one.
     fn take(&mut self, size: u128, now: Instant) -> Option<u128> {
-        self.rested(size, now).or_else(|| if size == 1 { self.fresh() } else { self.fresh_block(size) })
+        self.out_of_quarantine(size, now)
+            .or_else(|| if size == 1 { self.fresh() } else { self.fresh_block(size) })
     }
 
-    fn rested(&mut self, size: u128, now: Instant) -> Option<u128> {
+    fn out_of_quarantine(&mut self, size: u128, now: Instant) -> Option<u128> {
         let order = self.order.get_mut(&size)?;
         while let Some((owner, since)) = order.front() {
             let number = match self.departed.get(owner) {
                 Some((number, at)) if at == since => *number,
-                // Back in the meantime, and perhaps gone again: that is a later entry.
+                // It came back meanwhile; if it left again, that is a later entry.
                 _ => {
                     order.pop_front();
                     continue;
@@ -192,7 +191,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    /// 198.18.0.0 and as many addresses as are given; one is the network's and one is nowhere.
+    /// `size` addresses from 198.18.0.0; one is the network's and one is never assigned.
     fn pool(size: u128) -> Pool {
         let first = u128::from(u32::from(Ipv4Addr::new(198, 18, 0, 0)));
         Pool::new(first, first + size)
@@ -208,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_departed_owners_token_rests_for_ten_minutes() {
+    fn a_departed_owners_token_is_unused_for_ten_minutes() {
         let mut pool = pool(5);
         let start = Instant::now();
         let first = one(&mut pool, 1, start);
@@ -220,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn who_returns_in_time_gets_the_token_back() {
+    fn an_owner_that_returns_in_time_gets_its_token_back() {
         let mut pool = pool(6);
         let start = Instant::now();
         let first = one(&mut pool, 1, start);
@@ -233,13 +232,13 @@ mod tests {
     }
 
     #[test]
-    fn a_used_up_range_says_so_and_recovers() {
+    fn a_used_up_range_is_reported_and_recovers() {
         let mut pool = pool(7);
         let start = Instant::now();
         let assigned = pool.assign((0..6).map(owner).collect(), start);
         assert_eq!(assigned.iter().filter_map(|(_, token)| *token).collect::<HashSet<_>>().len(), 5);
         assert_eq!(assigned.iter().filter(|(_, token)| token.is_none()).count(), 1);
-        assert!(assigned.iter().all(|(_, token)| *token != Some(pool.nowhere)));
+        assert!(assigned.iter().all(|(_, token)| *token != Some(pool.unassigned)));
         assert_eq!(one(&mut pool, 100, start), None);
         assert!(one(&mut pool, 101, start + QUARANTINE).is_some());
     }
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_aligned_and_meet_nothing_else() {
+    fn blocks_are_aligned_and_do_not_overlap() {
         let mut tokens = Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
         let wanted = [
             pods(1, "10.244.1.0/24"),
@@ -268,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_departed_block_rests_and_is_given_to_one_of_its_size() {
+    fn a_departed_block_is_reused_for_the_same_size() {
         let mut tokens = Tokens::new("198.18.0.0/23".parse().unwrap(), "fd00::/112".parse().unwrap());
         let start = Instant::now();
         let (first, second, half) =
@@ -296,14 +295,14 @@ mod tests {
     #[test]
     fn whole_address_spaces_do_not_overflow() {
         let mut tokens = Tokens::new("128.0.0.0/1".parse().unwrap(), "::/0".parse().unwrap());
-        let v6 = Owner::Nobody("fd00::1".parse().unwrap());
+        let v6 = Owner::Contested("fd00::1".parse().unwrap());
         let assigned = tokens.assign(vec![owner(1), v6.clone()], Instant::now());
         assert_eq!(assigned[&v6], Some("::2".parse().unwrap()));
         assert_eq!(assigned[&owner(1)], Some("128.0.0.2".parse().unwrap()));
     }
 
     #[test]
-    fn the_redirects_own_tokens_are_nobodys() {
+    fn reserved_tokens_are_never_assigned() {
         let mut tokens = Tokens::new("198.18.0.0/24".parse().unwrap(), "fd00::/112".parse().unwrap());
         let assigned = tokens.assign((0..=255).map(owner).collect(), Instant::now());
         let given: HashSet<_> = assigned.values().flatten().collect();
@@ -317,15 +316,15 @@ mod tests {
     }
 
     proptest! {
-        /// Against the definition: unique among the living, stable while living, not another's within the quarantine.
+        /// Tokens are unique among present owners, stable while the owner is present, and not reused in quarantine.
         #[test]
-        fn holds_what_it_promises(rounds in prop::collection::vec((0u64..400, prop::collection::hash_set(0u8..12, 0..10)), 1..40)) {
+        fn tokens_are_unique_stable_and_quarantined(rounds in prop::collection::vec((0u64..400, prop::collection::hash_set(0u8..12, 0..10)), 1..40)) {
             let mut pool = pool(31);
             let mut now = Instant::now();
             let mut last_use: HashMap<u128, (Owner, Instant)> = HashMap::new();
             let mut before: HashMap<Owner, u128> = HashMap::new();
             for (seconds, present) in rounds {
-                // Whoever was there until now departs now at the earliest.
+                // An owner that was present until now departs now at the earliest.
                 now += Duration::from_secs(seconds);
                 for (owner, token) in &before {
                     last_use.insert(*token, (owner.clone(), now));
@@ -334,7 +333,7 @@ mod tests {
                 prop_assert_eq!(assigned.len(), present.len());
                 let mut seen = HashSet::new();
                 for (owner, token) in &assigned {
-                    // 12 owners that rest for 600 s always fit into 29 tokens.
+                    // 12 owners with their quarantine always fit into 29 tokens.
                     let token = token.unwrap();
                     prop_assert!(seen.insert(token), "{token} twice");
                     if let Some(kept) = before.get(owner) {

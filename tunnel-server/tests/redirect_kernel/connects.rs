@@ -1,4 +1,4 @@
-//! What connect() may look like.
+//! Every way to connect().
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -12,7 +12,7 @@ use crate::Case;
 use crate::raw;
 use crate::support::{
     EDGE, EDGE_B, EDGE_V6, PORT, World, address, ask, at, desired, eventually, fails, greeting, ip, net_of,
-    sysctl,
+    route, sysctl,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -38,7 +38,7 @@ fn tcp(domain: Domain) -> Socket {
     Socket::new(domain, Type::STREAM, None).unwrap()
 }
 
-/// The socket's connection arrived as that edge's token, and shows the edge's own address as its peer.
+/// The connection arrived at that edge's token, and the client's socket names the edge's own address as its peer.
 #[track_caller]
 fn arrived(stream: &TcpStream, asked: SocketAddr, token: &str) {
     // The greeting first: with data in the SYN the socket has no peer until it is answered.
@@ -57,7 +57,7 @@ fn redirected() {
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().client.ip(), address(EDGE.1));
     assert_eq!(world.counter("connect4/redirected"), 6, "five connects and the self-test");
     assert_eq!(world.counter("lookup4/steered"), 6);
-    // Other ports and other addresses are left alone; this namespace has no route to either.
+    // Other ports and other addresses go direct; this namespace has no route to either.
     fails(at(EDGE.0, 22), libc::ENETUNREACH);
     fails(at("10.8.0.9", PORT), libc::ENETUNREACH);
     assert_eq!((world.counter("connect4/port"), world.counter("connect4/no_route")), (1, 1));
@@ -85,7 +85,7 @@ fn tcp_fast_open() {
 fn retried() {
     let up = desired(&[EDGE]);
     let mut down = up.clone();
-    down.routes.insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false, any_port: false });
+    route(&mut down, EDGE.0, EDGE.1, false);
     let world = World::start(&down);
     let to = SockAddr::from(at(EDGE.0, PORT));
 
@@ -95,7 +95,7 @@ fn retried() {
     socket.connect(&to).unwrap();
     arrived(&socket.into(), at(EDGE.0, PORT), EDGE.1);
 
-    // Refused on the wire (nobody listens at the direct address yet), then redirected, on one descriptor.
+    // Refused on the wire (nothing listens at the direct address), then redirected, on one descriptor.
     ip("addr add 10.9.0.1/32 dev lo");
     let socket = tcp(Domain::IPV4);
     assert_eq!(
@@ -132,9 +132,7 @@ fn af_unspec() {
 fn mapped() {
     let mut desired = desired(&[EDGE]);
     desired.excluded.insert(net_of("10.8.0.9"));
-    desired
-        .routes
-        .insert(net_of("10.8.0.9"), RouteTarget { token: address("198.18.0.9"), up: true, any_port: false });
+    route(&mut desired, "10.8.0.9", "198.18.0.9", true);
     let world = World::start(&desired);
     let asked = at("::ffff:10.8.0.7", PORT);
     let socket = tcp(Domain::IPV6);
@@ -149,10 +147,7 @@ fn mapped() {
 
 fn ipv6() {
     let mut desired = desired(&[EDGE_V6]);
-    desired.routes.insert(
-        net_of("2001:db8:7::8"),
-        RouteTarget { token: address("fd9e:706f:7374:6572::8"), up: false, any_port: false },
-    );
+    route(&mut desired, "2001:db8:7::8", "fd9e:706f:7374:6572::8", false);
     let world = World::start(&desired);
     assert!(world.redirect.ipv6());
     let asked = at(EDGE_V6.0, PORT);
@@ -178,7 +173,7 @@ fn bound_to_device() {
     let world = World::start(&desired(&[EDGE]));
     let socket = tcp(Domain::IPV4);
     socket.bind_device(Some(b"lo")).unwrap();
-    // Left alone: it would only find the edge address behind that device.
+    // Not redirected: over that device it would never reach the listener.
     assert_eq!(
         socket.connect_timeout(&at(EDGE.0, PORT).into(), Duration::from_secs(1)).unwrap_err().kind(),
         std::io::ErrorKind::TimedOut,
@@ -206,7 +201,7 @@ fn non_blocking() {
 fn udp() {
     ip("addr add 10.9.0.1/32 dev lo");
     let receiver = UdpSocket::bind("10.9.0.1:10250").unwrap();
-    // Excluded would be left alone in any case: here even a route of that address does not touch UDP.
+    // Even an address with a route is not redirected for UDP.
     let world = World::start(&desired(&[EDGE]));
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
     let error = socket.connect(at(EDGE.0, PORT)).unwrap_err();
@@ -230,9 +225,7 @@ fn marked() {
 
 fn down() {
     let mut some_down = desired(&[EDGE, EDGE_B]);
-    some_down
-        .routes
-        .insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false, any_port: false });
+    route(&mut some_down, EDGE.0, EDGE.1, false);
     let world = World::start(&some_down);
     assert!(world.redirect.fails_at_connect(), "this kernel has bpf_set_retval (5.18)?");
     fails(at(EDGE.0, PORT), libc::EHOSTUNREACH);
@@ -248,32 +241,21 @@ fn down() {
 
 fn down_on_old_kernels() {
     let mut some_down = desired(&[EDGE]);
-    some_down
-        .routes
-        .insert(net_of(EDGE.0), RouteTarget { token: address(EDGE.1), up: false, any_port: false });
+    route(&mut some_down, EDGE.0, EDGE.1, false);
     let config =
         tunnel_server::redirect::RedirectConfig { fail_at_connect: false, ..crate::support::config() };
     let world = World::with(config, &some_down);
     assert!(!world.redirect.fails_at_connect());
-    // Redirected all the same: the server behind it must reset.
+    // Redirected nevertheless: the server must reset it.
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     assert_eq!(world.counter("connect4/down"), 1);
 }
 
 fn blocks() {
     let mut desired = desired(&[]);
-    desired.routes.insert(
-        net_of("10.244.3.0/24"),
-        RouteTarget { token: address("198.18.3.0"), up: true, any_port: false },
-    );
-    desired.routes.insert(
-        net_of("10.244.3.77"),
-        RouteTarget { token: address("198.18.9.1"), up: true, any_port: false },
-    );
-    desired.routes.insert(
-        net_of("2001:db8:9::/120"),
-        RouteTarget { token: address("fd9e:706f:7374:6572::900"), up: true, any_port: false },
-    );
+    route(&mut desired, "10.244.3.0/24", "198.18.3.0", true);
+    route(&mut desired, "10.244.3.77", "198.18.9.1", true);
+    route(&mut desired, "2001:db8:9::/120", "fd9e:706f:7374:6572::900", true);
     let _world = World::start(&desired);
     for (asked, token) in [
         ("10.244.3.0", "198.18.3.0"),

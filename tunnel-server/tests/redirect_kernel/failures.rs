@@ -1,4 +1,4 @@
-//! What a start refuses, and in which words.
+//! What makes a start fail, and the messages.
 
 use std::fs::{self, File};
 
@@ -30,7 +30,7 @@ fn start(config: RedirectConfig) -> Result<Redirect, RedirectError> {
 }
 
 #[track_caller]
-fn says(error: &RedirectError, words: &[&str]) {
+fn message_has(error: &RedirectError, words: &[&str]) {
     let text = error.to_string();
     println!("report {text}");
     for word in words {
@@ -44,7 +44,7 @@ fn foreign() {
     let program = raw::attach_exclusively(&cgroup);
     let error = start(config()).unwrap_err();
     assert!(matches!(error, RedirectError::Foreign { hook: "connect4", .. }), "{error}");
-    says(&error, &["EPERM", "old_cilium", "bpftool cgroup detach", "--redirect=off"]);
+    message_has(&error, &["EPERM", "old_cilium", "bpftool cgroup detach", "--redirect=off"]);
     let failing: Vec<_> = checks(&config()).into_iter().filter(|check| check.outcome.is_err()).collect();
     assert_eq!(failing.len(), 1, "{failing:?}");
     assert_eq!(failing[0].name, "other programs");
@@ -69,9 +69,9 @@ fn not_a_cgroup() {
     let dir = tempfile::tempdir().unwrap();
     let error = start(RedirectConfig { cgroup: Some(dir.path().into()), ..config() }).unwrap_err();
     assert!(matches!(error, RedirectError::NotCgroup { .. }), "{error}");
-    says(&error, &["--redirect-cgroup=", "not on a cgroup v2 file system"]);
+    message_has(&error, &["--redirect-cgroup=", "not on a cgroup v2 file system"]);
     let error = start(RedirectConfig { cgroup: Some("/nowhere".into()), ..config() }).unwrap_err();
-    says(&error, &["--redirect-cgroup=/nowhere", "No such file"]);
+    message_has(&error, &["--redirect-cgroup=/nowhere", "No such file"]);
 }
 
 /// Only a cgroup namespace's view of the hierarchy stays mounted, as in a container.
@@ -82,8 +82,8 @@ fn namespace_root() {
     umount2(&cgroup_mount(), MntFlags::MNT_DETACH).unwrap();
     let error = start(RedirectConfig { cgroup: None, ..config() }).unwrap_err();
     assert!(matches!(error, RedirectError::NotRoot { .. }), "{error}");
-    says(&error, &["root of a cgroup namespace", "--redirect-cgroup"]);
-    // Asked for explicitly, the same directory will do.
+    message_has(&error, &["root of a cgroup namespace", "--redirect-cgroup"]);
+    // Given explicitly, the same directory is accepted.
     let redirect = start(RedirectConfig { cgroup: Some(seen.path().into()), ..config() }).unwrap();
     drop(redirect);
     umount2(seen.path(), MntFlags::MNT_DETACH).unwrap();
@@ -93,7 +93,7 @@ fn nothing_mounted() {
     umount2(&cgroup_mount(), MntFlags::MNT_DETACH).unwrap();
     let error = start(RedirectConfig { cgroup: None, ..config() }).unwrap_err();
     assert!(matches!(error, RedirectError::NoCgroup), "{error}");
-    says(&error, &["mount -t cgroup2"]);
+    message_has(&error, &["mount -t cgroup2"]);
 }
 
 fn outside() {
@@ -104,35 +104,35 @@ fn outside() {
         RedirectError::Outside { path, own } => assert_eq!((path, own), (&inner, &own_cgroup())),
         other => panic!("{other}"),
     }
-    says(&error, &["cgroup.procs"]);
+    message_has(&error, &["cgroup.procs"]);
 
-    // Where that cannot be seen beforehand, the self-test finds out.
+    // Where that is not visible beforehand, the self-test fails.
     let mount_point = cgroup_mount();
     let hidden = tempfile::tempdir().unwrap();
     mount(Some(&inner), hidden.path(), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
     umount2(&mount_point, MntFlags::MNT_DETACH).unwrap();
     let error = start(RedirectConfig { cgroup: Some(hidden.path().into()), ..config() }).unwrap_err();
     assert!(matches!(error, RedirectError::SelfTest(_)), "{error}");
-    says(&error, &["was not redirected by connect4", "must run inside"]);
+    message_has(&error, &["was not redirected by connect4", "must run inside"]);
     umount2(hidden.path(), MntFlags::MNT_DETACH).unwrap();
 }
 
 fn capabilities() {
     let door = Door::open();
-    let nobody = nix::unistd::Uid::from_raw(65534);
-    nix::unistd::setresuid(nobody, nobody, nobody).unwrap();
+    let unprivileged = nix::unistd::Uid::from_raw(65534);
+    nix::unistd::setresuid(unprivileged, unprivileged, unprivileged).unwrap();
     let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
     match &error {
         RedirectError::Capabilities { missing } => assert_eq!(missing, &["CAP_BPF", "CAP_NET_ADMIN"]),
         other => panic!("{other}"),
     }
-    says(&error, &["run as root", "AmbientCapabilities="]);
+    message_has(&error, &["run as root", "AmbientCapabilities="]);
 }
 
 fn small_range() {
     let error =
         start(RedirectConfig { token_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
-    says(&error, &["--token-range=198.18.0.0/28", "/24 or larger"]);
+    message_has(&error, &["--token-range=198.18.0.0/28", "/24 or larger"]);
 }
 
 fn without_ipv6() {
@@ -158,6 +158,6 @@ fn without_v6_listener() {
     ask(at("::ffff:10.8.0.7", PORT)).unwrap();
     crate::support::fails(at(EDGE_V6.0, PORT), nix::libc::ENETUNREACH);
     drop((redirect, serving));
-    // The programs of a world that follows find nothing in their way.
+    // The next start succeeds.
     drop(World::start(&desired(&[EDGE])));
 }

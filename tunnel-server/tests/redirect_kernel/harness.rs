@@ -18,7 +18,7 @@ use crate::Case;
 
 /// Names the case that a child process runs.
 pub(crate) const CASE: &str = "POSTERN_KERNEL_CASE";
-/// Names the part that a helper process plays.
+/// Names the role of a helper process.
 pub(crate) const ROLE: &str = "POSTERN_KERNEL_ROLE";
 /// The child cgroup of a case.
 pub(crate) const CGROUP: &str = "POSTERN_KERNEL_CGROUP";
@@ -117,7 +117,7 @@ fn run_child(case: &'static str) -> Result<(), Failed> {
             None => thread::sleep(Duration::from_millis(5)),
         }
     };
-    // Helpers hold the pipes open: they go first.
+    // Ends the helpers first: they hold the pipes open.
     drop(guard);
     let (stdout, stderr) = output.join();
     for line in stdout.lines().filter(|line| line.starts_with("report ")) {
@@ -165,7 +165,7 @@ pub(crate) fn own_cgroup() -> PathBuf {
     PathBuf::from(std::env::var_os(CGROUP).expect("the parent sets it"))
 }
 
-/// A network namespace with loopback, and mounts that nobody else sees. Must run before any thread starts.
+/// A network namespace with loopback, and private mounts. Must run before any thread starts.
 pub(crate) fn isolate() {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).expect("unshare");
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)

@@ -1,4 +1,4 @@
-//! Starting, being killed, being replaced, losing parts, stopping.
+//! Starts, kills, replacements, lost parts, stops.
 
 use std::fs::File;
 use std::net::TcpStream;
@@ -24,8 +24,8 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::killed_server_leaves_only_a_route_that_the_next_takes_over", killed),
     ("lifecycle::cleanup_removes_the_route_of_a_killed_server", cleanup_after_kill),
     ("lifecycle::replaced_under_load", replaced_under_load),
-    ("lifecycle::lost_route_is_noticed_and_mended", lost_route),
-    ("lifecycle::lost_programs_are_noticed_and_mended", lost_programs),
+    ("lifecycle::lost_route_is_noticed_and_restored", lost_route),
+    ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
     ("lifecycle::programs_fit_the_instruction_budget", budget),
     ("lifecycle::programs_log_at_debug_level", program_log),
@@ -83,7 +83,7 @@ fn killed() {
     server.kill();
 
     eventually("the kernel detaches the programs", || programs() == (0, 0));
-    // Edge connects go direct, and fail at once: there is no route to them here. The cloud is unaffected.
+    // Edge connects go direct, and fail immediately: there is no route to them here. The cloud is unaffected.
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
     TcpStream::connect(at("10.1.0.2", PORT)).unwrap();
     let mut byte = [0];
@@ -104,9 +104,9 @@ fn cleanup_after_kill() {
     assert!(matches!(cleanup(&config()), Err(RedirectError::InUse { .. })));
     server.kill();
     eventually("the kernel detaches the programs", || programs() == (0, 0));
-    assert_eq!(cleanup(&config()).unwrap().routes_removed.len(), 2);
+    assert_eq!(cleanup(&config()).unwrap().len(), 2);
     assert_eq!(token_routes(), Vec::<String>::new());
-    assert_eq!(cleanup(&config()).unwrap().routes_removed.len(), 0);
+    assert_eq!(cleanup(&config()).unwrap().len(), 0);
 }
 
 fn replaced_under_load() {
@@ -121,7 +121,7 @@ fn replaced_under_load() {
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     let greeting = ask(at(edge, PORT)).expect("a connect while the server is replaced");
-                    assert_eq!(greeting.local, at(token, PORT), "astray");
+                    assert_eq!(greeting.local, at(token, PORT), "reached another node");
                     connects.fetch_add(1, Ordering::Relaxed);
                 }
             })
@@ -138,7 +138,7 @@ fn replaced_under_load() {
     for round in 0..3 {
         let next = World::start(&desired(&edges));
         more("connects with both");
-        // The older one is asked first and still answers all.
+        // The older server's programs come first and still redirect every connect.
         let steered = counter(&next.redirect, "connect4/redirected");
         world.redirect.drain().unwrap();
         eventually("the next one redirects", || {
@@ -152,7 +152,7 @@ fn replaced_under_load() {
     }
     stop.store(true, Ordering::Relaxed);
     for client in clients {
-        client.join().expect("no connect failed or went astray");
+        client.join().expect("no connect failed or reached another node");
     }
     println!("report {} connects during three replacements", connects.load(Ordering::Relaxed));
     drop(world);
@@ -167,9 +167,9 @@ fn lost_route() {
     let error = runtime.block_on(world.redirect.verify()).unwrap_err();
     assert!(matches!(error, RedirectError::SelfTest(_)), "{error}");
     assert!(error.to_string().contains("did not reach the listener"), "{error}");
-    runtime.block_on(world.redirect.verify_and_mend());
+    runtime.block_on(world.redirect.verify_and_restore());
     let health = world.redirect.health();
-    assert_eq!((health.problem, health.mended), (None, 1));
+    assert_eq!((health.problem, health.restored), (None, 1));
     runtime.block_on(world.redirect.verify()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
 }
@@ -190,9 +190,9 @@ fn lost_programs() {
         let failing: Vec<_> =
             world.redirect.checks().into_iter().filter(|check| check.outcome.is_err()).collect();
         assert!(failing.iter().any(|check| check.name == "attached"), "{failing:?}");
-        runtime.block_on(world.redirect.verify_and_mend());
+        runtime.block_on(world.redirect.verify_and_restore());
         let health = world.redirect.health();
-        assert_eq!((health.problem, health.mended), (None, round as u64 + 1), "{}", program.hook);
+        assert_eq!((health.problem, health.restored), (None, round as u64 + 1), "{}", program.hook);
     }
     ask(at(EDGE.0, PORT)).unwrap();
     ask(at(EDGE_V6.0, PORT)).unwrap();
@@ -214,8 +214,7 @@ fn verify_while_closed() {
 }
 
 fn budget() {
-    /// Instructions that the verifier walks; the kernel's own limit is a million. Growth beyond this is to be
-    /// looked at, not waved through.
+    /// Instructions that the verifier walks; the kernel's own limit is a million. Growth beyond this needs a reason.
     const BUDGET: [(&str, u32); 5] = [
         ("connect4", 400),
         ("connect6", 1200),

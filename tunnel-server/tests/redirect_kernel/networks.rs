@@ -1,16 +1,16 @@
-//! Who may use the redirect, and which addresses it leaves alone.
+//! Which networks may use the redirect, and which addresses it does not touch.
 
 use std::net::TcpListener;
 use std::sync::Arc;
 
 use nix::libc;
 use tokio_util::sync::CancellationToken;
-use tunnel_server::redirect::RouteTarget;
 
 use crate::Case;
 use crate::peer::Peer;
 use crate::support::{
     Door, EDGE, EDGE_B, PORT, World, address, ask, at, config, desired, eventually, fails, ip, net_of, parse,
+    route,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -38,7 +38,7 @@ fn pod_and_neighbour() {
     let greeting = parse(&greeting).unwrap();
     assert_eq!((greeting.local, greeting.client.ip()), (at(EDGE.1, PORT), address("10.244.1.5")));
 
-    // The neighbour routes the range to this host and connects to a token outright.
+    // The neighbour routes the range to this host and connects to a token directly.
     let refused = format!("err {}", libc::ECONNREFUSED);
     let error = neighbour.connect(None, "198.18.0.7:10250").unwrap_err();
     assert!(error.starts_with(&refused), "{error}");
@@ -63,14 +63,14 @@ fn spoofed_source() {
     crate::support::sysctl("net.ipv4.conf.all.rp_filter", "0");
     crate::support::sysctl("net.ipv4.conf.lan0.rp_filter", "0");
     let world = World::start(&desired(&[EDGE]));
-    let mut nothing = || {
+    let mut refused = || {
         let error = neighbour.connect(Some("198.18.0.9"), "198.18.0.7:10250").unwrap_err();
         assert!(error.starts_with("err "), "{error}");
         assert!(world.counter("lookup4/foreign_client") > 0, "the program saw and refused it");
     };
-    // The self-tests of both families; then the witness that a connection from here would be noticed.
+    // The self-tests of both families; then proof that a connection from here would be counted.
     eventually("the door has seen the self-tests", || world.accepted() == 2);
-    nothing();
+    refused();
     assert_eq!(world.accepted(), 2);
     ask(at(EDGE.0, PORT)).unwrap();
     assert_eq!(world.accepted(), 3);
@@ -125,7 +125,7 @@ fn cloud_unaffected() {
 }
 
 fn excluded_wins() {
-    // Cloud and edge claim one address, and an exclusion that is shorter than the route wins too.
+    // A cloud node has the edge's address; an exclusion with a shorter prefix than the route's wins too.
     let mut desired = desired(&[EDGE, EDGE_B]);
     desired.excluded.insert(net_of(EDGE.0));
     let world = World::start(&desired);
@@ -147,7 +147,7 @@ fn own_address_live() {
     let watching = runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
     ask(at(EDGE.0, PORT)).unwrap();
 
-    // The edge's address turns up on this host: from now on it is this host.
+    // The edge's address is added to this host: from now on it is this host's.
     ip("addr add 10.8.0.7/32 dev lo");
     let own = TcpListener::bind("10.8.0.7:10250").unwrap();
     own.set_nonblocking(true).unwrap();
@@ -178,7 +178,7 @@ fn empty_slot() {
     let door = Door::open();
     let redirect = tunnel_server::redirect::Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
     redirect.apply(&desired(&[EDGE, crate::support::EDGE_V6])).unwrap();
-    // With the sockets goes what the slots held.
+    // Closing the sockets empties the slots.
     drop(door);
     fails(at(EDGE.0, PORT), libc::ECONNREFUSED);
     fails(at(crate::support::EDGE_V6.0, PORT), libc::ECONNREFUSED);
@@ -193,13 +193,11 @@ fn address_reused() {
     let old = std::net::TcpStream::connect(at(EDGE.0, PORT)).unwrap();
     assert_eq!(crate::support::greeting(&old).unwrap().local, at(EDGE.1, PORT));
     let mut reused = desired(&[]);
-    reused
-        .routes
-        .insert(net_of(EDGE.0), RouteTarget { token: address("198.18.4.4"), up: true, any_port: false });
+    route(&mut reused, EDGE.0, "198.18.4.4", true);
     world.redirect.apply(&reused).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at("198.18.4.4", PORT));
-    // The departed node's token has no origin any more: an old connection shows it as it is.
+    // The departed node's token has no origin any more: getpeername() on an old connection returns the token.
     assert_eq!(old.peer_addr().unwrap(), at(EDGE.1, PORT));
-    // A connection that still goes to the departed node's token is told apart by the server: another token.
+    // A connection that still goes to the departed node's token arrives with that token.
     assert_eq!(ask(at(EDGE.1, PORT)).unwrap().local, at(EDGE.1, PORT));
 }

@@ -1,5 +1,4 @@
-//! Helper processes of a case: another machine or pod in a network namespace of its own, and a server that
-//! will be killed.
+//! Helper processes of a case: another machine or pod in its own network namespace, and a server to be killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -17,7 +16,7 @@ use tunnel_server::redirect::Redirect;
 use crate::harness::{ROLE, isolate};
 use crate::support::{Door, EDGE, PORT, address, config, desired, greet, greeting, ip, run};
 
-/// A process in its own network namespace, in the case's cgroup, that obeys commands.
+/// A process in its own network namespace, in the case's cgroup, that executes commands.
 pub(crate) struct Peer {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -65,17 +64,17 @@ impl Peer {
     fn line(&mut self) -> String {
         let mut line = String::new();
         self.stdout.read_line(&mut line).expect("a helper's answer");
-        assert!(!line.is_empty(), "the helper died; its last words are on stderr");
+        assert!(!line.is_empty(), "the helper died; see its stderr");
         line.trim().to_owned()
     }
 
     fn command(&mut self, command: &str) -> String {
-        let stdin = self.stdin.as_mut().expect("a helper that obeys commands");
+        let stdin = self.stdin.as_mut().expect("a helper that executes commands");
         writeln!(stdin, "{command}").expect("a helper's stdin");
         self.line()
     }
 
-    /// Connects from `from` (or wherever) and reads the greeting: local address, peer, greeting.
+    /// Connects, from `from` if given, and reads the greeting: local address, peer, greeting.
     pub(crate) fn connect(
         &mut self,
         from: Option<&str>,
@@ -147,7 +146,7 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
             isolate();
             println!("ready");
             for line in std::io::stdin().lines() {
-                println!("{}", obey(&line.expect("a command")));
+                println!("{}", execute(&line.expect("a command")));
             }
         }
         ["server"] => {
@@ -212,7 +211,7 @@ fn connect_and_hold(count: usize) {
     drop(held);
 }
 
-fn obey(command: &str) -> String {
+fn execute(command: &str) -> String {
     let words: Vec<&str> = command.split(' ').collect();
     match words.as_slice() {
         ["connect", from, to] => connect(from, to.parse().expect("an address"))

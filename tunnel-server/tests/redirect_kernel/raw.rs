@@ -33,7 +33,7 @@ fn split(pointer: *const u8) -> [u32; 2] {
     [pointer as u32, (pointer >> 32) as u32]
 }
 
-/// Loads `return 1` for connect4 and attaches it the old way, without flags: nobody else may attach.
+/// Loads `return 1` for connect4 and attaches it the old way, without flags: no other program may attach.
 pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
     // r0 = 1; exit
     let program: [u64; 2] = [0x0000_0001_0000_00b7, 0x0000_0000_0000_0095];
@@ -65,7 +65,7 @@ pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
         CONNECT4,
     ];
     let fd = bpf(BPF_PROG_LOAD, &words).expect("load");
-    // SAFETY: the kernel just gave this descriptor to us.
+    // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
     let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, 0];
     bpf(BPF_PROG_ATTACH, &attach).expect("attach");
@@ -91,7 +91,7 @@ pub(crate) fn detach_link_of(program: u32) {
     let link =
         loaded_links().filter_map(Result::ok).find(|link| link.program_id() == program).expect("its link");
     let fd = bpf(BPF_LINK_GET_FD_BY_ID, &[link.id()]).expect("link by id");
-    // SAFETY: the kernel just gave this descriptor to us.
+    // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
     bpf(BPF_LINK_DETACH, &[fd.as_raw_fd() as u32]).expect("detach");
 }

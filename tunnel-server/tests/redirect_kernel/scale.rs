@@ -1,4 +1,4 @@
-//! Many nodes, many connections. Times are reported, never judged.
+//! Many nodes, many connections. Times are reported, not asserted.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
@@ -18,7 +18,7 @@ pub(crate) const CASES: &[Case] = &[
     ("scale::thirty_thousand_connections_to_one_node", many_connections),
 ];
 
-/// `count` nodes, each with a route, as many excluded cloud nodes as given.
+/// `count` edge nodes, each with a route, and `cloud` excluded cloud nodes.
 fn cluster(count: u32, cloud: u32) -> Desired {
     let edge = |n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a20_0000 + n)));
     let token = |n: u32| IpAddr::V4(Ipv4Addr::from(0xc612_0002 + n));

@@ -1,4 +1,4 @@
-//! What the cases share: the door behind the redirect, clients, and small tools.
+//! Shared by the cases: the door behind the redirect, clients, and small tools.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -40,6 +40,10 @@ pub(crate) fn desired(edges: &[Edge]) -> Desired {
     }
 }
 
+pub(crate) fn route(desired: &mut Desired, net: &str, token: &str, up: bool) {
+    desired.routes.insert(net_of(net), RouteTarget { token: address(token), up, any_port: false });
+}
+
 pub(crate) fn address(text: &str) -> IpAddr {
     text.parse().expect("an address")
 }
@@ -70,7 +74,7 @@ impl Door {
         let accepted = Arc::new(AtomicUsize::new(0));
         let threads = [&self.v4, &self.v6].map(|listener| {
             let listener = listener.try_clone().expect("dup");
-            // accept() honours it: that is how the thread notices the flag.
+            // It applies to accept() too, so that the thread notices the flag.
             SockRef::from(&listener).set_read_timeout(Some(Duration::from_millis(20))).expect("timeout");
             let (stop, accepted) = (Arc::clone(&stop), Arc::clone(&accepted));
             thread::spawn(move || {
@@ -91,10 +95,10 @@ impl Door {
     }
 }
 
-/// Tells a client where it arrived and who it is.
+/// Sends a client the address where it arrived and its own.
 pub(crate) fn greet(stream: &mut TcpStream, peer: SocketAddr) {
     let greeting = format!("{} {peer}\n", stream.local_addr().expect("local"));
-    // A self-test may be gone already.
+    // A self-test may have closed its connection already.
     drop(stream.write_all(greeting.as_bytes()));
 }
 
@@ -128,7 +132,7 @@ pub(crate) fn listen(at: &str) -> TcpListener {
 
 /// A started redirect with its door serving.
 pub(crate) struct World {
-    // In this order: the redirect goes first.
+    // Dropped in this order: the redirect first.
     pub(crate) redirect: Arc<Redirect>,
     _door: Door,
     serving: Serving,
@@ -162,7 +166,7 @@ pub(crate) fn counter(redirect: &Redirect, name: &str) -> u64 {
     counters.iter().find(|(known, _)| *known == name).expect("a known counter").1
 }
 
-/// What the door told a client: the address that it was accepted on, and the client's.
+/// What the door sent: the address that it accepted on, and the client's.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Greeting {
     pub(crate) local: SocketAddr,
@@ -195,7 +199,7 @@ pub(crate) fn fails(to: SocketAddr, errno: i32) {
         Ok(greeting) => panic!("connect to {to} succeeded: {greeting:?}"),
     };
     assert_eq!(error.raw_os_error(), Some(errno), "connect to {to}: {error}");
-    assert!(begun.elapsed() < Duration::from_secs(4), "connect to {to} did not fail at once");
+    assert!(begun.elapsed() < Duration::from_secs(4), "connect to {to} did not fail immediately");
 }
 
 /// Waits until `condition` holds.

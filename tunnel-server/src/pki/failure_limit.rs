@@ -1,28 +1,31 @@
+//! Limits failed enrolments per source address.
+
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use crate::admission::source_key;
 
-/// Failures that an address may make at once.
+/// Failures that an address may make in a row.
 const BURST: u32 = 10;
 /// How long it takes until one more is allowed.
 const REFILL: Duration = Duration::from_secs(6);
-/// Bounds the memory that strangers can make us use.
+/// Bounds the memory that strangers can occupy.
 const MAX_ADDRESSES: usize = 4096;
 
-/// Counts failed enrolments by source address, so that one who guesses tokens learns nothing and cannot fill the log.
+/// Counts failed enrolments by source address, so that an attacker who guesses tokens learns nothing and cannot fill the
+/// log.
 ///
 /// Only failures count, and only failures are held back: agents behind one NAT share an address with each other and
 /// with strangers, so a good token or certificate is served whatever else comes from there.
 #[derive(Debug, Default)]
 pub(super) struct FailureLimit {
-    /// When the address will have no failure to its name any more; an address that is not here has none.
+    /// When all failures of the address will be forgiven; an address that is not here has none.
     clear_at: HashMap<IpAddr, Instant>,
 }
 
 impl FailureLimit {
-    /// Whether the address may fail once more and be told why.
+    /// Whether the address may fail once more and get the reason.
     pub(super) fn allows(&self, address: IpAddr, now: Instant) -> bool {
         let debt = self
             .clear_at
@@ -31,12 +34,12 @@ impl FailureLimit {
         debt <= REFILL * (BURST - 1)
     }
 
-    /// Notes a failure of the address.
+    /// Counts a failure of the address.
     pub(super) fn failed(&mut self, address: IpAddr, now: Instant) {
         let address = source_key(address);
         if self.clear_at.len() >= MAX_ADDRESSES && !self.clear_at.contains_key(&address) {
             self.clear_at.retain(|_, at| *at > now);
-            // Still full: the one with the least to its name goes.
+            // Still full: drop the address with the fewest failures.
             if self.clear_at.len() >= MAX_ADDRESSES
                 && let Some(least) =
                     self.clear_at.iter().min_by_key(|(_, at)| **at).map(|(address, _)| *address)
@@ -54,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_then_one_by_one() {
+    fn failures_are_allowed_in_a_burst_and_then_one_by_one() {
         let (mut limit, start) = (FailureLimit::default(), Instant::now());
         let (bad, good): (IpAddr, IpAddr) = ("10.0.0.1".parse().unwrap(), "10.0.0.2".parse().unwrap());
         for _ in 0..BURST {
@@ -71,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_v6_network_counts_as_one_and_memory_is_bounded() {
+    fn an_ipv6_network_counts_as_one_address_and_memory_is_bounded() {
         let (mut limit, start) = (FailureLimit::default(), Instant::now());
         for host in 0..BURST {
             limit.failed(format!("2001:db8::{host:x}").parse().unwrap(), start);
@@ -82,6 +85,9 @@ mod tests {
             limit.failed(IpAddr::from(host.to_be_bytes()), start);
         }
         assert_eq!(limit.clear_at.len(), MAX_ADDRESSES);
-        assert!(!limit.allows("2001:db8::1".parse().unwrap(), start), "the worst one is not forgotten");
+        assert!(
+            !limit.allows("2001:db8::1".parse().unwrap(), start),
+            "the address with the most failures is kept"
+        );
     }
 }

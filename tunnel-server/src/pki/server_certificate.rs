@@ -1,3 +1,5 @@
+//! The server's own certificate: issued at the start, renewed and reissued as its names or the CA change.
+
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -7,23 +9,25 @@ use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::identity::{ServerTls, Validity, validity};
+use tunnel_core::log_once::LogOnce;
+use tunnel_core::net::interface_addresses;
 
-use super::authority::dns_name;
-use super::{Ca, CaState, PkiError, PkiMetrics};
+use super::ca::Ca;
+use super::ca_state::{CaState, IssuedCertificate, dns_name};
+use super::error::PkiError;
+use super::metrics::PkiMetrics;
 
-/// How soon a change of the CA's files or of this host's addresses is seen.
+/// How soon a change of the CA's files or of this host's addresses is noticed.
 const POLL: Duration = Duration::from_secs(2);
-/// A host with very many addresses (one per Service under IPVS) must not make a certificate that no client takes.
+/// A host with very many addresses (one per Service under IPVS) must not get a certificate that clients find too large.
 const MAX_LOCAL_ADDRESSES: usize = 64;
 
 /// What the server's certificate names besides `SERVER_NAME`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServerNames {
-    /// DNS names.
     pub dns: Vec<String>,
-    /// Addresses.
     pub addresses: Vec<IpAddr>,
-    /// Also this host's own addresses, as they come and go.
+    /// Also this host's own addresses, as they change.
     pub local_addresses: bool,
 }
 
@@ -38,33 +42,20 @@ impl ServerNames {
     }
 }
 
+/// Empty when the kernel does not list them.
 fn local_addresses() -> Vec<IpAddr> {
-    let interfaces = match nix::ifaddrs::getifaddrs() {
-        Ok(interfaces) => interfaces,
-        Err(error) => {
-            tracing::warn!(%error, "this host's addresses are not in the server's certificate");
-            return Vec::new();
-        }
-    };
-    let mut found: Vec<IpAddr> = interfaces
-        .filter_map(|interface| {
-            let address = interface.address?;
-            if let Some(v4) = address.as_sockaddr_in() {
-                return Some(IpAddr::V4(v4.ip()));
-            }
-            // Link-local addresses mean nothing without a scope, which a certificate cannot carry.
-            let v6 = address.as_sockaddr_in6()?.ip();
-            (!v6.is_unicast_link_local()).then_some(IpAddr::V6(v6))
-        })
-        .collect();
-    found.sort();
-    found.dedup();
-    found.truncate(MAX_LOCAL_ADDRESSES);
-    found
+    let listed = interface_addresses().inspect_err(
+        |error| tracing::warn!(%error, "this host's addresses are not in the server's certificate"),
+    );
+    // IPv6 link-local addresses mean nothing without a scope, which a certificate cannot carry.
+    let usable = |address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    let addresses = listed.unwrap_or_default().into_iter().map(|entry| entry.address);
+    let addresses: BTreeSet<_> = addresses.filter(usable).collect();
+    addresses.into_iter().take(MAX_LOCAL_ADDRESSES).collect()
 }
 
-/// Keeps the server's own certificate and the CA as the server knows it: renews at 80 % of life, and follows the
-/// names, the host's addresses and the CA's files. The key never touches the disk: a start makes a new one.
+/// The server's own certificate and CA, kept current: renewed at 80 % of life, and reissued when the names, the host's
+/// addresses or the CA's files change. The key never touches the disk: each start makes a new one.
 pub struct ServerCertificate {
     tls: Arc<ServerTls>,
     ca: watch::Receiver<Arc<CaState>>,
@@ -73,7 +64,7 @@ pub struct ServerCertificate {
 }
 
 impl ServerCertificate {
-    /// Issues the first certificate and starts to keep it. Needs a tokio runtime.
+    /// Issues the first certificate and starts renewing it. Needs a tokio runtime.
     ///
     /// # Errors
     /// An unusable CA, or a name that cannot be in a certificate.
@@ -86,7 +77,7 @@ impl ServerCertificate {
         let tls = Arc::new(ServerTls::new(issued.chain, key, state.bundle())?);
         let (names_sender, names) = watch::channel(names);
         let (state_sender, state_receiver) = watch::channel(state);
-        let keeper = Keeper {
+        let renewal = Renewal {
             ca,
             metrics,
             tls: Arc::clone(&tls),
@@ -95,27 +86,27 @@ impl ServerCertificate {
             fingerprint,
             sans,
             validity,
-            complaint: None,
+            failing: LogOnce::default(),
         };
-        keeper.report();
-        let task = AbortOnDropHandle::new(tokio::spawn(keeper.run()));
+        renewal.report();
+        let task = AbortOnDropHandle::new(tokio::spawn(renewal.run()));
         Ok(Self { tls, ca: state_receiver, names: names_sender, _task: task })
     }
 
-    /// The TLS settings of the agent port, which this keeps current.
+    /// The TLS settings of the agent port, kept current.
     pub fn tls(&self) -> Arc<ServerTls> {
         Arc::clone(&self.tls)
     }
 
-    /// The CA as it is now; a change is to be told to the agents.
+    /// The current CA; its changes are sent to the agents.
     pub fn ca(&self) -> watch::Receiver<Arc<CaState>> {
         self.ca.clone()
     }
 
-    /// Other names for the certificate; it is issued anew within a moment when they differ.
+    /// Changes the certificate's names; it is reissued in the background when they differ.
     ///
     /// # Errors
-    /// A name that cannot be in a certificate; the present names stay then.
+    /// A name that cannot be in a certificate; then the present names stay.
     pub fn set_names(&self, names: ServerNames) -> Result<(), PkiError> {
         for name in &names.dns {
             dns_name(name)?;
@@ -125,12 +116,12 @@ impl ServerCertificate {
     }
 }
 
-fn leaf_validity(issued: &super::IssuedCertificate) -> Result<Validity, PkiError> {
+fn leaf_validity(issued: &IssuedCertificate) -> Result<Validity, PkiError> {
     let leaf = issued.chain.first().ok_or_else(|| PkiError::Sign("an empty chain".into()))?;
     Ok(validity(leaf)?)
 }
 
-struct Keeper {
+struct Renewal {
     ca: Ca,
     metrics: PkiMetrics,
     tls: Arc<ServerTls>,
@@ -139,11 +130,10 @@ struct Keeper {
     fingerprint: String,
     sans: (Vec<String>, Vec<IpAddr>),
     validity: Validity,
-    /// The error that was logged last: the same one is not logged at every turn.
-    complaint: Option<String>,
+    failing: LogOnce,
 }
 
-impl Keeper {
+impl Renewal {
     async fn run(mut self) {
         let mut turn = tokio::time::interval(POLL);
         turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -154,23 +144,21 @@ impl Keeper {
             }
             match self.refresh() {
                 Ok(()) => {
-                    if self.complaint.take().is_some() {
-                        tracing::info!("the server's certificate and CA are in order again");
+                    if self.failing.clear() {
+                        tracing::info!("the server's certificate and CA are up to date again");
                     }
                 }
                 Err(error) => {
-                    let text = error.to_string();
-                    if self.complaint.as_ref() != Some(&text) {
-                        tracing::error!(error = text, "keeping the present certificate and CA");
-                        self.complaint = Some(text);
+                    if self.failing.is_new(&error) {
+                        tracing::error!(%error, "keeping the present certificate and CA");
                     }
                 }
             }
         }
     }
 
-    /// An error changes nothing: the last good state stays. The files are a few kilobytes, so reading them here
-    /// holds nobody up.
+    /// Reissues the certificate when anything calls for it. An error changes nothing: the last good state stays. The files
+    /// are a few kilobytes, so they are read on the runtime's thread.
     fn refresh(&mut self) -> Result<(), PkiError> {
         let fingerprint = self.ca.fingerprint()?;
         let ca_changed = fingerprint != self.fingerprint;

@@ -1,24 +1,27 @@
-//! What the maps hold, what they should hold, and the ordered difference between the two. No kernel here.
+//! What the kernel's maps hold, what they should hold, and the ordered difference between the two. Does not touch the
+//! kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use ipnet::{IpNet, Ipv4Net};
 use tunnel_abi::{LIST_CAPACITY, ROUTE_CAPACITY};
 
-use super::self_test::SelfTest;
-use super::{Desired, RedirectConfig, RedirectError, RouteTarget};
+use super::config::RedirectConfig;
+use super::desired::{Desired, RouteTarget};
+use super::error::RedirectError;
+use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses, reserved_tokens, reserved_tokens_v6};
 
-/// Contents of all tables that change while running.
+/// Contents of all maps that change while running.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Tables {
+pub(super) struct MapContents {
     pub(super) ports: BTreeSet<u16>,
     pub(super) excluded: BTreeSet<IpNet>,
     pub(super) clients: BTreeSet<IpNet>,
     pub(super) routes: BTreeMap<IpNet, RouteTarget>,
     /// Token block to the network that it stands for.
     pub(super) origins: BTreeMap<IpNet, IpNet>,
-    /// Whether the programs look for routes that take every port.
+    /// Whether there are routes that take every port; without any, the programs skip that lookup.
     pub(super) any_port: bool,
 }
 
@@ -52,64 +55,63 @@ impl Change {
     }
 }
 
-/// What is added to every [`Desired`].
-pub(super) struct Fixed<'a> {
+/// What this host adds to every [`Desired`].
+pub(super) struct HostContext<'a> {
     pub(super) config: &'a RedirectConfig,
     /// This host's own addresses.
     pub(super) own: &'a BTreeSet<IpAddr>,
-    pub(super) self_test: &'a SelfTest,
+    pub(super) self_test: &'a SelfTestAddresses,
     /// Without it IPv6 entries are left out.
     pub(super) ipv6: bool,
 }
 
-impl Tables {
+impl MapContents {
     /// Checks `desired` and completes it. An error changes nothing.
-    pub(super) fn complete(desired: &Desired, fixed: &Fixed<'_>) -> Result<Self, RedirectError> {
-        let mut tables = Self::default();
+    pub(super) fn complete(desired: &Desired, host: &HostContext<'_>) -> Result<Self, RedirectError> {
+        let mut contents = Self::default();
         let loopback = [
             IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
             IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
         ];
         let ranges =
-            [IpNet::V4(fixed.config.token_range.trunc()), IpNet::V6(fixed.config.token_range_v6.trunc())];
-        // Somebody may have put a token on an interface; as a client it would be let in from outside.
+            [IpNet::V4(host.config.token_range.trunc()), IpNet::V6(host.config.token_range_v6.trunc())];
+        // An interface of this host may have a token as its address; as a client it would be let in from outside.
         let own = || {
-            fixed
-                .own
+            host.own
                 .iter()
                 .filter(|a| !ranges.iter().any(|r| r.contains(*a)))
                 .map(|a| IpNet::from(*a))
                 .chain(loopback)
         };
-        let wanted = |net: &IpNet| fixed.ipv6 || matches!(net, IpNet::V4(_));
-        tables.excluded = own().chain(desired.excluded.iter().map(normalize)).filter(wanted).collect();
-        tables.clients = own()
+        let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
+        contents.excluded = own().chain(desired.excluded.iter().map(normalize)).filter(wanted).collect();
+        contents.clients = own()
             .chain(desired.clients.iter().map(normalize))
-            .chain(fixed.config.clients.iter().map(normalize))
+            .chain(host.config.clients.iter().map(normalize))
             .filter(wanted)
             .collect();
 
-        for (net, target) in fixed.self_test.routes(fixed.ipv6) {
-            tables.add_route(net, target)?;
+        for (net, target) in host.self_test.routes(host.ipv6) {
+            contents.add_route(net, target)?;
         }
         if desired.ports.is_empty() {
             // Nothing is tunnelled; one port stays open for the self-test, whose address is the only route.
-            tables.ports.insert(super::self_test::DEFAULT_PORT);
+            contents.ports.insert(SELF_TEST_PORT);
         } else {
-            tables.ports.clone_from(&desired.ports);
+            contents.ports.clone_from(&desired.ports);
             for (net, target) in &desired.routes {
                 let net = normalize(net);
                 if !wanted(&net) {
                     continue;
                 }
-                check_route(net, *target, &ranges, fixed.config)?;
-                tables.add_route(net, *target)?;
+                check_route(net, *target, &ranges, host.config)?;
+                contents.add_route(net, *target)?;
             }
         }
-        tables.any_port = tables.routes.values().any(|target| target.any_port);
-        tables.check_sizes()?;
-        tables.check_origins()?;
-        Ok(tables)
+        contents.any_port = contents.routes.values().any(|target| target.any_port);
+        contents.check_sizes()?;
+        contents.check_origins()?;
+        Ok(contents)
     }
 
     fn add_route(&mut self, net: IpNet, target: RouteTarget) -> Result<(), RedirectError> {
@@ -180,7 +182,7 @@ impl Tables {
         changes.extend(
             self.routes.keys().filter(|net| !want.routes.contains_key(net)).map(|net| Change::Unroute(*net)),
         );
-        // A token that passes from one network to another: the old route goes before the origin changes.
+        // A token that passes from one network to another: remove the old route before the origin changes.
         changes.extend(self.origins.iter().filter_map(|(block, net)| {
             let passed_on = want.origins.get(block).is_some_and(|other| other != net);
             let still_routed = want.routes.contains_key(net);
@@ -214,7 +216,7 @@ impl Tables {
         changes
     }
 
-    /// Notes that `change` was written.
+    /// Applies a change that was written.
     pub(super) fn record(&mut self, change: &Change) {
         match *change {
             Change::Exclude(net) => {
@@ -252,7 +254,7 @@ impl Tables {
     }
 }
 
-/// Without host bits, and IPv4-mapped networks as IPv4: that is how the programs look them up.
+/// Without host bits, and IPv4-mapped networks as IPv4: the form in which the programs search for them.
 fn normalize(net: &IpNet) -> IpNet {
     let net = net.trunc();
     if let IpNet::V6(v6) = net
@@ -286,8 +288,8 @@ fn check_route(
         return Err(refuse("the network overlaps the token range"));
     }
     let reserved = [
-        IpNet::V4(super::reserved_tokens(config.token_range)),
-        IpNet::V6(super::reserved_tokens_v6(config.token_range_v6)),
+        IpNet::V4(reserved_tokens(config.token_range)),
+        IpNet::V6(reserved_tokens_v6(config.token_range_v6)),
     ];
     if reserved.iter().any(|reserved| reserved.contains(&block) || block.contains(reserved)) {
         return Err(refuse(
@@ -295,14 +297,4 @@ fn check_route(
         ));
     }
     Ok(())
-}
-
-/// The part of an IPv4 token range that is never given to a destination.
-pub(super) fn last_block(range: Ipv4Net, prefix_len: u8) -> Ipv4Net {
-    Ipv4Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
-}
-
-/// As [`last_block`], for IPv6.
-pub(super) fn last_block_v6(range: Ipv6Net, prefix_len: u8) -> Ipv6Net {
-    Ipv6Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
 }

@@ -1,31 +1,31 @@
-//! The programs' own log lines (aya-log), at debug level only.
-#![expect(unsafe_code, reason = "tokio's AsyncFd wants a promise about the descriptor")]
+//! The BPF programs' own log lines (aya-log), at debug level only.
+#![expect(unsafe_code, reason = "registering with AsyncFd is unsafe for descriptors that may change")]
 
 use aya::Ebpf;
 use aya_log::EbpfLogger;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::RedirectError;
+use super::error::RedirectError;
 
 /// Target of the programs' lines in the server's log.
 const TARGET: &str = "tunnel_ebpf";
 
-/// Whether the log level asks for them. Decided once: without it the verifier removes the log statements,
+/// Whether the log level includes them. Decided once, before loading: without it the verifier removes the log statements,
 /// so a later change of the level has no effect on the programs.
 pub(super) fn wanted() -> bool {
     tracing::enabled!(target: TARGET, tracing::Level::DEBUG)
 }
 
-/// Passes on to tracing; aya-log speaks the log crate's language.
+/// Passes on to tracing; aya-log writes to the log crate.
 struct ToTracing;
 
-impl ::log::Log for ToTracing {
-    fn enabled(&self, _: &::log::Metadata<'_>) -> bool {
+impl log::Log for ToTracing {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
         true
     }
 
-    fn log(&self, record: &::log::Record<'_>) {
+    fn log(&self, record: &log::Record<'_>) {
         tracing::debug!(target: TARGET, "{}", record.args());
     }
 
@@ -33,9 +33,9 @@ impl ::log::Log for ToTracing {
 }
 
 /// Reads the programs' ring buffer.
-pub(super) struct Logger(EbpfLogger<ToTracing>);
+pub(super) struct ProgramLog(EbpfLogger<ToTracing>);
 
-impl Logger {
+impl ProgramLog {
     pub(super) fn new(ebpf: &mut Ebpf) -> Result<Self, RedirectError> {
         EbpfLogger::init_with_logger(ebpf, ToTracing)
             .map(Self)

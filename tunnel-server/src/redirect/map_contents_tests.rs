@@ -6,11 +6,11 @@ use std::net::{IpAddr, Ipv4Addr};
 use ipnet::{IpNet, Ipv4Net};
 use proptest::prelude::*;
 
-use super::self_test::SelfTest;
-use super::tables::{Change, Fixed, Tables};
+use super::map_contents::{Change, HostContext, MapContents};
+use super::self_test_addresses::SelfTestAddresses;
 use super::{Desired, RedirectConfig, RedirectError, RouteTarget, reserved_tokens, reserved_tokens_v6};
 
-fn complete(desired: &Desired) -> Result<Tables, RedirectError> {
+fn complete(desired: &Desired) -> Result<MapContents, RedirectError> {
     complete_with(desired, &RedirectConfig::default(), &BTreeSet::new())
 }
 
@@ -18,14 +18,14 @@ fn complete_with(
     desired: &Desired,
     config: &RedirectConfig,
     own: &BTreeSet<IpAddr>,
-) -> Result<Tables, RedirectError> {
-    let self_test = SelfTest {
+) -> Result<MapContents, RedirectError> {
+    let self_test = SelfTestAddresses {
         origin: "198.19.255.0".parse().unwrap(),
         token: "198.19.255.1".parse().unwrap(),
         origin_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff00".parse().unwrap(),
         token_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff01".parse().unwrap(),
     };
-    Tables::complete(desired, &Fixed { config, own, self_test: &self_test, ipv6: true })
+    MapContents::complete(desired, &HostContext { config, own, self_test: &self_test, ipv6: true })
 }
 
 fn desired(routes: &[(&str, &str, bool)]) -> Desired {
@@ -150,8 +150,8 @@ fn routes_that_are_down_may_share_a_token() {
 
 #[test]
 fn mapped_networks_count_as_ipv4() {
-    let tables = complete(&desired(&[("::ffff:10.8.0.1/128", "198.18.0.1", true)])).unwrap();
-    assert!(tables.routes.contains_key(&"10.8.0.1/32".parse::<IpNet>().unwrap()));
+    let maps = complete(&desired(&[("::ffff:10.8.0.1/128", "198.18.0.1", true)])).unwrap();
+    assert!(maps.routes.contains_key(&"10.8.0.1/32".parse::<IpNet>().unwrap()));
 }
 
 #[test]
@@ -173,13 +173,13 @@ fn more_routes_than_the_kernel_holds_are_refused() {
 #[test]
 fn own_addresses_are_excluded_and_clients_but_never_a_token() {
     let own = ["10.1.2.3", "198.18.7.7", "fe80::1"].map(|a| a.parse().unwrap()).into();
-    let tables = complete_with(&Desired::default(), &RedirectConfig::default(), &own).unwrap();
+    let maps = complete_with(&Desired::default(), &RedirectConfig::default(), &own).unwrap();
     for net in ["10.1.2.3/32", "fe80::1/128", "127.0.0.0/8", "::1/128"] {
         let net: IpNet = net.parse().unwrap();
-        assert!(tables.excluded.contains(&net) && tables.clients.contains(&net), "{net}");
+        assert!(maps.excluded.contains(&net) && maps.clients.contains(&net), "{net}");
     }
     let token: IpNet = "198.18.7.7/32".parse().unwrap();
-    assert!(!tables.clients.contains(&token), "a token as a client would be let in from outside");
+    assert!(!maps.clients.contains(&token), "a token as a client would be let in from outside");
 }
 
 #[test]
@@ -202,17 +202,20 @@ fn self_test_pairs_lie_in_the_reserved_block() {
             ..RedirectConfig::default()
         };
         for _ in 0..200 {
-            let test = SelfTest::new(&config).unwrap();
+            let pair = SelfTestAddresses::new(&config).unwrap();
             let (v4, v6) = (reserved_tokens(config.token_range), reserved_tokens_v6(config.token_range_v6));
             assert!(
-                v4.contains(&test.origin) && v4.contains(&test.token) && test.origin != test.token,
-                "{test:?}"
+                v4.contains(&pair.origin) && v4.contains(&pair.token) && pair.origin != pair.token,
+                "{pair:?}"
             );
-            assert!(v6.contains(&test.origin_v6) && v6.contains(&test.token_v6), "{test:?}");
+            assert!(v6.contains(&pair.origin_v6) && v6.contains(&pair.token_v6), "{pair:?}");
         }
     }
     let small = RedirectConfig { token_range: "198.18.0.0/25".parse().unwrap(), ..RedirectConfig::default() };
     assert!(
-        SelfTest::new(&small).unwrap_err().to_string().contains("--token-range=198.18.0.0/25: too small")
+        SelfTestAddresses::new(&small)
+            .unwrap_err()
+            .to_string()
+            .contains("--token-range=198.18.0.0/25: too small")
     );
 }

@@ -1,14 +1,15 @@
-//! Which programs are attached where, in the kernel's own words. aya has no query for cgroups and
-//! network namespaces, hence one raw system call.
+//! Which programs are attached where. aya has no query for cgroups and network namespaces, hence one raw system call.
 #![expect(unsafe_code, reason = "bpf(2) has no safe wrapper for BPF_PROG_QUERY")]
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use aya::programs::loaded_programs;
 use nix::libc;
+
+use super::error::RedirectError;
 
 const BPF_PROG_QUERY: libc::c_int = 16;
 const BPF_F_ALLOW_OVERRIDE: u32 = 1;
@@ -16,9 +17,9 @@ const BPF_F_ALLOW_MULTI: u32 = 2;
 /// Programs that one hook can hold (the kernel's BPF_CGROUP_MAX_PROGS).
 const MAX_PROGRAMS: usize = 64;
 
-/// A hook that the redirect attaches to.
+/// A hook that the redirect attaches to, after the kernel's `enum bpf_attach_type`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Hook {
+pub(super) enum AttachType {
     Connect4,
     Connect6,
     Getpeername4,
@@ -26,12 +27,11 @@ pub(super) enum Hook {
     SkLookup,
 }
 
-impl Hook {
+impl AttachType {
     pub(super) const CGROUP: [Self; 4] =
         [Self::Connect4, Self::Connect6, Self::Getpeername4, Self::Getpeername6];
 
-    /// `enum bpf_attach_type`.
-    fn attach_type(self) -> u32 {
+    fn number(self) -> u32 {
         match self {
             Self::Connect4 => 10,
             Self::Connect6 => 11,
@@ -53,7 +53,7 @@ impl Hook {
     }
 }
 
-/// Answer to a query.
+/// The programs at one hook.
 pub(super) struct Attached {
     pub(super) ids: Vec<u32>,
     flags: u32,
@@ -74,12 +74,12 @@ struct QueryAttr {
 const _: () = assert!(size_of::<QueryAttr>() == 128);
 
 /// Programs attached to `hook` of `target`, a cgroup directory or a network namespace. Needs CAP_NET_ADMIN.
-pub(super) fn attached(target: &File, hook: Hook) -> io::Result<Attached> {
+pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> {
     let mut ids = [0_u32; MAX_PROGRAMS];
     let mut attr = QueryAttr {
         target_fd: u32::try_from(target.as_raw_fd())
             .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?,
-        attach_type: hook.attach_type(),
+        attach_type: hook.number(),
         query_flags: 0,
         attach_flags: 0,
         prog_ids: ids.as_mut_ptr() as u64,
@@ -97,23 +97,8 @@ pub(super) fn attached(target: &File, hook: Hook) -> io::Result<Attached> {
     Ok(Attached { ids: ids[..count].to_vec(), flags: attr.attach_flags })
 }
 
-/// Name of a loaded program, empty when it is gone or may not be read.
-pub(super) fn program_name(id: u32) -> String {
-    loaded_programs()
-        .filter_map(Result::ok)
-        .find(|program| program.id() == id)
-        .and_then(|program| program.name_as_str().map(str::to_owned))
-        .unwrap_or_default()
-}
-
-/// A program that forbids ours.
-pub(super) struct Exclusive {
-    pub(super) path: PathBuf,
-    pub(super) id: u32,
-}
-
-/// Looks from `cgroup` upwards for a program that was attached so that no other may be.
-pub(super) fn exclusive(cgroup: &Path, hook: Hook) -> Option<Exclusive> {
+/// Searches from `cgroup` upwards for a program that was attached so that ours may not be.
+pub(super) fn foreign(cgroup: &Path, hook: AttachType) -> Option<RedirectError> {
     for (depth, dir) in cgroup.ancestors().enumerate() {
         // Above the mount point the query fails: not a cgroup.
         let attached = File::open(dir).and_then(|file| attached(&file, hook)).ok()?;
@@ -122,23 +107,30 @@ pub(super) fn exclusive(cgroup: &Path, hook: Hook) -> Option<Exclusive> {
         if let Some(&id) = attached.ids.first()
             && attached.flags & tolerant == 0
         {
-            return Some(Exclusive { path: dir.to_path_buf(), id });
+            let program = program_name(id).unwrap_or_else(|| "<unnamed>".into());
+            return Some(RedirectError::Foreign { hook: hook.name(), program, id, path: dir.to_path_buf() });
         }
     }
     None
+}
+
+/// Name of a loaded program; None when it has none, is gone or may not be read.
+fn program_name(id: u32) -> Option<String> {
+    let program = loaded_programs().filter_map(Result::ok).find(|program| program.id() == id)?;
+    program.name_as_str().filter(|name| !name.is_empty()).map(str::to_owned)
 }
 
 /// An sk_lookup program that is, or may be, another Postern server's.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
     pub(super) id: u32,
-    /// Its name says so. Reading names needs CAP_SYS_ADMIN; without it, any program may be a server's.
+    /// Its name was read and is ours. Without CAP_SYS_ADMIN names cannot be read, and any program may be a server's.
     pub(super) certain: bool,
 }
 
 /// Another Postern server in this network namespace.
 pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<Other>> {
-    let ids = attached(netns, Hook::SkLookup)?.ids;
+    let ids = attached(netns, AttachType::SkLookup)?.ids;
     let mut others = ids.into_iter().filter(|id| Some(*id) != own).filter_map(|id| match is_server(id) {
         Some(true) => Some(Other { id, certain: true }),
         Some(false) => None,
@@ -150,7 +142,7 @@ pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<
     }))
 }
 
-/// Whether a program is a Postern server's; `None` when its name may not be read.
+/// Whether a program is a Postern server's; None when its name may not be read.
 fn is_server(id: u32) -> Option<bool> {
     for program in loaded_programs() {
         let program = program.ok()?;

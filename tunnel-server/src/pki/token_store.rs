@@ -1,3 +1,5 @@
+//! The enrolment tokens on disk: creates, lists, revokes and redeems them.
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,13 +10,14 @@ use serde::{Deserialize, Serialize};
 use tunnel_core::identity::NodeName;
 use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
 
-use super::token::is_id;
-use super::{LOCK, PkiError, Token};
+use super::LOCK;
+use super::error::PkiError;
+use super::token::{Token, is_id};
 
-/// How long an ended token is still listed.
-const KEEP_ENDED: SignedDuration = SignedDuration::from_hours(7 * 24);
+/// How long an expired token is still listed.
+const KEEP_EXPIRED: SignedDuration = SignedDuration::from_hours(7 * 24);
 
-/// What is stored of a token: everything but the secret.
+/// A token as it is stored: everything but the secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenRecord {
@@ -22,34 +25,29 @@ pub struct TokenRecord {
     pub id: String,
     /// Hexadecimal SHA-256 of the secret.
     pub secret_sha256: String,
-    /// The one node that it is good for.
+    /// The one node that may use it.
     pub node: NodeName,
-    /// When it was made.
     pub created: Timestamp,
-    /// When it ends.
     pub expires: Timestamp,
-    /// Hash of the public key that it was used with. That key may use it again: its answer may have been lost.
+    /// Hash of the public key that it was used with. That key may use it again: the response may have been lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub used_by: Option<String>,
-    /// When it was first used.
+    /// The first use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub used_at: Option<Timestamp>,
 }
 
-/// What a token is good for at a moment.
+/// Whether a token can be used at a given time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenState {
-    /// It can be used.
     Valid,
-    /// It was used, and only that key may repeat it.
+    /// Only the key that used it may use it again.
     Used,
-    /// Its time is over.
     Expired,
 }
 
 impl TokenRecord {
-    /// What it is good for at `now`.
     pub fn state(&self, now: Timestamp) -> TokenState {
         if self.used_by.is_some() {
             TokenState::Used
@@ -61,36 +59,27 @@ impl TokenRecord {
     }
 }
 
-/// Why a token was not accepted. All but the first are told only to who knows the secret.
+/// Why a token was not accepted. All but the first are reported only to a client that knows the secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// There is no such token, or its secret is another: never made, revoked, or removed long after its end.
+pub enum TokenRefusal {
+    /// There is no such token, or its secret differs.
     #[error("unknown token: it was never made here, was revoked, or is mistyped")]
     Unknown,
-    /// Its time is over.
     #[error("the token expired at {0}")]
     Expired(Timestamp),
-    /// Another key has used it.
     #[error("the token was already used with another key at {0}")]
     Used(Timestamp),
-    /// It was made for another node.
     #[error("the token is for node {token}, not for {asked}")]
-    OtherNode {
-        /// The node that the token is for.
-        token: NodeName,
-        /// The node that wanted to use it.
-        asked: NodeName,
-    },
+    OtherNode { token: NodeName, asked: NodeName },
 }
 
-/// The tokens of a state directory. Nothing is cached: what the command line changes counts at once.
+/// The enrolment tokens of a state directory. Nothing is cached: changes by the command line take effect immediately.
 #[derive(Clone, Debug)]
 pub struct TokenStore {
     state_dir: PathBuf,
 }
 
 impl TokenStore {
-    /// The tokens of a state directory.
     pub fn new(state_dir: &Path) -> Self {
         Self { state_dir: state_dir.to_owned() }
     }
@@ -112,12 +101,12 @@ impl TokenStore {
     fn read(&self, id: &str) -> Result<Option<TokenRecord>, PkiError> {
         let path = self.path(id);
         let Some(text) = files::read_optional(&path)? else { return Ok(None) };
-        let mend = "remove it and make a new token";
+        let fix = "remove it and make a new token";
         let record: TokenRecord =
-            serde_json::from_str(&text).map_err(|error| PkiError::file(&path, &error, mend))?;
+            serde_json::from_str(&text).map_err(|error| PkiError::file(&path, &error, fix))?;
         if record.id != id {
             let reason = format!("it holds token {:?}", record.id);
-            return Err(PkiError::file(&path, &reason, mend));
+            return Err(PkiError::file(&path, &reason, fix));
         }
         Ok(Some(record))
     }
@@ -129,7 +118,7 @@ impl TokenStore {
         Ok(files::replace(&path, &json, PRIVATE_FILE)?)
     }
 
-    /// Makes a token for a node. Tokens that ended more than a week ago are removed on the way.
+    /// Creates a token for a node. Also removes tokens that expired more than a week ago.
     pub fn create(
         &self,
         node: &NodeName,
@@ -143,7 +132,7 @@ impl TokenStore {
         let _lock = self.lock()?;
         files::create_private_directory(&self.directory())?;
         let (records, _broken) = self.list()?;
-        for old in records.iter().filter(|record| now.duration_since(record.expires) > KEEP_ENDED) {
+        for old in records.iter().filter(|record| now.duration_since(record.expires) > KEEP_EXPIRED) {
             files::remove_if_present(&self.path(&old.id))?;
         }
         let mut token = Token::generate();
@@ -163,7 +152,7 @@ impl TokenStore {
         Ok((token, record))
     }
 
-    /// All tokens, oldest first, and an error for each file that cannot be understood.
+    /// All tokens, oldest first, and an error for each unusable file.
     pub fn list(&self) -> Result<(Vec<TokenRecord>, Vec<PkiError>), PkiError> {
         let directory = self.directory();
         let entries = match fs::read_dir(&directory) {
@@ -185,11 +174,11 @@ impl TokenStore {
         Ok((records, broken))
     }
 
-    /// Removes a token, by its id or by the whole token. Certificates that were issued by it stay valid.
+    /// Removes a token, by its id or by the whole token. Certificates that were issued for it stay valid.
     pub fn revoke(&self, id_or_token: &str) -> Result<String, PkiError> {
         let id = id_or_token.split('.').next().unwrap_or_default();
         if !is_id(id) {
-            // Not shown in whole: it could be a token with a slip in it.
+            // Not shown in whole: it could be a mistyped token.
             return Err(PkiError::NoSuchToken(id.chars().take(6).collect()));
         }
         let _lock = self.lock()?;
@@ -203,28 +192,28 @@ impl TokenStore {
     /// Uses a token for a node and the key with this hash. The first use binds it to the key.
     ///
     /// # Errors
-    /// The outer error is the store's own; the inner one is the reason to give to the caller.
+    /// The outer error is the store's own; the inner one is the reason for the agent.
     pub fn redeem(
         &self,
         token: &Token,
         node: &NodeName,
         key_hash: &str,
         now: Timestamp,
-    ) -> Result<Result<(), Refusal>, PkiError> {
+    ) -> Result<Result<(), TokenRefusal>, PkiError> {
         let _lock = self.lock()?;
-        let Some(mut record) = self.read(token.id())? else { return Ok(Err(Refusal::Unknown)) };
+        let Some(mut record) = self.read(token.id())? else { return Ok(Err(TokenRefusal::Unknown)) };
         if !token.matches(&record.secret_sha256) {
-            return Ok(Err(Refusal::Unknown));
+            return Ok(Err(TokenRefusal::Unknown));
         }
         if record.node != *node {
-            return Ok(Err(Refusal::OtherNode { token: record.node, asked: node.clone() }));
+            return Ok(Err(TokenRefusal::OtherNode { token: record.node, asked: node.clone() }));
         }
         if now >= record.expires {
-            return Ok(Err(Refusal::Expired(record.expires)));
+            return Ok(Err(TokenRefusal::Expired(record.expires)));
         }
         match &record.used_by {
             Some(key) if key == key_hash => {}
-            Some(_) => return Ok(Err(Refusal::Used(record.used_at.unwrap_or(record.created)))),
+            Some(_) => return Ok(Err(TokenRefusal::Used(record.used_at.unwrap_or(record.created)))),
             None => {
                 record.used_by = Some(key_hash.to_owned());
                 record.used_at = Some(now);
@@ -259,29 +248,29 @@ mod tests {
         let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
         let redeem = |key| store.redeem(&token, &node("edge-1"), key, now).unwrap();
         assert_eq!(redeem("a"), Ok(()));
-        assert_eq!(redeem("a"), Ok(()), "a lost answer can be asked for again");
-        assert_eq!(redeem("b"), Err(Refusal::Used(now)));
+        assert_eq!(redeem("a"), Ok(()), "a lost response can be repeated");
+        assert_eq!(redeem("b"), Err(TokenRefusal::Used(now)));
         let (records, broken) = store.list().unwrap();
         assert_eq!((records[0].state(now), broken.len()), (TokenState::Used, 0));
     }
 
     #[test]
-    fn refusals() {
+    fn wrong_tokens_are_refused_with_the_reason() {
         let (_directory, store, now) = store();
         let (token, record) = store.create(&node("edge-1"), HOUR, now).unwrap();
         let at = |seconds| now + SignedDuration::from_secs(seconds);
         let redeem = |token: &Token, name: &str, at| store.redeem(token, &node(name), "k", at).unwrap();
-        let other = Refusal::OtherNode { token: node("edge-1"), asked: node("edge-2") };
+        let other = TokenRefusal::OtherNode { token: node("edge-1"), asked: node("edge-2") };
         assert_eq!(redeem(&token, "edge-2", now), Err(other));
-        assert_eq!(redeem(&token, "edge-1", at(3600)), Err(Refusal::Expired(record.expires)));
+        assert_eq!(redeem(&token, "edge-1", at(3600)), Err(TokenRefusal::Expired(record.expires)));
         assert_eq!(record.state(at(3600)), TokenState::Expired);
         let guessed: Token = format!("{}.{}", token.id(), "a".repeat(26)).parse().unwrap();
-        // Without the secret neither the node nor the end can be learnt.
-        assert_eq!(redeem(&guessed, "edge-2", at(3600)), Err(Refusal::Unknown));
-        assert_eq!(redeem(&Token::generate(), "edge-1", now), Err(Refusal::Unknown));
+        // Without the secret neither the node nor the expiry can be learnt.
+        assert_eq!(redeem(&guessed, "edge-2", at(3600)), Err(TokenRefusal::Unknown));
+        assert_eq!(redeem(&Token::generate(), "edge-1", now), Err(TokenRefusal::Unknown));
         assert_eq!(redeem(&token, "edge-1", at(3599)), Ok(()));
         store.revoke(token.id()).unwrap();
-        assert_eq!(redeem(&token, "edge-1", now), Err(Refusal::Unknown));
+        assert_eq!(redeem(&token, "edge-1", now), Err(TokenRefusal::Unknown));
         assert!(matches!(store.revoke(token.id()), Err(PkiError::NoSuchToken(_))));
         assert!(store.revoke("../../etc").is_err());
     }
@@ -298,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn ended_tokens_go_after_a_week() {
+    fn expired_tokens_are_removed_after_a_week() {
         let (_directory, store, now) = store();
         let (old, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
         let later = now + SignedDuration::from_hours(24);
@@ -322,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn racing_keys_have_one_winner() {
+    fn one_of_several_concurrent_keys_wins() {
         let (_directory, store, now) = store();
         let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
         let wins = std::thread::scope(|scope| {

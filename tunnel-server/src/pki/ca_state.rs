@@ -1,3 +1,5 @@
+//! The CA in memory: its roots, and the certificates that it signs.
+
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
@@ -13,18 +15,17 @@ use tunnel_core::identity::{
 };
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::PkiError;
+use super::error::PkiError;
+use super::token::parse_ttl;
 
 const DAY: Duration = Duration::from_secs(86_400);
-/// A root outlives the machines; rotation is an operator's act.
+/// Longer than machines last: replacing a root is up to the operator.
 const ROOT_LIFE: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// How long the certificates live that the CA signs.
+/// Lifetimes of the certificates that the CA signs.
 #[derive(Clone, Copy, Debug)]
 pub struct Lifetimes {
-    /// An agent's certificate.
     pub agent: Duration,
-    /// The server's own certificate.
     pub server: Duration,
 }
 
@@ -35,15 +36,15 @@ impl Default for Lifetimes {
 }
 
 impl Lifetimes {
-    /// The defaults, unless the environment says otherwise: `POSTERN_AGENT_CERTIFICATE_LIFE` and
-    /// `POSTERN_SERVER_CERTIFICATE_LIFE` (such as `90s`) let a test or a drill watch renewals.
+    /// The defaults, overridden by `POSTERN_AGENT_CERTIFICATE_LIFE` and `POSTERN_SERVER_CERTIFICATE_LIFE` (such as `90s`),
+    /// with which a test or a drill can watch renewals.
     pub fn from_environment() -> Result<Self, PkiError> {
         Self::from_lookup(|key| std::env::var(key).ok())
     }
 
     pub(super) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, PkiError> {
         let read = |key: &str, default: Duration| match lookup(key) {
-            Some(text) => super::parse_ttl(&text).map_err(|error| match error {
+            Some(text) => parse_ttl(&text).map_err(|error| match error {
                 PkiError::Duration { text, reason } => {
                     PkiError::Duration { text: format!("{key}={text}"), reason }
                 }
@@ -59,21 +60,20 @@ impl Lifetimes {
     }
 }
 
-/// What a root does at present.
+/// A root's part in a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// It signs.
     Issuing,
-    /// It is newer than the one that signs: trusted, and to be activated.
+    /// Newer than the one that signs: trusted, and to be activated.
     Introduced,
-    /// It is older than the one that signs: still trusted, and to be retired.
+    /// Older than the one that signs: still trusted, and to be retired.
     Retiring,
 }
 
-/// A root certificate and, when it is here, its key.
+/// A root certificate and, if present, its key.
 pub struct Root {
-    /// The certificate.
     pub certificate: CertificateDer<'static>,
     /// Hash of its key, as agents pin it.
     pub hash: String,
@@ -83,7 +83,6 @@ pub struct Root {
 }
 
 impl Root {
-    /// Makes a new root.
     pub(super) fn create(generation: u64) -> Result<(Self, KeyPair), PkiError> {
         let key = generate_key()?;
         let mut params = ca_params(&key, 1);
@@ -124,12 +123,10 @@ impl Root {
         Ok(Self { certificate, hash, generation, signer })
     }
 
-    /// Whether the key is here too.
     pub fn has_key(&self) -> bool {
         self.signer.is_some()
     }
 
-    /// From when until when it is valid.
     pub fn validity(&self) -> Result<Validity, PkiError> {
         Ok(validity(&self.certificate)?)
     }
@@ -137,15 +134,15 @@ impl Root {
 
 /// A certificate that the CA has signed.
 pub struct IssuedCertificate {
-    /// Leaf first; what the other end has to be sent.
+    /// Leaf first, as it is sent to the peer.
     pub chain: Vec<CertificateDer<'static>>,
-    /// When the leaf ends.
+    /// Of the leaf.
     pub not_after: SystemTime,
     /// [`Root::hash`] of the root that signed it.
     pub root: String,
 }
 
-/// The CA at one moment: its roots, and the keys to sign with.
+/// The CA at one moment: its roots and their keys.
 pub struct CaState {
     roots: Vec<Root>,
     bundle: TrustBundle,
@@ -175,7 +172,6 @@ impl CaState {
         &self.roots
     }
 
-    /// What a root of this state does.
     pub fn role(&self, root: &Root) -> Role {
         match self.roots.first() {
             Some(first) if root.generation > first.generation => Role::Introduced,
@@ -197,7 +193,7 @@ impl CaState {
         self.issue_agent_for(node, key, self.lifetimes.agent)
     }
 
-    /// [`CaState::issue_agent`] for a shorter life than the usual one; a longer one is cut.
+    /// [`CaState::issue_agent`] with a shorter lifetime than the usual one; a longer one is capped.
     pub fn issue_agent_for(
         &self,
         node: &NodeName,
@@ -210,11 +206,11 @@ impl CaState {
         self.sign(&params, &key.public_key)
     }
 
-    /// Makes a key and a certificate for the server: [`SERVER_NAME`] and the given names, server authentication only.
+    /// Creates a key and a certificate for the server: [`SERVER_NAME`] and the given names, server authentication only.
     ///
-    /// The chain also holds the signing root (a first enrolment pins it by hash), and for every other root whose key
-    /// is here that root and the signing root as signed by it: an agent that slept through the introduction of the
-    /// signing root still verifies the server by the root that it knows.
+    /// The chain also has the signing root (a first enrolment pins it by hash), and every other root with, if its key is
+    /// present, the signing root as signed by it: an agent that was away when the signing root was introduced still
+    /// verifies the server by the root that it knows.
     pub fn issue_server(
         &self,
         dns: &[String],
@@ -260,7 +256,7 @@ impl CaState {
     }
 }
 
-/// A name that TLS clients can match: the checks are rustls', which are those of the clients.
+/// A name that TLS clients can match: rustls checks it as agents do.
 pub(super) fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError> {
     let refuse = |reason: String| PkiError::Name { name: name.chars().take(260).collect(), reason };
     let plain = name.strip_prefix("*.").unwrap_or(name);

@@ -1,0 +1,42 @@
+//! What does not change while the redirect runs.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::path::PathBuf;
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+/// Settings of [`Redirect::start`](super::Redirect::start).
+#[derive(Clone, Debug)]
+pub struct RedirectConfig {
+    /// Cgroup v2 directory whose processes are redirected; none: the host's root, found and checked.
+    pub cgroup: Option<PathBuf>,
+    /// Token addresses for IPv4 destinations.
+    pub token_range: Ipv4Net,
+    /// Token addresses for IPv6 destinations.
+    pub token_range_v6: Ipv6Net,
+    /// Sockets with this `SO_MARK` are never redirected.
+    pub mark: u32,
+    /// Sources that may use the token range, besides this host and [`Desired::clients`](super::Desired::clients).
+    pub clients: Vec<IpNet>,
+    /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (5.18).
+    /// False behaves as an older kernel does: it is accepted, and the server must reset it.
+    pub fail_at_connect: bool,
+}
+
+impl Default for RedirectConfig {
+    fn default() -> Self {
+        Self {
+            cgroup: None,
+            // RFC 2544's benchmarking range: never routed on the Internet.
+            token_range: Ipv4Net::new_assert(Ipv4Addr::new(198, 18, 0, 0), 15),
+            // A ULA /64 (RFC 4193).
+            token_range_v6: Ipv6Net::new_assert(
+                Ipv6Addr::new(0xfd9e, 0x706f, 0x7374, 0x6572, 0, 0, 0, 0),
+                64,
+            ),
+            mark: tunnel_abi::SOCKET_MARK,
+            clients: Vec::new(),
+            fail_at_connect: true,
+        }
+    }
+}

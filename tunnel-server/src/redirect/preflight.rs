@@ -1,0 +1,83 @@
+//! What this host must offer, checked before anything is loaded: kernel version and features, capabilities, IPv6.
+
+use std::fs;
+
+use aya::programs::ProgramType;
+use aya::sys::{BpfHelper, is_helper_supported, is_program_supported};
+use aya::util::KernelVersion;
+use nix::sys::utsname::uname;
+
+use super::config::RedirectConfig;
+use super::error::RedirectError;
+
+/// The lowest supported kernel.
+const FLOOR: KernelVersion = KernelVersion::new(5, 10, 0);
+
+/// What depends on the kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Features {
+    /// `bpf_set_retval` (5.18): fail at connect().
+    pub(super) set_retval: bool,
+    /// `bpf_sk_lookup.ingress_ifindex` (5.17).
+    pub(super) ingress_ifindex: bool,
+}
+
+/// Asks the kernel what it can do; an error names what is missing.
+pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> {
+    let lacks = |feature: &'static str| RedirectError::Kernel { release: release(), feature };
+    let version = KernelVersion::current().map_err(|_| lacks("readable version"))?;
+    if version < FLOOR {
+        return Err(lacks("sk_lookup together with getpeername hooks (Linux 5.10)"));
+    }
+    let missing = missing_capabilities();
+    if !missing.is_empty() {
+        return Err(RedirectError::Capabilities { missing });
+    }
+    for (kind, feature) in [
+        (ProgramType::CgroupSockAddr, "cgroup socket address programs (CONFIG_CGROUP_BPF)"),
+        (ProgramType::SkLookup, "sk_lookup programs (CONFIG_NET, Linux 5.9)"),
+    ] {
+        // When the probe itself fails, loading decides.
+        if let Ok(false) = is_program_supported(kind) {
+            return Err(lacks(feature));
+        }
+    }
+    // Distributions backport the helper, so the probe decides and not the version.
+    let helper = is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval);
+    Ok(Features {
+        set_retval: config.fail_at_connect && helper.unwrap_or(false),
+        ingress_ifindex: version >= KernelVersion::new(5, 17, 0),
+    })
+}
+
+/// Capabilities that are needed and not effective. CAP_SYS_ADMIN stands in for CAP_BPF.
+pub(super) fn missing_capabilities() -> Vec<&'static str> {
+    const NET_ADMIN: u64 = 1 << 12;
+    const SYS_ADMIN: u64 = 1 << 21;
+    const BPF: u64 = 1 << 39;
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    // When it is unreadable, the system calls report what they lack.
+    let Some(effective) = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()) else {
+        return Vec::new();
+    };
+    [("CAP_BPF", BPF | SYS_ADMIN), ("CAP_NET_ADMIN", NET_ADMIN)]
+        .into_iter()
+        .filter(|(_, any)| effective & any == 0)
+        .map(|(name, _)| name)
+        .collect()
+}
+
+/// An error is the reason why IPv6 destinations cannot be redirected.
+pub(super) fn ipv6_usable() -> Result<(), &'static str> {
+    match fs::read_to_string("/proc/sys/net/ipv6/conf/lo/disable_ipv6") {
+        Ok(value) if value.trim() == "0" => Ok(()),
+        Ok(_) => Err("net.ipv6.conf.lo.disable_ipv6 is set"),
+        Err(_) => Err("the kernel has no IPv6"),
+    }
+}
+
+/// `uname -r`.
+pub(super) fn release() -> String {
+    uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default()
+}

@@ -1,0 +1,235 @@
+//! The running redirect: writes changes of the desired state, and answers questions.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ipnet::IpNet;
+
+use super::attached::{self, AttachType, Other};
+use super::cgroup::Cgroup;
+use super::config::RedirectConfig;
+use super::desired::Desired;
+use super::error::RedirectError;
+use super::health::Health;
+use super::load::{ProgramInfo, Programs};
+use super::map_contents::{HostContext, MapContents};
+use super::maps::Maps;
+use super::netlink;
+use super::preflight::Features;
+use super::program_log::ProgramLog;
+use super::self_test_addresses::{SelfTestAddresses, reserved_tokens, reserved_tokens_v6};
+
+/// What one [`Redirect::apply`] wrote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Entries inserted or replaced.
+    pub writes: usize,
+    /// Entries removed.
+    pub deletes: usize,
+}
+
+/// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the token route.
+pub struct Redirect {
+    pub(super) config: RedirectConfig,
+    pub(super) cgroup: Cgroup,
+    pub(super) netns: File,
+    pub(super) ipv6: bool,
+    pub(super) features: Features,
+    pub(super) inner: Mutex<Inner>,
+    pub(super) health: Mutex<Health>,
+}
+
+/// What changes while running.
+pub(super) struct Inner {
+    pub(super) programs: Programs,
+    pub(super) maps: Maps,
+    /// What `maps` hold.
+    pub(super) contents: MapContents,
+    pub(super) desired: Desired,
+    /// This host's own addresses.
+    pub(super) own: BTreeSet<IpAddr>,
+    pub(super) self_test_addresses: SelfTestAddresses,
+    pub(super) serving: bool,
+    /// Another server has taken over; do not attach again.
+    pub(super) released: bool,
+    pub(super) stopped: bool,
+    pub(super) program_log: Option<ProgramLog>,
+}
+
+impl std::fmt::Debug for Redirect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Redirect")
+            .field("cgroup", &self.cgroup.path)
+            .field("ipv6", &self.ipv6)
+            .field("features", &self.features)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Redirect {
+    /// Brings the maps to `desired`, writing only what differs. After an error the maps hold a part of the
+    /// change, the next call writes the rest; an invalid `desired` changes nothing.
+    ///
+    /// # Errors
+    /// [`RedirectError::Route`], [`RedirectError::Full`] before anything is written; [`RedirectError::Map`]. The error is
+    /// part of [`health`](Self::health) until a call succeeds.
+    pub fn apply(&self, desired: &Desired) -> Result<Applied, RedirectError> {
+        let applied = self.bring_to(desired);
+        let stale = applied.as_ref().err().map(ToString::to_string);
+        self.note(|health| health.stale = stale);
+        applied
+    }
+
+    fn bring_to(&self, desired: &Desired) -> Result<Applied, RedirectError> {
+        let mut inner = self.lock();
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        let want = MapContents::complete(desired, &self.host(&inner))?;
+        inner.desired.clone_from(desired);
+        inner.write(&want)
+    }
+
+    /// Brings the maps to what follows from the desired state, this host's addresses and those of the self-test.
+    pub(super) fn rewrite(&self, inner: &mut Inner) -> Result<Applied, RedirectError> {
+        let want = MapContents::complete(&inner.desired, &self.host(inner))?;
+        inner.write(&want)
+    }
+
+    fn host<'a>(&'a self, inner: &'a Inner) -> HostContext<'a> {
+        HostContext {
+            config: &self.config,
+            own: &inner.own,
+            self_test: &inner.self_test_addresses,
+            ipv6: self.ipv6,
+        }
+    }
+
+    /// False makes every route count as down, in one map write.
+    ///
+    /// # Errors
+    /// [`RedirectError::Map`]
+    pub fn set_serving(&self, serving: bool) -> Result<(), RedirectError> {
+        let mut inner = self.lock();
+        if inner.serving == serving {
+            return Ok(());
+        }
+        inner.maps.set_serving(serving)?;
+        inner.serving = serving;
+        Ok(())
+    }
+
+    /// Whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 5.18 or newer). If not,
+    /// it is redirected, and the door must reset it.
+    pub fn fails_at_connect(&self) -> bool {
+        self.features.set_retval
+    }
+
+    /// Whether IPv6 destinations are redirected.
+    pub fn ipv6(&self) -> bool {
+        self.ipv6
+    }
+
+    /// Whether `token` is reserved for self-tests, of this server or of another: drop such a connection silently.
+    pub fn is_self_test(&self, token: IpAddr) -> bool {
+        match token {
+            IpAddr::V4(token) => reserved_tokens(self.config.token_range).contains(&token),
+            IpAddr::V6(token) => reserved_tokens_v6(self.config.token_range_v6).contains(&token),
+        }
+    }
+
+    /// Counters since the start, `<hook>/<outcome>`.
+    ///
+    /// # Errors
+    /// [`RedirectError::Map`]
+    pub fn counters(&self) -> Result<Vec<(&'static str, u64)>, RedirectError> {
+        self.lock().maps.counters()
+    }
+
+    pub fn program_info(&self) -> Vec<ProgramInfo> {
+        self.lock().programs.info()
+    }
+
+    /// State as of the last verification.
+    pub fn health(&self) -> Health {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn note(&self, change: impl FnOnce(&mut Health)) {
+        change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(super) fn other_server(&self) -> Result<Option<Other>, RedirectError> {
+        let own = self.lock().programs.id(AttachType::SkLookup);
+        attached::other_server(&self.netns, own)
+            .map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })
+    }
+
+    /// Adds missing token routes; true when one was missing.
+    pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
+        let ranges = token_ranges(&self.config, self.ipv6);
+        netlink::blocking(|handle| async move {
+            let mut added = false;
+            for range in ranges {
+                added |= netlink::add_route(&handle, range).await?;
+            }
+            Ok(added)
+        })
+    }
+
+    /// Reads this host's addresses and brings the maps up to date with them.
+    pub(super) fn refresh_addresses(&self) -> Result<Applied, RedirectError> {
+        let own = netlink::blocking(|handle| async move { netlink::own_addresses(&handle).await })?;
+        let mut inner = self.lock();
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        inner.own = own;
+        self.rewrite(&mut inner)
+    }
+
+    /// Runs `work` on a thread that may block.
+    pub(super) async fn offload<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, RedirectError> + Send + 'static,
+    ) -> Result<T, RedirectError> {
+        let this = Arc::clone(self);
+        let joined = tokio::task::spawn_blocking(move || work(&this)).await;
+        joined.unwrap_or(Err(RedirectError::Stopped))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+        // A panic elsewhere leaves the mirror at a written change: usable.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn write(&mut self, want: &MapContents) -> Result<Applied, RedirectError> {
+        let mut applied = Applied::default();
+        for change in self.contents.changes_to(want) {
+            self.maps.write(&change, &self.contents)?;
+            self.contents.record(&change);
+            if change.is_delete() {
+                applied.deletes += 1;
+            } else {
+                applied.writes += 1;
+            }
+        }
+        Ok(applied)
+    }
+}
+
+/// The token ranges in use.
+pub(super) fn token_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
+    let v6 = ipv6.then(|| IpNet::V6(config.token_range_v6.trunc()));
+    [Some(IpNet::V4(config.token_range.trunc())), v6].into_iter().flatten().collect()
+}
+
+/// The network namespace of this thread.
+pub(super) fn this_netns() -> Result<File, RedirectError> {
+    let path = "/proc/thread-self/ns/net";
+    File::open(path).map_err(|source| RedirectError::Io { what: format!("cannot open {path}"), source })
+}

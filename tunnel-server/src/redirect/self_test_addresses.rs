@@ -1,0 +1,82 @@
+//! Addresses that the server connects to through its own hooks.
+//!
+//! The end of each token range is reserved for it. Each running server takes a random pair there: an
+//! *origin*, an address without a host, and the *token* that it is mapped to. Two servers that overlap during an
+//! upgrade therefore never take the other's redirect for their own. The door drops such connections silently.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+use super::config::RedirectConfig;
+use super::desired::RouteTarget;
+use super::error::RedirectError;
+
+/// Tunnelled port used while no other is.
+pub(super) const SELF_TEST_PORT: u16 = 10250;
+
+/// Longest prefix of an IPv4 token range: 256 addresses, of which 16 are reserved.
+const LONGEST_PREFIX: u8 = 24;
+const LONGEST_PREFIX_V6: u8 = 112;
+
+/// The last 16th of an IPv4 token range, 256 addresses at most: never given to a node.
+pub fn reserved_tokens(range: Ipv4Net) -> Ipv4Net {
+    let prefix_len = (range.prefix_len() + 4).clamp(24, 32);
+    Ipv4Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
+}
+
+/// The last 256 addresses of an IPv6 token range: never given to a node.
+pub fn reserved_tokens_v6(range: Ipv6Net) -> Ipv6Net {
+    let prefix_len = (range.prefix_len() + 4).clamp(120, 128);
+    Ipv6Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
+}
+
+/// One pair per family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SelfTestAddresses {
+    pub(super) origin: Ipv4Addr,
+    pub(super) token: Ipv4Addr,
+    pub(super) origin_v6: Ipv6Addr,
+    pub(super) token_v6: Ipv6Addr,
+}
+
+impl SelfTestAddresses {
+    /// A random pair of each family.
+    ///
+    /// # Errors
+    /// [`RedirectError::TokenRange`] when a range is too small.
+    pub(super) fn new(config: &RedirectConfig) -> Result<Self, RedirectError> {
+        let (v4, v6) = (config.token_range, config.token_range_v6);
+        if v4.prefix_len() > LONGEST_PREFIX {
+            let reason = "too small: give a /24 or larger";
+            return Err(RedirectError::TokenRange { key: "--token-range", range: v4.into(), reason });
+        }
+        if v6.prefix_len() > LONGEST_PREFIX_V6 {
+            let reason = "too small: give a /112 or larger";
+            return Err(RedirectError::TokenRange { key: "--token-range-v6", range: v6.into(), reason });
+        }
+        let (v4, v6) = (reserved_tokens(v4), reserved_tokens_v6(v6));
+        // Both blocks have at least 16 addresses, 8 pairs.
+        let pairs = 1_u32 << (31 - u32::from(v4.prefix_len()));
+        let pair = rand::random_range(0..pairs) * 2;
+        let pairs_v6 = 1_u128 << (127 - u32::from(v6.prefix_len()));
+        let pair_v6 = rand::random_range(0..pairs_v6) * 2;
+        let (base, base_v6) = (u32::from(v4.network()), u128::from(v6.network()));
+        Ok(Self {
+            origin: Ipv4Addr::from(base + pair),
+            token: Ipv4Addr::from(base + pair + 1),
+            origin_v6: Ipv6Addr::from(base_v6 + pair_v6),
+            token_v6: Ipv6Addr::from(base_v6 + pair_v6 + 1),
+        })
+    }
+
+    /// The routes from the origins to their tokens.
+    pub(super) fn routes(&self, ipv6: bool) -> impl Iterator<Item = (IpNet, RouteTarget)> {
+        let route = |origin: IpAddr, token: IpAddr| {
+            (IpNet::from(origin), RouteTarget { token, up: true, any_port: false })
+        };
+        let v4 = route(self.origin.into(), self.token.into());
+        let v6 = ipv6.then(|| route(self.origin_v6.into(), self.token_v6.into()));
+        std::iter::once(v4).chain(v6)
+    }
+}

@@ -1,0 +1,123 @@
+//! Starts the redirect: loads the programs, attaches them, and verifies that they work.
+
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::sync::Mutex;
+
+use nix::sys::socket::{setsockopt, sockopt};
+use tunnel_abi::{LISTENER_V4, LISTENER_V6};
+
+use super::cgroup::Cgroup;
+use super::config::RedirectConfig;
+use super::desired::Desired;
+use super::error::RedirectError;
+use super::health::Health;
+use super::load::{self, Programs};
+use super::map_contents::MapContents;
+use super::maps::Maps;
+use super::preflight;
+use super::program_log::{self, ProgramLog};
+use super::running::{Inner, Redirect, this_netns};
+use super::self_test_addresses::SelfTestAddresses;
+
+/// Pairs of self-test addresses that are tried: another server may have taken the same one.
+const SELF_TEST_ATTEMPTS: usize = 4;
+
+impl Redirect {
+    /// Loads, attaches and verifies. Redirected connections arrive at the listeners with the token as local
+    /// address; both listeners get [`RedirectConfig::mark`], and so do the sockets that they accept.
+    ///
+    /// Blocks for tens of milliseconds. Nothing is redirected until [`apply`](Self::apply).
+    /// Without `v6`, or on a host without IPv6, IPv6 destinations are not redirected.
+    ///
+    /// # Errors
+    /// See [`RedirectError`]; nothing is left behind.
+    pub fn start(
+        config: RedirectConfig,
+        v4: &TcpListener,
+        v6: Option<&TcpListener>,
+    ) -> Result<Self, RedirectError> {
+        let self_test_addresses = SelfTestAddresses::new(&config)?;
+        load::embedded()?;
+        let features = preflight::probe(&config)?;
+        let cgroup = Cgroup::find(config.cgroup.as_deref())?;
+        let netns = this_netns()?;
+        let v6 = v6.filter(|_| match preflight::ipv6_usable() {
+            Ok(()) => true,
+            Err(reason) => {
+                tracing::warn!("IPv6 destinations will not be redirected: {reason}");
+                false
+            }
+        });
+
+        load::raise_memlock();
+        let log = program_log::wanted();
+        let mut ebpf = load::open(&config, features, log)?;
+        let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
+        let mut maps = Maps::take(&mut ebpf)?;
+        // The maps must be open while the programs that use them are loaded.
+        let programs = Programs::load(ebpf)?;
+        for (slot, listener) in [(LISTENER_V4, Some(v4)), (LISTENER_V6, v6)] {
+            let Some(listener) = listener else { continue };
+            setsockopt(listener, sockopt::Mark, &config.mark).map_err(|error| RedirectError::Listener {
+                operation: "cannot set SO_MARK",
+                source: error.into(),
+            })?;
+            maps.set_listener(slot, listener)?;
+        }
+        maps.set_serving(true)?;
+
+        let inner = Inner {
+            programs,
+            maps,
+            contents: MapContents::default(),
+            desired: Desired::default(),
+            own: BTreeSet::new(),
+            self_test_addresses,
+            serving: true,
+            released: false,
+            stopped: false,
+            program_log,
+        };
+        // From here on, dropping it undoes what was done.
+        let redirect = Self {
+            config,
+            cgroup,
+            netns,
+            ipv6: v6.is_some(),
+            features,
+            inner: Mutex::new(inner),
+            health: Mutex::new(Health::default()),
+        };
+        redirect.ensure_routes()?;
+        redirect.refresh_addresses()?;
+        redirect.lock().programs.attach(&redirect.cgroup, &redirect.netns)?;
+        redirect.first_verification()?;
+        tracing::info!(
+            cgroup = %redirect.cgroup.path.display(),
+            ipv6 = redirect.ipv6,
+            fail_at_connect = redirect.features.set_retval,
+            "redirect attached and verified"
+        );
+        Ok(redirect)
+    }
+
+    fn first_verification(&self) -> Result<(), RedirectError> {
+        let mut result = self.verify_now();
+        for _ in 1..SELF_TEST_ATTEMPTS {
+            match result {
+                Err(RedirectError::SelfTest(_))
+                    if self.other_server()?.is_some_and(|other| other.certain) =>
+                {
+                    let mut inner = self.lock();
+                    inner.self_test_addresses = SelfTestAddresses::new(&self.config)?;
+                    self.rewrite(&mut inner)?;
+                    drop(inner);
+                    result = self.verify_now();
+                }
+                other => return other,
+            }
+        }
+        result
+    }
+}

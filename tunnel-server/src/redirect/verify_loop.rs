@@ -1,0 +1,121 @@
+//! While the redirect runs: verifies it every 30 s, and restores what got lost.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::time::{MissedTickBehavior, interval_at};
+use tokio_util::sync::CancellationToken;
+
+use super::error::RedirectError;
+use super::running::Redirect;
+use super::self_test::SelfTest;
+
+/// Between two verifications.
+const PERIOD: Duration = Duration::from_secs(30);
+
+impl Redirect {
+    /// Verifies every 30 s, restores what got lost, follows this host's addresses, and passes on the
+    /// programs' log, until `cancel`.
+    pub async fn watch(self: Arc<Self>, cancel: CancellationToken) {
+        let program_log = self.lock().program_log.take();
+        let log = async {
+            if let Some(log) = program_log {
+                log.run().await;
+            }
+            // The end of the log must not end the rest.
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            () = cancel.cancelled() => {}
+            () = self.verify_periodically() => {}
+            () = self.follow_addresses() => {}
+            () = log => {}
+        }
+    }
+
+    async fn verify_periodically(self: &Arc<Self>) {
+        let mut ticks = interval_at(tokio::time::Instant::now() + PERIOD, PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        self.note(|health| health.verified = Some(Instant::now()));
+        loop {
+            ticks.tick().await;
+            self.verify_and_restore().await;
+        }
+    }
+
+    /// One round of [`watch`](Self::watch): restores what is missing, then verifies. The outcome is in
+    /// [`health`](Self::health) and in the log.
+    pub async fn verify_and_restore(self: &Arc<Self>) {
+        // Restoring first: asking what is attached costs less than a self-test that must time out.
+        let result = match self.offload(Self::restore_now).await {
+            Ok(lost) => {
+                if !lost.is_empty() {
+                    tracing::warn!(lost = lost.join(", "), "restored what the redirect had lost");
+                    self.note(|health| health.restored += 1);
+                }
+                self.verify().await
+            }
+            Err(error) => Err(error),
+        };
+        let before = self.health().problem;
+        match result {
+            Ok(()) => {
+                if before.is_some() {
+                    tracing::info!("the redirect works again");
+                }
+                self.note(|health| {
+                    health.problem = None;
+                    health.verified = Some(Instant::now());
+                });
+            }
+            Err(RedirectError::Stopped) => {}
+            Err(error) => {
+                let problem = error.to_string();
+                if before.as_ref() != Some(&problem) {
+                    tracing::error!("{problem}");
+                }
+                self.note(|health| health.problem = Some(problem));
+            }
+        }
+    }
+
+    /// Connects to itself through every hook; [`watch`](Self::watch) does so every 30 s.
+    ///
+    /// # Errors
+    /// [`RedirectError::SelfTest`] says what does not work.
+    pub async fn verify(self: &Arc<Self>) -> Result<(), RedirectError> {
+        self.offload(Self::verify_now).await
+    }
+
+    pub(super) fn verify_now(&self) -> Result<(), RedirectError> {
+        let test = {
+            let inner = self.lock();
+            if inner.stopped {
+                return Err(RedirectError::Stopped);
+            }
+            if inner.released {
+                return Ok(());
+            }
+            let cgroup = self.cgroup.path.display().to_string();
+            SelfTest::new(&inner, self.ipv6, self.features.set_retval, cgroup)
+        };
+        test.run(|index| self.lock().maps.counter(index))
+    }
+
+    /// Adds lost token routes and attaches lost programs again; returns the names of what was missing.
+    fn restore_now(&self) -> Result<Vec<&'static str>, RedirectError> {
+        let mut restored = Vec::new();
+        if self.ensure_routes()? {
+            restored.push("token route");
+        }
+        let mut inner = self.lock();
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        if !inner.released {
+            restored.extend(inner.programs.lost(&self.cgroup, &self.netns)?);
+            inner.programs.attach(&self.cgroup, &self.netns)?;
+        }
+        Ok(restored)
+    }
+}
