@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
 use tunnel_core::net::{identifies_host, interface_addresses, source_address};
 
@@ -20,28 +20,28 @@ const LOOKUP: Duration = Duration::from_secs(3);
 #[derive(Debug)]
 pub struct NodeAddresses {
     shared: Arc<ArcSwap<Vec<IpAddr>>>,
-    publish: Arc<watch::Sender<Arc<Vec<IpAddr>>>>,
-    task: JoinHandle<()>,
+    published: watch::Receiver<Arc<Vec<IpAddr>>>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl NodeAddresses {
     /// Lists them now, and then every 10 s. The default of `node_ip` is the address used towards the first of `servers`
     /// that there is a route to.
     pub async fn start(node_ip: Option<IpAddr>, servers: watch::Receiver<Arc<Vec<HostPort>>>) -> Self {
-        let (shared, publish) = (Arc::default(), Arc::new(watch::Sender::default()));
-        let known = servers.borrow().clone();
-        update(node_ip, &known, &shared, &publish).await;
+        let shared = Arc::<ArcSwap<_>>::default();
+        let (publish, mut published) = watch::channel(Arc::default());
+        update(node_ip, &servers, &shared, &publish).await;
+        published.mark_unchanged();
         let task = tokio::spawn({
-            let (shared, publish) = (Arc::clone(&shared), Arc::clone(&publish));
+            let shared = shared.clone();
             async move {
                 loop {
                     tokio::time::sleep(POLL).await;
-                    let known = servers.borrow().clone();
-                    update(node_ip, &known, &shared, &publish).await;
+                    update(node_ip, &servers, &shared, &publish).await;
                 }
             }
         });
-        Self { shared, publish, task }
+        Self { shared, published, _task: AbortOnDropHandle::new(task) }
     }
 
     /// For the policy.
@@ -51,26 +51,21 @@ impl NodeAddresses {
 
     /// For the sessions, which report each change to the servers.
     pub fn subscribe(&self) -> watch::Receiver<Arc<Vec<IpAddr>>> {
-        self.publish.subscribe()
-    }
-}
-
-impl Drop for NodeAddresses {
-    fn drop(&mut self) {
-        self.task.abort();
+        self.published.clone()
     }
 }
 
 async fn update(
     node_ip: Option<IpAddr>,
-    servers: &[HostPort],
+    servers: &watch::Receiver<Arc<Vec<HostPort>>>,
     shared: &ArcSwap<Vec<IpAddr>>,
     publish: &watch::Sender<Arc<Vec<IpAddr>>>,
 ) {
+    let servers = servers.borrow().clone();
     let node_ip = match node_ip {
         Some(given) => Some(given),
         // A name server that does not answer must not hold up the start.
-        None => tokio::time::timeout(LOOKUP, source_towards(servers)).await.ok().flatten(),
+        None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
     };
     // A node with thousands of interfaces takes a while to list them.
     let listed = match tokio::task::spawn_blocking(interface_addresses).await {

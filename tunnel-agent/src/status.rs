@@ -132,8 +132,7 @@ fn age(seconds: u64) -> String {
 
 /// Where a running agent's status comes from; filled in as the start proceeds.
 pub(crate) struct StatusSource {
-    node: NodeName,
-    rules: Vec<TargetRule>,
+    config: Config,
     started: SystemTime,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
     servers: OnceLock<Arc<Servers>>,
@@ -143,8 +142,7 @@ pub(crate) struct StatusSource {
 impl StatusSource {
     pub(crate) fn new(config: &Config, pods: Arc<ArcSwap<Vec<IpNet>>>) -> Self {
         Self {
-            node: config.node_name.clone(),
-            rules: config.allow_targets.clone(),
+            config: config.clone(),
             started: SystemTime::now(),
             pods,
             servers: OnceLock::new(),
@@ -173,8 +171,8 @@ impl StatusSource {
         let running = self.running.get();
         let links = running.map(|(links, _)| links.status()).unwrap_or_default();
         let certificate = running.map(|(_, keeper)| CertificateStatus::of(&keeper.current()));
-        let mut status =
-            AgentStatus::new(&self.node, self.started, links, certificate, &self.rules, &self.pods.load());
+        let (node, rules) = (&self.config.node_name, &self.config.allow_targets);
+        let mut status = AgentStatus::new(node, self.started, links, certificate, rules, &self.pods.load());
         status.api_server_error = self.servers.get().and_then(|servers| servers.trouble());
         status
     }

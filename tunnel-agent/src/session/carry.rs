@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use h2::server::SendResponse;
-use h2::{Reason, RecvStream, SendStream};
+use h2::{Reason, RecvStream};
 use http::{HeaderValue, Request, Response, header};
 use tokio::net::TcpStream;
 use tonic::Status;
@@ -45,7 +45,7 @@ pub(super) async fn carry(
         }
     };
     session.shared.metrics.dialled("ok", started.elapsed());
-    let mut send = match accept(&mut respond) {
+    let mut send = match respond.send_response(response(), false) {
         Ok(send) => send,
         Err(error) => {
             tracing::debug!(%error, "the server went away while the target was dialled");
@@ -93,10 +93,6 @@ fn response() -> Response<()> {
     let mut response = Response::new(());
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
-}
-
-fn accept(respond: &mut SendResponse<Bytes>) -> Result<SendStream<Bytes>, h2::Error> {
-    respond.send_response(response(), false)
 }
 
 /// Answers with a status only, which tells the server that nothing was connected.

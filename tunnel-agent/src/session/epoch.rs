@@ -12,7 +12,7 @@ use tunnel_core::identity::write_atomically;
 pub enum EpochError {
     #[error("{path}: {source}; the state directory must be readable and writable", path = path.display())]
     Io { path: PathBuf, source: io::Error },
-    #[error("{path}: {value:?} is not a session number; remove the file, and it is created anew", path = path.display())]
+    #[error("{path}: {value:?} is not a session number; remove the file, and a new one is created", path = path.display())]
     Malformed { path: PathBuf, value: String },
 }
 
