@@ -274,7 +274,9 @@ async fn a_new_enrolment_ends_when_there_is_no_need_for_it_any_more() {
     let (_, other) = new.enrolled("edge-1").await;
     let chain = other.chain.clone();
     keeper.replace(other).await.unwrap();
-    drop(tokio::time::timeout(DEADLINE, keeper.hold_pending_key()).await.expect("the keys are not given back"));
+    drop(
+        tokio::time::timeout(DEADLINE, keeper.hold_pending_key()).await.expect("the keys are not given back"),
+    );
     assert!(links.attached());
     // An answer that comes now is too late.
     let key = key_of(&request);
