@@ -1,49 +1,47 @@
-//! This node's own addresses, live.
+//! This node's own addresses, followed as they change.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use nix::ifaddrs::getifaddrs;
-use nix::net::if_::InterfaceFlags;
-use tokio::net::UdpSocket;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
+use tunnel_core::net::{identifies_host, interface_addresses, source_address};
 
-/// How often the interfaces are looked at. A DHCP lease or a roaming uplink changes rarely; a server may be asked to
-/// dial an address that the node no longer has for this long, which the kernel then refuses.
+/// How often to list the interfaces. A DHCP lease or a roaming uplink changes rarely; for this long a server may ask for
+/// an address that the node no longer has, and the kernel refuses the dial.
 const POLL: Duration = Duration::from_secs(10);
 const LOOKUP: Duration = Duration::from_secs(3);
 
 /// Publishes the node's addresses until it is dropped: the node IP first, then those of the interfaces that are up,
-/// without loopback and link-local ones.
+/// except loopback and link-local ones.
 #[derive(Debug)]
 pub struct NodeAddresses {
     shared: Arc<ArcSwap<Vec<IpAddr>>>,
-    publish: Arc<watch::Sender<Arc<Vec<IpAddr>>>>,
-    task: JoinHandle<()>,
+    published: watch::Receiver<Arc<Vec<IpAddr>>>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl NodeAddresses {
-    /// Looks once, and then every 10 s. Without a `node_ip` it is the address used towards the first of `servers` that
-    /// there is a route to.
+    /// Lists them now, and then every 10 s. The default of `node_ip` is the address used towards the first of `servers`
+    /// that there is a route to.
     pub async fn start(node_ip: Option<IpAddr>, servers: watch::Receiver<Arc<Vec<HostPort>>>) -> Self {
-        let (shared, publish) = (Arc::default(), Arc::new(watch::Sender::default()));
-        let known = servers.borrow().clone();
-        look(node_ip, &known, &shared, &publish).await;
+        let shared = Arc::<ArcSwap<_>>::default();
+        let (publish, mut published) = watch::channel(Arc::default());
+        update(node_ip, &servers, &shared, &publish).await;
+        published.mark_unchanged();
         let task = tokio::spawn({
-            let (shared, publish) = (Arc::clone(&shared), Arc::clone(&publish));
+            let shared = shared.clone();
             async move {
                 loop {
                     tokio::time::sleep(POLL).await;
-                    let known = servers.borrow().clone();
-                    look(node_ip, &known, &shared, &publish).await;
+                    update(node_ip, &servers, &shared, &publish).await;
                 }
             }
         });
-        Self { shared, publish, task }
+        Self { shared, published, _task: AbortOnDropHandle::new(task) }
     }
 
     /// For the policy.
@@ -51,28 +49,23 @@ impl NodeAddresses {
         Arc::clone(&self.shared)
     }
 
-    /// For the sessions, which tell the servers of each change.
+    /// For the sessions, which report each change to the servers.
     pub fn subscribe(&self) -> watch::Receiver<Arc<Vec<IpAddr>>> {
-        self.publish.subscribe()
+        self.published.clone()
     }
 }
 
-impl Drop for NodeAddresses {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-async fn look(
+async fn update(
     node_ip: Option<IpAddr>,
-    servers: &[HostPort],
+    servers: &watch::Receiver<Arc<Vec<HostPort>>>,
     shared: &ArcSwap<Vec<IpAddr>>,
     publish: &watch::Sender<Arc<Vec<IpAddr>>>,
 ) {
+    let servers = servers.borrow().clone();
     let node_ip = match node_ip {
         Some(given) => Some(given),
         // A name server that does not answer must not hold up the start.
-        None => tokio::time::timeout(LOOKUP, source_towards(servers)).await.ok().flatten(),
+        None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
     };
     // A node with thousands of interfaces takes a while to list them.
     let listed = match tokio::task::spawn_blocking(interface_addresses).await {
@@ -86,17 +79,18 @@ async fn look(
             return;
         }
     };
-    let now = ordered(node_ip, listed);
+    let reachable = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
+    let now = ordered(node_ip, reachable.filter(|address| identifies_host(*address)).collect());
     if **shared.load() != now {
         tracing::info!(addresses = ?now, "this node's addresses");
         let now = Arc::new(now);
-        // The policy first: a server must not be told of an address that is refused.
+        // The policy first: an address that is still refused must not be reported to a server.
         shared.store(Arc::clone(&now));
         publish.send_replace(now);
     }
 }
 
-/// The node IP first, each once; the rest sorted, so that the order of the interfaces is no change.
+/// The node IP first, then the rest without duplicates, sorted: another order of the interfaces is not a change.
 fn ordered(node_ip: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
     listed.sort_unstable();
     listed.dedup();
@@ -104,30 +98,7 @@ fn ordered(node_ip: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
     node_ip.into_iter().chain(listed).collect()
 }
 
-fn interface_addresses() -> nix::Result<Vec<IpAddr>> {
-    let up = getifaddrs()?.filter(|interface| interface.flags.contains(InterfaceFlags::IFF_UP));
-    Ok(up
-        .filter_map(|interface| {
-            let address = interface.address?;
-            let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
-            v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
-        })
-        .filter(|address| is_reachable(*address))
-        .collect())
-}
-
-/// Whether others may reach the node by it.
-fn is_reachable(address: IpAddr) -> bool {
-    !address.is_loopback()
-        && !address.is_unspecified()
-        && match address {
-            IpAddr::V4(v4) => !v4.is_link_local(),
-            IpAddr::V6(v6) => !v6.is_unicast_link_local(),
-        }
-}
-
-/// The address that this node uses towards the first server it has a route to. Connecting a UDP socket asks the
-/// routing table and sends nothing.
+/// The address that this node uses towards the first server it has a route to.
 async fn source_towards(servers: &[HostPort]) -> Option<IpAddr> {
     for server in servers {
         let resolved = match tokio::net::lookup_host((server.host.as_str(), server.port)).await {
@@ -137,23 +108,11 @@ async fn source_towards(servers: &[HostPort]) -> Option<IpAddr> {
                 continue;
             }
         };
-        for peer in resolved {
-            if let Some(source) = source_of(peer).await {
-                return Some(source);
-            }
+        if let Some(source) = resolved.into_iter().find_map(source_address) {
+            return Some(source);
         }
     }
     None
-}
-
-async fn source_of(peer: SocketAddr) -> Option<IpAddr> {
-    let any: SocketAddr = match peer {
-        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
-        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
-    };
-    let socket = UdpSocket::bind(any).await.ok()?;
-    socket.connect(peer).await.ok()?;
-    Some(socket.local_addr().ok()?.ip()).filter(|source| is_reachable(*source))
 }
 
 #[cfg(test)]
@@ -161,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_node_ip_comes_first_and_each_once() {
+    fn the_node_ip_comes_first_and_duplicates_are_dropped() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let listed = vec![ip("10.0.0.9"), ip("10.0.0.1"), ip("10.0.0.9"), ip("fd00::1")];
         assert_eq!(
@@ -173,10 +132,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_listed_can_be_bound_and_is_no_loopback() {
+    async fn listed_addresses_can_be_bound_and_are_not_loopback() {
         let addresses = NodeAddresses::start(None, watch::Sender::default().subscribe()).await;
         for address in addresses.shared().load().iter() {
-            assert!(is_reachable(*address), "{address}");
+            assert!(identifies_host(*address), "{address}");
             std::net::TcpListener::bind((*address, 0)).unwrap_or_else(|e| panic!("{address}: {e}"));
         }
         assert_eq!(**addresses.shared().load(), **addresses.subscribe().borrow());

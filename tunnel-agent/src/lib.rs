@@ -3,11 +3,13 @@
 
 pub mod addresses;
 pub mod app;
+pub mod cli;
 pub mod config;
-pub mod dial;
-pub mod enroll;
+mod dial;
+pub mod identity;
 pub mod kube;
 pub mod metrics;
 pub mod policy;
+mod servers;
 pub mod session;
 pub mod status;

@@ -1,4 +1,4 @@
-//! `tunnel-agent`: see `--help`.
+//! The program `tunnel-agent`: see `--help`.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use tunnel_agent::app;
-use tunnel_agent::config::{Cli, Command, Config};
+use tunnel_agent::cli::{Cli, Command};
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::Shutdown;
 use tunnel_core::logging;
@@ -16,8 +16,8 @@ use tunnel_core::logging;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// What still runs on other threads at the end, such as a name that is being looked up, is not waited for longer.
-const LEFT_OVER: Duration = Duration::from_secs(1);
+/// How long to wait at the end for other threads, such as one that is resolving a name.
+const THREADS_END: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
     let cli = match parse_command_line::<Cli>() {
@@ -33,17 +33,17 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<()> {
     // One thread is enough for an edge node's connections, and leaves the rest to the workload.
     let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().context("making the runtime")?;
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("creating the runtime")?;
     let result = runtime.block_on(command(cli));
-    runtime.shutdown_timeout(LEFT_OVER);
+    runtime.shutdown_timeout(THREADS_END);
     result
 }
 
 async fn command(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
-        Some(Command::Status(command)) => command.run().await,
+        Some(Command::Status(command)) => Ok(command.run().await?),
         None => {
-            let config = Config::new(&cli.run)?;
+            let config = cli.run.to_config()?;
             let log = logging::init(config.log_format, config.log_level)?;
             tracing::info!(
                 version = env!("CARGO_PKG_VERSION"),
@@ -54,7 +54,12 @@ async fn command(cli: Cli) -> anyhow::Result<()> {
                 tracing::warn!(flag, "this flag of YurtTunnel's is ignored: {why}");
             }
             let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
-            app::run(config, log, shutdown).await
+            let bound = tokio::select! {
+                bound = app::build(config, log) => bound?,
+                () = shutdown.draining() => return Ok(()),
+            };
+            bound.run(shutdown).await;
+            Ok(())
         }
     }
 }

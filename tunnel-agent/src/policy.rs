@@ -1,7 +1,7 @@
 //! What the agent may dial on behalf of a server.
 //!
-//! A server that was taken over must not turn the agent into a way into the edge's network: without
-//! `--allow-target`, only the node itself can be reached.
+//! A compromised server must not gain access to the edge's network through the agent: without `--allow-target`, only
+//! the node itself and its pods can be reached.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -14,7 +14,7 @@ use tunnel_core::config::{TargetNet, TargetRule};
 /// Decides whether a target may be dialled.
 #[derive(Debug)]
 pub struct Policy {
-    /// None given: the node's own addresses and its pods on any port, and its loopback on the ports that the server names.
+    /// Empty: the node's own addresses and its pods on any port, and its loopback on the ports that the server names.
     rules: Vec<TargetRule>,
     addresses: Arc<ArcSwap<Vec<IpAddr>>>,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
@@ -23,9 +23,9 @@ pub struct Policy {
 /// Why a target may not be dialled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    #[error("port 0 is no port")]
+    #[error("port 0 cannot be dialled")]
     Port,
-    #[error("it is no address of one host")]
+    #[error("it is not the address of a single host")]
     NotAHost,
     #[error("it is link-local; only an --allow-target that lies within the link-local range allows it")]
     LinkLocal,
@@ -35,14 +35,14 @@ pub enum Denied {
     Loopback,
     #[error("it is loopback, and no --allow-target within the loopback range allows it")]
     LoopbackRule,
-    #[error("it is no address of this node or its pods; --allow-target would allow it")]
+    #[error("it is not an address of this node or its pods; --allow-target would allow it")]
     Foreign,
     #[error("no --allow-target of the agent allows it")]
     NoRule,
 }
 
 impl Policy {
-    /// `rules` replace the default; `addresses` are the node's and `pods` the ranges of its pods at each moment.
+    /// `rules` replace the default. `addresses`, the node's, and `pods`, the ranges of its pods, may change at any time.
     pub fn new(
         rules: Vec<TargetRule>,
         addresses: Arc<ArcSwap<Vec<IpAddr>>>,
@@ -51,10 +51,10 @@ impl Policy {
         Self { rules, addresses, pods }
     }
 
-    /// `loopback_ports` are those that the asking server's Welcome names; they count only without rules.
+    /// `loopback_ports` are those that the server has named; they count only without rules.
     ///
     /// # Errors
-    /// The reason of the refusal.
+    /// Why the target may not be dialled.
     pub fn check(&self, target: SocketAddr, loopback_ports: &BTreeSet<u16>) -> Result<(), Denied> {
         // ::ffff:127.0.0.1 connects to 127.0.0.1 (RFC 4291 §2.5.5.2).
         let (address, port) = (target.ip().to_canonical(), target.port());
@@ -92,20 +92,20 @@ impl Policy {
     fn allows(&self, rule: &TargetRule, address: IpAddr, port: u16, reach: Reach) -> bool {
         match &rule.net {
             TargetNet::Node => reach == Reach::Host && self.is_own(address) && rule.ports.contains(port),
-            // 0.0.0.0/0 must not open the loopback or a cloud's metadata service (169.254.169.254): there the range has
-            // to be meant.
+            // 0.0.0.0/0 must not open the loopback or a cloud's metadata service (169.254.169.254): that takes a rule
+            // that lies within such a range.
             TargetNet::Net(net) => {
-                let meant = || Reach::of(net.network()) == reach && Reach::of(net.broadcast()) == reach;
-                rule.names(address, port) && (reach == Reach::Host || meant())
+                let within = || Reach::of(net.network()) == reach && Reach::of(net.broadcast()) == reach;
+                rule.names(address, port) && (reach == Reach::Host || within())
             }
         }
     }
 }
 
-/// What an address can reach.
+/// What kind of host an address leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reach {
-    /// No single host, or one by accident: unspecified, multicast, broadcast, 0.0.0.0/8.
+    /// None in particular: unspecified, multicast, broadcast, 0.0.0.0/8.
     Nothing,
     Loopback,
     LinkLocal,
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn by_default_only_the_node_itself() {
+    fn by_default_only_the_node_itself_may_be_dialled() {
         let policy = policy(&[], &["10.8.0.7", "fd00:8::7"]);
         for target in [
             "10.8.0.7:10250",
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nodes_addresses_are_those_of_the_moment() {
+    fn changes_of_the_nodes_addresses_count_immediately() {
         let addresses = Arc::new(ArcSwap::from_pointee(vec![IpAddr::from([10, 8, 0, 7])]));
         let policy = Policy::new(Vec::new(), Arc::clone(&addresses), Arc::default());
         assert_eq!(check(&policy, "10.8.0.9:22"), Err(Denied::Foreign));
@@ -192,13 +192,13 @@ mod tests {
     }
 
     #[test]
-    fn the_nodes_pods_are_its_own() {
+    fn the_nodes_pods_may_be_dialled() {
         let pods = Arc::new(ArcSwap::from_pointee(vec!["10.244.3.0/24".parse().unwrap()]));
         let policy = Policy::new(Vec::new(), Arc::default(), Arc::clone(&pods));
         assert_eq!(check(&policy, "10.244.3.9:8080"), Ok(()));
         assert_eq!(check(&policy, "[::ffff:10.244.3.9]:8080"), Ok(()));
         assert_eq!(check(&policy, "10.244.4.9:8080"), Err(Denied::Foreign));
-        // A range that has everything in it still opens neither loopback nor link-local addresses.
+        // Even a range of all addresses opens neither loopback nor link-local addresses.
         pods.store(Arc::new(vec!["0.0.0.0/0".parse().unwrap()]));
         assert_eq!(check(&policy, "127.0.0.1:22"), Err(Denied::Loopback));
         assert_eq!(check(&policy, "169.254.169.254:80"), Err(Denied::LinkLocal));
@@ -220,15 +220,15 @@ mod tests {
     }
 
     #[test]
-    fn loopback_and_link_local_have_to_be_meant() {
-        let meant = policy(&["127.0.0.0/8:22", "169.254.0.0/16:80", "[fe80::/10]:80", "[::1]:22"], &[]);
+    fn loopback_and_link_local_take_a_rule_within_them() {
+        let explicit = policy(&["127.0.0.0/8:22", "169.254.0.0/16:80", "[fe80::/10]:80", "[::1]:22"], &[]);
         for target in
             ["127.0.0.1:22", "169.254.169.254:80", "[fe80::1]:80", "[::1]:22", "[::ffff:127.0.0.1]:22"]
         {
-            assert_eq!(check(&meant, target), Ok(()), "{target}");
+            assert_eq!(check(&explicit, target), Ok(()), "{target}");
         }
-        assert_eq!(check(&meant, "127.0.0.1:23"), Err(Denied::LoopbackRule));
-        assert_eq!(check(&meant, "10.0.0.1:22"), Err(Denied::NoRule));
+        assert_eq!(check(&explicit, "127.0.0.1:23"), Err(Denied::LoopbackRule));
+        assert_eq!(check(&explicit, "10.0.0.1:22"), Err(Denied::NoRule));
         let broad = policy(&["[::/0]:*", "0.0.0.0/0:*", "node:*"], &["127.0.0.1", "169.254.1.1"]);
         for target in [
             "127.0.0.1:22",
@@ -259,7 +259,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the rules, what never may be dialled is not, and a v4-mapped address is its IPv4 address.
+        /// Compared with a naive model. A v4-mapped address is treated as its IPv4 address.
         #[test]
         fn agrees_with_the_naive_model(
             address in v4(),

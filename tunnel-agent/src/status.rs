@@ -1,18 +1,21 @@
-//! What the agent says of itself, and `tunnel-agent status`, which shows it.
+//! The answer of `/status`: as data, as text, and where it comes from in a running agent.
 
 use std::fmt::Write as _;
+use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
-use clap::Args;
+use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
-use tunnel_core::admin::Show;
-use tunnel_core::config::{TargetRule, parse_loopback_door};
+use tunnel_core::admin::Status;
+use tunnel_core::config::TargetRule;
 use tunnel_core::identity::{AgentIdentity, NodeName};
 use tunnel_core::text::harmless;
 
-use crate::config::DEFAULT_ADMIN_ADDRESS;
-use crate::session::{LinkStatus, Phase};
+use crate::config::Config;
+use crate::identity::IdentityKeeper;
+use crate::servers::Servers;
+use crate::session::{LinkPhase, LinkSet, LinkStatus};
 
 /// The answer of `/status`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -23,11 +26,11 @@ pub struct AgentStatus {
     pub servers: Vec<LinkStatus>,
     /// None before the enrolment.
     pub certificate: Option<CertificateStatus>,
-    /// Connections carried now, over all servers.
+    /// Connections carried now, on all links.
     pub connections: u64,
     /// What the servers may reach.
     pub policy: Vec<String>,
-    /// Why the servers cannot be looked up at present; the last known ones are used.
+    /// Why the servers cannot be looked up now; the last known ones are used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_server_error: Option<String>,
 }
@@ -68,17 +71,16 @@ impl AgentStatus {
         }
     }
 
-    /// For people.
     pub fn to_text(&self, now: SystemTime) -> String {
         let mut text = format!("tunnel-agent {} on {}, up {}\n", self.version, self.node, age(self.uptime_s));
         let now = seconds(now);
         match &self.certificate {
             Some(certificate) if certificate.not_after <= now => text += "certificate: EXPIRED\n",
             Some(certificate) => {
-                let ends = age(certificate.not_after - now);
+                let expires = age(certificate.not_after - now);
                 let renews = certificate.renews_at.checked_sub(now).map_or_else(|| "due".to_owned(), age);
                 // Writing to a String does not fail.
-                let _ = writeln!(text, "certificate: ends in {ends}, renewal in {renews}");
+                let _ = writeln!(text, "certificate: expires in {expires}, renewal in {renews}");
             }
             None => text += "certificate: none yet, enrolling\n",
         }
@@ -89,7 +91,7 @@ impl AgentStatus {
         }
         for link in &self.servers {
             let state = match link.phase {
-                Phase::Attached => format!(
+                LinkPhase::Attached => format!(
                     "attached to {} for {}, session {}, {} connections{}",
                     harmless(link.server_id.as_deref().unwrap_or("?")),
                     age(link.attached_for_s.unwrap_or_default()),
@@ -97,10 +99,10 @@ impl AgentStatus {
                     link.connections,
                     link.rtt_ms.map(|rtt| format!(", RTT {rtt:.1} ms")).unwrap_or_default()
                 ),
-                Phase::Connecting => "connecting".to_owned(),
-                Phase::Waiting => "waiting before the next attempt".to_owned(),
+                LinkPhase::Connecting => "connecting".to_owned(),
+                LinkPhase::Waiting => "waiting before the next attempt".to_owned(),
             };
-            let error = link.last_error.as_deref().filter(|_| link.phase != Phase::Attached);
+            let error = link.last_error.as_deref().filter(|_| link.phase != LinkPhase::Attached);
             let error = error.map(|error| format!(" (last error: {})", harmless(error))).unwrap_or_default();
             let _ = writeln!(text, "server {}: {state}{error}", link.address);
         }
@@ -128,30 +130,51 @@ fn age(seconds: u64) -> String {
     }
 }
 
-/// `tunnel-agent status`.
-#[derive(Args, Clone, Debug)]
-pub struct StatusCommand {
-    #[command(flatten)]
-    show: Show,
-    /// The running agent's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
-    admin_address: String,
+/// Where a running agent's status comes from; filled in as the start proceeds.
+pub(crate) struct StatusSource {
+    config: Config,
+    started: SystemTime,
+    pods: Arc<ArcSwap<Vec<IpNet>>>,
+    servers: OnceLock<Arc<Servers>>,
+    running: OnceLock<(Arc<LinkSet>, Arc<IdentityKeeper>)>,
 }
 
-impl StatusCommand {
-    /// Prints until done, or until Ctrl-C with `--watch`.
-    ///
-    /// # Errors
-    /// A bad `--admin-address`; without `--watch`, also no answer there.
-    pub async fn run(&self) -> anyhow::Result<()> {
-        let Some(address) = parse_loopback_door("--admin-address", &self.admin_address)? else {
-            anyhow::bail!(
-                "--admin-address={}: port 0 means that the agent has no admin endpoints",
-                self.admin_address
-            );
-        };
-        let to_text = |status: AgentStatus| status.to_text(SystemTime::now());
-        Ok(self.show.run("tunnel-agent", address, to_text).await?)
+impl StatusSource {
+    pub(crate) fn new(config: &Config, pods: Arc<ArcSwap<Vec<IpNet>>>) -> Self {
+        Self {
+            config: config.clone(),
+            started: SystemTime::now(),
+            pods,
+            servers: OnceLock::new(),
+            running: OnceLock::new(),
+        }
+    }
+
+    /// Once.
+    pub(crate) fn set_servers(&self, servers: Arc<Servers>) {
+        let _ = self.servers.set(servers);
+    }
+
+    /// Once.
+    pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
+        let _ = self.running.set((links, keeper));
+    }
+
+    pub(crate) fn into_endpoint(self: Arc<Self>) -> Arc<Status> {
+        Arc::new(move || {
+            serde_json::to_value(self.status())
+                .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+        })
+    }
+
+    fn status(&self) -> AgentStatus {
+        let running = self.running.get();
+        let links = running.map(|(links, _)| links.status()).unwrap_or_default();
+        let certificate = running.map(|(_, keeper)| CertificateStatus::of(&keeper.current()));
+        let (node, rules) = (&self.config.node_name, &self.config.allow_targets);
+        let mut status = AgentStatus::new(node, self.started, links, certificate, rules, &self.pods.load());
+        status.api_server_error = self.servers.get().and_then(|servers| servers.trouble());
+        status
     }
 }
 
@@ -160,7 +183,7 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    fn link(phase: Phase) -> LinkStatus {
+    fn link(phase: LinkPhase) -> LinkStatus {
         LinkStatus {
             address: "tunnel.example.org:10262".to_owned(),
             phase,
@@ -174,11 +197,11 @@ mod tests {
     }
 
     #[test]
-    fn text_shows_what_matters() {
+    fn text_names_every_link_and_escapes_what_servers_send() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
         let certificate = CertificateStatus { not_after: 1_000_000 + 90_000, renews_at: 1_000_000 + 61 };
         let rules = ["node:22".parse().unwrap()];
-        let links = vec![link(Phase::Attached), link(Phase::Waiting)];
+        let links = vec![link(LinkPhase::Attached), link(LinkPhase::Waiting)];
         let status = AgentStatus::new(
             &"edge-1".parse().unwrap(),
             SystemTime::now(),
@@ -189,7 +212,7 @@ mod tests {
         );
         let text = status.to_text(now);
         for line in [
-            "certificate: ends in 1d1h, renewal in 1m1s\n",
+            "certificate: expires in 1d1h, renewal in 1m1s\n",
             "may be reached: node:22\n",
             "connections: 6\n",
             "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 3 connections, RTT 12.3 ms\n",
@@ -204,12 +227,12 @@ mod tests {
         let own = own.to_text(now);
         assert!(own.contains("may be reached: node:*, pods in 10.244.1.0/24, loopback on"), "{own}");
         assert!(own.contains("API server: connection refused; the last known servers are used\n"), "{own}");
-        let mut evil = status.clone();
-        evil.servers[0].server_id = Some("\u{1b}[2J\n".to_owned());
-        evil.servers[1].last_error = Some("\u{9b}2J\r".to_owned());
-        let evil = evil.to_text(now);
-        assert!(!evil.contains(|c: char| c.is_control() && c != '\n'), "{evil:?}");
-        assert_eq!(evil.lines().count(), text.lines().count(), "{evil:?}");
+        let mut hostile = status.clone();
+        hostile.servers[0].server_id = Some("\u{1b}[2J\n".to_owned());
+        hostile.servers[1].last_error = Some("\u{9b}2J\r".to_owned());
+        let hostile = hostile.to_text(now);
+        assert!(!hostile.contains(|c: char| c.is_control() && c != '\n'), "{hostile:?}");
+        assert_eq!(hostile.lines().count(), text.lines().count(), "{hostile:?}");
         let json = serde_json::to_string(&status).unwrap();
         assert_eq!(serde_json::from_str::<AgentStatus>(&json).unwrap(), status);
     }

@@ -1,4 +1,4 @@
-//! The real program's exit codes and first words.
+//! Exit codes and error messages of the program itself.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
@@ -15,7 +15,7 @@ fn run(args: &[&str]) -> Output {
 }
 
 #[test]
-fn bad_configuration_is_64() {
+fn bad_configuration_exits_with_64() {
     for (args, part) in [
         (&[][..], "tunnel-agent: --server: needed: "),
         (&["--kubeconfig=/no/such/file"], "tunnel-agent: --kubeconfig=/no/such/file: "),
@@ -46,7 +46,7 @@ fn the_environment_names_the_node() {
 }
 
 #[test]
-fn what_fails_while_running_is_1() {
+fn failures_while_running_exit_with_1() {
     let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");
     let output = run(&["status", &format!("--admin-address={free}")]);
     assert_eq!(output.status.code(), Some(1));
@@ -55,7 +55,7 @@ fn what_fails_while_running_is_1() {
 }
 
 #[test]
-fn a_watch_survives_a_failed_look_and_ends_at_once_on_ctrl_c() {
+fn a_watch_survives_a_failed_request_and_ends_immediately_on_ctrl_c() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let admin = format!("--admin-address={}", listener.local_addr().expect("its address"));
     let mut child = Command::new(env!("CARGO_BIN_EXE_tunnel-agent"))
@@ -65,12 +65,12 @@ fn a_watch_survives_a_failed_look_and_ends_at_once_on_ctrl_c() {
         .spawn()
         .expect("the program starts");
     let mut errors = BufReader::new(child.stderr.take().expect("it is piped"));
-    drop(listener.accept().expect("the first look"));
+    drop(listener.accept().expect("the first request"));
     let mut error = String::new();
     errors.read_line(&mut error).expect("an error");
     assert!(error.starts_with(&format!("tunnel-agent: {admin}: ")), "{error}");
-    // Never answered, so this look hangs until its own deadline, whose error would be printed.
-    let hung = listener.accept().expect("the second look");
+    // Never answered, so this request hangs until its own deadline, whose error would be printed.
+    let hung = listener.accept().expect("the second request");
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     let mut rest = String::new();
@@ -81,7 +81,7 @@ fn a_watch_survives_a_failed_look_and_ends_at_once_on_ctrl_c() {
 }
 
 #[test]
-fn help_and_version_are_0() {
+fn help_and_version_exit_with_0() {
     assert_eq!(run(&["--help"]).status.code(), Some(0));
     assert_eq!(run(&["--version"]).status.code(), Some(0));
 }

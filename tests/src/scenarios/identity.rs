@@ -228,8 +228,8 @@ async fn expired_certificate(testbed: &Testbed) -> Result<()> {
     let hour = Duration::from_secs(3600);
     replace_certificate(testbed, &agent, SystemTime::now() - 2 * hour..SystemTime::now() - hour)?;
     agent.start_again()?;
-    wait_for("the agent to say that its certificate has ended", agent::START, async || {
-        Ok(agent.process.output()?.contains("the certificate has ended").then_some(()))
+    wait_for("the agent to report that its certificate has expired", agent::START, async || {
+        Ok(agent.process.output()?.contains("the certificate has expired").then_some(()))
     })
     .await?;
     ensure!(!server.is_connected("edge-1").await?, "attached with an expired certificate");

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{SignedDuration, Timestamp};
 use tonic::Code;
-use tunnel_agent::enroll::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
+use tunnel_agent::identity::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
 use tunnel_core::identity::{
     ALPN_GRPC, agent_tls, anonymous_tls, create_csr, generate_key, pinned_tls, write_atomically,
 };

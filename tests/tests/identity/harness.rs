@@ -20,7 +20,7 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::service::Routes;
 use tonic::transport::{Channel, Endpoint};
 use tower::Service;
-use tunnel_agent::enroll::{EnrollConfig, EnrollError, ensure_identity};
+use tunnel_agent::identity::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_core::identity::{
     ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, NodeName, agent_tls, refusal, server_name,
 };

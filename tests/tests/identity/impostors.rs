@@ -12,7 +12,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
-use tunnel_agent::enroll::EnrollError;
+use tunnel_agent::identity::EnrollError;
 use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, SERVER_NAME, agent_distinguished_name};
 
 use crate::harness::{Session, TestServer, connect, enroll, eventually, node};

@@ -13,7 +13,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tunnel_agent::kube::csr::{CsrEnrolment, Pace};
+use tunnel_agent::identity::{CsrEnrolment, Pace};
 use tunnel_agent::kube::{ApiServer as AgentApi, DEFAULT_SERVICE, KubeOptions};
 use tunnel_server::kube::events::Events;
 use tunnel_server::kube::watch::Health;

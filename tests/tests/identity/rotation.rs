@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use tunnel_agent::enroll::{EnrollConfig, IdentityKeeper, IdentityMetrics};
+use tunnel_agent::identity::{EnrollConfig, IdentityKeeper, IdentityMetrics};
 use tunnel_core::identity::TrustBundle;
 use tunnel_server::pki::Lifetimes;
 

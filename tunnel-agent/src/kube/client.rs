@@ -183,7 +183,7 @@ fn in_cluster(error: &InClusterError) -> String {
 }
 
 /// What went wrong with a request, for people.
-pub(super) fn reason(error: &kube::Error) -> String {
+pub(crate) fn reason(error: &kube::Error) -> String {
     match error {
         // A missing permission is named there by verb, resource and namespace.
         kube::Error::Api(status) if status.reason.is_empty() => {

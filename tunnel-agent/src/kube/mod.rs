@@ -12,7 +12,6 @@
 //! | get | nodes (its own) | the ranges of its pods |
 
 pub mod client;
-pub mod csr;
 pub mod discover;
 pub mod node;
 mod remembered;

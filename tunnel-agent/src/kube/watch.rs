@@ -13,10 +13,11 @@ use kube::runtime::watcher::Event;
 use kube::{Resource, ResourceExt as _};
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, timeout};
+use tunnel_core::backoff::Backoff;
 
 use super::client::reason;
-use crate::enroll::Backoff;
 
+const RETRIES: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(60));
 /// A list, or the beginning of a watch.
 const ANSWER: Duration = Duration::from_secs(30);
 /// A watch that has stood for so long, or has told something, works.
@@ -62,7 +63,7 @@ where
         api,
         which,
         state: State::Unknown,
-        backoff: Backoff::default(),
+        backoff: RETRIES,
         failures: 0,
         pause: None,
         listed: None,
@@ -215,13 +216,13 @@ where
         self.state = State::Watching { version, events, opened, settled: true };
         let Some(event) = event else { return if settled { None } else { self.works() } };
         // The event itself says that the watch works.
-        (self.failures, self.backoff) = (0, Backoff::default());
+        (self.failures, self.backoff) = (0, RETRIES);
         Some(News::Event(event))
     }
 
     fn works(&mut self) -> Option<News<K>> {
         let failed = std::mem::take(&mut self.failures) > 0;
-        self.backoff = Backoff::default();
+        self.backoff = RETRIES;
         failed.then_some(News::Works)
     }
 

@@ -1,4 +1,4 @@
-//! Session numbers that only grow, across restarts and across a clock that was set back.
+//! Session epochs, which only grow: across restarts, and across a clock that was set back.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,28 +10,16 @@ use tunnel_core::identity::write_atomically;
 /// The epoch file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum EpochError {
-    /// Not readable or writable.
     #[error("{path}: {source}; the state directory must be readable and writable", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// Not a number.
-    #[error("{path}: {value:?} is not a session number; remove the file, it is made anew", path = path.display())]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// Its content.
-        value: String,
-    },
+    Io { path: PathBuf, source: io::Error },
+    #[error("{path}: {value:?} is not a session number; remove the file, and a new one is created", path = path.display())]
+    Malformed { path: PathBuf, value: String },
 }
 
 /// Gives every session of this node a number higher than all before.
 ///
-/// Wall-clock milliseconds, or one more than the last number where the clock is behind: an edge node without a
-/// battery-backed clock starts in the past, and a state directory may be lost, but not both at once.
+/// Wall-clock milliseconds, or one more than the last epoch where the clock is behind: an edge node without a
+/// battery-backed clock starts in the past, and a state directory may be lost, but not both at a time.
 #[derive(Debug)]
 pub struct EpochSource {
     path: PathBuf,
@@ -39,10 +27,10 @@ pub struct EpochSource {
 }
 
 impl EpochSource {
-    /// Reads the last number.
+    /// Reads the last epoch.
     ///
     /// # Errors
-    /// The file is there but cannot be read, or is not a number.
+    /// The file exists but cannot be read, or holds no number.
     pub fn open(path: PathBuf) -> Result<Self, EpochError> {
         let last = match std::fs::read_to_string(&path) {
             Ok(text) => {
@@ -55,7 +43,7 @@ impl EpochSource {
         Ok(Self { path, last: Mutex::new(last) })
     }
 
-    /// The next number, recorded before it is used.
+    /// The next epoch, on disk before it is used.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -75,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_grow_across_restarts_and_clocks_set_back() {
+    fn epochs_grow_across_restarts_and_clocks_set_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("epoch");
         let first = EpochSource::open(path.clone()).unwrap().next().unwrap();

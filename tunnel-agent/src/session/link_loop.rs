@@ -1,4 +1,4 @@
-//! Keeps one session with one server, for as long as the agent lives.
+//! Keeps a session with one server: connects, serves, waits, and connects again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,10 +7,14 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
 
-use super::serve::{SessionEnd, connect, serve};
-use super::{Notice, SessionState, Shared};
+use super::connect::connect;
+use super::serve::serve;
+use super::session_end::SessionEnd;
+use super::shared::Shared;
+use super::state::{SessionPhase, SessionState};
 
 /// The first pause after a failure.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
@@ -18,16 +22,16 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 /// The pause after another agent took this node over: two agents with one identity must not replace each other in turns.
 const REPLACED_PAUSE: Duration = Duration::from_secs(120);
-/// How often an address that leads to a server which is attached through another one is tried again, lest it leads
-/// elsewhere now. When the other one fails it is tried at once.
+/// How often to retry an address that leads to a server which is attached through another one: it may lead elsewhere
+/// now. When the other link fails it is retried immediately.
 const STANDBY_PAUSE: Duration = Duration::from_secs(60);
 /// A session that lived this long was a good one: the next failure starts with the shortest pause.
 const GOOD_SESSION: Duration = Duration::from_secs(30);
 
-/// Where the loop stands.
+/// What a link is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Phase {
+pub enum LinkPhase {
     /// Dialling, or in a handshake.
     Connecting,
     /// In use by the server.
@@ -36,18 +40,16 @@ pub enum Phase {
     Waiting,
 }
 
-/// What an operator sees of one server.
+/// The state of one link, for the operator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinkStatus {
     /// The address as configured.
     pub address: String,
-    /// Where the loop stands.
-    pub phase: Phase,
+    pub phase: LinkPhase,
     /// The server's own name for itself.
     pub server_id: Option<String>,
     /// Seconds since the server attached.
     pub attached_for_s: Option<u64>,
-    /// The session's number.
     pub epoch: u64,
     /// Round-trip time in milliseconds.
     pub rtt_ms: Option<f64>,
@@ -62,18 +64,18 @@ struct Observed {
     session: Option<Arc<SessionState>>,
     waiting: bool,
     last_error: Option<String>,
-    /// Standing by because the server is attached through another address.
+    /// Waiting because the server is attached through another address.
     standby: bool,
-    refusals: Refusals,
+    refusals: CertificateRefusals,
 }
 
-/// When this agent and the server have not taken each other's certificate, for the first and for the last time since they
-/// last did. Other failures in between do not count: a server that refuses a certificate may reset the connection before
-/// its reason has arrived. Nor does the time since the last one: a server that is away refuses nothing.
+/// When this agent and the server have refused each other's certificate: the first and the last time since both were
+/// last accepted. Other failures in between do not count: a server that refuses a certificate may reset the connection
+/// before its reason arrives. Nor does the time since the last refusal: a server that is away refuses nothing.
 #[derive(Clone, Copy, Debug, Default)]
-struct Refusals(Option<(Instant, Instant)>);
+struct CertificateRefusals(Option<(Instant, Instant)>);
 
-impl Refusals {
+impl CertificateRefusals {
     fn add(&mut self, at: Instant) {
         self.0.get_or_insert((at, at)).1 = at;
     }
@@ -83,49 +85,49 @@ impl Refusals {
     }
 }
 
-/// Keeps the sessions with one server.
+/// Keeps a session with one server.
 pub struct LinkLoop {
     shared: Arc<Shared>,
     server: String,
     observed: Mutex<Observed>,
-    /// The number of a session that a newer one has replaced. With it the server takes this agent again only once the
-    /// newer session is gone; a fresh number would replace that one in turn.
+    /// The epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
+    /// gone; a fresh epoch would replace that session in turn.
     yielded: Mutex<Option<u64>>,
-    /// Cancelled when the agent drains, or when the server's address has gone.
+    /// Cancelled when the agent drains, or when the server's address is gone.
     leaving: CancellationToken,
 }
 
 impl LinkLoop {
-    /// A loop for the server at `server` (`host:port`).
+    /// `server`: `host:port`.
     pub fn new(shared: Arc<Shared>, server: String) -> Arc<Self> {
         let leaving = shared.draining.child_token();
         Arc::new(Self { shared, server, observed: Mutex::default(), yielded: Mutex::default(), leaving })
     }
 
-    /// Ends the loop as if the agent drained, for this server only: nothing new, and what is carried may finish.
+    /// Ends the loop as if the agent drained, but for this server only: nothing new, and what is carried may finish.
     pub fn leave(&self) {
         self.leaving.cancel();
     }
 
-    /// The address as configured or found.
+    /// The address as configured, or as discovered.
     pub fn server(&self) -> &str {
         &self.server
     }
 
     /// Whether the loop holds back because the server is attached through another address.
     pub fn stands_by(&self) -> bool {
-        self.observed.lock().unwrap_or_else(PoisonError::into_inner).standby
+        self.observed().standby
     }
 
-    /// How long this agent and the server have not taken each other's certificate: from the first refusal to the last.
+    /// How long this agent and the server have refused each other's certificate: from the first refusal to the last.
     pub fn refused_for(&self) -> Option<Duration> {
-        self.observed.lock().unwrap_or_else(PoisonError::into_inner).refusals.span()
+        self.observed().refusals.span()
     }
 
-    /// Runs until the agent drains or the server's address has gone. Sessions that outlive their turn (the server drains, its successor is dialled
-    /// already) end on their own.
+    /// Runs until the agent drains or the server's address is gone. A session of a draining server may outlive its turn,
+    /// while the next one is connected already.
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
-        let mut failures = 0u32;
+        let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         loop {
             let started = Instant::now();
@@ -137,26 +139,16 @@ impl LinkLoop {
                 break;
             }
             let standby = matches!(end, SessionEnd::SameServer(_));
-            self.observe(|observed| {
-                let attached = observed.session.take().is_some_and(|session| session.was_attached());
-                if attached || standby {
-                    observed.refusals = Refusals::default();
-                }
-                if end.concerns_identity() {
-                    observed.refusals.add(Instant::now());
-                }
-                observed.waiting = true;
-                observed.standby = standby;
-                observed.last_error = Some(end.to_string());
-            });
+            self.note_end(&end);
             if started.elapsed() >= GOOD_SESSION || matches!(end, SessionEnd::Draining) {
-                failures = 0;
+                backoff.reset();
             }
-            failures = failures.saturating_add(1);
+            // Taken in any case: every end in a row makes the next pause longer.
+            let delay = backoff.next_delay();
             let pause = match end {
                 SessionEnd::Replaced(_) | SessionEnd::Refused(_) => jittered(REPLACED_PAUSE, 0.5),
                 SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
-                _ => jittered(pause_after(failures), 1.0),
+                _ => delay,
             };
             self.shared.metrics.sessions_ended.inc();
             let retry_in_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
@@ -170,7 +162,7 @@ impl LinkLoop {
                 () = self.shared.attached.released(), if standby => {}
                 () = self.leaving.cancelled() => break,
             }
-            self.observe(|observed| observed.waiting = false);
+            self.observed().waiting = false;
         }
         leftovers.close();
         tokio::select! {
@@ -179,7 +171,22 @@ impl LinkLoop {
         }
     }
 
-    /// One session. Returns early, with the session still at work, when the server drains.
+    fn note_end(&self, end: &SessionEnd) {
+        let standby = matches!(end, SessionEnd::SameServer(_));
+        let mut observed = self.observed();
+        let attached = observed.session.take().is_some_and(|session| session.was_attached());
+        if attached || standby {
+            observed.refusals = CertificateRefusals::default();
+        }
+        if end.concerns_identity() {
+            observed.refusals.add(Instant::now());
+        }
+        observed.waiting = true;
+        observed.standby = standby;
+        observed.last_error = Some(end.to_string());
+    }
+
+    /// One session. When the server drains this returns early, with the session in `leftovers`.
     async fn session(
         self: &Arc<Self>,
         identity: &mut watch::Receiver<Arc<AgentIdentity>>,
@@ -205,13 +212,13 @@ impl LinkLoop {
             Err(error) => return SessionEnd::Connect(error),
         };
         let state = Arc::new(SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain));
-        self.observe(|observed| observed.session = Some(state.clone()));
+        self.observed().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
         let left = async {
             self.leaving.cancelled().await;
             if self.shared.draining.is_cancelled() {
-                // The session sees that by itself.
+                // The session itself reacts to that.
                 std::future::pending::<()>().await;
             }
         };
@@ -228,7 +235,7 @@ impl LinkLoop {
         end
     }
 
-    /// The next session's number. Taken once the server is reached, and off this thread: the number is synced to disk.
+    /// The next session's epoch. Taken once the server is reached, and off this thread: it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
         if let Some(yielded) = *self.yielded() {
             return Ok(yielded);
@@ -244,22 +251,21 @@ impl LinkLoop {
 
     /// Whether a server has this session in use.
     pub fn attached(&self) -> bool {
-        self.status().phase == Phase::Attached
+        self.status().phase == LinkPhase::Attached
     }
 
-    /// What an operator sees.
     pub fn status(&self) -> LinkStatus {
-        let observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
+        let observed = self.observed();
         let session = observed.session.as_deref();
-        let notice = session.map(|session| session.notices.borrow().clone());
-        let (server_id, since) = match notice {
-            Some(Notice::Attached { server_id, since }) => (Some(server_id), Some(since)),
+        let session_phase = session.map(|session| session.phase.borrow().clone());
+        let (server_id, since) = match session_phase {
+            Some(SessionPhase::Attached { server_id, since }) => (Some(server_id), Some(since)),
             _ => (None, None),
         };
         let phase = match (observed.waiting, since) {
-            (true, _) => Phase::Waiting,
-            (false, Some(_)) => Phase::Attached,
-            (false, None) => Phase::Connecting,
+            (true, _) => LinkPhase::Waiting,
+            (false, Some(_)) => LinkPhase::Attached,
+            (false, None) => LinkPhase::Connecting,
         };
         LinkStatus {
             address: self.server.clone(),
@@ -273,21 +279,9 @@ impl LinkLoop {
         }
     }
 
-    fn observe(&self, change: impl FnOnce(&mut Observed)) {
-        change(&mut self.observed.lock().unwrap_or_else(PoisonError::into_inner));
+    fn observed(&self) -> MutexGuard<'_, Observed> {
+        self.observed.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The pause after the n-th failure in a row, before jitter.
-fn pause_after(failures: u32) -> Duration {
-    SHORTEST_PAUSE
-        .saturating_mul(1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX))
-        .min(LONGEST_PAUSE)
-}
-
-/// A random time of up to `pause`, of which `share` is random: agents that lost one server do not return in step.
-fn jittered(pause: Duration, share: f64) -> Duration {
-    pause.mul_f64(1.0 - share * rand::random::<f64>())
 }
 
 #[cfg(test)]
@@ -295,25 +289,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_refusal_and_an_outage_are_not_a_time_of_refusals() {
-        let mut refusals = Refusals::default();
+    fn the_time_after_the_last_refusal_does_not_count() {
+        let mut refusals = CertificateRefusals::default();
         assert_eq!(refusals.span(), None);
         let first = Instant::now();
         refusals.add(first);
         assert_eq!(refusals.span(), Some(Duration::ZERO), "however long ago it was");
         refusals.add(first + Duration::from_secs(61));
         assert_eq!(refusals.span(), Some(Duration::from_secs(61)));
-    }
-
-    #[test]
-    fn pauses_grow_to_a_limit() {
-        assert_eq!(pause_after(1), SHORTEST_PAUSE);
-        assert_eq!(pause_after(2), SHORTEST_PAUSE * 2);
-        assert_eq!(pause_after(40), LONGEST_PAUSE);
-        assert_eq!(pause_after(u32::MAX), LONGEST_PAUSE);
-        for _ in 0..100 {
-            assert!(jittered(LONGEST_PAUSE, 1.0) <= LONGEST_PAUSE);
-            assert!(jittered(LONGEST_PAUSE, 0.5) >= LONGEST_PAUSE / 2);
-        }
     }
 }

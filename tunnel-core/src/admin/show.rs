@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::client::{ClientError, fetch};
-use crate::config::report_error;
+use crate::config::{ConfigError, parse_loopback_door, report_error};
 
 /// Pause between two requests with `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -34,6 +34,13 @@ enum Output {
 /// Why the status cannot be shown.
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
+    /// A bad `--admin-address`.
+    #[error("{0}")]
+    Config(#[source] ConfigError),
+    /// An `--admin-address` with port 0.
+    #[error("--admin-address={address}: port 0 means that {program} has no admin endpoints")]
+    Off { program: String, address: String },
+    /// No answer, or none that is understood.
     #[error(transparent)]
     Client(#[from] ClientError),
     /// Standard output, or the handler of SIGINT, failed.
@@ -42,7 +49,23 @@ pub enum ShowError {
 }
 
 impl Show {
-    /// Prints the status of `program` at `address`, formatted by `to_text`; with `--watch` until Ctrl-C.
+    /// [`Show::run`] for the value of an `--admin-address`.
+    ///
+    /// # Errors
+    /// Also a value that is not a loopback address and port.
+    pub async fn run_at<T: DeserializeOwned>(
+        &self,
+        program: &str,
+        admin_address: &str,
+        to_text: impl Fn(T) -> String,
+    ) -> Result<(), ShowError> {
+        match parse_loopback_door("--admin-address", admin_address).map_err(ShowError::Config)? {
+            Some(address) => self.run(program, address, to_text).await,
+            None => Err(ShowError::Off { program: program.to_owned(), address: admin_address.to_owned() }),
+        }
+    }
+
+    /// Prints what `program` says at `address`, made readable by `to_text`; until Ctrl-C with `--watch`.
     ///
     /// # Errors
     /// Standard output fails, or, without `--watch`, there is no answer.

@@ -205,7 +205,7 @@ fn insecure_address(args: &RunArgs) -> Result<Option<SocketAddr>, ConfigError> {
     let (key, value) = ("--insecure-bind-address", &args.insecure_bind_address);
     let address = parse_ip(key, value)?;
     if !address.is_loopback() {
-        let reason = "not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1";
+        let reason = "not a loopback address: this door has no authentication; use 127.0.0.1 or ::1";
         return Err(ConfigError::new(key, value, reason));
     }
     Ok(parse_port("--insecure-port", &args.insecure_port)?.map(|port| SocketAddr::new(address, port)))

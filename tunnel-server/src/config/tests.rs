@@ -174,7 +174,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--insecure-bind-address=0.0.0.0"],
-            "--insecure-bind-address=0.0.0.0: not a loopback address: this door asks nobody who they are; use 127.0.0.1 or ::1",
+            "--insecure-bind-address=0.0.0.0: not a loopback address: this door has no authentication; use 127.0.0.1 or ::1",
         ),
         (
             &["--insecure-port=10265"],

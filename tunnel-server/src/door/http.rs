@@ -203,7 +203,7 @@ fn destination(head: &Head, router: &Router) -> Result<(NodeName, SocketAddr), S
             router.target(destination.address, port)
         }
     };
-    // As at the redirect: a door that asks nobody who they are leads to the ports that the operator named.
+    // As at the redirect: a door without authentication leads to the ports that the operator named.
     if !router.tunnels(target.port()) {
         return Err(format!(
             "port {} is not tunnelled: name it in --redirect-ports or the ConfigMap",

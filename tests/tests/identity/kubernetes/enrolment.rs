@@ -12,11 +12,12 @@ use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_agent::enroll::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery};
-use tunnel_agent::kube::csr::{CsrEnrolment, recover};
+use tunnel_agent::identity::{
+    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, recover,
+};
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
-use tunnel_agent::session::{Attached, EpochSource, Links, Shared};
+use tunnel_agent::session::{Attached, EpochSource, LinkSet, Shared};
 use tunnel_core::identity::{
     AgentIdentity, CsrKey, create_csr, generate_key, pem_of_certificates, public_key_of_csr,
 };
@@ -137,7 +138,7 @@ async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
             let log = log();
             let new = log[before..].lines();
             new.filter(|line| line.contains(NODE))
-                .find(|line| line.contains("the certificate is of no use: "))
+                .find(|line| line.contains("the certificate cannot be used: "))
                 .map(str::to_owned)
         })
         .await;
@@ -231,9 +232,10 @@ async fn an_agent_that_no_server_takes_enrols_again() {
     let keeper = Arc::new(keeper);
     assert!(Session::open(&new.address, &keeper.current()).await.is_err());
     let (shared, _announced) = shared(&state_dir);
-    let links = Links::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
     links.set(&[new.address.parse().unwrap()]);
-    let recovering = tokio::spawn(recover(agent, keeper.clone(), links.clone()));
+    let refused = links.clone();
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused_for()));
     eventually("the link is refused", || links.refused_for()).await;
     signer.answer(&api, "system:node:edge-1").await;
     let hash = new.ca_hash();
@@ -264,14 +266,17 @@ async fn a_new_enrolment_ends_when_there_is_no_need_for_it_any_more() {
     );
     let keeper = Arc::new(keeper);
     let (shared, _announced) = shared(&config.state_dir);
-    let links = Links::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
     links.set(&[port.address.parse().unwrap()]);
-    let recovering = tokio::spawn(recover(agent, keeper.clone(), links.clone()));
+    let refused = links.clone();
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused_for()));
     let request = eventually("a request", || open(&api)).await;
     let (_, other) = new.enrolled("edge-1").await;
     let chain = other.chain.clone();
     keeper.replace(other).await.unwrap();
-    drop(tokio::time::timeout(DEADLINE, keeper.alone()).await.expect("the keys are not given back"));
+    drop(
+        tokio::time::timeout(DEADLINE, keeper.hold_pending_key()).await.expect("the keys are not given back"),
+    );
     assert!(links.attached());
     // An answer that comes now is too late.
     let key = key_of(&request);
@@ -282,7 +287,7 @@ async fn a_new_enrolment_ends_when_there_is_no_need_for_it_any_more() {
     });
     assert_eq!(keeper.current().chain, chain);
     // It is on disk with its own key, whichever one was pending.
-    let stored = tunnel_agent::enroll::ensure_identity(&config).await.unwrap();
+    let stored = tunnel_agent::identity::ensure_identity(&config).await.unwrap();
     assert_eq!(stored.chain, chain);
     recovering.abort();
     shared.forced.cancel();

@@ -12,12 +12,12 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_agent::enroll::{IdentityKeeper, IdentityMetrics};
+use tunnel_agent::identity::{IdentityKeeper, IdentityMetrics};
 use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
-use tunnel_agent::session::{Attached, EpochSource, Links, Phase, Shared};
+use tunnel_agent::session::{Attached, EpochSource, LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_server::kube::settings::Settings;
 use tunnel_server::pki::{EnrollService, PkiMetrics};
@@ -98,7 +98,7 @@ impl Port {
 /// The parts of an agent that are about servers.
 struct Agent {
     discovery: Discovery,
-    links: Arc<Links>,
+    links: Arc<LinkSet>,
     shared: Arc<Shared>,
     _keeper: IdentityKeeper,
     _announced: mpsc::Receiver<tunnel_agent::session::Announced>,
@@ -130,15 +130,14 @@ impl Agent {
             draining: CancellationToken::new(),
             forced: CancellationToken::new(),
         });
-        let links = Links::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
-        let (following, known) = (links.clone(), discovery.servers());
-        tokio::spawn(async move { following.follow(known).await });
+        let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+        tokio::spawn(links.clone().follow(discovery.servers()));
         Self { discovery, links, shared, _keeper: keeper, _announced: announced }
     }
 
     fn attached_to(&self) -> Vec<String> {
         let links = self.links.status().into_iter();
-        links.filter(|link| link.phase == Phase::Attached).map(|link| link.address).collect()
+        links.filter(|link| link.phase == LinkPhase::Attached).map(|link| link.address).collect()
     }
 
     async fn until(&self, servers: &[&Port]) {

@@ -1,3 +1,5 @@
+//! Why an agent has no identity, for the operator.
+
 use std::path::PathBuf;
 
 use tunnel_core::identity::{IdentityError, NodeName};
@@ -15,61 +17,34 @@ pub enum EnrollError {
          on the server and start this agent once with the --token and --ca-hash that it prints",
         dir = .state_dir.display()
     )]
-    NoToken {
-        /// Where the identity would be.
-        state_dir: PathBuf,
-        /// The node.
-        node: NodeName,
-    },
-    /// A token, but nothing to know the server by.
+    NoToken { state_dir: PathBuf, node: NodeName },
+    /// A token, but nothing to recognise the server by.
     #[error(
         "--token needs --ca-hash, without which the server cannot be known from an impostor: \
          `tunnel-server token create --node {node}` prints both"
     )]
-    NoCaHash {
-        /// The node.
-        node: NodeName,
-    },
-    /// The certificate on disk has ended.
+    NoCaHash { node: NodeName },
+    /// The certificate on disk has expired, and there is no token.
     #[error(
-        "{path}: the certificate has ended: run `tunnel-server token create --node {node}` on the server and start \
-         this agent once with the --token and --ca-hash that it prints (if this node's clock is wrong, mend that \
+        "{path}: the certificate has expired: run `tunnel-server token create --node {node}` on the server and start \
+         this agent once with the --token and --ca-hash that it prints (if this node's clock is wrong, fix that \
          instead)",
         path = .path.display()
     )]
-    Expired {
-        /// The certificate's file.
-        path: PathBuf,
-        /// The node.
-        node: NodeName,
-    },
+    Expired { path: PathBuf, node: NodeName },
     /// The identity on disk is another node's.
     #[error(
-        "{path}: the identity is node {found}'s, but this agent is for node {expected}: mend --node-name, or give \
+        "{path}: the identity is node {found}'s, but this agent is for node {expected}: fix --node-name, or give \
          another --state-dir",
         path = .path.display()
     )]
-    OtherNode {
-        /// The certificate's file.
-        path: PathBuf,
-        /// The node that it names.
-        found: NodeName,
-        /// The node that was asked for.
-        expected: NodeName,
-    },
-    /// A server said no for good.
+    OtherNode { path: PathBuf, found: NodeName, expected: NodeName },
+    /// A server refused, or this agent refused the server; asking again would not change it.
     #[error(
         "{server} refused the enrolment: {reason} (`tunnel-server token create --node {node}` makes a new token and \
          prints the CA hash)"
     )]
-    Refused {
-        /// `host:port` of the server.
-        server: String,
-        /// Its words, or our reason to refuse it.
-        reason: String,
-        /// The node.
-        node: NodeName,
-    },
+    Refused { server: String, reason: String, node: NodeName },
     /// No server to enrol at.
     #[error("there is no server to enrol at; give --server HOST:PORT")]
     NoServers,

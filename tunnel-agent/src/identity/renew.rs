@@ -1,15 +1,18 @@
+//! Renewing the certificate at a server over gRPC, with the present one, and following the roots that servers announce.
+
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use rand::Rng;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
+use tunnel_core::backoff::jittered;
+use tunnel_core::config::HostPort;
 use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, agent_tls, create_csr};
 use tunnel_core::proto::RenewRequest;
 
-use super::backoff::Backoff;
-use super::client::{Connection, Failure};
+use super::attempt::{AttemptError, RETRIES, is_orphaned};
+use super::enrollment::Connection;
 use super::files::IdentityFiles;
 use super::{EnrollConfig, EnrollError, IdentityMetrics};
 
@@ -17,19 +20,19 @@ use super::{EnrollConfig, EnrollError, IdentityMetrics};
 const LONGEST_SLEEP: Duration = Duration::from_secs(600);
 /// Agents of one installation spread their renewals over this share of a life: 1/20 of it.
 const JITTER_SHARE: u32 = 20;
-/// After a rotation every agent is to renew soon, but not at once.
+/// After a rotation every agent renews soon; this spreads them.
 const ROTATION_JITTER: Duration = Duration::from_secs(60);
 /// When a renewal did not bring a certificate of the newest root: no sooner again than this.
 const ROTATION_RETRY: Duration = Duration::from_secs(300);
 
 /// Keeps the agent's identity: renews the certificate at 80 % of its life, or early when another root signs now,
-/// and takes in the roots that servers push. Sessions that are open go on; new connections use what is published.
+/// and installs the roots that servers announce. Open sessions go on; new connections use the identity published last.
 pub struct IdentityKeeper {
-    shared: Arc<Shared>,
+    renewer: Arc<Renewer>,
     _task: AbortOnDropHandle<()>,
 }
 
-/// What an agent does whose certificate is of no use any more.
+/// How an agent gets out when its certificate cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovery {
     /// The operator starts it with a new token.
@@ -38,16 +41,16 @@ pub enum Recovery {
     ApiServer,
 }
 
-struct Shared {
+struct Renewer {
     config: EnrollConfig,
     recovery: Recovery,
     servers: Mutex<Vec<String>>,
     files: IdentityFiles,
     current: watch::Sender<Arc<AgentIdentity>>,
     /// Held while files and `current` change together.
-    writing: AsyncMutex<()>,
-    /// Held from the look at the pending key until what was issued for it is stored. Taken before `writing`.
-    asking: AsyncMutex<()>,
+    storing: AsyncMutex<()>,
+    /// Held from reading the pending key until what was issued for it is stored. Taken before `storing`.
+    pending_key: AsyncMutex<()>,
     metrics: IdentityMetrics,
 }
 
@@ -66,88 +69,95 @@ impl IdentityKeeper {
         recovery: Recovery,
     ) -> Self {
         metrics.set_not_after(identity.not_after());
-        let shared = Arc::new(Shared {
+        let renewer = Arc::new(Renewer {
             servers: Mutex::new(config.servers.clone()),
             files: IdentityFiles::new(&config.state_dir),
             current: watch::Sender::new(Arc::new(identity)),
-            writing: AsyncMutex::default(),
-            asking: AsyncMutex::default(),
+            storing: AsyncMutex::default(),
+            pending_key: AsyncMutex::default(),
             config,
             recovery,
             metrics,
         });
-        let task = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&shared).run()));
-        Self { shared, _task: task }
+        let task = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&renewer).run()));
+        Self { renewer, _task: task }
     }
 
     /// The identity to use for the next connection.
     pub fn current(&self) -> Arc<AgentIdentity> {
-        Arc::clone(&self.shared.current.borrow())
+        Arc::clone(&self.renewer.current.borrow())
     }
 
-    /// Follows the identity.
     pub fn subscribe(&self) -> watch::Receiver<Arc<AgentIdentity>> {
-        self.shared.current.subscribe()
+        self.renewer.current.subscribe()
     }
 
-    /// Other servers to renew at: those that a server told of.
+    /// Renews at these servers (`host:port`) from now on.
     pub fn set_servers(&self, servers: Vec<String>) {
-        *self.shared.servers.lock().unwrap_or_else(PoisonError::into_inner) = servers;
+        *self.renewer.servers.lock().unwrap_or_else(PoisonError::into_inner) = servers;
     }
 
-    /// Trusts other roots from now on, as a server that this agent has verified says; false when they are the
-    /// present ones. `server_chain` is what that server showed in its TLS handshake, leaf first.
+    /// Renews at the servers known at each moment. Until some are known the earlier ones stay.
+    pub async fn follow_servers(self: Arc<Self>, mut known: watch::Receiver<Arc<Vec<HostPort>>>) {
+        loop {
+            let servers: Vec<_> = known.borrow_and_update().iter().map(ToString::to_string).collect();
+            if !servers.is_empty() {
+                self.set_servers(servers);
+            }
+            if known.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Trusts other roots from now on, as announced by a server that this agent has verified; false when they are the
+    /// present ones. `server_chain` is what that server presented in its TLS handshake, leaf first.
     ///
     /// # Errors
-    /// The text is no bundle, or by it the very server that sent it would not be accepted; or the file cannot be
-    /// written. The present roots stay then.
+    /// The text is no bundle, or does not verify the very server that sent it; or the file cannot be written. The
+    /// present roots stay then.
     pub async fn install_bundle(
         &self,
         pem: &str,
         server_chain: &[CertificateDer<'_>],
     ) -> Result<bool, EnrollError> {
         let bundle = TrustBundle::from_pem(pem)?;
-        let _writing = self.shared.writing.lock().await;
+        let _storing = self.renewer.storing.lock().await;
         let current = self.current();
         if current.bundle == bundle {
             return Ok(false);
         }
         bundle.verify_server(server_chain)?;
         let identity = current.with_bundle(bundle);
-        let (files, bundle) = (self.shared.files.clone(), identity.bundle.clone());
+        let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
         run_blocking(move || files.store_bundle(&bundle)).await?;
         tracing::info!(roots = ?identity.bundle.hashes(), "the server's trusted roots have changed");
-        let orphaned = identity.chain.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none());
-        if orphaned && self.shared.recovery == Recovery::Token {
+        if is_orphaned(&identity) && self.renewer.recovery == Recovery::Token {
             tracing::error!(
                 node = %identity.node,
-                "the root that signed this agent's certificate is trusted no longer: new connections will be refused \
+                "the root that signed this agent's certificate is no longer trusted: new connections will be refused \
                  until it is started once with the --token and --ca-hash that `tunnel-server token create --node {}` \
                  prints",
                 identity.node
             );
         }
-        self.shared.current.send_replace(Arc::new(identity));
+        self.renewer.current.send_replace(Arc::new(identity));
         Ok(true)
     }
 
-    /// Until the guard is dropped nothing is renewed: the pending key is the holder's.
-    pub async fn alone(&self) -> MutexGuard<'_, ()> {
-        self.shared.asking.lock().await
+    /// Stops renewals until the guard is dropped: the pending key is the holder's.
+    pub async fn hold_pending_key(&self) -> MutexGuard<'_, ()> {
+        self.renewer.pending_key.lock().await
     }
 
-    /// Uses another identity, and other roots, from now on: those of a new enrolment. Whoever asks holds
-    /// [`IdentityKeeper::alone`] since it took the pending key.
+    /// Switches to the identity, and the roots, of a new enrolment. [`IdentityKeeper::hold_pending_key`] must have been
+    /// held since the pending key was read.
     ///
     /// # Errors
     /// The files cannot be written; the present identity stays then.
     pub async fn replace(&self, identity: AgentIdentity) -> Result<(), EnrollError> {
-        let _writing = self.shared.writing.lock().await;
-        let identity = Arc::new(identity);
-        let (files, stored) = (self.shared.files.clone(), Arc::clone(&identity));
-        run_blocking(move || files.store(&stored)).await?;
-        self.shared.metrics.set_not_after(identity.not_after());
-        self.shared.current.send_replace(identity);
+        let _storing = self.renewer.storing.lock().await;
+        self.renewer.store(identity).await?;
         Ok(())
     }
 }
@@ -162,14 +172,14 @@ async fn run_blocking(
     })
 }
 
-/// When to renew, and why.
+/// Why a renewal is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Due {
     Life,
     Rotation,
 }
 
-impl Shared {
+impl Renewer {
     async fn run(self: Arc<Self>) {
         let mut identities = self.current.subscribe();
         let mut futile = false;
@@ -178,7 +188,7 @@ impl Shared {
             let (at, due) = due(&identity, futile);
             tokio::select! {
                 () = sleep_until(at) => {}
-                // A pushed bundle may call for an early renewal.
+                // An announced bundle may call for an early renewal.
                 changed = identities.changed() => {
                     if changed.is_err() {
                         return;
@@ -192,22 +202,21 @@ impl Shared {
         }
     }
 
-    /// Tries for as long as it takes: even after the certificate's end, because the clock may be what is wrong.
+    /// Tries for as long as it takes: even after the certificate expired, because the clock may be what is wrong.
     async fn renew_until_done(&self) -> Arc<AgentIdentity> {
-        let mut backoff = Backoff::default();
+        let mut backoff = RETRIES;
         loop {
             let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner).clone();
             for server in &servers {
-                match self.renew_at(server).await {
+                let renewed = self.renew_from(server).await;
+                self.metrics.count(renewed.is_ok());
+                match renewed {
                     Ok(identity) => {
-                        self.metrics.count(true);
-                        self.metrics.set_not_after(identity.not_after());
                         tracing::info!(node = %identity.node, server, "certificate renewed");
                         return identity;
                     }
-                    Err(failure) => {
-                        self.metrics.count(false);
-                        tracing::warn!(server, reason = failure.reason(), "renewal failed, will try again");
+                    Err(error) => {
+                        tracing::warn!(server, reason = error.reason(), "renewal failed, will try again");
                     }
                 }
             }
@@ -215,7 +224,7 @@ impl Shared {
             if identity.validity().is_over(SystemTime::now()) && self.recovery == Recovery::Token {
                 tracing::error!(
                     node = %identity.node,
-                    "the certificate has ended: start the agent again with the --token and --ca-hash that \
+                    "the certificate has expired: start the agent again with the --token and --ca-hash that \
                      `tunnel-server token create --node {}` prints",
                     identity.node
                 );
@@ -224,48 +233,46 @@ impl Shared {
         }
     }
 
-    async fn renew_at(&self, server: &str) -> Result<Arc<AgentIdentity>, Failure> {
-        let transient = |error: &dyn std::fmt::Display| Failure::Transient(error.to_string());
-        let _alone = self.asking.lock().await;
+    async fn renew_from(&self, server: &str) -> Result<Arc<AgentIdentity>, AttemptError> {
+        let _pending_key = self.pending_key.lock().await;
         let old = Arc::clone(&self.current.borrow());
-        let tls = agent_tls(&old, ALPN_GRPC).map_err(|error| transient(&error))?;
-        let key = self.files.pending_key().map_err(|error| transient(&error))?;
-        let csr = create_csr(&key).map_err(|error| transient(&error))?;
+        let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
+        let key = self.files.pending_key().map_err(AttemptError::transient)?;
+        let csr = create_csr(&key).map_err(AttemptError::transient)?;
         let mut connection = Connection::open(server, &tls).await?;
-        let response = connection
-            .client
-            .renew(RenewRequest { csr })
-            .await
-            .map_err(|status| Failure::of_status(&status))?;
-        let mut identity = connection.identity_of(&response.into_inner(), &key, &self.config.node)?;
-        let _writing = self.writing.lock().await;
-        // Roots that were pushed while this was under way are newer than the answer's.
+        let response = connection.client.renew(RenewRequest { csr }).await?;
+        let mut identity = connection.issued_identity(&response.into_inner(), &key, &self.config.node)?;
+        let _storing = self.storing.lock().await;
+        // Roots that were announced meanwhile are newer than the answer's.
         let present = self.current.borrow().bundle.clone();
         if present != old.bundle {
             identity = identity.with_bundle(present);
         }
+        self.store(identity).await.map_err(AttemptError::transient)
+    }
+
+    /// `storing` must be held.
+    async fn store(&self, identity: AgentIdentity) -> Result<Arc<AgentIdentity>, IdentityError> {
         let identity = Arc::new(identity);
         let (files, stored) = (self.files.clone(), Arc::clone(&identity));
-        run_blocking(move || files.store(&stored)).await.map_err(|error| transient(&error))?;
+        run_blocking(move || files.store(&stored)).await?;
+        self.metrics.set_not_after(identity.not_after());
         self.current.send_replace(Arc::clone(&identity));
         Ok(identity)
     }
 }
 
+/// When to renew, and why. `futile`: the last renewal for a rotation still brought the old root's certificate.
 fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
     let now = SystemTime::now();
     let life = identity.validity().life();
-    let at = identity.renew_at() + random_up_to(life / JITTER_SHARE);
+    let at = identity.renew_at() + jittered(life / JITTER_SHARE, 1.0);
     if identity.is_signed_by_newest_root() {
         return (at, Due::Life);
     }
-    let soon = random_up_to(ROTATION_JITTER.min(life / JITTER_SHARE));
+    let soon = jittered(ROTATION_JITTER.min(life / JITTER_SHARE), 1.0);
     let early = now + if futile { ROTATION_RETRY } else { Duration::ZERO } + soon;
     if early < at { (early, Due::Rotation) } else { (at, Due::Life) }
-}
-
-fn random_up_to(longest: Duration) -> Duration {
-    longest.mul_f64(rand::rng().random_range(0.0..=1.0))
 }
 
 /// By the wall clock, which is what certificates go by.

@@ -1,3 +1,5 @@
+//! Metrics of the certificate and its renewal.
+
 use std::time::SystemTime;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -14,7 +16,7 @@ struct RenewalLabels {
     outcome: &'static str,
 }
 
-/// Metrics of the agent's identity. A clone counts into the same metrics.
+/// Handles to the metrics; clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct IdentityMetrics {
     not_after: Gauge,
@@ -22,7 +24,6 @@ pub struct IdentityMetrics {
 }
 
 impl IdentityMetrics {
-    /// Makes the metrics and registers them.
     pub fn register(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         registry.register(
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_outcomes_are_there_before_the_first_renewal() {
+    fn both_outcomes_exist_before_the_first_renewal() {
         let mut registry = Registry::default();
         let metrics = IdentityMetrics::register(&mut registry);
         metrics.count(true);

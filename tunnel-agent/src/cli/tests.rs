@@ -1,11 +1,18 @@
-use super::*;
-use clap::CommandFactory;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{CommandFactory, Parser};
+use tunnel_core::config::ConfigError;
+use tunnel_core::logging;
+
+use super::Cli;
+use crate::config::Config;
 
 const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
 fn config(args: &[&str]) -> Result<Config, ConfigError> {
     let base = ["tunnel-agent", "--node-name=edge-1"];
-    Config::new(&Cli::try_parse_from(base.iter().chain(args)).unwrap().run)
+    Cli::try_parse_from(base.iter().chain(args)).unwrap().run.to_config()
 }
 
 fn error(args: &[&str]) -> String {
@@ -18,7 +25,7 @@ fn the_command_line_is_consistent() {
 }
 
 #[test]
-fn defaults_are_those_of_the_design() {
+fn defaults() {
     let config = config(&["--server=tunnel.example.org:10262"]).unwrap();
     assert_eq!(config.state_dir, Path::new("/var/lib/postern/agent"));
     assert_eq!(config.admin_address, Some("127.0.0.1:10266".parse().unwrap()));
@@ -29,7 +36,7 @@ fn defaults_are_those_of_the_design() {
 }
 
 #[test]
-fn other_systems_names_are_taken() {
+fn other_systems_flag_names_are_accepted() {
     let config =
         config(&["--tunnelserver-addr=a:1,b:2", "--server=b:2", "--meta-port=0", "--cert-dir=/x", "--v=4"])
             .unwrap();
@@ -38,8 +45,8 @@ fn other_systems_names_are_taken() {
     assert_eq!(config.log_level, logging::Level::Debug);
 }
 
-/// The flags of DESIGN §11 and, behind them, those that every part of Postern has.
-const DESIGN: &[(&str, Option<&str>)] = &[
+/// Every flag and its default, in the order of `--help`.
+const FLAGS: &[(&str, Option<&str>)] = &[
     ("server", None),
     ("node-name", None),
     ("node-ip", None),
@@ -58,7 +65,7 @@ const DESIGN: &[(&str, Option<&str>)] = &[
 ];
 
 #[test]
-fn the_help_is_the_designs_table() {
+fn the_help_shows_every_flag() {
     let command = Cli::command();
     let shown: Vec<(String, Option<String>)> = command
         .get_arguments()
@@ -71,12 +78,12 @@ fn the_help_is_the_designs_table() {
         .filter(|(long, _)| !["help", "version"].contains(&long.as_str()))
         .collect();
     let expected: Vec<_> =
-        DESIGN.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
+        FLAGS.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
     assert_eq!(shown, expected);
 }
 
 #[test]
-fn the_flags_that_are_logged_give_the_same_configuration() {
+fn the_logged_flags_give_the_same_configuration() {
     let config = config(&[
         "--server=a:1,[fd00::1]:2",
         "--node-ip=10.8.0.7",
@@ -91,7 +98,7 @@ fn the_flags_that_are_logged_give_the_same_configuration() {
     .unwrap();
     let again =
         Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
-    assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+    assert_eq!(format!("{:?}", again.run.to_config().unwrap()), format!("{config:?}"));
 }
 
 #[test]
@@ -105,13 +112,13 @@ fn with_a_kubeconfig_servers_are_found_or_given() {
     for config in [found, given] {
         let again =
             Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
-        assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+        assert_eq!(format!("{:?}", again.run.to_config().unwrap()), format!("{config:?}"));
     }
     assert!(config(&["--server=a:1"]).unwrap().kube.is_none());
 }
 
 #[test]
-fn yurttunnels_command_line_is_taken() {
+fn yurttunnels_command_line_is_accepted() {
     let config = config(&[
         "--kube-config=/etc/kubernetes/kubelet.conf",
         "--apiserver-addr=https://10.0.0.1:6443",
@@ -126,13 +133,13 @@ fn yurttunnels_command_line_is_taken() {
 }
 
 #[test]
-fn the_token_is_masked_and_needs_the_ca() {
+fn the_token_is_masked_and_needs_the_ca_hash() {
     let config = config(&["--server=a:1", "--token=abc.def", &format!("--ca-hash={HASH}")]).unwrap();
     assert_eq!(config.token.as_ref().unwrap().expose_secret(), "abc.def");
     assert!(!format!("{config:?} {:?}", config.flags()).contains("abc.def"));
     assert_eq!(
         error(&["--server=a:1", "--token=abc.def"]),
-        "--ca-hash: needed with a token, or the agent could enrol with a stranger; `tunnel-server ca status` prints it"
+        "--ca-hash: needed with a token, or the agent could enrol with an impostor; `tunnel-server ca status` prints it"
     );
 }
 
@@ -152,7 +159,7 @@ fn the_token_file_may_be_gone_once_enrolled() {
         format!("--token-file={}: No such file or directory (os error 2)", file.display())
     );
     std::fs::write(&file, " \n").unwrap();
-    assert_eq!(error(&flags), "--token-file: not a token: empty, or with blanks in it");
+    assert_eq!(error(&flags), "--token-file: not a token: it is empty or contains blanks");
     std::fs::write(&file, "abc.def\n").unwrap();
     assert_eq!(config(&flags).unwrap().token.unwrap().expose_secret(), "abc.def");
     std::fs::remove_file(&file).unwrap();
@@ -217,7 +224,7 @@ fn errors_name_key_value_and_reason() {
     }
     let named = Cli::try_parse_from(["tunnel-agent", "--server=a:1", "--node-name=Edge_1"]).unwrap();
     assert_eq!(
-        Config::new(&named.run).unwrap_err().to_string(),
+        named.run.to_config().unwrap_err().to_string(),
         "--node-name=Edge_1: node name \"Edge_1\": it has an upper-case letter; a node's name is lower-case"
     );
 }

@@ -1,4 +1,4 @@
-//! The agent's certificate, by CertificateSigningRequest.
+//! The first certificate in a cluster: by CertificateSigningRequest, which a server signs.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,43 +13,44 @@ use rand::Rng;
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
+use tunnel_core::backoff::jittered;
 use tunnel_core::identity::{
     AgentIdentity, IdentityError, NodeName, TrustBundle, agent_distinguished_name, pem_of_certificates,
 };
+use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
 
-use super::ApiServer;
-use super::client::reason;
-use crate::enroll::{Backoff, EnrollError, IdentityFiles, IdentityKeeper, Stored};
-use crate::session::Links;
+use super::EnrollError;
+use super::attempt::{AttemptError, RETRIES, check_issued};
+use super::files::{IdentityFiles, Stored};
+use crate::kube::ApiServer;
+use crate::kube::client::reason;
 
 /// The server's signer.
 const SIGNER: &str = "postern.internal/agent";
 const ANSWER: Duration = Duration::from_secs(15);
-/// The longest pause between two looks at a request in its first minute; a signer that works has answered by then.
-const LOOK: Duration = Duration::from_secs(10);
-/// The longest one after it: a fleet may wait for days.
-const LATER_LOOK: Duration = Duration::from_secs(120);
-const FIRST_LOOKS: Duration = Duration::from_secs(60);
-/// How often it is looked whether the reason to enrol again has gone.
-const REASON: Duration = Duration::from_secs(1);
-/// How often it is said that a request waits.
+/// The longest pause between two polls of a request in its first minute; a working signer has answered by then.
+const POLL: Duration = Duration::from_secs(10);
+/// The longest pause after the first minute: a fleet may wait for days.
+const LATER_POLL: Duration = Duration::from_secs(120);
+const FIRST_POLLS: Duration = Duration::from_secs(60);
+/// How often to log that a request is still waiting.
 const REMIND: Duration = Duration::from_secs(60);
-/// Kubernetes' limit on a name, less what is around the node's name in a request's.
+/// Kubernetes' limit on a name, less what surrounds the node's name in a request's.
 const MAX_NODE_IN_NAME: usize = 230;
 
-/// How fast things are tried again; a fleet must not come at once.
+/// How soon to try again, with random parts that keep a fleet's agents apart.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// After a refusal, between half of it and all.
+    /// The delay after a refusal, of which half is random.
     pub refused: Duration,
-    /// How long the servers must have refused the certificate, or not been verified by the roots, before a new one is
-    /// asked for.
+    /// How long the servers must have refused the certificate, or failed verification by the roots, before a new one
+    /// is requested.
     pub patience: Duration,
-    /// A random wait of up to this before that, and before each try after the API server was away: the fleets' agents
-    /// notice a new CA, and that the API server is back, at the same moment.
+    /// The longest random wait before such a request, and before each retry of it while the API server is away: all
+    /// agents notice a new CA, or that the API server is back, at the same moment.
     pub spread: Duration,
-    /// No sooner again than this after that.
+    /// The shortest time from one such request to the next.
     pub again: Duration,
 }
 
@@ -64,21 +65,13 @@ impl Default for Pace {
     }
 }
 
-/// Asks the API server for certificates of one node.
+/// Requests one node's certificate through the API server.
 pub struct CsrEnrolment {
     api: Arc<ApiServer>,
-    node: NodeName,
+    pub(super) node: NodeName,
     files: IdentityFiles,
     state_dir: PathBuf,
-    pace: Pace,
-}
-
-/// Why one request brought nothing.
-enum Failure {
-    /// The same request would be refused again.
-    Refused(String),
-    /// Another time it may do better.
-    Transient(String),
+    pub(super) pace: Pace,
 }
 
 impl CsrEnrolment {
@@ -87,10 +80,10 @@ impl CsrEnrolment {
         Self { api, node, files: IdentityFiles::new(&state_dir), state_dir, pace }
     }
 
-    /// The identity on disk when it is this node's and has not ended; else a new one.
+    /// The identity on disk if it is this node's and has not expired; else a new one.
     ///
     /// # Errors
-    /// A state directory that cannot be written. Everything else is tried again for as long as it takes.
+    /// The state directory cannot be written. Everything else is tried again for as long as it takes.
     pub async fn ensure_identity(&self) -> Result<AgentIdentity, EnrollError> {
         let doubt = match self.files.load() {
             Ok(Stored::Nothing) => return self.enrol().await,
@@ -98,11 +91,11 @@ impl CsrEnrolment {
                 format!("the identity in {} is node {}'s", self.state_dir.display(), identity.node)
             }
             Ok(Stored::Identity(identity)) if identity.validity().is_over(SystemTime::now()) => {
-                "the certificate has ended".to_owned()
+                "the certificate has expired".to_owned()
             }
             Ok(Stored::Identity(identity)) => return Ok(*identity),
-            // The API server knows this node, so nothing is lost with files that cannot be used.
             Err(error @ IdentityError::Io { .. }) => return Err(error.into()),
+            // The API server knows this node, so nothing is lost with unusable files.
             Err(error) => error.to_string(),
         };
         tracing::warn!(node = %self.node, reason = doubt, "enrolling again");
@@ -115,99 +108,97 @@ impl CsrEnrolment {
         Ok(identity)
     }
 
-    /// A new identity that is not stored yet, for the pending key. `spread`: the longest random wait before another try.
-    async fn obtain(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
+    /// A new identity for the pending key, not stored yet. `spread`: the longest random wait before a retry.
+    pub(super) async fn obtain(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
         self.files.prepare()?;
         let key = self.files.pending_key()?;
         let request = request(&key, &self.node)?;
-        let mut backoff = Backoff::default();
+        let mut backoff = RETRIES;
         loop {
             match self.attempt(&key, &request).await {
                 Ok(identity) => {
                     tracing::info!(node = %self.node, "enrolled through the API server");
                     return Ok(identity);
                 }
-                Err(Failure::Refused(reason)) => {
+                Err(AttemptError::Refused(reason)) => {
                     let pause = jittered(self.pace.refused, 0.5);
                     tracing::error!(node = %self.node, reason, retry_in_s = pause.as_secs(), "enrolment refused");
                     tokio::time::sleep(pause).await;
                 }
-                Err(Failure::Transient(reason)) => {
+                Err(AttemptError::Transient(reason)) => {
                     self.api.failed();
                     tracing::warn!(node = %self.node, reason, "enrolment waits for the API server");
-                    tokio::time::sleep(backoff.next_delay() + jittered(spread, 0.0)).await;
+                    tokio::time::sleep(backoff.next_delay() + jittered(spread, 1.0)).await;
                 }
             }
         }
     }
 
     /// One request, from its creation to its end.
-    async fn attempt(&self, key: &KeyPair, request: &str) -> Result<AgentIdentity, Failure> {
-        let transient = |error: &dyn std::fmt::Display| Failure::Transient(error.to_string());
+    async fn attempt(&self, key: &KeyPair, request: &str) -> Result<AgentIdentity, AttemptError> {
         let api = || async {
-            let client = self.api.client().await.map_err(|error| transient(&error))?;
-            Ok(Api::<CertificateSigningRequest>::all(client))
+            let client = self.api.client().await.map_err(AttemptError::transient)?;
+            Ok::<_, AttemptError>(Api::<CertificateSigningRequest>::all(client))
         };
         let object = self.object(request);
         let name = object.metadata.name.clone().unwrap_or_default();
-        answered(
-            "creating a CertificateSigningRequest",
-            api().await?.create(&PostParams::default(), &object),
-        )
-        .await
-        .map_err(|error| Failure::Transient(error.0))?;
+        let requests = api().await?;
+        answered("creating a CertificateSigningRequest", requests.create(&PostParams::default(), &object))
+            .await
+            .map_err(|(reason, _)| AttemptError::Transient(reason))?;
         tracing::info!(csr = name, "waiting for the certificate");
+        let what = format!("CertificateSigningRequest {name}");
         let (mut pause, begin) = (Duration::from_millis(250), Instant::now());
-        let mut told = begin;
-        let mut complaint = None;
+        let (mut reminded, mut failures) = (begin, LogOnce::default());
         loop {
             tokio::time::sleep(jittered(pause, 0.5)).await;
-            pause = (pause * 2).min(longest_look(begin.elapsed()));
-            let what = format!("CertificateSigningRequest {name}");
+            pause = (pause * 2).min(longest_pause(begin.elapsed()));
             match answered(&what, api().await?.get(&name)).await {
                 Ok(csr) => {
-                    if let Some(done) = self.judge(&csr, key) {
-                        return done;
+                    if let Some(outcome) = self.outcome(&csr, key) {
+                        return outcome;
                     }
                 }
                 Err((_, true)) => {
-                    return Err(Failure::Transient(format!("{what} has gone; another one is made")));
+                    return Err(AttemptError::Transient(format!("{what} is gone; creating another one")));
                 }
                 Err((reason, false)) => {
                     self.api.failed();
-                    if complaint.as_ref() != Some(&reason) {
+                    if failures.is_new(&reason) {
                         tracing::warn!(reason, "waiting for the certificate");
-                        complaint = Some(reason);
                     }
                 }
             }
-            if told.elapsed() >= REMIND {
+            if reminded.elapsed() >= REMIND {
                 tracing::warn!(
                     csr = name,
                     "still waiting for the certificate: is a tunnel-server running with the rights to sign?"
                 );
-                told = Instant::now();
+                reminded = Instant::now();
             }
         }
     }
 
-    /// None while the request is not answered.
-    fn judge(
+    /// None while the request is pending.
+    fn outcome(
         &self,
         csr: &CertificateSigningRequest,
         key: &KeyPair,
-    ) -> Option<Result<AgentIdentity, Failure>> {
+    ) -> Option<Result<AgentIdentity, AttemptError>> {
         let status = csr.status.as_ref()?;
         let conditions = status.conditions.as_deref().unwrap_or_default();
         if let Some(end) =
             conditions.iter().find(|known| ["Denied", "Failed"].contains(&known.type_.as_str()))
         {
             let because = end.message.as_deref().or(end.reason.as_deref()).unwrap_or("no reason is given");
-            return Some(Err(Failure::Refused(format!("{}: {}", end.type_, printable(because, 1000)))));
+            return Some(Err(AttemptError::Refused(format!("{}: {}", end.type_, printable(because, 1000)))));
         }
         let certificate = status.certificate.as_ref().filter(|certificate| !certificate.0.is_empty())?;
         let identity = identity_of(&certificate.0, key, &self.node);
-        Some(identity.map_err(|error| Failure::Refused(format!("the certificate is of no use: {error}"))))
+        Some(
+            identity
+                .map_err(|error| AttemptError::Refused(format!("the certificate cannot be used: {error}"))),
+        )
     }
 
     fn object(&self, request: &str) -> CertificateSigningRequest {
@@ -224,11 +215,11 @@ impl CsrEnrolment {
     }
 }
 
-fn longest_look(waited: Duration) -> Duration {
-    if waited < FIRST_LOOKS { LOOK } else { LATER_LOOK }
+fn longest_pause(waited: Duration) -> Duration {
+    if waited < FIRST_POLLS { POLL } else { LATER_POLL }
 }
 
-/// The answer in time; else why there is none, and whether the object is not there.
+/// The answer, if it comes in time; else the reason, and whether it is that the object does not exist.
 async fn answered<T>(
     what: &str,
     work: impl Future<Output = Result<T, kube::Error>>,
@@ -241,11 +232,6 @@ async fn answered<T>(
         }
         Err(_) => Err((format!("{what}: no answer within {} s", ANSWER.as_secs()), false)),
     }
-}
-
-/// Between `least` of a time and all of it: a fleet must not ask in step.
-fn jittered(time: Duration, least: f64) -> Duration {
-    time.mul_f64(rand::rng().random_range(least..=1.0))
 }
 
 /// `postern-NODE-RANDOM`, within Kubernetes' limit.
@@ -265,8 +251,8 @@ fn request(key: &KeyPair, node: &NodeName) -> Result<String, IdentityError> {
     params.serialize_request(key).map_err(fail)?.pem().map_err(fail)
 }
 
-/// The certificate, and behind it the roots, if they are what was asked for: our node, our key, valid now, and signed by
-/// one of the roots.
+/// The identity in an answer, which is the certificate followed by the roots, if it is for this node and this key, is
+/// valid now, and is signed by one of the roots.
 fn identity_of(pem: &[u8], key: &KeyPair, node: &NodeName) -> Result<AgentIdentity, IdentityError> {
     let mut certificates = CertificateDer::pem_slice_iter(pem)
         .collect::<Result<Vec<_>, _>>()
@@ -276,66 +262,11 @@ fn identity_of(pem: &[u8], key: &KeyPair, node: &NodeName) -> Result<AgentIdenti
     }
     let roots = TrustBundle::new(certificates.split_off(1))?;
     let identity = AgentIdentity::from_pem(&pem_of_certificates(&certificates), &key.serialize_pem(), roots)?;
-    if identity.node != *node {
-        return Err(IdentityError::OtherNode {
-            expected: node.to_string(),
-            found: identity.node.to_string(),
-        });
-    }
-    if certificates.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none()) {
-        return Err(IdentityError::Bundle("no root of it signed the certificate".into()));
-    }
+    let identity = check_issued(identity, node)?;
     if identity.validity().is_over(SystemTime::now()) {
-        return Err(IdentityError::Parse("it has ended: is this node's clock right?".into()));
+        return Err(IdentityError::Parse("it has expired: is this node's clock right?".into()));
     }
     Ok(identity)
-}
-
-/// Enrols again when renewing at a server cannot help any more: the certificate has ended, or no server takes it or is
-/// verified by the roots. Runs for ever.
-pub async fn recover(enrolment: Arc<CsrEnrolment>, keeper: Arc<IdentityKeeper>, links: Arc<Links>) {
-    let pace = enrolment.pace;
-    let hopeless = || {
-        if keeper.current().validity().is_over(SystemTime::now()) {
-            return Some("the certificate has ended");
-        }
-        links.refused_for().is_some_and(|time| time >= pace.patience).then_some(
-            "no server takes the certificate or is verified by the roots: the CA may have been replaced",
-        )
-    };
-    loop {
-        tokio::time::sleep((pace.patience / 10).min(Duration::from_secs(5))).await;
-        if hopeless().is_none() {
-            continue;
-        }
-        tokio::time::sleep(jittered(pace.spread, 0.0)).await;
-        // The renewing uses the same pending key.
-        let alone = keeper.alone().await;
-        let Some(reason) = hopeless() else { continue };
-        tracing::warn!(node = %enrolment.node, reason, "enrolling again");
-        let hope = async {
-            while hopeless().is_some() {
-                tokio::time::sleep((pace.patience / 10).min(REASON)).await;
-            }
-        };
-        let obtained = tokio::select! {
-            obtained = enrolment.obtain(pace.spread) => obtained,
-            () = hope => {
-                tracing::info!(node = %enrolment.node, reason, "no need to enrol again any more");
-                continue;
-            }
-        };
-        // Not cut short: files and memory change together.
-        let kept = match obtained {
-            Ok(identity) => keeper.replace(identity).await,
-            Err(error) => Err(error),
-        };
-        drop(alone);
-        if let Err(error) = kept {
-            tracing::error!(%error, "the new identity cannot be kept");
-        }
-        tokio::time::sleep(pace.again).await;
-    }
 }
 
 #[cfg(test)]
@@ -343,16 +274,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looks_become_rare() {
-        let looks = |waited| jittered(longest_look(Duration::from_secs(waited)), 0.5);
-        assert!(looks(59) <= Duration::from_secs(10));
+    fn polls_become_rare() {
+        let pause = |waited| jittered(longest_pause(Duration::from_secs(waited)), 0.5);
+        assert!(pause(59) <= Duration::from_secs(10));
         for _ in 0..100 {
-            assert!((Duration::from_secs(60)..=Duration::from_secs(120)).contains(&looks(60)));
+            assert!((Duration::from_secs(60)..=Duration::from_secs(120)).contains(&pause(60)));
         }
     }
 
     #[test]
-    fn a_requests_name_is_one_of_kubernetes() {
+    fn a_requests_name_is_valid_in_kubernetes() {
         for node in ["edge-1", &"a".repeat(253), &format!("{}.{}", "a".repeat(229), "b".repeat(20))] {
             let node: NodeName = node.parse().unwrap();
             let name = request_name(&node);

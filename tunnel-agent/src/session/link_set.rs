@@ -1,4 +1,4 @@
-//! The loops, one for each server, as servers come and go.
+//! One [`LinkLoop`] for each server, as servers come and go.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,17 +7,19 @@ use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::AgentIdentity;
+use tunnel_core::lifecycle::ReadyGuard;
 
-use super::{LinkLoop, LinkStatus, Shared};
+use super::link_loop::{LinkLoop, LinkStatus};
+use super::shared::Shared;
 
-/// How long a server whose address has gone is still tried when no other one can be reached either.
+/// How long a server whose address is gone is still tried when no other one can be reached either.
 const GRACE: Duration = Duration::from_secs(60);
-/// How often it is looked whether a server may be left.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often to check whether a server may be left.
+const CHECK: Duration = Duration::from_secs(1);
 
-/// The loops of an agent. A server is left only when that takes nothing away: another one that is still wanted can be
-/// used, or it could not be reached for a while itself.
-pub struct Links {
+/// An agent's links. A server whose address is gone is left only when nothing is lost by it: another server can be used,
+/// or this one has been out of reach for a while itself.
+pub struct LinkSet {
     shared: Arc<Shared>,
     identity: watch::Receiver<Arc<AgentIdentity>>,
     tasks: TaskTracker,
@@ -26,12 +28,12 @@ pub struct Links {
 
 struct Entry {
     link: Arc<LinkLoop>,
-    /// When its address went.
+    /// Since when its address is gone.
     gone: Option<Instant>,
 }
 
-impl Links {
-    /// No loops yet; their tasks become those of `tasks`.
+impl LinkSet {
+    /// No links yet; each will be a task of `tasks`.
     pub fn new(
         shared: Arc<Shared>,
         identity: watch::Receiver<Arc<AgentIdentity>>,
@@ -44,7 +46,7 @@ impl Links {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// These are the servers from now on. An empty list changes nothing: it is no news that there are none.
+    /// Connects to these servers from now on. An empty list changes nothing.
     pub fn set(&self, servers: &[HostPort]) {
         if servers.is_empty() || self.shared.draining.is_cancelled() {
             return;
@@ -63,11 +65,11 @@ impl Links {
             }
         }
         drop(entries);
-        self.tidy();
+        self.leave_gone();
     }
 
     /// Leaves the servers that may be left.
-    fn tidy(&self) {
+    fn leave_gone(&self) {
         let mut entries = self.entries();
         // One that stands by leads to a server that is attached through another address, which may be the one to leave.
         let usable = |link: &LinkLoop| link.attached() || link.stands_by();
@@ -77,15 +79,15 @@ impl Links {
             if !may_leave(another, entry.link.attached(), gone.elapsed()) {
                 return true;
             }
-            tracing::info!(server = entry.link.server(), "leaving a server whose address has gone");
+            tracing::info!(server = entry.link.server(), "leaving a server whose address is gone");
             entry.link.leave();
             false
         });
     }
 
-    /// Follows the servers until nobody tells of them any more.
-    pub async fn follow(&self, mut servers: watch::Receiver<Arc<Vec<HostPort>>>) {
-        let mut tick = tokio::time::interval(LOOK);
+    /// Follows the known servers until their sender is dropped.
+    pub async fn follow(self: Arc<Self>, mut servers: watch::Receiver<Arc<Vec<HostPort>>>) {
+        let mut tick = tokio::time::interval(CHECK);
         loop {
             let now = servers.borrow_and_update().clone();
             self.set(&now);
@@ -96,9 +98,18 @@ impl Links {
         }
     }
 
-    /// What an operator sees.
     pub fn status(&self) -> Vec<LinkStatus> {
         self.entries().iter().map(|entry| entry.link.status()).collect()
+    }
+
+    /// Becomes ready when the first server has attached. A later loss shows in the status and the metrics only: restarting
+    /// an agent because its servers are away would help no one.
+    pub async fn ready_once_attached(self: Arc<Self>, attaching: ReadyGuard) {
+        let mut tick = tokio::time::interval(Duration::from_millis(100));
+        while !self.attached() {
+            tick.tick().await;
+        }
+        attaching.ready();
     }
 
     /// Whether some server has a session in use.
@@ -106,7 +117,7 @@ impl Links {
         self.entries().iter().any(|entry| entry.link.attached())
     }
 
-    /// How long the agent and some server have not taken each other's certificate, when no server is attached.
+    /// How long some server and this agent have refused each other's certificate, if no server is attached.
     pub fn refused_for(&self) -> Option<Duration> {
         if self.attached() {
             return None;
@@ -115,7 +126,7 @@ impl Links {
     }
 }
 
-/// `another`: a server that is wanted can be used.
+/// `another`: another server, whose address is not gone, can be used.
 fn may_leave(another: bool, attached: bool, gone_for: Duration) -> bool {
     another || (!attached && gone_for >= GRACE)
 }
@@ -125,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_only_tunnel_that_works_is_never_left() {
+    fn the_only_working_server_is_never_left() {
         for gone_for in [Duration::ZERO, GRACE, GRACE * 1000] {
             assert!(!may_leave(false, true, gone_for));
             assert!(may_leave(true, true, gone_for));

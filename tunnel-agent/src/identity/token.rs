@@ -1,19 +1,4 @@
-//! The agent's side of identity: the first enrolment by a token, the files, and the renewals. (In a cluster the first
-//! enrolment is [`crate::kube::csr`]'s.)
-//!
-//! | file of the state directory | mode | |
-//! |---|---|---|
-//! | `agent.key` | 0600 | the private key, which never leaves the node |
-//! | `agent.crt` | 0644 | the certificate |
-//! | `ca.crt` | 0644 | the roots that a server must come from, the one that signs at present first |
-//! | `agent.key.next` | 0600 | the key that a certificate is being asked for; written before the request, so a lost answer can be asked for again |
-
-mod backoff;
-mod client;
-mod error;
-mod files;
-mod keeper;
-mod metrics;
+//! The first enrolment without an API server: by an enrolment token, over gRPC at a server.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,39 +11,35 @@ use tunnel_core::identity::{
 };
 use tunnel_core::proto::EnrollRequest;
 
-pub(crate) use backoff::Backoff;
-use client::{Connection, Failure};
-pub use error::EnrollError;
-pub(crate) use files::{IdentityFiles, Stored};
-pub use keeper::{IdentityKeeper, Recovery};
-pub use metrics::IdentityMetrics;
+use super::EnrollError;
+use super::attempt::{AttemptError, RETRIES, is_orphaned};
+use super::enrollment::Connection;
+use super::files::{IdentityFiles, Stored};
 
-/// What an agent needs to get an identity and to keep it.
+/// What an agent needs to obtain an identity and to keep it.
 #[derive(Clone, Debug)]
 pub struct EnrollConfig {
     /// `host:port` of each server.
     pub servers: Vec<String>,
-    /// The node that this agent is for.
     pub node: NodeName,
-    /// Where the identity is kept.
     pub state_dir: PathBuf,
-    /// For the first enrolment, and for one at another CA.
+    /// For the first enrolment, and for one with another CA.
     pub token: Option<SecretString>,
     /// `sha256:HEX` of the CA's key, for an enrolment.
     pub ca_hash: Option<String>,
 }
 
-/// The identity on disk when it is this node's and has not ended, without any token; else a new one by enrolling.
+/// The identity on disk if it is this node's and has not expired, without any token; else a new one by enrolling.
 ///
-/// With a token, an identity that has not ended but is another CA's than the given one, or whose root is trusted no
-/// longer, is replaced by enrolling if a server agrees; else it is used as it is, because a token and a hash that
-/// were left in a unit file must not stop an agent that works.
+/// With a token, an identity that has not expired, but is another CA's than `ca_hash` or has a root that is no longer
+/// trusted, is replaced by enrolling if a server agrees. If none does it is used as it is: a token and a hash that were
+/// left in a unit file must not stop a working agent.
 ///
 /// Tries every server, again and again with growing pauses while none can be reached. The future may be dropped at
 /// any time: the next call goes on with the same key.
 ///
 /// # Errors
-/// What only the operator can mend: unusable files, another node's identity, a token that is missing or that a
+/// What only the operator can fix: unusable files, another node's identity, a token that is missing or that a
 /// server refused, a server with another CA than the expected one.
 pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {
     let files = IdentityFiles::new(&config.state_dir);
@@ -82,7 +63,7 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
             if config.token.is_none() {
                 return Err(EnrollError::Expired { path: files.certificate(), node: config.node.clone() });
             }
-            tracing::warn!(node = %config.node, "the certificate has ended; enrolling again");
+            tracing::warn!(node = %config.node, "the certificate has expired; enrolling again");
             Some(identity.bundle)
         }
         Stored::Nothing => None,
@@ -91,7 +72,7 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
         state_dir: config.state_dir.clone(),
         node: config.node.clone(),
     })?;
-    let mut backoff = Backoff::default();
+    let mut backoff = RETRIES;
     let round = Round::begin(config, &files, token, known.as_ref())?;
     loop {
         if let Some(identity) = round.run().await? {
@@ -101,17 +82,17 @@ pub async fn ensure_identity(config: &EnrollConfig) -> Result<AgentIdentity, Enr
     }
 }
 
-/// Why the identity, which has not ended, may be of no use with the servers of today.
+/// Why an identity that has not expired may be of no use with today's servers.
 fn doubt(identity: &AgentIdentity, ca_hash: Option<&str>) -> Option<&'static str> {
-    if identity.chain.first().is_none_or(|leaf| identity.bundle.issuer_of(leaf).is_none()) {
-        return Some("the root that signed the certificate is trusted no longer");
+    if is_orphaned(identity) {
+        return Some("the root that signed the certificate is no longer trusted");
     }
     let given = ca_hash?;
     let is_known = identity.bundle.hashes().iter().any(|hash| hash.eq_ignore_ascii_case(given));
-    (!is_known).then_some("the certificate is another CA's than --ca-hash says")
+    (!is_known).then_some("the certificate is from another CA than --ca-hash says")
 }
 
-/// One try to enrol at each server; the present identity when that brings nothing.
+/// One attempt to enrol at each server; the present identity if that fails.
 async fn replace_if_agreed(
     config: &EnrollConfig,
     files: &IdentityFiles,
@@ -137,7 +118,7 @@ async fn replace_if_agreed(
     present
 }
 
-/// What asking every server once needs.
+/// One request to each server in turn.
 struct Round<'a> {
     config: &'a EnrollConfig,
     files: &'a IdentityFiles,
@@ -169,33 +150,39 @@ impl<'a> Round<'a> {
         let node = &self.config.node;
         let mut refusal = None;
         for server in &self.config.servers {
-            let request = EnrollRequest {
-                node: node.to_string(),
-                token: self.token.expose_secret().to_owned(),
-                csr: self.csr.clone(),
-            };
-            match enroll_at(server, &self.tls, request, &self.key, node).await {
+            match self.enrol_at(server).await {
                 Ok(identity) => {
                     self.files.store(&identity)?;
                     tracing::info!(%node, server, "enrolled");
                     return Ok(Some(identity));
                 }
-                Err(Failure::Definite(reason)) => {
+                Err(AttemptError::Refused(reason)) => {
                     tracing::error!(server, reason, "enrolment refused");
                     refusal =
                         Some(EnrollError::Refused { server: server.clone(), reason, node: node.clone() });
                 }
-                Err(Failure::Transient(reason)) => {
+                Err(AttemptError::Transient(reason)) => {
                     tracing::warn!(server, reason, "enrolment failed");
                 }
             }
         }
-        // The other servers had their chance, but asking this one again would not change its answer.
+        // Every server was asked, and this one would refuse again.
         refusal.map_or(Ok(None), Err)
+    }
+
+    async fn enrol_at(&self, server: &str) -> Result<AgentIdentity, AttemptError> {
+        let mut connection = Connection::open(server, &self.tls).await?;
+        let request = EnrollRequest {
+            node: self.config.node.to_string(),
+            token: self.token.expose_secret().to_owned(),
+            csr: self.csr.clone(),
+        };
+        let response = connection.client.enroll(request).await?;
+        connection.issued_identity(&response.into_inner(), &self.key, &self.config.node)
     }
 }
 
-/// A given hash is what the operator trusts now; else the roots of the ended identity are still good.
+/// A given hash is what the operator trusts now; without one, the roots of the expired identity are still good.
 fn enrollment_tls(
     config: &EnrollConfig,
     known: Option<&TrustBundle>,
@@ -205,16 +192,4 @@ fn enrollment_tls(
         (None, Some(bundle)) => Ok(anonymous_tls(bundle, ALPN_GRPC)?),
         (None, None) => Err(EnrollError::NoCaHash { node: config.node.clone() }),
     }
-}
-
-async fn enroll_at(
-    server: &str,
-    tls: &Arc<ClientConfig>,
-    request: EnrollRequest,
-    key: &rcgen::KeyPair,
-    node: &NodeName,
-) -> Result<AgentIdentity, Failure> {
-    let mut connection = Connection::open(server, tls).await?;
-    let response = connection.client.enroll(request).await.map_err(|status| Failure::of_status(&status))?;
-    connection.identity_of(&response.into_inner(), key, node)
 }

@@ -11,7 +11,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tunnel_core::proto::agent_server::Agent;
 use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
 
-use super::{Notice, SessionState};
+use super::state::{SessionPhase, SessionState};
 
 type Events = Pin<Box<dyn Stream<Item = Result<AgentEvent, Status>> + Send>>;
 
@@ -30,7 +30,7 @@ impl Agent for AgentService {
         {
             let status =
                 Status::already_exists(format!("this agent is attached to this server through {through}"));
-            session.notices.send_replace(Notice::SameServer { through });
+            session.phase.send_replace(SessionPhase::SameServer { through });
             return Err(status);
         }
         let events = session
@@ -49,26 +49,26 @@ impl Agent for AgentService {
         };
         // The channel is new and has room.
         let _ = session.events.send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).await;
-        session.metrics.sessions_started.inc();
+        session.shared.metrics.sessions_started.inc();
         tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
         session
-            .notices
-            .send_replace(Notice::Attached { server_id: welcome.server_id, since: SystemTime::now() });
-        // Its end tells the server that this session ends on purpose.
+            .phase
+            .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: SystemTime::now() });
+        // The stream's end tells the server that this session ends on purpose.
         let stop = session.stop.clone().cancelled_owned();
         Ok(Response::new(Box::pin(ReceiverStream::new(events).take_until(stop))))
     }
 
     async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // The session takes Carry streams apart before tonic sees them.
+        // `serve` takes Carry streams out before tonic sees them.
         Err(Status::internal("Carry is served without a codec"))
     }
 
     async fn notify(&self, request: Request<proto::Notice>) -> Result<Response<NoticeAck>, Status> {
-        let notice = match request.into_inner().notice {
-            Some(notice::Notice::Draining(_)) => Notice::Draining,
-            Some(notice::Notice::Refused(refused)) => Notice::Refused(refused.reason),
-            Some(notice::Notice::Replaced(replaced)) => Notice::Replaced { peer: replaced.peer },
+        let phase = match request.into_inner().notice {
+            Some(notice::Notice::Draining(_)) => SessionPhase::Draining,
+            Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
+            Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },
             Some(notice::Notice::TrustBundle(bundle)) => {
                 self.0.announce(bundle.pem).await;
                 return Ok(Response::new(NoticeAck {}));
@@ -79,11 +79,12 @@ impl Agent for AgentService {
             }
             None => return Err(Status::invalid_argument("a notice of a kind that this agent does not know")),
         };
-        self.0.notices.send_replace(notice);
+        self.0.phase.send_replace(phase);
         Ok(Response::new(NoticeAck {}))
     }
 }
 
+/// What is not a port is left out.
 fn ports(named: &[u32]) -> BTreeSet<u16> {
     named.iter().filter_map(|port| u16::try_from(*port).ok()).collect()
 }

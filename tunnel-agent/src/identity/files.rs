@@ -1,3 +1,5 @@
+//! The files of the identity in the state directory.
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -5,14 +7,14 @@ use rcgen::KeyPair;
 use tunnel_core::identity::files::{self, PRIVATE_FILE, PUBLIC_FILE};
 use tunnel_core::identity::{AgentIdentity, IdentityError, TrustBundle, generate_key, pem_of_certificates};
 
-const MEND: &str = "restore it from a backup, or move agent.key, agent.crt and ca.crt away and enrol again with a \
+const RESTORE: &str = "restore it from a backup, or move agent.key, agent.crt and ca.crt away and enrol again with a \
                     new token (`tunnel-server token create`)";
 
 /// What the state directory holds.
 pub(crate) enum Stored {
     /// No certificate.
     Nothing,
-    /// An identity whose parts fit together. It may have ended or be another node's.
+    /// An identity whose parts fit together. It may have expired or be another node's.
     Identity(Box<AgentIdentity>),
 }
 
@@ -50,13 +52,13 @@ impl IdentityFiles {
     /// Reads the identity, and finishes a [`IdentityFiles::store`] that a crash cut short.
     pub(crate) fn load(&self) -> Result<Stored, IdentityError> {
         let path = self.certificate();
-        // Without a certificate a key is worth nothing, so there is nothing to lose by enrolling.
+        // A key without a certificate is worthless, so nothing is lost by enrolling.
         let Some(chain) = files::read_optional(&path)? else { return Ok(Stored::Nothing) };
         let roots = self.roots();
         let bundle = files::read_optional(&roots)?
-            .ok_or_else(|| IdentityError::file(&roots, &"there is no such file", MEND))?;
+            .ok_or_else(|| IdentityError::file(&roots, &"there is no such file", RESTORE))?;
         let bundle =
-            TrustBundle::from_pem(&bundle).map_err(|error| IdentityError::file(&roots, &error, MEND))?;
+            TrustBundle::from_pem(&bundle).map_err(|error| IdentityError::file(&roots, &error, RESTORE))?;
         let of_key = |key: &str| AgentIdentity::from_pem(&chain, key, bundle.clone());
         let next = files::read_optional_private(&self.next_key())?;
         if let Some(identity) = next.as_deref().and_then(|key| of_key(key).ok()) {
@@ -65,32 +67,32 @@ impl IdentityFiles {
         }
         let key_path = self.key();
         let key = files::read_optional_private(&key_path)?
-            .ok_or_else(|| IdentityError::file(&key_path, &"there is no such file", MEND))?;
+            .ok_or_else(|| IdentityError::file(&key_path, &"there is no such file", RESTORE))?;
         match of_key(&key) {
             Ok(identity) => Ok(Stored::Identity(Box::new(identity))),
-            Err(error @ IdentityError::Key(_)) => Err(IdentityError::file(&key_path, &error, MEND)),
-            Err(error) => Err(IdentityError::file(&path, &error, MEND)),
+            Err(error @ IdentityError::Key(_)) => Err(IdentityError::file(&key_path, &error, RESTORE)),
+            Err(error) => Err(IdentityError::file(&path, &error, RESTORE)),
         }
     }
 
-    /// The key to ask a certificate for: the one of an earlier try, whose answer may have been lost, or a new one.
+    /// The key to request a certificate for: that of an earlier attempt, whose answer may have been lost, or a new one.
     pub(crate) fn pending_key(&self) -> Result<KeyPair, IdentityError> {
         let path = self.next_key();
         if let Some(pem) = files::read_optional_private(&path)? {
-            let mend = "remove it; a new key is made then (a token that was used with it must be replaced)";
-            return KeyPair::from_pem(&pem).map_err(|error| IdentityError::file(&path, &error, mend));
+            let fix = "remove it, and a new key is made (a token that was used with it must be replaced)";
+            return KeyPair::from_pem(&pem).map_err(|error| IdentityError::file(&path, &error, fix));
         }
         let key = generate_key()?;
         files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE_FILE)?;
         Ok(key)
     }
 
-    /// Keeps an identity, whose key is written first should it not be [`IdentityFiles::pending_key`]. After a crash
-    /// between any two of the steps [`IdentityFiles::load`] finds the old identity or the new one.
+    /// Stores an identity. Its key is written first, unless it is [`IdentityFiles::pending_key`]: after a crash between
+    /// any two steps [`IdentityFiles::load`] finds either the old identity or the new one.
     pub(crate) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
         let next = self.next_key();
         let key = KeyPair::try_from(&identity.key)
-            .map_err(|error| IdentityError::Key(format!("a key that cannot be kept: {error}")))?
+            .map_err(|error| IdentityError::Key(format!("a key that cannot be stored: {error}")))?
             .serialize_pem();
         if files::read_optional_private(&next)?.as_ref() != Some(&key) {
             files::replace(&next, key.as_bytes(), PRIVATE_FILE)?;

@@ -1,0 +1,168 @@
+//! From flags to a [`Config`].
+
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+
+use tunnel_core::config::{
+    ConfigError, HostPort, host_name, parse_duration, parse_ip, parse_loopback_door, parse_target_rules,
+    parse_with,
+};
+use tunnel_core::identity::{ExposeSecret, NodeName, SecretString, parse_ca_hash};
+
+use super::args::{IgnoredArgs, RunArgs};
+use crate::config::Config;
+use crate::identity::IdentityFiles;
+use crate::kube::{DEFAULT_SERVICE, KubeOptions};
+
+impl RunArgs {
+    /// # Errors
+    /// Names the flag, its value and the reason.
+    pub fn to_config(&self) -> Result<Config, ConfigError> {
+        let servers = servers(self)?;
+        let kube = kube_options(self, &servers)?;
+        let node_name = match &self.node_name {
+            Some(name) => parse_with("--node-name", name)?,
+            None => node_of_host()?,
+        };
+        let ca_hash = self.ca_hash.as_deref().map(str::trim);
+        if let Some(hash) = ca_hash {
+            parse_ca_hash(hash).map_err(|error| ConfigError::new("--ca-hash", hash, error.to_string()))?;
+        }
+        if kube.is_some() {
+            let given = [
+                ("--token", self.token.is_some()),
+                ("--token-file", self.token_file.is_some()),
+                ("--ca-hash", ca_hash.is_some()),
+            ];
+            if let Some((key, _)) = given.into_iter().find(|(_, given)| *given) {
+                let reason = "not with --kubeconfig or as a pod, where this agent enrols through the API server; leave it \
+                              out, or enrol with --server, --token and --ca-hash alone";
+                return Err(ConfigError::without_value(key, reason));
+            }
+        }
+        let token = token(self)?;
+        if token.is_some() && ca_hash.is_none() {
+            let reason = "needed with a token, or the agent could enrol with an impostor; `tunnel-server ca status` prints it";
+            return Err(ConfigError::without_value("--ca-hash", reason));
+        }
+        Ok(Config {
+            servers,
+            kube,
+            node_name,
+            node_ip: self.node_ip.as_deref().map(node_ip).transpose()?,
+            token,
+            ca_hash: ca_hash.map(str::to_owned),
+            state_dir: self.state_dir.clone(),
+            admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
+            allow_targets: parse_target_rules("--allow-target", &self.allow_target)?,
+            drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
+            log_format: parse_with("--log-format", &self.log_format)?,
+            log_level: parse_with("--log-level", &self.log_level)?,
+            ignored: ignored(&self.ignored),
+        })
+    }
+}
+
+fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
+    let mut servers: Vec<HostPort> = Vec::new();
+    for value in &args.server {
+        for entry in value.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+            let server = entry.parse().map_err(|reason| ConfigError::new("--server", entry, reason))?;
+            if !servers.contains(&server) {
+                servers.push(server);
+            }
+        }
+    }
+    if servers.is_empty() && !args.server.is_empty() {
+        return Err(ConfigError::new("--server", args.server.join(","), "no HOST:PORT in it"));
+    }
+    Ok(servers)
+}
+
+fn kube_options(args: &RunArgs, servers: &[HostPort]) -> Result<Option<KubeOptions>, ConfigError> {
+    if args.kubeconfig.is_none() && !servers.is_empty() {
+        let given = [("--namespace", &args.namespace), ("--service", &args.service)];
+        if let Some((key, Some(value))) = given.into_iter().find(|(_, value)| value.is_some()) {
+            let reason =
+                "not with --server alone, which uses no API server; add --kubeconfig or leave it out";
+            return Err(ConfigError::new(key, value, reason));
+        }
+        return Ok(None);
+    }
+    if args.kubeconfig.is_none() && !is_pod() {
+        let reason = "needed: HOST:PORT of each tunnel-server; or --kubeconfig FILE, to find them and enrol through the API \
+                      server (as a pod neither is needed, but this is none: $KUBERNETES_SERVICE_HOST is not set)";
+        return Err(ConfigError::without_value("--server", reason));
+    }
+    // The values become part of a selector.
+    let name = |key: &str, value: &String| match value.parse::<NodeName>() {
+        Ok(_) => Ok(value.clone()),
+        Err(_) => Err(ConfigError::new(key, value, "not the name of an object in Kubernetes")),
+    };
+    Ok(Some(KubeOptions {
+        kubeconfig: args.kubeconfig.clone(),
+        namespace: args.namespace.as_ref().map(|value| name("--namespace", value)).transpose()?,
+        service: match &args.service {
+            Some(service) => name("--service", service)?,
+            None => DEFAULT_SERVICE.to_owned(),
+        },
+    }))
+}
+
+/// Kubernetes sets it in every container.
+fn is_pod() -> bool {
+    std::env::var_os("KUBERNETES_SERVICE_HOST").is_some_and(|host| !host.is_empty())
+}
+
+fn ignored(args: &IgnoredArgs) -> Vec<(&'static str, &'static str)> {
+    let known = [
+        ("--apiserver-addr", &args.apiserver_addr, "the kubeconfig names the API server"),
+        ("--agent-identifiers", &args.agent_identifiers, "the certificate names the node"),
+        ("--meta-host", &args.meta_host, "the admin endpoints are on --admin-address"),
+    ];
+    known.into_iter().filter(|(_, value, _)| value.is_some()).map(|(key, _, why)| (key, why)).collect()
+}
+
+fn node_ip(value: &str) -> Result<IpAddr, ConfigError> {
+    let address = parse_ip("--node-ip", value)?;
+    if address.is_unspecified() || address.is_multicast() {
+        return Err(ConfigError::new("--node-ip", value, "not the address of a node"));
+    }
+    Ok(address)
+}
+
+fn node_of_host() -> Result<NodeName, ConfigError> {
+    let missing = |reason: String| ConfigError::without_value("--node-name", format!("needed: {reason}"));
+    let name = host_name().map_err(|error| missing(format!("the host name cannot be read: {error}")))?;
+    name.parse().map_err(|error| missing(format!("the host name cannot be a node's: {error}")))
+}
+
+fn token(args: &RunArgs) -> Result<Option<SecretString>, ConfigError> {
+    let (key, token) = match (&args.token, &args.token_file) {
+        (Some(_), Some(path)) => {
+            let reason = "--token is given too; use one of them";
+            return Err(ConfigError::new("--token-file", path.to_string_lossy(), reason));
+        }
+        (Some(token), None) => ("--token", SecretString::from(token.expose_secret().trim())),
+        (None, Some(path)) => match std::fs::read_to_string(path) {
+            Ok(text) => ("--token-file", text.trim().into()),
+            // The token was for the first enrolment; a tidy operator removes the file.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && has_certificate(&args.state_dir) => {
+                return Ok(None);
+            }
+            Err(error) => {
+                return Err(ConfigError::new("--token-file", path.to_string_lossy(), error.to_string()));
+            }
+        },
+        (None, None) => return Ok(None),
+    };
+    if token.expose_secret().is_empty() || token.expose_secret().chars().any(char::is_whitespace) {
+        return Err(ConfigError::without_value(key, "not a token: it is empty or contains blanks"));
+    }
+    Ok(Some(token))
+}
+
+fn has_certificate(state_dir: &Path) -> bool {
+    IdentityFiles::new(state_dir).certificate().exists()
+}

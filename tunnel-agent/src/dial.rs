@@ -1,0 +1,164 @@
+//! Dialling a target for a server: the request, the policy's verdict, and a TCP connection within a deadline.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{HeaderMap, HeaderValue};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+use tonic::Code;
+use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
+use tunnel_core::link;
+use tunnel_core::outcome::Outcome;
+
+use crate::policy::Policy;
+
+/// A dial's deadline when the server names none.
+const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
+/// The longest deadline that a server may name.
+const LONGEST_DEADLINE: Duration = Duration::from_secs(60);
+/// Dials that may be pending at a time for one server: a black hole behind the node must not hold unbounded state.
+const MAX_PENDING: usize = 512;
+
+/// Why a target was not connected.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DialError {
+    #[error("{TARGET_HEADER} is not an IP address and port: {0:?}")]
+    NotAnAddress(String),
+    #[error("{target} may not be dialled here: {reason}")]
+    Denied { target: SocketAddr, reason: String },
+    #[error("{MAX_PENDING} dials are pending already")]
+    Busy,
+    #[error("{target} timed out after {} s", after.as_secs_f32())]
+    TimedOut { target: SocketAddr, after: Duration },
+    #[error("connection refused by {0}")]
+    Refused(SocketAddr),
+    #[error("{target} is unreachable from the node: {error}")]
+    Unreachable { target: SocketAddr, error: io::Error },
+}
+
+impl DialError {
+    /// The gRPC status for the server.
+    pub(crate) const fn code(&self) -> Code {
+        match self {
+            Self::NotAnAddress(_) => Code::InvalidArgument,
+            Self::Denied { .. } => Outcome::Denied.code(),
+            Self::Busy => Outcome::Busy.code(),
+            Self::TimedOut { .. } => Outcome::TimedOut.code(),
+            Self::Refused(_) => Outcome::Refused.code(),
+            Self::Unreachable { .. } => Outcome::Unreachable.code(),
+        }
+    }
+
+    /// The value of the metric's label `outcome`.
+    pub(crate) const fn label(&self) -> &'static str {
+        match self {
+            Self::NotAnAddress(_) => Outcome::Protocol.as_str(),
+            _ => Outcome::from_code(self.code()).as_str(),
+        }
+    }
+
+    fn from_io(target: SocketAddr, deadline: Duration, error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionReset => Self::Refused(target),
+            io::ErrorKind::TimedOut => Self::TimedOut { target, after: deadline },
+            _ => Self::Unreachable { target, error },
+        }
+    }
+}
+
+/// What the headers of a Carry stream ask for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DialRequest {
+    pub(crate) target: SocketAddr,
+    deadline: Duration,
+}
+
+impl DialRequest {
+    /// # Errors
+    /// The target is missing or not `IP:port`.
+    pub(crate) fn from_headers(headers: &HeaderMap) -> Result<Self, DialError> {
+        let named = headers.get(TARGET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
+        let target = std::str::from_utf8(named).ok().and_then(|text| text.parse().ok()).ok_or_else(|| {
+            DialError::NotAnAddress(String::from_utf8_lossy(&named[..named.len().min(64)]).into_owned())
+        })?;
+        let deadline = headers
+            .get("grpc-timeout")
+            .and_then(|value| parse_timeout(value.as_bytes()))
+            .unwrap_or(DEFAULT_DEADLINE)
+            .min(LONGEST_DEADLINE);
+        Ok(Self { target, deadline })
+    }
+}
+
+/// Dials targets for one server.
+pub(crate) struct Dialler {
+    policy: Arc<Policy>,
+    permits: Semaphore,
+}
+
+impl Dialler {
+    pub(crate) fn new(policy: Arc<Policy>) -> Self {
+        Self { policy, permits: Semaphore::new(MAX_PENDING) }
+    }
+
+    /// Dials under way.
+    pub(crate) fn pending(&self) -> usize {
+        MAX_PENDING - self.permits.available_permits()
+    }
+
+    /// `loopback_ports` are those that the server has named.
+    pub(crate) async fn dial(
+        &self,
+        request: DialRequest,
+        loopback_ports: &BTreeSet<u16>,
+    ) -> Result<TcpStream, DialError> {
+        let DialRequest { target, deadline } = request;
+        self.policy
+            .check(target, loopback_ports)
+            .map_err(|denied| DialError::Denied { target, reason: denied.to_string() })?;
+        let _permit = self.permits.try_acquire().map_err(|_| DialError::Busy)?;
+        let socket = tokio::time::timeout(deadline, TcpStream::connect(target))
+            .await
+            .map_err(|_| DialError::TimedOut { target, after: deadline })?
+            .map_err(|error| DialError::from_io(target, deadline, error))?;
+        prepare_socket(&socket).map_err(|error| DialError::Unreachable { target, error })?;
+        Ok(socket)
+    }
+}
+
+/// `grpc-timeout`: up to eight digits and a unit (gRPC over HTTP/2, "Requests").
+fn parse_timeout(value: &[u8]) -> Option<Duration> {
+    let (unit, digits) = value.split_last()?;
+    if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    let amount: u64 = std::str::from_utf8(digits).ok()?.parse().ok()?;
+    Some(match unit {
+        b'H' => Duration::from_secs(amount * 3600),
+        b'M' => Duration::from_secs(amount * 60),
+        b'S' => Duration::from_secs(amount),
+        b'm' => Duration::from_millis(amount),
+        b'u' => Duration::from_micros(amount),
+        b'n' => Duration::from_nanos(amount),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_follow_grpcs_format() {
+        assert_eq!(parse_timeout(b"5000m"), Some(Duration::from_secs(5)));
+        assert_eq!(parse_timeout(b"1H"), Some(Duration::from_secs(3600)));
+        assert_eq!(parse_timeout(b"99999999n"), Some(Duration::from_nanos(99_999_999)));
+        for bad in [&b""[..], b"m", b"5", b"-5S", b"123456789S", b"5x", "5µ".as_bytes()] {
+            assert_eq!(parse_timeout(bad), None, "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The gRPC client of a server's Enrollment service.
+
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Uri;
+use hyper_util::rt::TokioIo;
+use rcgen::KeyPair;
+use rustls::ClientConfig;
+use rustls_pki_types::CertificateDer;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+use tower::service_fn;
+use tunnel_core::error::chain;
+use tunnel_core::identity::{AgentIdentity, IdentityError, NodeName, TrustBundle, refusal, server_name};
+use tunnel_core::proto::EnrollResponse;
+use tunnel_core::proto::enrollment_client::EnrollmentClient;
+
+use super::attempt::{AttemptError, check_issued};
+
+/// For the TCP connection and the TLS handshake together; an edge's link may be slow.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+const CALL_TIMEOUT: Duration = Duration::from_secs(15);
+/// Enough for a chain and a few roots.
+const MAX_MESSAGE: usize = 256 * 1024;
+
+/// A connection to a server's Enrollment service.
+pub(super) struct Connection {
+    pub(super) client: EnrollmentClient<Channel>,
+    server_chain: Vec<CertificateDer<'static>>,
+}
+
+impl Connection {
+    /// Connects and shakes hands itself, so that an error says which of the two failed and why.
+    pub(super) async fn open(server: &str, tls: &Arc<ClientConfig>) -> Result<Self, AttemptError> {
+        let handshake = async {
+            let tcp = TcpStream::connect(server)
+                .await
+                .map_err(|error| AttemptError::Transient(format!("connect: {error}")))?;
+            TlsConnector::from(Arc::clone(tls))
+                .connect(server_name(), tcp)
+                .await
+                .map_err(|error| handshake_error(&error))
+        };
+        let stream = tokio::time::timeout(CONNECT_TIMEOUT, handshake).await.map_err(|_| {
+            AttemptError::Transient(format!("no answer within {} s", CONNECT_TIMEOUT.as_secs()))
+        })??;
+        let server_chain = stream
+            .get_ref()
+            .1
+            .peer_certificates()
+            .map(|chain| chain.iter().map(|certificate| certificate.clone().into_owned()).collect())
+            .unwrap_or_default();
+        let mut stream = Some(TokioIo::new(stream));
+        let connector = service_fn(move |_: Uri| {
+            let stream = stream.take();
+            async move { stream.ok_or_else(|| io::Error::other("the connection was closed")) }
+        });
+        // The name is only the :authority; the connector has the connection already.
+        let channel = Endpoint::from_static("http://tunnel-server.postern.internal")
+            .timeout(CALL_TIMEOUT)
+            .connect_with_connector(connector)
+            .await
+            .map_err(|error| AttemptError::Transient(chain(&error)))?;
+        let client = EnrollmentClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
+        Ok(Self { client, server_chain })
+    }
+
+    /// The identity in an answer, if it is for this node and this key, and if its roots verify this very server: else
+    /// the agent could not connect to it again.
+    pub(super) fn issued_identity(
+        &self,
+        response: &EnrollResponse,
+        key: &KeyPair,
+        node: &NodeName,
+    ) -> Result<AgentIdentity, AttemptError> {
+        let parse = || {
+            let bundle = TrustBundle::from_pem(&response.trust_bundle)?;
+            bundle.verify_server(&self.server_chain)?;
+            AgentIdentity::from_pem(&response.certificate_chain, &key.serialize_pem(), bundle)
+        };
+        parse()
+            .and_then(|identity| check_issued(identity, node))
+            .map_err(|error| AttemptError::Transient(format!("unusable answer: {error}")))
+    }
+}
+
+impl From<Status> for AttemptError {
+    fn from(status: Status) -> Self {
+        let text =
+            if status.message().is_empty() { status.code().to_string() } else { status.message().to_owned() };
+        match status.code() {
+            Code::Unauthenticated | Code::PermissionDenied | Code::InvalidArgument => Self::Refused(text),
+            // What the transport's error wraps: its own text says only "transport error".
+            _ => Self::Transient(match status.source() {
+                Some(source) => format!("{text}: {}", chain(source)),
+                None => text,
+            }),
+        }
+    }
+}
+
+fn handshake_error(error: &io::Error) -> AttemptError {
+    match refusal(error) {
+        Some(reason @ IdentityError::CaMismatch { .. }) => AttemptError::Refused(reason.to_string()),
+        Some(reason) => AttemptError::Transient(format!("TLS: {reason}")),
+        None => AttemptError::Transient(format!("TLS: {error}")),
+    }
+}

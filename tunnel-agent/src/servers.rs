@@ -1,0 +1,54 @@
+//! The servers to connect to: from `--server`, or found through the API server.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
+use tunnel_core::config::HostPort;
+use tunnel_core::lifecycle::ReadyGuard;
+
+use crate::config::Config;
+use crate::kube::ApiServer;
+use crate::kube::discover::Discovery;
+
+pub(crate) enum Servers {
+    Given(watch::Sender<Arc<Vec<HostPort>>>),
+    Found(Discovery),
+}
+
+impl Servers {
+    pub(crate) fn new(config: &Config, api: Option<&Arc<ApiServer>>) -> Self {
+        match api {
+            Some(api) if config.servers.is_empty() => {
+                Self::Found(Discovery::start(api.clone(), &config.state_dir))
+            }
+            _ => Self::Given(watch::Sender::new(Arc::new(config.servers.clone()))),
+        }
+    }
+
+    /// The servers known at each moment; none while the first are still being looked for.
+    pub(crate) fn known(&self) -> watch::Receiver<Arc<Vec<HostPort>>> {
+        match self {
+            Self::Given(servers) => servers.subscribe(),
+            Self::Found(discovery) => discovery.servers(),
+        }
+    }
+
+    /// Why the known ones may be out of date.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        match self {
+            Self::Given(_) => None,
+            Self::Found(discovery) => discovery.trouble(),
+        }
+    }
+
+    /// Becomes ready once any are known.
+    pub(crate) fn ready_once_known(&self, pending: ReadyGuard) -> AbortOnDropHandle<()> {
+        let mut known = self.known();
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            if known.wait_for(|servers| !servers.is_empty()).await.is_ok() {
+                pending.ready();
+            }
+        }))
+    }
+}

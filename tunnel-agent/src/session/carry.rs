@@ -1,0 +1,122 @@
+//! Carrying one connection: accepts the server's Carry stream, has the target dialled, and relays between the two.
+
+use std::future::{poll_fn, ready};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytes::Bytes;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream};
+use http::{HeaderValue, Request, Response, header};
+use tokio::net::TcpStream;
+use tonic::Status;
+use tunnel_core::carry::{Abort, Relay, Side, Traffic};
+use tunnel_core::outcome::Outcome;
+
+use super::state::SessionState;
+use crate::dial::{DialError, DialRequest};
+
+/// Answers one Carry stream, from the request to the end of both directions.
+pub(super) async fn carry(
+    session: Arc<SessionState>,
+    request: Request<RecvStream>,
+    mut respond: SendResponse<Bytes>,
+) {
+    let dial_request = DialRequest::from_headers(request.headers());
+    let inbound = request.into_body();
+    let started = Instant::now();
+    let connection = session.connection();
+    let dialled = tokio::select! {
+        dialled = dial(&session, dial_request) => dialled,
+        // The client gave up, and so does the dial.
+        _ = poll_fn(|cx| respond.poll_reset(cx)) => {
+            session.shared.metrics.dialled("cancelled", started.elapsed());
+            return;
+        }
+    };
+    let (target, mut socket) = match dialled {
+        Ok(dialled) => dialled,
+        Err(error) => {
+            session.shared.metrics.dialled(error.label(), started.elapsed());
+            tracing::info!(server = %session.server, reason = %error, "connection refused");
+            refuse(&mut respond, &error);
+            return;
+        }
+    };
+    session.shared.metrics.dialled("ok", started.elapsed());
+    let mut send = match respond.send_response(response(), false) {
+        Ok(send) => send,
+        Err(error) => {
+            tracing::debug!(%error, "the server went away while the target was dialled");
+            return;
+        }
+    };
+    let abort = Arc::new(Abort::default());
+    let traffic = Traffic::part_of(vec![session.shared.metrics.carried.clone()]);
+    let relay = Relay { side: Side::Agent, stalls: &session.stalls, abort: &abort, traffic: &traffic };
+    let ended = {
+        let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
+        tokio::select! {
+            ended = &mut run => ended,
+            () = session.stop.cancelled() => {
+                abort.trigger(Outcome::Shutdown);
+                run.await
+            }
+        }
+    };
+    let outcome = ended.as_ref().map_or_else(|error| error.outcome(Side::Agent), |()| Outcome::Ok);
+    session.shared.metrics.ended(outcome);
+    tracing::debug!(
+        server = %session.server,
+        %target,
+        to_target = traffic.to_socket(),
+        from_target = traffic.from_socket(),
+        duration_ms = started.elapsed().as_millis() as u64,
+        %outcome,
+        error = ended.err().map(tracing::field::display),
+        "connection"
+    );
+    drop(connection);
+}
+
+async fn dial(
+    session: &SessionState,
+    request: Result<DialRequest, DialError>,
+) -> Result<(SocketAddr, TcpStream), DialError> {
+    let request = request?;
+    let socket = session.dialler.dial(request, &session.loopback_ports.load_full()).await?;
+    Ok((request.target, socket))
+}
+
+fn response() -> Response<()> {
+    let mut response = Response::new(());
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// Answers with a status only, which tells the server that nothing was connected.
+fn refuse(respond: &mut SendResponse<Bytes>, error: &DialError) {
+    let mut response = response();
+    let status = Status::new(error.code(), error.to_string());
+    if status.add_header(response.headers_mut()).is_err() || respond.send_response(response, true).is_err() {
+        respond.send_reset(Reason::CANCEL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An agent holds one per connection. Measured: 3368 bytes on x86-64.
+    #[test]
+    fn the_future_of_a_connection_stays_small() {
+        fn size_of_future<F>(
+            _: impl FnOnce(Arc<SessionState>, Request<RecvStream>, SendResponse<Bytes>) -> F,
+        ) -> usize {
+            size_of::<F>()
+        }
+        let size = size_of_future(carry);
+        assert!(size <= 3584, "{size} bytes");
+    }
+}

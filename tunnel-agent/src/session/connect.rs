@@ -1,0 +1,55 @@
+//! Connecting to a server: TCP, TLS and the first HTTP/2 frames.
+
+use std::sync::Arc;
+
+use h2::server::Connection;
+use rustls_pki_types::CertificateDer;
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::{TlsConnector, rustls};
+use tunnel_core::identity::server_name;
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+
+use super::session_end::SessionEnd;
+
+/// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
+pub(super) type LinkConnection = Connection<TlsStream<TcpStream>, bytes::Bytes>;
+
+/// The certificates that a server presents, leaf first.
+pub(super) type Chain = Arc<[CertificateDer<'static>]>;
+
+/// Connects up to HTTP/2's first frames.
+pub(super) async fn connect(
+    server: &str,
+    tls: Arc<rustls::ClientConfig>,
+) -> Result<(LinkConnection, Chain), SessionEnd> {
+    let mut stream = handshake(server, tls).await?;
+    link::tune_tls(stream.get_mut().1);
+    let chain = presented(&stream);
+    let link = within("HTTP/2 preface", link::server_builder().handshake(stream))
+        .await?
+        .map_err(SessionEnd::Link)?;
+    Ok((link, chain))
+}
+
+/// What the server presents now; a session may be older than the server's certificate.
+pub(super) async fn fetch_chain(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<Chain, SessionEnd> {
+    handshake(server, tls).await.map(|stream| presented(&stream))
+}
+
+async fn handshake(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<TlsStream<TcpStream>, SessionEnd> {
+    let socket = within("TCP connection", TcpStream::connect(server)).await?.map_err(SessionEnd::Connect)?;
+    link::tune_link(&socket).map_err(SessionEnd::Connect)?;
+    // Every server proves this name, whatever address or load balancer leads to it.
+    let handshake = TlsConnector::from(tls).connect(server_name(), socket);
+    within("TLS handshake", handshake).await?.map_err(SessionEnd::Tls)
+}
+
+fn presented(stream: &TlsStream<TcpStream>) -> Chain {
+    stream.get_ref().1.peer_certificates().unwrap_or_default().into()
+}
+
+/// Bounds a step of the start.
+pub(super) async fn within<T>(step: &'static str, work: impl Future<Output = T>) -> Result<T, SessionEnd> {
+    tokio::time::timeout(HANDSHAKE_TIMEOUT, work).await.map_err(|_| SessionEnd::Slow { step })
+}

@@ -1,0 +1,103 @@
+//! How a session ended, and whether a new identity could help.
+
+use std::io;
+
+use rustls::AlertDescription;
+use tunnel_core::error::causes;
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+
+/// How a session ended, or why there was none.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SessionEnd {
+    /// The name does not resolve, or nothing accepts connections there.
+    #[error("cannot connect: {0}")]
+    Connect(#[source] io::Error),
+    /// A step of the start took too long.
+    #[error("no {step} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    Slow { step: &'static str },
+    /// The server's certificate is not one of ours, or it refused ours.
+    #[error("TLS failed: {0}")]
+    Tls(#[source] io::Error),
+    /// HTTP/2 failed.
+    #[error("link lost: {}", link::reason(.0))]
+    Link(#[source] h2::Error),
+    /// The link went silent.
+    #[error("link lost: {0}")]
+    Dead(#[from] link::LinkDead),
+    #[error("the server closed the connection")]
+    Closed,
+    #[error("the server is draining")]
+    Draining,
+    #[error("the server refused this session: {0}")]
+    Refused(String),
+    /// Another address of this agent leads to the same server.
+    #[error("the same server is attached through {0}")]
+    SameServer(String),
+    #[error(
+        "a newer session of this node took over, from {0}: is a second agent running with this node's identity?"
+    )]
+    Replaced(String),
+    #[error("this agent stops")]
+    Stopping,
+}
+
+impl SessionEnd {
+    /// Whether a new identity could fix it: the server is not verified by the roots, or refuses the certificate.
+    pub(super) fn concerns_identity(&self) -> bool {
+        match self {
+            Self::Tls(error) => is_about_certificates(error),
+            // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
+            Self::Link(error) => error.get_io().is_some_and(is_about_certificates),
+            _ => false,
+        }
+    }
+}
+
+fn is_about_certificates(error: &io::Error) -> bool {
+    let Some(inner) = error.get_ref() else { return false };
+    match causes(inner).find_map(|cause| cause.downcast_ref::<rustls::Error>()) {
+        Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented) => true,
+        Some(rustls::Error::AlertReceived(alert)) => refuses_certificate(*alert),
+        _ => false,
+    }
+}
+
+/// The alerts by which a peer refuses a certificate (RFC 8446 §6.2).
+fn refuses_certificate(alert: AlertDescription) -> bool {
+    matches!(
+        alert,
+        AlertDescription::BadCertificate
+            | AlertDescription::UnsupportedCertificate
+            | AlertDescription::CertificateRevoked
+            | AlertDescription::CertificateExpired
+            | AlertDescription::CertificateUnknown
+            | AlertDescription::UnknownCA
+            | AlertDescription::AccessDenied
+            | AlertDescription::DecryptError
+            | AlertDescription::CertificateRequired
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use rustls::CertificateError;
+
+    use super::*;
+
+    #[test]
+    fn only_certificate_errors_concern_the_identity() {
+        let tls = |error: rustls::Error| SessionEnd::Tls(io::Error::new(io::ErrorKind::InvalidData, error));
+        assert!(tls(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)).concerns_identity());
+        assert!(tls(rustls::Error::InvalidCertificate(CertificateError::Expired)).concerns_identity());
+        assert!(tls(rustls::Error::AlertReceived(AlertDescription::UnknownCA)).concerns_identity());
+        for other in [
+            tls(rustls::Error::AlertReceived(AlertDescription::InternalError)),
+            tls(rustls::Error::HandshakeNotComplete),
+            SessionEnd::Tls(io::ErrorKind::ConnectionReset.into()),
+            SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()),
+            SessionEnd::Closed,
+        ] {
+            assert!(!other.concerns_identity(), "{other}");
+        }
+    }
+}

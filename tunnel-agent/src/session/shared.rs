@@ -1,0 +1,84 @@
+//! What all sessions of this agent share.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustls_pki_types::CertificateDer;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::NodeName;
+
+use super::epoch::EpochSource;
+use crate::metrics::Metrics;
+use crate::policy::Policy;
+
+/// What all sessions of this agent share.
+pub struct Shared {
+    /// The node that the certificate names.
+    pub node: NodeName,
+    pub epochs: EpochSource,
+    pub policy: Arc<Policy>,
+    /// The node's addresses, as reported to the servers.
+    pub addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
+    /// Takes the trust bundles that servers announce.
+    pub bundles: mpsc::Sender<Announced>,
+    pub attached: Attached,
+    pub metrics: Metrics,
+    /// Take nothing new, finish what is carried.
+    pub draining: CancellationToken,
+    /// End everything.
+    pub forced: CancellationToken,
+}
+
+/// A trust bundle that a server announced over its session.
+#[derive(Debug)]
+pub struct Announced {
+    /// PEM.
+    pub bundle: String,
+    /// The server's address as configured.
+    pub server: String,
+    /// What the server presented in its TLS handshake, leaf first.
+    pub server_chain: Arc<[CertificateDer<'static>]>,
+}
+
+/// Which servers are attached, and through which address: two addresses of one server must not replace each other's
+/// sessions in turns.
+#[derive(Debug, Default)]
+pub struct Attached {
+    /// By server id: the configured address, and the session's epoch.
+    servers: Mutex<HashMap<String, (String, u64)>>,
+    released: Notify,
+}
+
+impl Attached {
+    /// Claims a server for the link through `address`.
+    ///
+    /// # Errors
+    /// The other address through which it is attached already.
+    pub(super) fn claim(&self, server_id: &str, address: &str, epoch: u64) -> Result<(), String> {
+        let mut servers = self.servers();
+        match servers.get(server_id) {
+            Some((other, _)) if other != address => Err(other.clone()),
+            _ => {
+                servers.insert(server_id.to_owned(), (address.to_owned(), epoch));
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives up what the session with this epoch claimed, but not the claim of its successor through the same address.
+    pub(super) fn release(&self, epoch: u64) {
+        self.servers().retain(|_, (_, holder)| *holder != epoch);
+        self.released.notify_waiters();
+    }
+
+    /// Waits until some link gives up its server.
+    pub(super) async fn released(&self) {
+        self.released.notified().await;
+    }
+
+    fn servers(&self) -> MutexGuard<'_, HashMap<String, (String, u64)>> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
