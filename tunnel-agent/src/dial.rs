@@ -11,7 +11,6 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tonic::Code;
 use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
-use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
 use crate::policy::Policy;
