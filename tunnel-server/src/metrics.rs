@@ -1,4 +1,4 @@
-//! The server's metrics of the data path (`postern_*`), recorded where things happen.
+//! The server's metrics of the data path (`postern_*`).
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ pub struct Metrics {
     connection_seconds: Histogram,
     handshakes: Family<ResultLabel, Counter>,
     sessions_refused: Family<ResultLabel, Counter>,
-    /// Payload, as it passes.
+    /// Payload bytes, counted as they pass.
     pub carried: Totals,
     /// Live sessions.
     pub tunnels: Gauge,
@@ -73,7 +73,7 @@ impl Metrics {
         registry.register("connections_active", "Connections carried now, by door", metrics.active.clone());
         registry.register(
             "callers_refused",
-            "Callers that a door turned away before a node was known",
+            "Clients that a door turned away before a node was known",
             metrics.refused.clone(),
         );
         registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
@@ -91,7 +91,7 @@ impl Metrics {
         );
         registry.register(
             "agent_handshakes",
-            "Connections to the agent port by what became of them",
+            "Connections to the agent port, by result",
             metrics.handshakes.clone(),
         );
         registry.register(
@@ -100,7 +100,7 @@ impl Metrics {
             metrics.sessions_refused.clone(),
         );
         registry.register("tunnels", "Agents attached now", metrics.tunnels.clone());
-        // Series that start at zero: rates work from the first event on.
+        // Series start at zero, so that rates work from the first event on.
         for result in ["attached", "grpc", "failed", "turned_away"] {
             let _ = metrics.handshakes.get_or_create(&ResultLabel { result });
         }
@@ -110,7 +110,7 @@ impl Metrics {
         metrics
     }
 
-    /// Starts a door's series at zero, so that rates work from the first event on.
+    /// Starts a door's series at zero.
     pub fn door(&self, door: &'static str) {
         for outcome in Outcome::ALL {
             let _ = self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() });
@@ -150,7 +150,7 @@ impl Metrics {
         self.active.get_or_create(&DoorLabel { door }).get()
     }
 
-    /// Connections that `door` has carried to their end.
+    /// Connections of `door` that have ended.
     pub fn ended_at(&self, door: &'static str) -> u64 {
         Outcome::ALL
             .iter()

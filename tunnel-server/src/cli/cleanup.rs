@@ -9,7 +9,6 @@ use tunnel_core::config::{ConfigError, parse_cidr};
 use crate::config::{DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
 use crate::redirect::{self, RedirectConfig, RedirectError};
 
-/// The flags that the killed server ran with.
 #[derive(Args, Clone, Debug)]
 pub struct CleanupCommand {
     /// Its --token-range.
@@ -21,7 +20,7 @@ pub struct CleanupCommand {
 }
 
 impl CleanupCommand {
-    /// Removes the routes and says which.
+    /// Removes the routes, and prints each.
     ///
     /// # Errors
     /// A bad range, missing privileges, or a server that still redirects here.
@@ -50,7 +49,7 @@ impl CleanupCommand {
     }
 }
 
-/// The kernel's bare EPERM says nothing of what would help.
+/// The kernel's bare EPERM does not say what would help.
 fn explain(error: RedirectError) -> anyhow::Error {
     match &error {
         RedirectError::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
@@ -68,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_privilege_is_named_with_its_mend() {
+    fn a_missing_privilege_is_named_with_its_fix() {
         let io = |kind: io::ErrorKind| RedirectError::Io { what: "cannot ask".into(), source: kind.into() };
         let denied = format!("{:#}", explain(io(io::ErrorKind::PermissionDenied)));
         assert!(denied.contains("CAP_NET_ADMIN") && denied.contains("root"), "{denied}");

@@ -27,8 +27,8 @@
 //! Open sessions go on through all of it: TLS is verified when a connection is made.
 
 mod authority;
+mod bundle;
 mod ca;
-pub mod cli;
 mod enroll;
 mod error;
 mod issued;
@@ -43,6 +43,7 @@ mod tests;
 mod token;
 
 pub use authority::{CaState, IssuedCertificate, Lifetimes, Role, Root};
+pub use bundle::follow_bundle;
 pub use ca::Ca;
 pub use enroll::{EnrollService, PeerAddress, PeerCertificate};
 pub use error::PkiError;
@@ -51,7 +52,7 @@ pub use keeper::{ServerCertificate, ServerNames};
 pub use material::CaMaterial;
 pub(crate) use material::{KEY_SUFFIX, ROOTS};
 pub use metrics::PkiMetrics;
-pub use server_file::ServerFile;
+pub use server_file::{ServerFile, agent_addresses};
 pub use store::{Refusal, TokenRecord, TokenState, TokenStore};
 pub use token::{Token, parse_ttl};
 

@@ -3,6 +3,7 @@
 //! Readers take a [`Snapshot`] without a lock. The loader of the programs takes [`Router::desired`] whenever
 //! [`Router::changed`] says so; changes in between are coalesced.
 
+mod host;
 mod plan;
 mod snapshot;
 mod tokens;
@@ -10,6 +11,7 @@ mod tokens;
 #[cfg(test)]
 mod model_tests;
 
+pub use host::follow_host;
 pub use plan::{Conflict, ConflictKind};
 pub use snapshot::{ByAddress, Destination, Snapshot};
 pub use tokens::QUARANTINE;

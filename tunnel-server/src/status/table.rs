@@ -1,11 +1,11 @@
-//! The status for people: what needs attention first, and readable with two nodes as with 10,000.
+//! The status as text: what needs attention comes first, and 10,000 nodes still fit on a screen.
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use tunnel_core::text::harmless;
 
-use super::{NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
+use super::model::{NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
 
 /// Nodes shown without `--all`.
 const MAX_NODES: usize = 50;
@@ -13,7 +13,7 @@ const MAX_NODES: usize = 50;
 const MAX_CONFLICTS: usize = 10;
 
 impl StatusReport {
-    /// `all`: every node and conflict instead of the first.
+    /// `all` shows every node and conflict, not only the first ones.
     pub fn to_text(&self, all: bool) -> String {
         let mut text = String::new();
         // Writing to a String does not fail.
@@ -36,11 +36,11 @@ impl StatusReport {
         )?;
         for door in &self.doors {
             let active = door.connections_active;
-            let use_of_it = match door.accepted {
+            let activity = match door.accepted {
                 Some(accepted) => format!("{active} active, {accepted} accepted"),
                 None => format!("{active} tunnels"),
             };
-            writeln!(out, "door {} at {}: {use_of_it}", harmless(&door.name), door.address)?;
+            writeln!(out, "door {} at {}: {activity}", harmless(&door.name), door.address)?;
         }
         self.redirect.write(out)?;
         self.write_inventory(out, all)?;

@@ -1,3 +1,5 @@
+//! `tunnel-server ca`: works on the state directory, or on the Secret of a cluster.
+
 use std::io::{self, Write};
 use std::path::PathBuf;
 
@@ -6,22 +8,22 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
-use super::super::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
-use super::{Common, Output, print, print_json};
+use super::output::{Common, Output, print, print_json};
 use crate::kube::authority::{AuthorityError, CaSecret};
 use crate::kube::client::{KubeError, connect};
 use crate::kube::{KubeOptions, ObjectNames};
+use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
 
-/// Show and rotate the CA. A rotation is: introduce, wait until the agents are connected, activate, wait until they have
+/// Show and rotate the CA. To rotate: introduce, wait until the agents are connected, activate, wait until they have
 /// renewed, retire.
 ///
-/// Standalone the CA is in --state-dir, and `ca status` counts the nodes that are left on the old root.
+/// Standalone, the CA is in --state-dir, and `ca status` counts the nodes that still use the old root.
 ///
-/// In a cluster it is in a Secret that all servers follow: give --kubeconfig FILE, or --in-cluster within a server's pod.
-/// Several servers issue certificates there and none knows them all, so `ca retire` goes by time: it refuses until a
-/// certificate's whole life, and a tenth of it, has passed since the activation, which an annotation of the Secret
-/// records. With --force it does not wait; an agent that is left on the old root then enrols again by itself, through
-/// the API server, within minutes.
+/// In a cluster, the CA is in a Secret that all servers follow: give --kubeconfig FILE, or --in-cluster in a server's
+/// pod. Several servers issue certificates there and none knows them all, so `ca retire` goes by time: it refuses until
+/// the lifetime of a certificate plus a tenth has passed since the activation, which an annotation of the Secret records.
+/// With --force it does not wait; an agent that still uses the old root then enrols again within minutes, through the
+/// API server.
 #[derive(Args, Clone, Debug)]
 pub struct CaCommand {
     #[command(flatten)]
@@ -34,55 +36,52 @@ pub struct CaCommand {
 
 #[derive(Args, Clone, Debug)]
 struct ClusterArgs {
-    /// Work on the Secret of the cluster that this file leads to, not on --state-dir.
+    /// Work on the Secret in this kubeconfig's cluster instead of on --state-dir.
     #[arg(long, value_name = "FILE", alias = "kube-config", global = true)]
     kubeconfig: Option<PathBuf>,
-    /// The same from within a pod of the cluster.
+    /// The same, from a pod of the cluster.
     #[arg(long, global = true, conflicts_with = "kubeconfig")]
     in_cluster: bool,
-    /// Where the Secret is [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
+    /// Namespace of the Secret [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
     #[arg(long, value_name = "NAME", global = true)]
     namespace: Option<String>,
-    /// The Secret [default: tunnel-server-ca].
-    // An id of its own: the server's flag of this name has a default, which clap would hand down to a global one.
+    /// Name of the Secret [default: tunnel-server-ca].
+    // With an id of its own: clap would hand the default of the server's flag of this name down to it.
     #[arg(id = "secret", long = "ca-secret", value_name = "NAME", global = true)]
     ca_secret: Option<String>,
 }
 
 #[derive(Subcommand, Clone, Copy, Debug)]
 enum CaAction {
-    /// Show the roots and what each does, and what is left on the old one.
+    /// Show the roots, the role of each, and what still uses the old one.
     Status,
-    /// Make a new root that is trusted besides the one that signs. Running servers tell their agents.
+    /// Create a second trusted root, which does not sign yet. Running servers announce it to their agents.
     Introduce,
-    /// Let the introduced root sign from now on. Agents renew early.
+    /// Let the introduced root sign from now on. Agents then renew early.
     Activate,
-    /// Trust the old root no longer, once no certificate of it is in use.
+    /// Stop trusting the old root, once none of its certificates is in use.
     Retire {
-        /// Even if one is: standalone such a node must enrol again with a token, in a cluster it does so by itself.
+        /// Even if one is in use: its node must enrol again, standalone with a new token, in a cluster by itself.
         #[arg(long)]
         force: bool,
     },
 }
 
-/// Why a `ca` command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CaCommandError {
-    /// The files, or a step that does not fit.
     #[error(transparent)]
     Pki(#[from] PkiError),
-    /// The Secret.
     #[error(transparent)]
     Authority(#[from] AuthorityError),
-    /// The way to the API server.
-    #[error("{}", of_flag(.0))]
+    #[error("{}", name_flag(.0))]
     Kube(#[from] KubeError),
-    /// A flag that has a meaning only with another one.
-    #[error("{0}: only with --kubeconfig or --in-cluster; the CA of --state-dir is in no cluster")]
+    #[error(
+        "{0}: only with --kubeconfig or --in-cluster; the CA in --state-dir does not belong to a cluster"
+    )]
     NoCluster(&'static str),
 }
 
-fn of_flag(error: &KubeError) -> String {
+fn name_flag(error: &KubeError) -> String {
     match error {
         KubeError::NotInCluster { reason } => {
             format!("--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE")
@@ -91,51 +90,54 @@ fn of_flag(error: &KubeError) -> String {
     }
 }
 
-/// Who keeps the CA.
-enum Keeper {
+/// Where the CA is kept.
+enum Store {
     Files(Ca),
     Secret(Box<CaSecret>),
 }
 
 impl CaCommand {
-    /// Carries it out, printing to standard output.
+    /// Prints to standard output.
+    ///
+    /// # Errors
+    /// The CA cannot be read or changed, or the step does not fit its state.
     pub async fn run(&self) -> Result<(), CaCommandError> {
         self.run_to(&mut io::stdout()).await
     }
 
     pub(crate) async fn run_to(&self, out: &mut dyn Write) -> Result<(), CaCommandError> {
         let lifetimes = Lifetimes::from_environment()?;
-        let keeper = self.keeper(lifetimes).await?;
-        let (key, hash) = match (self.action, &keeper) {
-            (CaAction::Status, Keeper::Files(ca)) => return Ok(self.status_of_files(ca, out)?),
-            (CaAction::Status, Keeper::Secret(secret)) => {
+        let store = self.store(lifetimes).await?;
+        let (key, hash) = match (self.action, &store) {
+            (CaAction::Status, Store::Files(ca)) => return Ok(self.status_of_files(ca, out)?),
+            (CaAction::Status, Store::Secret(secret)) => {
                 return self.status_of_secret(secret, lifetimes, out).await;
             }
-            (CaAction::Introduce, Keeper::Files(ca)) => ("introduced", ca.introduce()?),
-            (CaAction::Introduce, Keeper::Secret(secret)) => ("introduced", secret.introduce().await?),
-            (CaAction::Activate, Keeper::Files(ca)) => ("activated", ca.activate()?),
-            (CaAction::Activate, Keeper::Secret(secret)) => ("activated", secret.activate().await?),
-            (CaAction::Retire { force }, Keeper::Files(ca)) => ("retired", ca.retire(force)?),
-            (CaAction::Retire { force }, Keeper::Secret(secret)) => {
+            (CaAction::Introduce, Store::Files(ca)) => ("introduced", ca.introduce()?),
+            (CaAction::Introduce, Store::Secret(secret)) => ("introduced", secret.introduce().await?),
+            (CaAction::Activate, Store::Files(ca)) => ("activated", ca.activate()?),
+            (CaAction::Activate, Store::Secret(secret)) => ("activated", secret.activate().await?),
+            (CaAction::Retire { force }, Store::Files(ca)) => ("retired", ca.retire(force)?),
+            (CaAction::Retire { force }, Store::Secret(secret)) => {
                 ("retired", secret.retire(force, lifetimes).await?)
             }
         };
-        let next = match (self.action, &keeper) {
+        let next = match (self.action, &store) {
             (CaAction::Introduce, _) => {
-                "trusted besides the old root; running servers tell their agents within seconds. Next: ca activate"
+                "trusted in addition to the old root; running servers announce it to their agents within seconds. Next: ca activate"
             }
-            (CaAction::Activate, Keeper::Files(_)) => {
-                "it signs from now on, and connected agents renew within minutes. Tokens that are not used yet stay \
-                 good until the old root is retired. Next: ca status, and ca retire once no node is left on the old root"
+            (CaAction::Activate, Store::Files(_)) => {
+                "it signs from now on, and connected agents renew within minutes. Unused tokens stay valid until the old \
+                 root is retired. Next: ca status, and ca retire once no node uses the old root"
             }
-            (CaAction::Activate, Keeper::Secret(_)) => {
-                "it signs from now on, and connected agents renew within minutes. Next: ca status, which says from when \
-                 on ca retire is safe"
+            (CaAction::Activate, Store::Secret(_)) => {
+                "it signs from now on, and connected agents renew within minutes. Next: ca status, which says when \
+                 ca retire is safe"
             }
-            (CaAction::Retire { .. }, Keeper::Files(_)) => {
-                "trusted no longer. Tokens that were made before the activation carry its hash: make new ones"
+            (CaAction::Retire { .. }, Store::Files(_)) => {
+                "no longer trusted. Tokens created before the activation carry its hash: create new ones"
             }
-            _ => "trusted no longer",
+            _ => "no longer trusted",
         };
         match self.common.output {
             Output::Text => print(out, &format!("root {hash} {key}: {next}\n"))?,
@@ -144,14 +146,14 @@ impl CaCommand {
         Ok(())
     }
 
-    async fn keeper(&self, lifetimes: Lifetimes) -> Result<Keeper, CaCommandError> {
+    async fn store(&self, lifetimes: Lifetimes) -> Result<Store, CaCommandError> {
         let ClusterArgs { kubeconfig, in_cluster, namespace, ca_secret } = self.cluster.clone();
         if kubeconfig.is_none() && !in_cluster {
             let given = [("--namespace", namespace.is_some()), ("--ca-secret", ca_secret.is_some())];
             if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
                 return Err(CaCommandError::NoCluster(flag));
             }
-            return Ok(Keeper::Files(Ca::open(&self.common.state_dir, lifetimes)?));
+            return Ok(Store::Files(Ca::open(&self.common.state_dir, lifetimes)?));
         }
         let mut names = ObjectNames::default();
         if let Some(secret) = ca_secret {
@@ -159,7 +161,7 @@ impl CaCommand {
         }
         let options = KubeOptions { kubeconfig, namespace, names };
         let (client, namespace) = connect(&options).await?;
-        Ok(Keeper::Secret(Box::new(CaSecret::new(client, &namespace, &options.names.ca_secret))))
+        Ok(Store::Secret(Box::new(CaSecret::new(client, &namespace, &options.names.ca_secret))))
     }
 
     fn status_of_files(&self, ca: &Ca, out: &mut dyn Write) -> Result<(), PkiError> {
@@ -202,9 +204,9 @@ impl CaCommand {
             if state.role(root) == Role::Retiring {
                 let at = held.retirable(lifetimes);
                 text += &match at {
-                    Some(at) if at <= Timestamp::now() => ", no certificate of it is in use".to_owned(),
-                    Some(at) => format!(", certificates of it may be in use until {at:.0}"),
-                    None => ", it is not known since when it does not sign".to_owned(),
+                    Some(at) if at <= Timestamp::now() => ", none of its certificates is in use".to_owned(),
+                    Some(at) => format!(", its certificates may be in use until {at:.0}"),
+                    None => ", unknown since when it has not signed".to_owned(),
                 };
                 row["retirable"] = json!(at);
             }
@@ -224,7 +226,7 @@ impl CaCommand {
     }
 }
 
-/// A root for programs, and for people without the end of the line.
+/// A root as JSON, and as text without the end of its line.
 fn describe(state: &CaState, root: &Root) -> Result<(Value, String), PkiError> {
     let role = state.role(root);
     let not_after = Timestamp::try_from(root.validity()?.not_after)
@@ -232,7 +234,7 @@ fn describe(state: &CaState, root: &Root) -> Result<(Value, String), PkiError> {
     let does = match role {
         Role::Issuing => "signs",
         Role::Introduced => "introduced: trusted, does not sign yet (next: ca activate)",
-        Role::Retiring => "old: trusted, signs no more (next: ca retire)",
+        Role::Retiring => "old: trusted, no longer signs (next: ca retire)",
     };
     let key = if root.has_key() { "" } else { ", key not here" };
     let row = json!({
