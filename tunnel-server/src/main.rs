@@ -26,7 +26,7 @@ fn main() -> ExitCode {
         Some(Command::Status(command)) => block_on(command.run()),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),
-        Some(Command::Ca(command)) => block_on(async move { Ok(command.run().await?) }),
+        Some(Command::Ca(command)) => block_on(command.run()),
     };
     match done {
         Ok(()) => ExitCode::from(exit::OK),

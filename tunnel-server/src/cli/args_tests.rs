@@ -24,6 +24,12 @@ fn in_cluster(args: &[&str]) -> Result<Config, ConfigError> {
     Cli::try_parse_from(["tunnel-server"].iter().chain(args)).unwrap().run.config()
 }
 
+/// The configuration of the flags that are logged.
+fn parsed_again(config: &Config) -> Config {
+    let flags = std::iter::once("tunnel-server".to_owned()).chain(config.flags());
+    Cli::try_parse_from(flags).unwrap().run.config().unwrap()
+}
+
 fn error(args: &[&str]) -> String {
     config(args).expect_err(&format!("{args:?}")).to_string()
 }
@@ -102,9 +108,7 @@ fn every_flag_has_an_effect() {
     assert_eq!(config.cert_ips.len(), 2);
     assert_eq!(config.drain_timeout, Duration::from_secs(60));
     assert_eq!((config.log_format, config.log_level), (logging::Format::Json, logging::Level::Debug));
-    let again =
-        Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(config.flags())).unwrap();
-    let again = again.run.config().unwrap();
+    let again = parsed_again(&config);
     assert_eq!(
         format!("{again:?}"),
         format!("{config:?}"),
@@ -120,8 +124,8 @@ fn every_flag_has_an_effect() {
     ])
     .unwrap();
     assert!(off.redirect.is_none());
-    let again = Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(off.flags())).unwrap();
-    assert_eq!(format!("{:?}", again.run.config().unwrap()), format!("{off:?}"));
+    let again = parsed_again(&off);
+    assert_eq!(format!("{again:?}"), format!("{off:?}"));
 }
 
 #[test]
@@ -153,9 +157,8 @@ fn kubernetes_is_the_default_source() {
         "--agent-service-account=e.f",
     ])
     .unwrap();
-    let again =
-        Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(config.flags())).unwrap();
-    assert_eq!(format!("{:?}", again.run.config().unwrap()), format!("{config:?}"));
+    let again = parsed_again(&config);
+    assert_eq!(format!("{again:?}"), format!("{config:?}"));
     let NodeSource::Kubernetes(options) = config.source else { panic!("not Kubernetes") };
     assert_eq!(options.namespace.as_deref(), Some("edge"));
     assert_eq!(options.names.configmap, "yurt-tunnel-server-cfg");

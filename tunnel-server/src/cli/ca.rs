@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
 use super::output::{Common, Output, print, print_json};
-use crate::kube::authority::{AuthorityError, CaSecret};
+use crate::kube::authority::CaSecret;
 use crate::kube::client::{KubeError, connect};
 use crate::kube::{KubeOptions, ObjectNames};
 use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
@@ -67,29 +67,6 @@ enum CaAction {
     },
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum CaCommandError {
-    #[error(transparent)]
-    Pki(#[from] PkiError),
-    #[error(transparent)]
-    Authority(#[from] AuthorityError),
-    #[error("{}", name_flag(.0))]
-    Kube(#[from] KubeError),
-    #[error(
-        "{0}: only with --kubeconfig or --in-cluster; the CA in --state-dir does not belong to a cluster"
-    )]
-    NoCluster(&'static str),
-}
-
-fn name_flag(error: &KubeError) -> String {
-    match error {
-        KubeError::NotInCluster { reason } => {
-            format!("--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE")
-        }
-        other => other.to_string(),
-    }
-}
-
 /// Where the CA is kept.
 enum Store {
     Files(Ca),
@@ -101,11 +78,11 @@ impl CaCommand {
     ///
     /// # Errors
     /// The CA cannot be read or changed, or the step does not fit its state.
-    pub async fn run(&self) -> Result<(), CaCommandError> {
+    pub async fn run(&self) -> anyhow::Result<()> {
         self.run_to(&mut io::stdout()).await
     }
 
-    pub(crate) async fn run_to(&self, out: &mut dyn Write) -> Result<(), CaCommandError> {
+    pub(crate) async fn run_to(&self, out: &mut dyn Write) -> anyhow::Result<()> {
         let lifetimes = Lifetimes::from_environment()?;
         let store = self.store(lifetimes).await?;
         let (key, hash) = match (self.action, &store) {
@@ -146,12 +123,14 @@ impl CaCommand {
         Ok(())
     }
 
-    async fn store(&self, lifetimes: Lifetimes) -> Result<Store, CaCommandError> {
+    async fn store(&self, lifetimes: Lifetimes) -> anyhow::Result<Store> {
         let ClusterArgs { kubeconfig, in_cluster, namespace, ca_secret } = self.cluster.clone();
         if kubeconfig.is_none() && !in_cluster {
             let given = [("--namespace", namespace.is_some()), ("--ca-secret", ca_secret.is_some())];
             if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
-                return Err(CaCommandError::NoCluster(flag));
+                anyhow::bail!(
+                    "{flag}: only with --kubeconfig or --in-cluster; the CA in --state-dir does not belong to a cluster"
+                );
             }
             return Ok(Store::Files(Ca::open(&self.common.state_dir, lifetimes)?));
         }
@@ -160,7 +139,12 @@ impl CaCommand {
             names.ca_secret = secret;
         }
         let options = KubeOptions { kubeconfig, namespace, names };
-        let (client, namespace) = connect(&options).await?;
+        let (client, namespace) = connect(&options).await.map_err(|error| match error {
+            KubeError::NotInCluster { reason } => anyhow::anyhow!(
+                "--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE"
+            ),
+            other => other.into(),
+        })?;
         Ok(Store::Secret(Box::new(CaSecret::new(client, &namespace, &options.names.ca_secret))))
     }
 
@@ -193,7 +177,7 @@ impl CaCommand {
         secret: &CaSecret,
         lifetimes: Lifetimes,
         out: &mut dyn Write,
-    ) -> Result<(), CaCommandError> {
+    ) -> anyhow::Result<()> {
         let held = secret.read().await?;
         let state = held.state(lifetimes)?;
         let mut rows = Vec::new();

@@ -3,10 +3,9 @@
 use std::io;
 
 use clap::Args;
-use ipnet::IpNet;
-use tunnel_core::config::{ConfigError, parse_cidr};
+use tunnel_core::config::ConfigError;
 
-use crate::config::{DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
+use crate::config::{self, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
 use crate::redirect::{self, RedirectConfig, RedirectError};
 
 #[derive(Args, Clone, Debug)]
@@ -36,16 +35,11 @@ impl CleanupCommand {
     }
 
     fn config(&self) -> Result<RedirectConfig, ConfigError> {
-        let wrong =
-            |key: &str, value: &str, family: &str| ConfigError::new(key, value, format!("not {family}"));
-        let (v4, v6) = (&self.token_range, &self.token_range_v6);
-        let IpNet::V4(token_range) = parse_cidr("--token-range", v4)? else {
-            return Err(wrong("--token-range", v4, "IPv4"));
-        };
-        let IpNet::V6(token_range_v6) = parse_cidr("--token-range-v6", v6)? else {
-            return Err(wrong("--token-range-v6", v6, "IPv6"));
-        };
-        Ok(RedirectConfig { token_range, token_range_v6, ..RedirectConfig::default() })
+        Ok(RedirectConfig {
+            token_range: config::token_range(&self.token_range, &[])?,
+            token_range_v6: config::token_range_v6(&self.token_range_v6, &[])?,
+            ..RedirectConfig::default()
+        })
     }
 }
 

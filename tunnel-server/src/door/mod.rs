@@ -152,24 +152,16 @@ fn no_tunnel(sessions: &Sessions, node: &NodeName) -> String {
 mod tests {
     use super::*;
 
-    fn receive_size<A, B, C, D, E, F>(_: fn(A, B, C, D, E) -> F) -> usize {
+    fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
         size_of::<F>()
     }
 
-    fn carry_size<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
-        size_of::<F>()
-    }
-
-    /// A future of `carry` lasts as long as its connection, one of `receive` until its node is known. Moving a future
-    /// into another one doubles its memory, which shows here. Measured: RECEIVE and CARRY bytes.
+    /// Every connection holds this much until its end. Moving a future into another one doubles its memory, which shows
+    /// here. Measured: SIZES bytes.
     #[test]
-    fn futures_of_a_connection_stay_small() {
-        let receive = [
-            receive_size(receive::<Redirected>),
-            receive_size(receive::<Http>),
-            receive_size(receive::<Https>),
-        ];
-        let carry = [carry_size(carry::<Redirected>), carry_size(carry::<Http>), carry_size(carry::<Https>)];
-        assert!(receive.iter().all(|size| *size < 1), "{receive:?} {carry:?}");
+    fn the_future_of_a_connection_stays_small() {
+        let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Http>)];
+        println!("SIZES {sizes:?}");
+        assert!(sizes.iter().all(|size| *size < 4096), "{sizes:?}");
     }
 }

@@ -55,8 +55,9 @@ pub(super) async fn answer(socket: &mut TcpStream, message: &[u8]) {
     let answering = async {
         socket.write_all(message).await?;
         socket.shutdown().await?;
-        // Unread bytes would turn the close into a reset, which may overtake the answer.
-        let mut rest = [0; 4096];
+        // Unread bytes would turn the close into a reset, which may overtake the answer. The buffer is on the heap: inside
+        // the future it would cost every connection its memory.
+        let mut rest = vec![0; 4096];
         while socket.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())
     };
