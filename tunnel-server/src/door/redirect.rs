@@ -25,7 +25,9 @@ impl Door for Redirected {
             return Err(OpenError::SelfTest);
         }
         let node = router.snapshot().by_token(token).ok_or_else(|| {
-            OpenError::Client(format!("{token} is no node's token: the node has left, or never was"))
+            OpenError::Client(format!(
+                "{token} is not the token of a node: the node has left, or never existed"
+            ))
         })?;
         // The hook at connect() rewrites only to these ports: on any other, the client has dialled the token itself.
         if !node.pod && !router.tunnels(local.port()) {

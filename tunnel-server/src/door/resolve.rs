@@ -14,7 +14,7 @@ pub(super) fn resolve(host: &str, router: &Router) -> Result<Destination, String
         return Ok(node);
     }
     let Ok(address) = name.trim_matches(['[', ']']).parse::<IpAddr>() else {
-        return Err(format!("{:?} is no edge node's name", printable(&name, 100)));
+        return Err(format!("{:?} is not the name of an edge node", printable(&name, 100)));
     };
     match snapshot.by_address(address) {
         ByAddress::Unique(node) => Ok(node),
@@ -22,6 +22,6 @@ pub(super) fn resolve(host: &str, router: &Router) -> Result<Destination, String
             let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
             Err(format!("{address} is the address of {}: name the node instead", nodes.join(", ")))
         }
-        ByAddress::Unknown => Err(format!("{address} is no edge node's address")),
+        ByAddress::Unknown => Err(format!("{address} is not the address of an edge node")),
     }
 }
