@@ -1,14 +1,14 @@
-//! Accepting connections through errors that pass, such as a full table of file descriptors.
+//! Accepting connections in spite of temporary errors, such as a full table of file descriptors.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 
-/// How long to wait when the process or the host has no room for another connection.
+/// How long to wait when the process or the host is out of resources for another connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The next connection. Errors are logged and waited out.
+/// The next connection. Errors are logged, and do not end the wait.
 pub(crate) async fn accept(listener: &TcpListener, door: &'static str) -> (TcpStream, SocketAddr) {
     loop {
         match listener.accept().await {

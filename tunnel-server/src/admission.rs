@@ -1,11 +1,10 @@
-//! How many connections strangers may hold: they reach some of our ports, and must not starve those who have business
-//! there.
+//! Limits on connections of unauthenticated clients, so that they cannot starve the others.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Counts connections, all in all and by where they come from.
+/// Counts connections, in total and per source.
 #[derive(Clone, Debug)]
 pub(crate) struct Admission {
     total: u32,
@@ -20,12 +19,12 @@ struct Counts {
 }
 
 impl Admission {
-    /// Admits `total` connections at once, and `per_source` of one source.
+    /// Admits `total` connections at a time, and `per_source` from one source.
     pub(crate) fn new(total: u32, per_source: u32) -> Self {
         Self { total, per_source, counts: Arc::default() }
     }
 
-    /// A place for a connection from `source`; `None` when there are too many.
+    /// Admits a connection from `source`; None if there are too many.
     pub(crate) fn admit(&self, source: IpAddr) -> Option<Admitted> {
         let source = source_key(source);
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,7 +38,7 @@ impl Admission {
     }
 }
 
-/// What counts as one source: IPv6 hosts have a /64 to choose addresses from.
+/// What counts as one source: an IPv4 address, or a /64, from which an IPv6 host chooses its addresses freely.
 pub(crate) fn source_key(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from(u128::from(v6) & (u128::MAX << 64))),
@@ -47,7 +46,7 @@ pub(crate) fn source_key(address: IpAddr) -> IpAddr {
     }
 }
 
-/// A connection's place; dropping it makes room.
+/// An admitted connection; dropping it ends the connection's count.
 #[derive(Debug)]
 pub(crate) struct Admitted {
     counts: Arc<Mutex<Counts>>,

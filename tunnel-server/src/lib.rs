@@ -1,18 +1,22 @@
-//! The cloud side of the tunnel: redirect, doors, routing, sessions and identity.
+//! The cloud side of the tunnel: redirect, doors, routes, sessions and identity.
 #![deny(unsafe_code)]
 
 mod accept;
 mod admission;
+pub mod agent_port;
 pub mod app;
 pub mod cli;
 pub mod config;
 pub mod door;
 pub mod inventory;
 pub mod kube;
+mod listeners;
 pub mod metrics;
 pub mod pki;
 pub mod redirect;
-pub mod report;
 pub mod route;
+mod server_id;
 pub mod session;
+pub mod settings;
+mod source;
 pub mod status;

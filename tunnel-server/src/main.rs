@@ -9,7 +9,7 @@ use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::Shutdown;
 use tunnel_core::logging;
 use tunnel_server::app;
-use tunnel_server::config::{Cli, Command, Config, RunArgs};
+use tunnel_server::cli::{Cli, Command, RunArgs};
 
 /// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
 #[cfg(target_env = "musl")]
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
         Some(Command::Status(command)) => block_on(command.run()),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),
-        Some(Command::Ca(command)) => block_on(async move { Ok(command.run().await?) }),
+        Some(Command::Ca(command)) => block_on(command.run()),
     };
     match done {
         Ok(()) => ExitCode::from(exit::OK),
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &RunArgs) -> anyhow::Result<()> {
-    let config = Config::new(args)?;
+    let config = args.config()?;
     let log = logging::init(config.log_format, config.log_level)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -44,11 +44,11 @@ fn run(args: &RunArgs) -> anyhow::Result<()> {
     );
     block_on(async {
         let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
-        app::run(config, log, shutdown).await
+        app::build(config, log).await?.run(shutdown).await
     })
 }
 
-/// The data path has threads of its own; this one only accepts and keeps order.
+/// The data path has threads of its own; this one accepts connections and runs everything else.
 fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,8 +1,7 @@
-//! The server's metrics of the data path (`postern_*`), recorded where things happen.
+//! The server's metrics of the data path (`postern_*`).
 
 use std::time::Duration;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -11,38 +10,20 @@ use prometheus_client::registry::{Registry, Unit};
 use tunnel_core::carry::Totals;
 use tunnel_core::outcome::Outcome;
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ConnectionLabels {
-    door: &'static str,
-    outcome: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct DoorLabel {
-    door: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct DirectionLabel {
-    direction: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabel {
-    result: &'static str,
-}
+/// Metrics by labels: their names and values.
+type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;
 
 /// Handles to the metrics; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    connections: Family<ConnectionLabels, Counter>,
-    active: Family<DoorLabel, Gauge>,
-    refused: Family<DoorLabel, Counter>,
+    connections: By<2, Counter>,
+    active: By<1, Gauge>,
+    refused: By<1, Counter>,
     dial_seconds: Histogram,
     connection_seconds: Histogram,
-    handshakes: Family<ResultLabel, Counter>,
-    sessions_refused: Family<ResultLabel, Counter>,
-    /// Payload, as it passes.
+    handshakes: By<1, Counter>,
+    sessions_refused: By<1, Counter>,
+    /// Payload bytes, counted as they pass.
     pub carried: Totals,
     /// Live sessions.
     pub tunnels: Gauge,
@@ -51,8 +32,8 @@ pub struct Metrics {
 impl Metrics {
     /// Registers the metrics; `registry` has the prefix `postern` already.
     pub fn new(registry: &mut Registry) -> Self {
-        let bytes = Family::<DirectionLabel, Counter>::default();
-        let direction = |direction| bytes.get_or_create(&DirectionLabel { direction }).clone();
+        let bytes = By::<1, Counter>::default();
+        let direction = |direction| bytes.get_or_create(&[("direction", direction)]).clone();
         let carried = Totals { from_socket: direction("to_node"), to_socket: direction("from_node") };
         let metrics = Self {
             connections: Family::default(),
@@ -65,72 +46,55 @@ impl Metrics {
             sessions_refused: Family::default(),
             tunnels: Gauge::default(),
         };
-        registry.register(
-            "connections",
-            "Connections that ended, by door and outcome",
-            metrics.connections.clone(),
-        );
-        registry.register("connections_active", "Connections carried now, by door", metrics.active.clone());
-        registry.register(
-            "callers_refused",
-            "Callers that a door turned away before a node was known",
-            metrics.refused.clone(),
-        );
+        let m = metrics.clone();
+        registry.register("connections", "Connections that ended, by door and outcome", m.connections);
+        registry.register("connections_active", "Connections carried now, by door", m.active);
+        let help = "Clients that a door turned away before a node was known";
+        registry.register("callers_refused", help, m.refused);
         registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
-        registry.register_with_unit(
-            "dial",
-            "Time until the agent answered a dial",
-            Unit::Seconds,
-            metrics.dial_seconds.clone(),
-        );
+        let help = "Time until the agent answered a dial";
+        registry.register_with_unit("dial", help, Unit::Seconds, m.dial_seconds);
         registry.register_with_unit(
             "connection",
             "Duration of connections",
             Unit::Seconds,
-            metrics.connection_seconds.clone(),
+            m.connection_seconds,
         );
-        registry.register(
-            "agent_handshakes",
-            "Connections to the agent port by what became of them",
-            metrics.handshakes.clone(),
-        );
-        registry.register(
-            "agent_sessions_refused",
-            "Sessions refused after their handshake, by reason",
-            metrics.sessions_refused.clone(),
-        );
-        registry.register("tunnels", "Agents attached now", metrics.tunnels.clone());
-        // Series that start at zero: rates work from the first event on.
+        registry.register("agent_handshakes", "Connections to the agent port, by result", m.handshakes);
+        let help = "Sessions refused after their handshake, by reason";
+        registry.register("agent_sessions_refused", help, m.sessions_refused);
+        registry.register("tunnels", "Agents attached now", m.tunnels);
+        // Series start at zero, so that rates work from the first event on.
         for result in ["attached", "grpc", "failed", "turned_away"] {
-            let _ = metrics.handshakes.get_or_create(&ResultLabel { result });
+            let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
         for result in ["impostor", "flood", "older"] {
-            let _ = metrics.sessions_refused.get_or_create(&ResultLabel { result });
+            let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
         metrics
     }
 
-    /// Starts a door's series at zero, so that rates work from the first event on.
+    /// Starts a door's series at zero.
     pub fn door(&self, door: &'static str) {
         for outcome in Outcome::ALL {
-            let _ = self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() });
+            let _ = self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]);
         }
-        let _ = self.active.get_or_create(&DoorLabel { door });
-        let _ = self.refused.get_or_create(&DoorLabel { door });
+        let _ = self.active.get_or_create(&[("door", door)]);
+        let _ = self.refused.get_or_create(&[("door", door)]);
     }
 
     pub(crate) fn opened(&self, door: &'static str) {
-        self.active.get_or_create(&DoorLabel { door }).inc();
+        self.active.get_or_create(&[("door", door)]).inc();
     }
 
     pub(crate) fn closed(&self, door: &'static str, outcome: Outcome, took: Duration) {
-        self.active.get_or_create(&DoorLabel { door }).dec();
-        self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() }).inc();
+        self.active.get_or_create(&[("door", door)]).dec();
+        self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]).inc();
         self.connection_seconds.observe(took.as_secs_f64());
     }
 
     pub(crate) fn turned_away(&self, door: &'static str) {
-        self.refused.get_or_create(&DoorLabel { door }).inc();
+        self.refused.get_or_create(&[("door", door)]).inc();
     }
 
     pub(crate) fn dialled(&self, took: Duration) {
@@ -138,24 +102,24 @@ impl Metrics {
     }
 
     pub(crate) fn handshake(&self, result: &'static str) {
-        self.handshakes.get_or_create(&ResultLabel { result }).inc();
+        self.handshakes.get_or_create(&[("result", result)]).inc();
     }
 
     pub(crate) fn session_refused(&self, result: &'static str) {
-        self.sessions_refused.get_or_create(&ResultLabel { result }).inc();
+        self.sessions_refused.get_or_create(&[("result", result)]).inc();
     }
 
     /// Connections that `door` carries now.
     pub fn active_at(&self, door: &'static str) -> i64 {
-        self.active.get_or_create(&DoorLabel { door }).get()
+        self.active.get_or_create(&[("door", door)]).get()
     }
 
-    /// Connections that `door` has carried to their end.
+    /// Connections of `door` that have ended.
     pub fn ended_at(&self, door: &'static str) -> u64 {
         Outcome::ALL
             .iter()
             .map(|outcome| {
-                self.connections.get_or_create(&ConnectionLabels { door, outcome: outcome.as_str() }).get()
+                self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]).get()
             })
             .sum()
     }

@@ -1,4 +1,4 @@
-//! The real program's exit codes and first words.
+//! The program's exit codes and what it prints.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
@@ -42,7 +42,7 @@ fn the_ca_of_a_directory_needs_no_cluster() {
 }
 
 #[test]
-fn what_fails_while_running_is_1() {
+fn a_failure_while_running_is_1() {
     // A port that was free a moment ago, where nothing listens.
     let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address");
     let (code, error) = code_and_error(&["status", &format!("--admin-address={free}")]);
@@ -57,7 +57,7 @@ fn what_fails_while_running_is_1() {
 }
 
 #[test]
-fn a_watch_survives_a_failed_look_and_ends_at_once_on_ctrl_c() {
+fn watch_survives_a_failed_request_and_ends_on_ctrl_c() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let admin = format!("--admin-address={}", listener.local_addr().expect("its address"));
     let mut child = Command::new(env!("CARGO_BIN_EXE_tunnel-server"))
@@ -67,12 +67,12 @@ fn a_watch_survives_a_failed_look_and_ends_at_once_on_ctrl_c() {
         .spawn()
         .expect("the program starts");
     let mut errors = BufReader::new(child.stderr.take().expect("it is piped"));
-    drop(listener.accept().expect("the first look"));
+    drop(listener.accept().expect("the first request"));
     let mut error = String::new();
     errors.read_line(&mut error).expect("an error");
     assert!(error.starts_with(&format!("tunnel-server: {admin}: ")), "{error}");
-    // Never answered, so this look hangs until its own deadline, whose error would be printed.
-    let hung = listener.accept().expect("the second look");
+    // Never answered: if the command waited for its own deadline, it would print another error.
+    let hung = listener.accept().expect("the second request");
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     let mut rest = String::new();

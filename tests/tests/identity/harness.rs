@@ -25,9 +25,9 @@ use tunnel_core::identity::{
     ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, NodeName, agent_tls, refusal, server_name,
 };
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
+use tunnel_server::agent_port::{enroll_routes, for_client};
 use tunnel_server::pki::{
-    Ca, EnrollService, Lifetimes, PeerAddress, PeerCertificate, PkiMetrics, ServerCertificate, ServerNames,
-    TokenStore,
+    Ca, EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerNames, TokenStore,
 };
 
 /// Only a program that hangs takes this long.
@@ -110,7 +110,7 @@ impl TestServer {
         let certificate =
             ServerCertificate::start(ca.clone(), ServerNames::default(), metrics.clone()).unwrap();
         let service = EnrollService::new(certificate.ca(), ca.state_dir(), metrics.clone());
-        let routes = Routes::new(service.into_service());
+        let routes = enroll_routes(service);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let (lose_answers, refused) = (Arc::new(AtomicUsize::new(0)), Arc::<Mutex<Vec<String>>>::default());
@@ -192,12 +192,11 @@ async fn serve(
         return;
     }
     assert_eq!(session.alpn_protocol(), Some(ALPN_GRPC));
-    let service = service_fn(move |mut request: hyper::Request<Incoming>| {
-        request.extensions_mut().insert(PeerAddress(peer));
-        request.extensions_mut().insert(PeerCertificate(certificate.clone()));
-        let (mut routes, lose) = (routes.clone(), Arc::clone(&lose));
+    let service = for_client(routes, peer, certificate);
+    let service = service_fn(move |request: hyper::Request<Incoming>| {
+        let (mut service, lose) = (service.clone(), Arc::clone(&lose));
         async move {
-            let answer = routes.call(request).await;
+            let answer = service.call(request).await;
             let lost =
                 lose.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok();
             if lost { Err(std::io::Error::other("lost on its way")) } else { Ok(answer.unwrap()) }

@@ -3,13 +3,11 @@
 use std::io;
 
 use clap::Args;
-use ipnet::IpNet;
-use tunnel_core::config::{ConfigError, parse_cidr};
+use tunnel_core::config::ConfigError;
 
-use crate::config::{DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
+use crate::config::{self, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
 use crate::redirect::{self, RedirectConfig, RedirectError};
 
-/// The flags that the killed server ran with.
 #[derive(Args, Clone, Debug)]
 pub struct CleanupCommand {
     /// Its --token-range.
@@ -21,7 +19,7 @@ pub struct CleanupCommand {
 }
 
 impl CleanupCommand {
-    /// Removes the routes and says which.
+    /// Removes the routes, and prints each.
     ///
     /// # Errors
     /// A bad range, missing privileges, or a server that still redirects here.
@@ -37,20 +35,15 @@ impl CleanupCommand {
     }
 
     fn config(&self) -> Result<RedirectConfig, ConfigError> {
-        let wrong =
-            |key: &str, value: &str, family: &str| ConfigError::new(key, value, format!("not {family}"));
-        let (v4, v6) = (&self.token_range, &self.token_range_v6);
-        let IpNet::V4(token_range) = parse_cidr("--token-range", v4)? else {
-            return Err(wrong("--token-range", v4, "IPv4"));
-        };
-        let IpNet::V6(token_range_v6) = parse_cidr("--token-range-v6", v6)? else {
-            return Err(wrong("--token-range-v6", v6, "IPv6"));
-        };
-        Ok(RedirectConfig { token_range, token_range_v6, ..RedirectConfig::default() })
+        Ok(RedirectConfig {
+            token_range: config::token_range(&self.token_range, &[])?,
+            token_range_v6: config::token_range_v6(&self.token_range_v6, &[])?,
+            ..RedirectConfig::default()
+        })
     }
 }
 
-/// The kernel's bare EPERM says nothing of what would help.
+/// The kernel's bare EPERM does not say what would help.
 fn explain(error: RedirectError) -> anyhow::Error {
     match &error {
         RedirectError::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
@@ -68,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_privilege_is_named_with_its_mend() {
+    fn a_missing_privilege_is_named_with_its_fix() {
         let io = |kind: io::ErrorKind| RedirectError::Io { what: "cannot ask".into(), source: kind.into() };
         let denied = format!("{:#}", explain(io(io::ErrorKind::PermissionDenied)));
         assert!(denied.contains("CAP_NET_ADMIN") && denied.contains("root"), "{denied}");

@@ -1,4 +1,20 @@
-//! The subcommands that are neither `token` nor `ca` (see [`crate::pki::cli`]).
+//! The command line: the server's flags and its subcommands.
 
-pub mod cleanup;
-pub mod status;
+mod args;
+mod ca;
+mod cleanup;
+mod kube_args;
+mod output;
+mod status;
+mod token;
+
+#[cfg(test)]
+mod args_tests;
+#[cfg(test)]
+mod command_tests;
+
+pub use args::{Cli, Command, RunArgs};
+pub use ca::CaCommand;
+pub use cleanup::CleanupCommand;
+pub use status::StatusCommand;
+pub use token::TokenCommand;

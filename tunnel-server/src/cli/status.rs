@@ -7,12 +7,11 @@ use tunnel_core::config::parse_loopback_door;
 use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::status::StatusReport;
 
-/// Which server, and how to show it.
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
     #[command(flatten)]
     show: Show,
-    /// Show every node, not only the first 50 after those with problems.
+    /// Show every node, not only the first 50.
     #[arg(long)]
     all: bool,
     /// The running server's --admin-address.
@@ -21,10 +20,10 @@ pub struct StatusCommand {
 }
 
 impl StatusCommand {
-    /// Prints once, or until Ctrl-C with `--watch`.
+    /// Prints the status once, or with `--watch` until Ctrl-C.
     ///
     /// # Errors
-    /// A bad `--admin-address`; without `--watch`, also no answer there.
+    /// A bad `--admin-address`, or, without `--watch`, no answer there.
     pub async fn run(&self) -> anyhow::Result<()> {
         let Some(address) = parse_loopback_door("--admin-address", &self.admin_address)? else {
             anyhow::bail!(

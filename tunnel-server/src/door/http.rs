@@ -1,65 +1,57 @@
 //! The http door: the first request's head names the node.
 //!
-//! A request is carried with the connection that brought it, so a connection carries one: the target is told to close
-//! after its answer (`Connection: close`, RFC 9112 §9.6), and a caller that names another node next has to connect
-//! again. Upgrades are carried as they are. No credentials are added.
+//! A connection carries one request: the target is asked to close after its answer (`Connection: close`, RFC 9112
+//! §9.6), so that a client has to connect again before it names another node. Upgrades are carried unchanged. No
+//! credentials are added.
 
-use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
+use std::net::SocketAddr;
 
 use bytes::{Bytes, BytesMut};
 use http::StatusCode;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tunnel_core::identity::NodeName;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
-use super::{Door, Opening, Refusal};
-use crate::route::{ByAddress, NodeAddress, Router};
+use super::context::{Door, OpenError, OpenRequest};
+use super::preface::{PrefaceError, answer, read_preface, timed_out};
+use super::resolve::resolve;
+use crate::route::Router;
 
-/// How long a caller may take to send the head of its request.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a refused caller may take to read why.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Bytes of a request's head.
 const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
 const SCHEME: &str = "http://";
-/// Names the node, in place of Host.
+/// Header that names the node instead of Host.
 const PROXY_HOST: &str = "x-tunnel-proxy-host";
-/// Names what the node's agent shall dial, in place of the node's own address.
+/// Header with the target, instead of the node's own address and Host's port.
 const PROXY_DEST: &str = "x-tunnel-proxy-dest";
 
-/// HTTP/1.1 requests by Host.
 pub struct Http;
 
 impl Door for Http {
     const NAME: &'static str = "http";
 
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opening, Refusal> {
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<OpenRequest, OpenError> {
+        const HEAD: &str = "request";
         let mut read = BytesMut::new();
-        let head = tokio::time::timeout(HEAD_TIMEOUT, read_head(socket, &mut read)).await;
-        let asked = match head {
-            Ok(Err(Wrong::Socket(error))) => return Err(error.into()),
-            Ok(Err(Wrong::Closed)) => {
-                return Err(Refusal::Caller("closed before a whole request".to_owned()));
+        let parse = |bytes: &[u8]| match parse(bytes)? {
+            None if bytes.len() > MAX_HEAD => {
+                Err(format!("the head of the request is larger than {MAX_HEAD} bytes"))
             }
-            Ok(Err(Wrong::Request(reason))) => Err((StatusCode::BAD_REQUEST, reason)),
-            Ok(Ok(head)) => destination(&head, router)
-                .map(|(node, target)| (node, target, head.prefix(&read)))
-                .map_err(|reason| (StatusCode::BAD_REQUEST, reason)),
-            Err(_) => {
-                let reason = format!("no whole request within {} s", HEAD_TIMEOUT.as_secs());
-                Err((StatusCode::REQUEST_TIMEOUT, reason))
-            }
+            head => Ok(head),
         };
-        match asked {
-            Ok((node, target, prefix)) => Ok(Opening { node, target, prefix }),
-            Err((status, reason)) => {
-                tell(socket, &answer(status, &reason)).await;
-                Err(Refusal::Caller(reason))
-            }
-        }
+        let (status, reason) = match read_preface(socket, &mut read, HEAD, parse).await {
+            Ok(head) => match target(&head, router) {
+                Ok((node, target)) => return Ok(OpenRequest { node, target, prefix: head.prefix(&read) }),
+                Err(reason) => (StatusCode::BAD_REQUEST, reason),
+            },
+            Err(PrefaceError::Lost(error)) => return Err(error),
+            Err(PrefaceError::Invalid(reason)) => (StatusCode::BAD_REQUEST, reason),
+            Err(PrefaceError::TimedOut) => (StatusCode::REQUEST_TIMEOUT, timed_out(HEAD)),
+        };
+        answer(socket, &response(status, &reason)).await;
+        Err(OpenError::Client(reason))
     }
 
     async fn failed(socket: &mut TcpStream, outcome: Outcome, detail: &str) {
@@ -69,51 +61,30 @@ impl Door for Http {
             Outcome::Denied => StatusCode::FORBIDDEN,
             _ => StatusCode::BAD_GATEWAY,
         };
-        tell(socket, &answer(status, detail)).await;
+        answer(socket, &response(status, detail)).await;
     }
 }
 
-enum Wrong {
-    Request(String),
-    Socket(std::io::Error),
-    Closed,
-}
-
-/// What of a request's head matters here.
+/// A request's head, as far as the door needs it.
 #[derive(Debug, PartialEq, Eq)]
 struct Head {
-    /// Bytes of the head, its empty line included.
+    /// Bytes of the head, including the empty line.
     length: usize,
     host: Option<String>,
     proxy_host: Option<String>,
     proxy_dest: Option<String>,
-    /// The head as the target gets it.
+    /// The head that is sent to the target.
     rewritten: Bytes,
 }
 
 impl Head {
-    /// What the target gets of what was read.
+    /// What is sent to the target of the bytes that were `read`.
     fn prefix(&self, read: &[u8]) -> Bytes {
         [&self.rewritten, &read[self.length..]].concat().into()
     }
 }
 
-async fn read_head(socket: &mut TcpStream, read: &mut BytesMut) -> Result<Head, Wrong> {
-    loop {
-        if let Some(head) = parse(read).map_err(Wrong::Request)? {
-            return Ok(head);
-        }
-        if read.len() > MAX_HEAD {
-            return Err(Wrong::Request(format!("the head of the request is larger than {MAX_HEAD} bytes")));
-        }
-        read.reserve(2048);
-        if socket.read_buf(read).await.map_err(Wrong::Socket)? == 0 {
-            return Err(Wrong::Closed);
-        }
-    }
-}
-
-/// None: it is not whole yet.
+/// None: the head is not whole yet.
 fn parse(read: &[u8]) -> Result<Option<Head>, String> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
@@ -122,7 +93,7 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
         Ok(httparse::Status::Partial) => return Ok(None),
         Err(error) => return Err(format!("not an HTTP/1.1 request: {error}")),
     };
-    // A complete request has all three.
+    // A complete request has all three of them.
     let (Some(method), Some(path), Some(version)) = (request.method, request.path, request.version) else {
         return Err("not an HTTP/1.1 request".to_owned());
     };
@@ -136,7 +107,7 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
     } else {
         (None, path.to_owned())
     };
-    // HTTP/2 is offered by default and seldom taken: an answer in HTTP/1.1 would leave the connection open.
+    // Clients offer h2c by default, and servers seldom accept: their HTTP/1.1 answer would leave the connection open.
     let upgrade = request.headers.iter().any(|header| {
         header.name.eq_ignore_ascii_case("upgrade") && !header.value.eq_ignore_ascii_case(b"h2c")
     });
@@ -157,7 +128,7 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
             let value =
                 std::str::from_utf8(header.value).map_err(|_| format!("the header {name} is not text"))?;
             if taken.replace(value.trim().to_owned()).is_some() {
-                return Err(format!("the header {name} is there twice"));
+                return Err(format!("duplicate header {name}"));
             }
         }
         let hop = matches!(
@@ -182,8 +153,8 @@ fn parse(read: &[u8]) -> Result<Option<Head>, String> {
     Ok(Some(head))
 }
 
-/// The node and what its agent shall dial.
-fn destination(head: &Head, router: &Router) -> Result<(NodeName, SocketAddr), String> {
+/// The node, and the target for its agent.
+fn target(head: &Head, router: &Router) -> Result<(NodeName, SocketAddr), String> {
     let host = head.host.as_deref().filter(|host| !host.is_empty()).ok_or("the request has no Host")?;
     let dest = match &head.proxy_dest {
         Some(dest) => Some(dest.parse::<SocketAddr>().map_err(|_| {
@@ -192,27 +163,28 @@ fn destination(head: &Head, router: &Router) -> Result<(NodeName, SocketAddr), S
         None => None,
     };
     let named = head.proxy_host.as_deref().filter(|host| !host.is_empty()).unwrap_or(host);
-    let destination = node(split(named)?.0, router)?;
+    let node = resolve(split(named)?.0, router)?;
     let target = match dest {
         Some(dest) => dest,
         None => {
             let (_, port) = split(host)?;
             let port = port.ok_or_else(|| {
-                format!("Host {:?} has no port: name the node's port that is meant", printable(host, 100))
+                format!("Host {:?} has no port: add the port of the node", printable(host, 100))
             })?;
-            router.target(destination.address, port)
+            router.target(node.address, port)
         }
     };
-    // As at the redirect: a door without authentication leads to the ports that the operator named.
+    // As at the redirect: a door without authentication leads only to the ports that the operator named.
     if !router.tunnels(target.port()) {
         return Err(format!(
             "port {} is not tunnelled: name it in --redirect-ports or the ConfigMap",
             target.port()
         ));
     }
-    Ok((destination.node, target))
+    Ok((node.node, target))
 }
 
+/// Host and port. Not by `http::uri::Authority`, which drops user information and takes an unusable port for none.
 fn split(authority: &str) -> Result<(&str, Option<u16>), String> {
     let wrong = || format!("{:?} is not a host and a port", printable(authority, 100));
     let (host, port) = match authority.strip_prefix('[') {
@@ -230,47 +202,13 @@ fn split(authority: &str) -> Result<(&str, Option<u16>), String> {
     if host.is_empty() { Err(wrong()) } else { Ok((host, port)) }
 }
 
-fn node(host: &str, router: &Router) -> Result<NodeAddress, String> {
-    let name = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
-    let snapshot = router.snapshot();
-    if let Some(destination) = snapshot.by_name(&name) {
-        return Ok(destination);
-    }
-    let Ok(address) = name.parse::<IpAddr>() else {
-        return Err(format!("{:?} is no edge node's name", printable(&name, 100)));
-    };
-    match snapshot.by_address(address) {
-        ByAddress::Unique(destination) => Ok(destination),
-        ByAddress::Ambiguous(nodes) => {
-            let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
-            Err(format!("{address} is the address of {}: name the node instead", nodes.join(", ")))
-        }
-        ByAddress::Unknown => Err(format!("{address} is no edge node's address")),
-    }
-}
-
-fn answer(status: StatusCode, reason: &str) -> Vec<u8> {
+fn response(status: StatusCode, reason: &str) -> Vec<u8> {
     let body = format!("tunnel-server: {reason}\n");
     format!(
         "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
         body.len()
     )
     .into_bytes()
-}
-
-/// Answers, and gives the caller time to read it before the socket is reset.
-async fn tell(socket: &mut TcpStream, message: &[u8]) {
-    let told = async {
-        socket.write_all(message).await?;
-        socket.shutdown().await?;
-        // Unread bytes would turn the close into a reset, and the reset may overtake the answer.
-        let mut rest = [0; 4096];
-        while socket.read(&mut rest).await? > 0 {}
-        std::io::Result::Ok(())
-    };
-    if !matches!(tokio::time::timeout(ANSWER_TIMEOUT, told).await, Ok(Ok(()))) {
-        tracing::debug!("a refused caller did not read the answer");
-    }
 }
 
 #[cfg(test)]
@@ -315,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_refused() {
+    fn malformed_requests_are_refused() {
         assert_eq!(parse(b"GET / HTTP/1.1\r\nHost: a").unwrap(), None);
         for wrong in [
             "\x16\x03\x01\x00",

@@ -1,110 +1,57 @@
 //! The doors: where connections come in, and how each finds its node.
 //!
-//! A door is one module behind [`Door`]: it looks at an accepted connection and names the destination. Everything
-//! after that (the session, the bytes, the access log, the metrics) is the same for all.
+//! A door is one file behind the trait [`Door`]: it reads from an accepted connection which node and target it is for.
+//! Everything after that (the session, the bytes, the access log, the metrics) is the same for all.
 
-pub mod hello;
+mod access_log;
+pub mod client_hello;
+mod context;
 mod http;
 mod https;
-mod record;
+mod preface;
 mod redirect;
+mod resolve;
 
-use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
 
-use bytes::Bytes;
 use tokio::net::{TcpListener, TcpStream};
 use tunnel_core::carry::{Abort, RelayError, Side, end_on_drop, prepare_socket};
 use tunnel_core::identity::NodeName;
-use tunnel_core::lifecycle::Drain;
 use tunnel_core::outcome::Outcome;
 
+pub use context::{Door, DoorContext, OpenError, OpenRequest};
 pub use http::Http;
 pub use https::Https;
 pub use redirect::Redirected;
 
 use crate::accept::accept;
 use crate::admission::{Admission, Admitted};
-use crate::metrics::Metrics;
-use crate::route::Router;
 use crate::session::{Session, Sessions};
-use record::Record;
-
-/// Where a caller wants to go.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Opening {
-    /// The node whose agent shall dial.
-    pub node: NodeName,
-    /// What it shall dial.
-    pub target: SocketAddr,
-    /// What was read from the caller meanwhile, to be carried first.
-    pub prefix: Bytes,
-}
-
-/// The door turned the caller away: the connection is closed, or will be reset.
-#[derive(Debug, thiserror::Error)]
-pub enum Refusal {
-    /// Not a caller at all: nothing is logged.
-    #[error("a connection of the server to itself")]
-    Own,
-    /// What the caller wants is not served.
-    #[error("{0}")]
-    Caller(String),
-    /// The caller's socket failed.
-    #[error("{0}")]
-    Socket(#[from] std::io::Error),
-}
-
-/// Names the destination of a connection.
-pub trait Door: Send + Sync + 'static {
-    /// The door's name in logs and metrics.
-    const NAME: &'static str;
-
-    /// Finds out where the caller wants to go.
-    fn open(
-        &self,
-        socket: &mut TcpStream,
-        router: &Router,
-    ) -> impl Future<Output = Result<Opening, Refusal>> + Send;
-
-    /// Tells a caller to which nothing was sent yet why its connection ends, where the door's protocol has words for it.
-    fn failed(_socket: &mut TcpStream, _outcome: Outcome, _detail: &str) -> impl Future<Output = ()> + Send {
-        async {}
-    }
-}
-
-/// What every door works with.
-#[derive(Clone)]
-pub struct Hall {
-    /// Who is where.
-    pub router: Arc<Router>,
-    /// Which nodes have a session.
-    pub sessions: Arc<Sessions>,
-    /// Counters.
-    pub metrics: Metrics,
-    /// Connections in flight.
-    pub drain: Drain,
-}
+use access_log::AccessLogGuard;
 
 /// Serves a door until the drain starts.
 ///
-/// `strangers` bounds the connections of a door that anybody may dial, for as long as they last.
-pub(crate) async fn serve<D: Door>(door: D, listener: TcpListener, hall: Hall, strangers: Option<Admission>) {
+/// `limit` bounds the connections of a door that other hosts can reach, for as long as they last.
+pub(crate) async fn serve<D: Door>(
+    door: D,
+    listener: TcpListener,
+    context: DoorContext,
+    limit: Option<Admission>,
+) {
     let door = Arc::new(door);
-    hall.metrics.door(D::NAME);
+    context.metrics.door(D::NAME);
     loop {
         let (socket, client) = tokio::select! {
             accepted = accept(&listener, D::NAME) => accepted,
-            () = hall.drain.shutdown().draining() => return,
+            () = context.drain.shutdown().draining() => return,
         };
-        let place = strangers.as_ref().map(|strangers| strangers.admit(client.ip()));
+        let place = limit.as_ref().map(|limit| limit.admit(client.ip()));
         if let Some(None) = place {
-            hall.metrics.turned_away(D::NAME);
+            context.metrics.turned_away(D::NAME);
             continue;
         }
-        hall.drain.spawn(receive(door.clone(), socket, client, hall.clone(), place.flatten()));
+        context.drain.spawn(receive(door.clone(), socket, client, context.clone(), place.flatten()));
     }
 }
 
@@ -112,36 +59,37 @@ async fn receive<D: Door>(
     door: Arc<D>,
     mut socket: TcpStream,
     client: SocketAddr,
-    hall: Hall,
+    context: DoorContext,
     place: Option<Admitted>,
 ) {
+    // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
     if let Err(error) = prepare_socket(&socket) {
-        hall.metrics.turned_away(D::NAME);
-        tracing::warn!(door = D::NAME, %client, reason = %error, "caller turned away");
+        context.metrics.turned_away(D::NAME);
+        tracing::warn!(door = D::NAME, %client, reason = %error, "client turned away");
         return;
     }
-    let opening = match door.open(&mut socket, &hall.router).await {
-        Ok(opening) => opening,
-        // A reset could overtake the end of the self-test's connect.
-        Err(Refusal::Own) => return end_on_drop(&socket),
-        Err(refusal) => {
-            hall.metrics.turned_away(D::NAME);
-            tracing::warn!(door = D::NAME, %client, reason = %refusal, "caller turned away");
+    let request = match door.open(&mut socket, &context.router).await {
+        Ok(request) => request,
+        // A reset could overtake the end of the self-test's connect().
+        Err(OpenError::SelfTest) => return end_on_drop(&socket),
+        Err(error) => {
+            context.metrics.turned_away(D::NAME);
+            tracing::warn!(door = D::NAME, %client, reason = %error, "client turned away");
             return;
         }
     };
-    let record = Record::new(D::NAME, client, &opening, &hall, place);
-    let Some(session) = hall.sessions.of(&opening.node) else {
-        let reason = no_tunnel(&hall.sessions, &opening.node);
+    let record = AccessLogGuard::new(D::NAME, client, &request, &context, place);
+    let Some(session) = context.sessions.get(&request.node) else {
+        let reason = no_tunnel(&context.sessions, &request.node);
         D::failed(&mut socket, Outcome::NoTunnel, &reason).await;
         record.end(Outcome::NoTunnel, &reason);
         return;
     };
     // From the accepting thread to the one that owns the link; both sides of the pump stay there.
-    let worker = session.worker().clone();
+    let worker = session.worker.clone();
     match socket.into_std() {
         Ok(socket) => {
-            worker.spawn(carry::<D>(socket, opening, session, record));
+            worker.spawn(carry::<D>(socket, request, session, record));
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
@@ -149,9 +97,9 @@ async fn receive<D: Door>(
 
 async fn carry<D: Door>(
     socket: std::net::TcpStream,
-    opening: Opening,
+    request: OpenRequest,
     session: Arc<Session>,
-    mut record: Record,
+    mut record: AccessLogGuard,
 ) {
     let mut socket = match TcpStream::from_std(socket) {
         Ok(socket) => socket,
@@ -163,8 +111,8 @@ async fn carry<D: Door>(
         let connected = |took| record.dialled(took);
         let mut carrying = std::pin::pin!(session.carry(
             &mut socket,
-            opening.prefix,
-            opening.target,
+            request.prefix,
+            request.target,
             &abort,
             &traffic,
             connected
@@ -202,7 +150,19 @@ fn no_tunnel(sessions: &Sessions, node: &NodeName) -> String {
     }
 }
 
-/// How long ago something started, for logs.
-fn millis_since(started: Instant) -> u64 {
-    u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// Every connection holds this much until its end. Moving a future into another one doubles its memory, which shows
+    /// here. Measured: 3224 and 3360 bytes.
+    #[test]
+    fn the_future_of_a_connection_stays_small() {
+        let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Http>)];
+        assert!(sizes.iter().all(|size| *size < 3584), "{sizes:?}");
+    }
 }

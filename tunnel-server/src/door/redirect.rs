@@ -1,4 +1,4 @@
-//! The redirect's door: the accepted socket's own address is the token, its port the destination port.
+//! The redirect's door: the accepted socket's own address is the token, and its port the port that the client dialled.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,37 +6,38 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::net::TcpStream;
 
-use super::{Door, Opening, Refusal};
+use super::context::{Door, OpenError, OpenRequest};
 use crate::redirect::Redirect;
 use crate::route::Router;
 
-/// Takes what the BPF programs redirect.
 pub struct Redirected {
-    /// Knows its own self-tests.
+    /// Recognises its self-tests.
     pub redirect: Arc<Redirect>,
 }
 
 impl Door for Redirected {
     const NAME: &'static str = "redirect";
 
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opening, Refusal> {
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<OpenRequest, OpenError> {
         let local = socket.local_addr()?;
         let token = local.ip().to_canonical();
         if self.redirect.is_self_test(token) {
-            return Err(Refusal::Own);
+            return Err(OpenError::SelfTest);
         }
-        let destination = router.snapshot().by_token(token).ok_or_else(|| {
-            Refusal::Caller(format!("{token} is no node's token: the node has left, or never was"))
+        let node = router.snapshot().by_token(token).ok_or_else(|| {
+            OpenError::Client(format!(
+                "{token} is not the token of a node: the node has left, or never existed"
+            ))
         })?;
-        // Only the hook at connect() rewrites, and only these ports: whoever brings another has dialled a token itself.
-        if !destination.pod && !router.tunnels(local.port()) {
-            return Err(Refusal::Caller(format!("port {} of {token} is not tunnelled", local.port())));
+        // The hook at connect() rewrites only to these ports: on any other, the client has dialled the token itself.
+        if !node.pod && !router.tunnels(local.port()) {
+            return Err(OpenError::Client(format!("port {} of {token} is not tunnelled", local.port())));
         }
-        let target = if destination.pod {
-            SocketAddr::new(destination.address, local.port())
+        let target = if node.pod {
+            SocketAddr::new(node.address, local.port())
         } else {
-            router.target(destination.address, local.port())
+            router.target(node.address, local.port())
         };
-        Ok(Opening { node: destination.node, target, prefix: Bytes::new() })
+        Ok(OpenRequest { node: node.node, target, prefix: Bytes::new() })
     }
 }

@@ -34,9 +34,9 @@ use self::settings::{Doors, Settings};
 use self::watch::Health;
 use crate::inventory::{Inventory, Selector, SourceStatus};
 use crate::pki::{Ca, Lifetimes, PkiMetrics, ServerCertificate, ServerNames};
-use crate::report::SourceReport;
 use crate::route::Router;
 use crate::session::Sessions;
+use crate::status::SourceReport;
 
 /// Who writes: the field manager of server-side apply, and the controller that Events name.
 pub const MANAGER: &str = "postern";

@@ -11,7 +11,7 @@ use tonic::{Code, Request, Response, Status};
 use tunnel_core::identity::{
     CsrKey, IdentityError, NodeName, node_of_certificate, pem_of_certificates, public_key_of_csr, validity,
 };
-use tunnel_core::proto::enrollment_server::{Enrollment, EnrollmentServer};
+use tunnel_core::proto::enrollment_server::Enrollment;
 use tunnel_core::proto::{EnrollRequest, EnrollResponse, RenewRequest};
 
 use super::ca_state::CaState;
@@ -30,12 +30,11 @@ pub struct PeerCertificate(pub Option<CertificateDer<'static>>);
 #[derive(Clone, Copy, Debug)]
 pub struct PeerAddress(pub SocketAddr);
 
-/// Requests are a few hundred bytes.
-const MAX_MESSAGE: usize = 16 * 1024;
 /// Signing and the files are quick; more calls at a time would only wait for each other's lock.
 const CONCURRENT: usize = 4;
 
-/// The Enrollment service: issues certificates for enrolment tokens, and renews certificates.
+/// The Enrollment service: issues certificates for enrolment tokens, and renews certificates. Each request needs the
+/// extensions [`PeerAddress`] and [`PeerCertificate`].
 #[derive(Clone)]
 pub struct EnrollService {
     inner: Arc<Inner>,
@@ -113,11 +112,6 @@ impl EnrollService {
                 permits: Arc::new(Semaphore::new(CONCURRENT)),
             }),
         }
-    }
-
-    /// The gRPC service. Each request needs the extensions [`PeerAddress`] and [`PeerCertificate`].
-    pub fn into_service(self) -> EnrollmentServer<Self> {
-        EnrollmentServer::new(self).max_decoding_message_size(MAX_MESSAGE)
     }
 
     async fn call<T: Send + 'static>(

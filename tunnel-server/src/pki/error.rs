@@ -54,7 +54,7 @@ impl PkiError {
         Self::File { path: path.to_owned(), reason: reason.to_string(), fix: fix.into() }
     }
 
-    pub(super) fn io(path: &Path, source: std::io::Error) -> Self {
+    pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
         Self::Io { path: path.to_owned(), source }
     }
 

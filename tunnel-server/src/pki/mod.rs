@@ -25,9 +25,9 @@
 //!
 //! Open sessions continue throughout: TLS is verified when a connection is made.
 
+mod bundle;
 mod ca;
 mod ca_state;
-pub mod cli;
 mod enroll;
 mod error;
 mod failure_limit;
@@ -41,6 +41,7 @@ mod tests;
 mod token;
 mod token_store;
 
+pub use bundle::follow_bundle;
 pub use ca::Ca;
 pub use ca_state::{CaState, IssuedCertificate, Lifetimes, Role, Root};
 pub use enroll::{EnrollService, PeerAddress, PeerCertificate};
@@ -50,7 +51,7 @@ pub use material::CaMaterial;
 pub(crate) use material::{KEY_SUFFIX, ROOTS};
 pub use metrics::PkiMetrics;
 pub use server_certificate::{ServerCertificate, ServerNames};
-pub use server_file::ServerFile;
+pub use server_file::{ServerFile, agent_addresses};
 pub use token::{Token, parse_ttl};
 pub use token_store::{TokenRecord, TokenRefusal, TokenState, TokenStore};
 

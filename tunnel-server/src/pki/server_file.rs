@@ -1,11 +1,21 @@
+//! `server.json` in the state directory: where agents reach this server.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use tunnel_core::identity::files::{self, PUBLIC_FILE};
+use tunnel_core::net::source_address;
 
-use super::PkiError;
+use super::{PkiError, ServerNames};
 
-/// What a running server tells the command line, in `server.json` of the state directory.
+/// Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route.
+const BEYOND: [SocketAddr; 2] = [
+    SocketAddr::new(IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), 9),
+    SocketAddr::new(IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)), 9),
+];
+
+/// What a running server leaves for the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerFile {
     /// `host:port` of each address that agents can dial, the best first.
@@ -31,6 +41,24 @@ impl ServerFile {
             PkiError::file(&path, &error, "remove it; a running server writes it at its start")
         })
     }
+}
+
+/// `host:port` of each address at which agents can dial a server that listens at `listening`: the names and addresses
+/// that the operator gave its certificate, else the source address of the default route.
+pub fn agent_addresses(names: &ServerNames, listening: SocketAddr) -> Vec<String> {
+    let port = listening.port();
+    let dns = names.dns.iter().filter(|name| !name.starts_with('*')).map(|name| format!("{name}:{port}"));
+    let addresses = names.addresses.iter().map(|address| SocketAddr::new(*address, port).to_string());
+    let given: Vec<_> = dns.chain(addresses).collect();
+    if !given.is_empty() {
+        return given;
+    }
+    let own = if listening.ip().is_unspecified() {
+        BEYOND.into_iter().find_map(source_address)
+    } else {
+        Some(listening.ip())
+    };
+    own.map(|address| SocketAddr::new(address, port).to_string()).into_iter().collect()
 }
 
 #[cfg(test)]

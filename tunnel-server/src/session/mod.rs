@@ -1,7 +1,5 @@
-//! The sessions with the agents: taking their links, and opening a stream for each connection that a door brings.
+//! The sessions with the agents: which node has one, and a stream on its link for each connection.
 
-mod agent_port;
-mod attach;
 mod registry;
 mod workers;
 
@@ -26,51 +24,44 @@ use tunnel_core::link::Rtt;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
-pub use agent_port::{AgentPort, AgentPortConfig};
 pub use registry::{Fenced, Sessions};
 pub use workers::Workers;
 
 /// How long an agent may take to connect to a target.
-pub const DIAL_DEADLINE: Duration = Duration::from_secs(5);
-/// What the tunnel itself may add to that before the agent counts as hung.
+const DIAL_DEADLINE: Duration = Duration::from_secs(5);
+/// Added to that for the way through the tunnel; then the agent counts as hung.
 const DIAL_GRACE: Duration = Duration::from_secs(3);
 
-/// One agent's link, attached.
+/// An attached link.
 pub struct Session {
     /// Unique in this process.
     pub id: u64,
-    /// The node, as its certificate names it.
+    /// From the agent's certificate.
     pub node: NodeName,
-    /// The session's number; higher ones win.
+    /// A newer session of the node has a higher number, and replaces this one.
     pub epoch: u64,
     /// Where the agent dials from.
     pub peer: SocketAddr,
-    /// When it attached.
     pub since: Instant,
-    /// What the agent says it is.
+    /// As the agent reports it.
     pub agent_version: String,
-    /// The link's round-trip time.
     pub rtt: Rtt,
-    /// Bounds what is held for callers that do not read.
+    /// Bounds what is held for clients that do not read.
     pub stalls: StallBound,
     /// Connections carried now.
     pub connections: AtomicU32,
-    /// Bytes carried: from callers to the node, and back to them.
+    /// Bytes carried, from clients to the node and back.
     pub carried: Totals,
-    /// Ends the session.
+    /// Cancelling it ends the session.
     pub closed: CancellationToken,
-    send: SendRequest<Bytes>,
-    worker: Handle,
+    pub(crate) send: SendRequest<Bytes>,
+    /// The thread that owns the link. Its streams and their sockets stay there.
+    pub(crate) worker: Handle,
 }
 
 impl Session {
-    /// The thread that owns the link: carry on it.
-    pub const fn worker(&self) -> &Handle {
-        &self.worker
-    }
-
-    /// Carries a connection that a door accepted to `target`, as the agent sees it, until both directions ended.
-    /// `connected` is told how long the agent's dial took.
+    /// Carries an accepted connection to `target`, which the agent dials, until both directions have ended. Has to run
+    /// on [`Session::worker`]. `connected` gets the duration of the agent's dial.
     ///
     /// # Errors
     /// Whatever ended it early; the socket then sends a TCP RST when it is dropped.
@@ -88,19 +79,19 @@ impl Session {
         let request =
             carry_request(target).map_err(|error| RelayError::Dial(Outcome::Protocol, error.to_string()))?;
         if let Err(error) = std::future::poll_fn(|cx| link.poll_ready(cx)).await {
-            // Nothing can be carried on this link any more, whatever its PINGs say.
+            // Nothing can be carried on this link any more, even if its PINGs are still answered.
             self.closed.cancel();
             return Err(RelayError::Link(error));
         }
-        // Beyond what the agent takes, h2 would queue the stream; one is the session's own.
+        // Beyond the agent's limit h2 would queue the stream. One of them is the session's own.
         if self.connections.load(Ordering::Relaxed) as usize >= link.current_max_send_streams() {
             let reason =
-                format!("{} takes no more than {} streams", self.node, link.current_max_send_streams());
+                format!("{} accepts no more than {} streams", self.node, link.current_max_send_streams());
             return Err(RelayError::Dial(Outcome::Busy, reason));
         }
         let (response, mut send) = link.send_request(request, false).map_err(RelayError::Link)?;
         let asked = Instant::now();
-        // Its room is given back once the agent has connected.
+        // Boxed: its memory is freed once the agent has connected.
         let inbound = Box::pin(async move {
             let answer = dialled(&self.node, target, response).await;
             connected(asked.elapsed());
@@ -139,7 +130,7 @@ fn carry_request(target: SocketAddr) -> Result<Request<()>, http::Error> {
         .body(())
 }
 
-/// Waits for the agent's answer: headers mean connected, a status tells why not.
+/// Waits for the agent's answer: headers mean connected, a status says why not.
 async fn dialled(
     node: &NodeName,
     target: SocketAddr,
@@ -160,7 +151,7 @@ async fn dialled(
     }
     match Status::from_header_map(response.headers()) {
         None => Ok(response.into_body()),
-        // A target that accepts and is done at once still sends its headers first.
+        // Even for a target that closes immediately, the agent sends headers first.
         Some(status) if status.code() == Code::Ok => {
             Err(RelayError::Dial(Outcome::Protocol, format!("{node} ended the stream without connecting")))
         }

@@ -1,4 +1,4 @@
-//! Which node has a live session.
+//! The live sessions by node.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -13,7 +13,7 @@ use super::Session;
 use crate::metrics::Metrics;
 use crate::route::Router;
 
-/// Nodes remembered as "last seen"; beyond it the oldest are forgotten.
+/// How many departed nodes are remembered as "last seen"; beyond it the oldest is forgotten.
 const REMEMBERED: usize = 1 << 17;
 
 /// A session was refused because a newer one is live.
@@ -30,7 +30,7 @@ pub struct Fenced {
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
     departed: Mutex<HashMap<NodeName, Instant>>,
-    /// Sessions whose agents are leaving: out of use, but not at their end.
+    /// Sessions whose agents are leaving: they carry what they have, but get nothing new.
     leaving: Mutex<HashMap<NodeName, Arc<Session>>>,
     ids: AtomicU64,
     router: Arc<Router>,
@@ -39,7 +39,7 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// No session yet; liveness is told to `router`.
+    /// Without sessions. `router` is kept up to date with which nodes have one.
     pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
         Self {
             live: RwLock::default(),
@@ -52,13 +52,13 @@ impl Sessions {
         }
     }
 
-    /// A number for a session or a connection, unique in this process.
+    /// A session number that is unique in this process.
     pub fn next_id(&self) -> u64 {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
 
     /// The node's live session.
-    pub fn of(&self, node: &NodeName) -> Option<Arc<Session>> {
+    pub fn get(&self, node: &NodeName) -> Option<Arc<Session>> {
         self.live.read().unwrap_or_else(PoisonError::into_inner).get(node).cloned()
     }
 
@@ -82,10 +82,10 @@ impl Sessions {
         self.departed().get(node).map(Instant::elapsed)
     }
 
-    /// Puts a session to use, in place of an older one of the same node, which is returned.
+    /// Makes `session` the node's live one. Returns the older one that it replaces.
     ///
     /// # Errors
-    /// A newer one is live: the epoch fences the offered one off.
+    /// The live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
         let node = session.node.clone();
         let older = {
@@ -97,7 +97,7 @@ impl Sessions {
             }
             let older = live.insert(node.clone(), session);
             self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
-            // Under the lock, so that liveness follows the map in the same order.
+            // Under the lock, so that the router sees changes in the same order.
             self.router.set_live(&node, true);
             if older.is_none() {
                 self.changed.send_modify(|changes| *changes += 1);
@@ -108,7 +108,7 @@ impl Sessions {
         Ok(older)
     }
 
-    /// Takes a session out of use. The end of an old one never removes its successor.
+    /// Takes `session` out of use, unless another one has replaced it already.
     pub fn unregister(&self, session: &Session) {
         {
             let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
@@ -130,8 +130,8 @@ impl Sessions {
         departed.insert(session.node.clone(), Instant::now());
     }
 
-    /// Takes the session of an agent that is leaving out of use. One a node: an agent that says so again and again must not
-    /// pile up links.
+    /// Takes the session of an agent that is leaving out of use. Each node has at most one such session, so that an
+    /// agent that leaves again and again does not pile up links.
     pub fn leave(&self, session: &Arc<Session>) {
         self.unregister(session);
         let before = self.leaving().insert(session.node.clone(), session.clone());
@@ -142,8 +142,8 @@ impl Sessions {
         }
     }
 
-    /// Forgets a session that has ended.
-    pub(super) fn ended(&self, session: &Session) {
+    /// Forgets a session whose link has ended.
+    pub(crate) fn forget(&self, session: &Session) {
         self.unregister(session);
         let mut leaving = self.leaving();
         if leaving.get(&session.node).is_some_and(|other| other.id == session.id) {

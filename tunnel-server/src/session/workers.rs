@@ -1,4 +1,4 @@
-//! The data path's threads: each a runtime of its own, so that a link, its streams and their sockets never leave it.
+//! The data path's threads. Each has its own runtime, so that a link, its streams and their sockets never change threads.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,7 +7,8 @@ use std::thread::JoinHandle;
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-/// How many ready tasks are polled between two looks at the sockets; small keeps a busy link from starving others.
+/// How many ready tasks are polled before the sockets are polled again; a small number keeps a busy link from starving
+/// others.
 const EVENT_INTERVAL: u32 = 8;
 
 /// The data path's threads. Dropping it stops them.
@@ -41,7 +42,7 @@ impl Workers {
         Ok(workers)
     }
 
-    /// The thread whose turn it is to take a link.
+    /// The thread for the next link, in turn.
     pub fn next(&self) -> &Handle {
         let turn = self.next.fetch_add(1, Ordering::Relaxed);
         // `start` makes at least one.

@@ -1,11 +1,11 @@
-//! The status for people: what needs attention first, and readable with two nodes as with 10,000.
+//! The status as text: what needs attention comes first, and 10,000 nodes still fit on a screen.
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use tunnel_core::text::harmless;
 
-use super::{NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
+use super::model::{NodeStatus, RedirectState, RedirectStatus, StatusReport};
 
 /// Nodes shown without `--all`.
 const MAX_NODES: usize = 50;
@@ -13,7 +13,7 @@ const MAX_NODES: usize = 50;
 const MAX_CONFLICTS: usize = 10;
 
 impl StatusReport {
-    /// `all`: every node and conflict instead of the first.
+    /// `all` shows every node and conflict, not only the first ones.
     pub fn to_text(&self, all: bool) -> String {
         let mut text = String::new();
         // Writing to a String does not fail.
@@ -36,11 +36,11 @@ impl StatusReport {
         )?;
         for door in &self.doors {
             let active = door.connections_active;
-            let use_of_it = match door.accepted {
+            let activity = match door.accepted {
                 Some(accepted) => format!("{active} active, {accepted} accepted"),
                 None => format!("{active} tunnels"),
             };
-            writeln!(out, "door {} at {}: {use_of_it}", harmless(&door.name), door.address)?;
+            writeln!(out, "door {} at {}: {activity}", harmless(&door.name), door.address)?;
         }
         self.redirect.write(out)?;
         self.write_inventory(out, all)?;
@@ -73,18 +73,8 @@ impl StatusReport {
         let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
         let mut table = Table::new();
         table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-        table.set_header([
-            "NODE",
-            "STATE",
-            "ADDRESSES",
-            "PEER",
-            "RTT",
-            "CONNECTIONS",
-            "STALLED",
-            "TO NODE",
-            "FROM NODE",
-            "AGENT",
-        ]);
+        let header = "NODE|STATE|ADDRESSES|PEER|RTT|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT";
+        table.set_header(header.split('|'));
         for (index, column) in table.column_iter_mut().enumerate() {
             column.set_padding((0, 2));
             if (4..9).contains(&index) {
@@ -139,53 +129,29 @@ impl NodeStatus {
         }
     }
 
-    fn row(&self) -> [String; 10] {
+    fn row(&self) -> Vec<String> {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        let Some(SessionStatus {
-            peer,
-            since_s,
-            rtt_ms,
-            agent_version,
-            connections,
-            stalled,
-            bytes_to_node,
-            bytes_from_node,
-            ..
-        }) = &self.session
-        else {
-            let state =
-                self.last_seen_s.map_or_else(|| "NEVER SEEN".to_owned(), |ago| format!("DOWN {}", age(ago)));
-            let none = || "-".to_owned();
-            return [
-                self.name.to_string(),
-                state,
-                addresses,
-                none(),
-                none(),
-                none(),
-                none(),
-                none(),
-                none(),
-                none(),
-            ];
+        let state = match (&self.session, self.last_seen_s) {
+            (Some(session), _) if self.in_inventory => format!("up {}", age(session.since_s)),
+            (Some(session), _) => format!("NOT IN INVENTORY {}", age(session.since_s)),
+            (None, Some(ago)) => format!("DOWN {}", age(ago)),
+            (None, None) => "NEVER SEEN".to_owned(),
         };
-        let state = if self.in_inventory {
-            format!("up {}", age(*since_s))
-        } else {
-            format!("NOT IN INVENTORY {}", age(*since_s))
-        };
-        [
-            self.name.to_string(),
-            state,
-            addresses,
-            peer.to_string(),
-            rtt_ms.map_or_else(|| "-".to_owned(), |rtt| format!("{rtt:.1} ms")),
-            connections.to_string(),
-            stalled.to_string(),
-            bytes(*bytes_to_node),
-            bytes(*bytes_from_node),
-            harmless(agent_version),
-        ]
+        let none = || "-".to_owned();
+        let mut row = vec![self.name.to_string(), state, addresses];
+        match &self.session {
+            Some(session) => row.extend([
+                session.peer.to_string(),
+                session.rtt_ms.map_or_else(none, |rtt| format!("{rtt:.1} ms")),
+                session.connections.to_string(),
+                session.stalled.to_string(),
+                bytes(session.bytes_to_node),
+                bytes(session.bytes_from_node),
+                harmless(&session.agent_version),
+            ]),
+            None => row.extend(std::iter::repeat_with(none).take(7)),
+        }
+        row
     }
 }
 
@@ -216,7 +182,7 @@ mod tests {
     use super::*;
     use crate::inventory::SourceStatus;
     use crate::route::{Conflict, ConflictKind};
-    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus};
+    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, SessionStatus};
 
     fn node(name: &str, session: Option<usize>) -> NodeStatus {
         NodeStatus {

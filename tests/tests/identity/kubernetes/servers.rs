@@ -19,10 +19,11 @@ use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::session::{Attached, EpochSource, LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
-use tunnel_server::kube::settings::Settings;
+use tunnel_server::agent_port::{AgentPort, LinkContext};
 use tunnel_server::pki::{EnrollService, PkiMetrics};
 use tunnel_server::route::{Router, RouterConfig};
-use tunnel_server::session::{AgentPort, AgentPortConfig, Sessions, Workers};
+use tunnel_server::session::{Sessions, Workers};
+use tunnel_server::settings::Settings;
 
 use super::agent_api;
 use super::scripted::{ApiServer, eventually};
@@ -67,19 +68,19 @@ impl Port {
         let (bundle, trusted) = watch::channel(Arc::new(server.ca.state().unwrap().bundle().clone()));
         let (settings, known) = watch::channel(Arc::default());
         let stop = CancellationToken::new();
-        let port = AgentPort::new(AgentPortConfig {
+        let context = LinkContext {
             server_id: id.to_owned(),
-            tls: server.certificate.tls(),
             bundle: trusted,
             settings: known,
             sessions: sessions.clone(),
-            workers: Arc::new(Workers::start(1).unwrap()),
-            enroll: EnrollService::new(server.certificate.ca(), server.state_dir(), PkiMetrics::default()),
             metrics,
             draining: CancellationToken::new(),
             stop: stop.clone(),
             drain_timeout: Duration::from_secs(1),
-        });
+        };
+        let workers = Arc::new(Workers::start(1).unwrap());
+        let enroll = EnrollService::new(server.certificate.ca(), server.state_dir(), PkiMetrics::default());
+        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.serve(listener));

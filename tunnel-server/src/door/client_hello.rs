@@ -1,8 +1,9 @@
-//! Finds the server name in a TLS ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) without answering it.
+//! Finds the server name in a TLS ClientHello (RFC 8446 §4.1.2, RFC 6066 §3), as TLS passthrough needs it: nothing is
+//! answered, and an address is accepted as name.
 
-/// The longest ClientHello that is waited for, in bytes on the wire.
+/// The longest ClientHello accepted, in bytes on the wire.
 pub const MAX_HELLO: usize = 16 << 10;
-/// The most records that one may come in; clients send one.
+/// The most TLS records that it may be split into; clients send one.
 const MAX_RECORDS: usize = 32;
 
 const RECORD_HEADER: usize = 5;
@@ -16,34 +17,29 @@ const NAME_TYPE_HOST: u8 = 0;
 /// The longest host name (RFC 1035 §3.1, in text).
 const MAX_NAME: usize = 255;
 
-/// What the bytes so far are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parsed {
-    /// A beginning of a ClientHello: more must come.
+    /// The beginning of a ClientHello.
     Incomplete,
-    /// A whole ClientHello, and the name that it asks for, as sent.
+    /// A whole ClientHello, and the server name in it as the client sent it.
     Hello(Option<String>),
 }
 
-/// Why bytes are no ClientHello; each has the alert that says so (RFC 8446 §6).
+/// Why bytes are not a ClientHello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// Something else than TLS, HTTP for example.
     #[error("not TLS")]
     NotTls,
-    /// TLS, but it does not begin with a ClientHello.
     #[error("not a ClientHello")]
     NotHello,
-    /// Too long to wait for.
     #[error("a ClientHello of more than {MAX_HELLO} bytes")]
     TooLong,
-    /// Lengths do not add up.
     #[error("a malformed ClientHello: {0}")]
     Malformed(&'static str),
 }
 
 impl HelloError {
-    /// The TLS alert description to answer with.
+    /// The TLS alert to answer with (RFC 8446 §6).
     pub const fn alert(self) -> u8 {
         match self {
             Self::NotTls | Self::NotHello => 10,
@@ -53,15 +49,15 @@ impl HelloError {
     }
 }
 
-/// Reads the ClientHello at the beginning of `bytes`, in however many records it comes.
+/// Reads the ClientHello at the beginning of `bytes`, which may be split into several records.
 ///
 /// # Errors
-/// The bytes are not, and cannot become, a ClientHello.
+/// The bytes are not the beginning of a ClientHello.
 pub fn parse_client_hello(bytes: &[u8]) -> Result<Parsed, HelloError> {
     let mut message = Vec::new();
     let mut rest = bytes;
     for _ in 0..MAX_RECORDS {
-        // Told from the first byte on, so that nobody waits for the rest of an HTTP request.
+        // Decided from the first byte on: an HTTP client does not have to wait for a timeout.
         match rest {
             [] => return Ok(Parsed::Incomplete),
             [HANDSHAKE] => return Ok(Parsed::Incomplete),
@@ -88,7 +84,7 @@ pub fn parse_client_hello(bytes: &[u8]) -> Result<Parsed, HelloError> {
     Err(HelloError::Malformed("too many records"))
 }
 
-/// The ClientHello's body, once it is all there.
+/// The body of the ClientHello. None: it is not whole yet.
 fn whole_message(message: &[u8]) -> Result<Option<&[u8]>, HelloError> {
     if message.first().is_some_and(|kind| *kind != CLIENT_HELLO) {
         return Err(HelloError::NotHello);
@@ -172,7 +168,7 @@ mod tests {
     use rustls::pki_types::ServerName;
     use std::sync::Arc;
 
-    /// What rustls, as a client, sends first.
+    /// The ClientHello of rustls.
     fn hello(name: &str) -> Vec<u8> {
         let config =
             rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
@@ -214,7 +210,7 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_hello_never_panics(at in any::<prop::sample::Index>(), value in any::<u8>()) {
+        fn a_corrupted_hello_never_panics(at in any::<prop::sample::Index>(), value in any::<u8>()) {
             let mut bytes = hello("edge-1");
             let at = at.index(bytes.len());
             bytes[at] = value;
@@ -223,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_hello_is_told_at_once() {
+    fn other_protocols_are_recognised_immediately() {
         assert_eq!(parse_client_hello(b"G"), Err(HelloError::NotTls));
         assert_eq!(parse_client_hello(b"GET / HTTP/1.1\r\n"), Err(HelloError::NotTls));
         assert_eq!(parse_client_hello(&[22, 3, 1, 0, 1, 2]), Err(HelloError::NotHello));
@@ -232,7 +228,20 @@ mod tests {
         assert_eq!(
             parse_client_hello(&hello("10.0.0.7")),
             Ok(Parsed::Hello(None)),
-            "rustls sends no address as SNI"
+            "rustls does not send an address as SNI"
         );
+    }
+
+    /// This parser exists because rustls' own (`server::Acceptor`) ignores an address as server name.
+    #[test]
+    fn an_address_as_server_name_is_found() {
+        let mut bytes = hello("aaaa.bbb");
+        let at = bytes.windows(8).position(|window| window == b"aaaa.bbb").unwrap();
+        bytes[at..at + 8].copy_from_slice(b"10.0.0.7");
+        assert_eq!(parse_client_hello(&bytes), Ok(Parsed::Hello(Some("10.0.0.7".to_owned()))));
+        let mut acceptor = rustls::server::Acceptor::default();
+        acceptor.read_tls(&mut bytes.as_slice()).unwrap();
+        let accepted = acceptor.accept().ok().flatten().unwrap();
+        assert_eq!(accepted.client_hello().server_name(), None);
     }
 }

@@ -1,4 +1,4 @@
-//! One agent's link, from the end of its TLS handshake to its end.
+//! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,36 +10,53 @@ use h2::PingPong;
 use h2::client::SendRequest;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
-use tunnel_core::identity::NodeName;
+use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, Rtt};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
-    AgentEvent, Hello, LoopbackPorts, Notice, Refused, Replaced, ServerDraining, TrustBundle, Welcome,
-    agent_event, notice,
+    self, AgentEvent, Hello, LoopbackPorts, Notice, Refused, Replaced, ServerDraining, Welcome, agent_event,
+    notice,
 };
 use tunnel_core::text::printable;
 
-use super::Session;
-use super::agent_port::AgentPort;
-use super::registry::Fenced;
 use crate::admission::Admitted;
-use crate::kube::settings::Settings;
+use crate::metrics::Metrics;
+use crate::session::{Fenced, Session, Sessions};
+use crate::settings::Settings;
 
-/// The largest control message taken from an agent.
+/// The largest control message accepted from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
 /// How long an agent may take to acknowledge a notice.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Events that an agent may send in [`EVENT_SPAN`]; more is a flood.
+/// Events that an agent may send within [`EVENT_SPAN`]; more is a flood.
 const MAX_EVENTS: u32 = 200;
 const EVENT_SPAN: Duration = Duration::from_secs(10);
 
-/// Why a session ended.
+/// What all links work with.
+pub struct LinkContext {
+    pub server_id: String,
+    /// The roots to announce to agents.
+    pub bundle: watch::Receiver<Arc<TrustBundle>>,
+    /// For the ports that agents dial on their node's loopback.
+    pub settings: watch::Receiver<Arc<Settings>>,
+    pub sessions: Arc<Sessions>,
+    pub metrics: Metrics,
+    /// Agents are notified; nothing new is accepted.
+    pub draining: CancellationToken,
+    /// Ends every link.
+    pub stop: CancellationToken,
+    /// How long the drain may take, for the agents to know.
+    pub drain_timeout: Duration,
+}
+
+/// Why a link ended.
 #[derive(Debug, thiserror::Error)]
 enum End {
     #[error("link lost: {}", link::reason(.0))]
@@ -65,7 +82,7 @@ enum End {
     #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
     Flood,
     #[error("replaced by a newer session, or this server stops")]
-    Ended,
+    Stopped,
 }
 
 impl From<Status> for End {
@@ -74,9 +91,9 @@ impl From<Status> for End {
     }
 }
 
-/// Drives the link until it ends.
+/// Serves the link until it ends, and logs why it did.
 pub(super) async fn run(
-    port: Arc<AgentPort>,
+    context: Arc<LinkContext>,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
     node: NodeName,
@@ -84,20 +101,20 @@ pub(super) async fn run(
     admitted: Admitted,
 ) {
     let started = Instant::now();
-    let end = drive(&port, stream, peer, node.clone(), worker, admitted).await;
+    let end = drive(&context, stream, peer, node.clone(), worker, admitted).await;
     let lasted_s = started.elapsed().as_secs();
     match end {
-        // It has another address of this server, and is attached through that.
+        // The agent has two addresses of this server, and is attached through the other one.
         End::Attach(status) if status.code() == Code::AlreadyExists => {
             tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
         }
-        End::Ended | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
+        End::Stopped | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
         End::Impostor { .. } | End::Flood | End::Fenced(_) => {
-            port.config.metrics.session_refused(end.label());
+            context.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
         }
         End::NoHello | End::NotHello | End::Attach(_) => {
-            port.config.metrics.handshake("failed");
+            context.metrics.handshake("failed");
             tracing::warn!(%node, %peer, lasted_s, "no session: {end}");
         }
         _ => tracing::warn!(%node, %peer, lasted_s, "session ended: {end}"),
@@ -116,7 +133,7 @@ impl End {
 }
 
 async fn drive(
-    port: &Arc<AgentPort>,
+    context: &LinkContext,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
     node: NodeName,
@@ -130,12 +147,12 @@ async fn drive(
         Err(_) => return End::NoHello,
     };
     let Some(pings) = connection.ping_pong() else { return End::Closed };
-    // A task of its own: carried bytes wake it, and nothing else then has to look.
+    // A task of its own, so that carried bytes wake only it.
     let mut driver = JoinSet::new();
     driver.spawn(connection);
     tokio::select! {
         biased;
-        end = session(port, send, pings, peer, node, worker, admitted) => end,
+        end = session(context, send, pings, peer, node, worker, admitted) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
@@ -143,21 +160,21 @@ async fn drive(
     }
 }
 
-/// Takes the session out of the registry, however its task ends.
+/// Removes the session from the registry, however its task ends.
 struct Registered<'a> {
-    port: &'a AgentPort,
+    context: &'a LinkContext,
     session: Arc<Session>,
 }
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        self.port.config.sessions.ended(&self.session);
+        self.context.sessions.forget(&self.session);
         self.session.closed.cancel();
     }
 }
 
 async fn session(
-    port: &Arc<AgentPort>,
+    context: &LinkContext,
     send: SendRequest<Bytes>,
     pings: PingPong,
     peer: SocketAddr,
@@ -167,9 +184,9 @@ async fn session(
 ) -> End {
     let mut client =
         AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
-    let loopback = loopback_ports(&port.config.settings.borrow());
-    // Its room is given back once the agent has answered.
-    let greeting = Box::pin(greet(port, Channel::new(send.clone()), &loopback));
+    let loopback = loopback_ports(&context.settings.borrow());
+    // Boxed: its memory is freed once the agent has answered.
+    let greeting = Box::pin(greet(context, Channel::new(send.clone()), &loopback));
     let (hello, mut events) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting).await {
         Ok(Ok(greeting)) => greeting,
         Ok(Err(end)) => return end,
@@ -177,11 +194,11 @@ async fn session(
     };
     if hello.node != node.as_str() {
         let end = End::Impostor { certified: node, claimed: printable(&hello.node, 253) };
-        tell(&mut client, notice::Notice::Refused(Refused { reason: end.to_string() })).await;
+        notify(&mut client, notice::Notice::Refused(Refused { reason: end.to_string() })).await;
         return end;
     }
     let session = Arc::new(Session {
-        id: port.config.sessions.next_id(),
+        id: context.sessions.next_id(),
         node,
         epoch: hello.epoch,
         peer,
@@ -195,34 +212,33 @@ async fn session(
         send,
         worker,
     });
-    match port.config.sessions.register(session.clone()) {
+    match context.sessions.register(session.clone()) {
         Ok(older) => retire(older, &session),
         Err(fenced) => {
-            tell(&mut client, notice::Notice::Refused(Refused { reason: fenced.to_string() })).await;
+            notify(&mut client, notice::Notice::Refused(Refused { reason: fenced.to_string() })).await;
             return fenced.into();
         }
     }
-    let registered = Registered { port, session: session.clone() };
+    let registered = Registered { context, session: session.clone() };
     drop(admitted);
-    port.config.metrics.handshake("attached");
+    context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    let end = follow(port, &session, &mut client, &mut events, pings, loopback).await;
-    if matches!(end, End::Ended) && !port.config.draining.is_cancelled() {
+    let end = follow(context, &session, &mut client, &mut events, pings, loopback).await;
+    if matches!(end, End::Stopped) && !context.draining.is_cancelled() {
         let reason = notice::Notice::Replaced(Replaced {
             epoch: session.epoch,
-            peer: port
-                .config
+            peer: context
                 .sessions
-                .of(&session.node)
+                .get(&session.node)
                 .map_or_else(String::new, |newer| newer.peer.to_string()),
         });
-        tell(&mut client, reason).await;
+        notify(&mut client, reason).await;
     }
     drop(registered);
     end
 }
 
-/// The older session of the same node has to go: its agent is gone, or is a second one with the same identity.
+/// Ends the older session of the same node: its agent is gone, or is a second one with the same identity.
 fn retire(older: Option<Arc<Session>>, newer: &Session) {
     if let Some(older) = older {
         tracing::warn!(
@@ -235,13 +251,13 @@ fn retire(older: Option<Arc<Session>>, newer: &Session) {
 }
 
 async fn greet(
-    port: &AgentPort,
+    context: &LinkContext,
     channel: Channel,
     loopback_ports: &[u32],
 ) -> Result<(Hello, Streaming<AgentEvent>), End> {
-    let bundle = port.config.bundle.borrow().to_pem();
+    let bundle = context.bundle.borrow().to_pem();
     let welcome = Welcome {
-        server_id: port.config.server_id.clone(),
+        server_id: context.server_id.clone(),
         server_version: env!("CARGO_PKG_VERSION").to_owned(),
         trust_bundle: bundle,
         loopback_ports: loopback_ports.to_vec(),
@@ -256,29 +272,29 @@ async fn greet(
 
 /// Follows a registered session until it ends.
 async fn follow(
-    port: &AgentPort,
+    context: &LinkContext,
     session: &Arc<Session>,
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
     pings: PingPong,
     mut loopback: Vec<u32>,
 ) -> End {
-    let mut bundle = port.config.bundle.clone();
+    let mut bundle = context.bundle.clone();
     bundle.mark_unchanged();
-    let mut settings = port.config.settings.clone();
-    // They may have changed since the Welcome.
+    let mut settings = context.settings.clone();
+    // They may have changed after the Welcome was sent.
     settings.mark_changed();
     let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
     let mut span = (Instant::now(), 0u32);
-    let mut told_draining = false;
+    let mut draining_sent = false;
     loop {
         tokio::select! {
             event = events.message() => {
                 let event = match event {
                     Ok(Some(event)) => event,
                     Ok(None) => {
-                        port.config.sessions.leave(session);
-                        finish(port, session).await;
+                        context.sessions.leave(session);
+                        finish(context, session).await;
                         return End::Left;
                     }
                     Err(status) => return End::Lost(Box::new(status)),
@@ -293,10 +309,10 @@ async fn follow(
                 match event.event {
                     Some(agent_event::Event::Draining(_)) => {
                         tracing::info!(node = %session.node, "the agent is draining");
-                        port.config.sessions.leave(session);
+                        context.sessions.leave(session);
                     }
                     Some(agent_event::Event::Hello(_)) => return End::NotHello,
-                    // For an operator's eyes only: routes come from the inventory.
+                    // Informational: routes come from the inventory.
                     Some(agent_event::Event::Addresses(addresses)) => {
                         tracing::debug!(node = %session.node, addresses = ?addresses.addresses, "the node's addresses changed");
                     }
@@ -304,26 +320,26 @@ async fn follow(
                 }
             }
             dead = &mut alive => return dead.into(),
-            changed = bundle.changed(), if !told_draining => {
-                if changed.is_err() { return End::Ended }
+            changed = bundle.changed(), if !draining_sent => {
+                if changed.is_err() { return End::Stopped }
                 let pem = bundle.borrow_and_update().to_pem();
-                tell(client, notice::Notice::TrustBundle(TrustBundle { pem })).await;
+                notify(client, notice::Notice::TrustBundle(proto::TrustBundle { pem })).await;
             }
-            changed = settings.changed(), if !told_draining => {
-                if changed.is_err() { return End::Ended }
+            changed = settings.changed(), if !draining_sent => {
+                if changed.is_err() { return End::Stopped }
                 let ports = loopback_ports(&settings.borrow_and_update());
                 if ports != loopback {
                     loopback.clone_from(&ports);
-                    tell(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
+                    notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
                 }
             }
-            () = port.config.draining.cancelled(), if !told_draining => {
-                told_draining = true;
-                let timeout_seconds = u32::try_from(port.config.drain_timeout.as_secs()).unwrap_or(u32::MAX);
-                tell(client, notice::Notice::Draining(ServerDraining { timeout_seconds })).await;
+            () = context.draining.cancelled(), if !draining_sent => {
+                draining_sent = true;
+                let timeout_seconds = u32::try_from(context.drain_timeout.as_secs()).unwrap_or(u32::MAX);
+                notify(client, notice::Notice::Draining(ServerDraining { timeout_seconds })).await;
             }
-            () = session.closed.cancelled() => return End::Ended,
-            () = port.config.stop.cancelled() => return End::Ended,
+            () = session.closed.cancelled() => return End::Stopped,
+            () = context.stop.cancelled() => return End::Stopped,
         }
     }
 }
@@ -332,8 +348,8 @@ fn loopback_ports(settings: &Settings) -> Vec<u32> {
     settings.loopback.iter().map(|port| u32::from(*port)).collect()
 }
 
-/// The agent has left on purpose: callers that read slowly still get what was carried.
-async fn finish(port: &AgentPort, session: &Session) {
+/// After the agent has left on purpose: lets clients that read slowly receive what was carried.
+async fn finish(context: &LinkContext, session: &Session) {
     let idle = async {
         let mut tick = tokio::time::interval(Duration::from_millis(20));
         while session.connections.load(Ordering::Relaxed) > 0 {
@@ -343,16 +359,16 @@ async fn finish(port: &AgentPort, session: &Session) {
     tokio::select! {
         () = idle => {}
         () = session.closed.cancelled() => {}
-        () = port.config.stop.cancelled() => {}
-        () = tokio::time::sleep(port.config.drain_timeout) => {}
+        () = context.stop.cancelled() => {}
+        () = tokio::time::sleep(context.drain_timeout) => {}
     }
 }
 
-async fn tell(client: &mut AgentClient<Channel>, notice: notice::Notice) {
+async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) {
     let notice = Notice { notice: Some(notice) };
     match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
         Ok(Ok(_)) => {}
-        Ok(Err(status)) => tracing::debug!(%status, "a notice was not taken"),
+        Ok(Err(status)) => tracing::debug!(%status, "a notice was refused"),
         Err(_) => tracing::debug!("a notice was not acknowledged in time"),
     }
 }

@@ -1,3 +1,5 @@
+//! `tunnel-server token`: works on the state directory, whether the server runs or not.
+
 use std::io::{self, Write};
 
 use clap::{Args, Subcommand};
@@ -5,10 +7,10 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
-use super::super::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
-use super::{Common, Output, note, print, print_json};
+use super::output::{Common, Output, note, print, print_json};
+use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
-/// Make, list and revoke the tokens by which agents enrol.
+/// Create, list and revoke the tokens with which agents enrol.
 #[derive(Args, Clone, Debug)]
 pub struct TokenCommand {
     #[command(flatten)]
@@ -19,21 +21,21 @@ pub struct TokenCommand {
 
 #[derive(Subcommand, Clone, Debug)]
 enum TokenAction {
-    /// Make a token for one node and print it with the agent's command line. Makes the CA when there is none yet.
+    /// Create a token for one node, and print it with the agent's command line. Creates the CA if there is none yet.
     Create {
-        /// The node that may enrol with it.
+        /// The node that may enrol with the token.
         #[arg(long, value_name = "NAME")]
         node: NodeName,
-        /// How long it can be used, such as 24h, 90m or 2d; at most 366d.
+        /// How long the token can be used, such as 24h, 90m or 2d; at most 366d.
         #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = parse_ttl)]
         ttl: std::time::Duration,
-        /// Where the agent reaches the server, HOST:PORT[,…] [default: what the running server has noted].
+        /// Where the agent reaches the server, HOST:PORT[,…] [default: as recorded by the running server].
         #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = parse_server_address)]
         server_address: Vec<String>,
     },
-    /// List the tokens; never their secrets.
+    /// List the tokens, without their secrets.
     List,
-    /// Revoke a token. Certificates that were issued by it stay valid.
+    /// Revoke a token. Certificates that were issued for it stay valid.
     Revoke {
         /// The token's id: the six characters before the dot.
         id: String,
@@ -53,7 +55,10 @@ fn parse_server_address(text: &str) -> Result<String, String> {
 }
 
 impl TokenCommand {
-    /// Carries it out, printing to standard output.
+    /// Prints to standard output.
+    ///
+    /// # Errors
+    /// The state directory cannot be used, or there is no such token.
     pub fn run(&self) -> Result<(), PkiError> {
         self.run_to(&mut io::stdout().lock())
     }
@@ -92,7 +97,7 @@ impl TokenCommand {
         let known = !addresses.is_empty();
         if !known {
             note(
-                "note: no server has run with this state directory yet, so its address is not known: replace \
+                "note: no server has run with this state directory yet, so its address is unknown: replace \
                  SERVER:10262 in the command, or give --server-address HOST:PORT",
             );
             addresses.push("SERVER:10262".into());
@@ -158,7 +163,7 @@ impl TokenCommand {
                 print(out, &format!("{table}\n"))?;
             }
         }
-        // The others were listed; the command fails all the same.
+        // The others are listed, but the command still fails.
         let mut broken = broken.into_iter();
         let first = broken.next();
         for error in broken {

@@ -1,8 +1,4 @@
-//! `tunnel-server token …` and `tunnel-server ca …`. They work on the files, whether the server runs or not, or on the
-//! Secret of a cluster.
-
-mod ca;
-mod token;
+//! Output of the `token` and `ca` commands.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -10,40 +6,36 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 use serde_json::Value;
 
-pub use ca::{CaCommand, CaCommandError};
-pub use token::TokenCommand;
+use crate::pki::{DEFAULT_STATE_DIR, PkiError};
 
-use super::{DEFAULT_STATE_DIR, PkiError};
-
-/// What to print.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Output {
-    /// For people.
+pub(super) enum Output {
+    /// For humans.
     #[default]
     Text,
-    /// For programs: one JSON document.
+    /// One JSON document.
     Json,
 }
 
 #[derive(Args, Clone, Debug)]
-struct Common {
+pub(super) struct Common {
     /// The server's state directory.
     #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR, global = true)]
-    state_dir: PathBuf,
+    pub(super) state_dir: PathBuf,
     /// Output format.
     #[arg(short, long, value_enum, default_value_t, global = true)]
-    output: Output,
+    pub(super) output: Output,
 }
 
-fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
+pub(super) fn print(out: &mut dyn Write, text: &str) -> Result<(), PkiError> {
     out.write_all(text.as_bytes()).map_err(|error| PkiError::io(Path::new("standard output"), error))
 }
 
-fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiError> {
+pub(super) fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiError> {
     print(out, &format!("{value:#}\n"))
 }
 
-fn note(text: &str) {
-    // Nothing can be done about a closed stderr.
+pub(super) fn note(text: &str) {
+    // A closed stderr cannot be reported anywhere.
     let _ = writeln!(io::stderr(), "{text}");
 }

@@ -1,16 +1,33 @@
-//! Tests of the configuration and of its agreement with the design's table.
+//! Which configuration the flags yield, and what `--help` shows.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
+use tunnel_core::config::ConfigError;
+use tunnel_core::logging;
 
-use super::*;
+use super::{Cli, Command};
+use crate::config::{Config, NodeSource};
+use crate::inventory::Selector;
+use crate::kube::KubeOptions;
+use crate::redirect::{RedirectConfig, SOCKET_MARK};
 
 fn config(args: &[&str]) -> Result<Config, ConfigError> {
     let base = ["tunnel-server", "--inventory=/nodes.yaml"];
-    Config::new(&Cli::try_parse_from(base.iter().chain(args)).unwrap().run)
+    Cli::try_parse_from(base.iter().chain(args)).unwrap().run.config()
 }
 
 fn in_cluster(args: &[&str]) -> Result<Config, ConfigError> {
-    Config::new(&Cli::try_parse_from(["tunnel-server"].iter().chain(args)).unwrap().run)
+    Cli::try_parse_from(["tunnel-server"].iter().chain(args)).unwrap().run.config()
+}
+
+/// The configuration of the flags that are logged.
+fn parsed_again(config: &Config) -> Config {
+    let flags = std::iter::once("tunnel-server".to_owned()).chain(config.flags());
+    Cli::try_parse_from(flags).unwrap().run.config().unwrap()
 }
 
 fn error(args: &[&str]) -> String {
@@ -23,7 +40,7 @@ fn the_command_line_is_consistent() {
 }
 
 #[test]
-fn defaults_are_those_of_the_design() {
+fn defaults_are_as_documented() {
     let config = config(&[]).unwrap();
     assert_eq!(config.source, NodeSource::File("/nodes.yaml".into()));
     assert!(config.edge_pod_routes.is_empty());
@@ -50,7 +67,7 @@ fn defaults_are_those_of_the_design() {
 }
 
 #[test]
-fn every_flag_does_something() {
+fn every_flag_has_an_effect() {
     let config = config(&[
         "--state-dir=/s",
         "--bind-address=::",
@@ -91,9 +108,7 @@ fn every_flag_does_something() {
     assert_eq!(config.cert_ips.len(), 2);
     assert_eq!(config.drain_timeout, Duration::from_secs(60));
     assert_eq!((config.log_format, config.log_level), (logging::Format::Json, logging::Level::Debug));
-    let again =
-        Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(config.flags())).unwrap();
-    let again = Config::new(&again.run).unwrap();
+    let again = parsed_again(&config);
     assert_eq!(
         format!("{again:?}"),
         format!("{config:?}"),
@@ -109,12 +124,12 @@ fn every_flag_does_something() {
     ])
     .unwrap();
     assert!(off.redirect.is_none());
-    let again = Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(off.flags())).unwrap();
-    assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{off:?}"));
+    let again = parsed_again(&off);
+    assert_eq!(format!("{again:?}"), format!("{off:?}"));
 }
 
 #[test]
-fn other_systems_names_are_taken() {
+fn flag_names_of_other_systems_are_accepted() {
     let config =
         config(&["--tunnel-agent-connect-port=7", "--meta-port=9", "--cert-dir=/c", "--v=5"]).unwrap();
     assert_eq!(config.agent_port, Some(7));
@@ -127,7 +142,7 @@ fn other_systems_names_are_taken() {
 }
 
 #[test]
-fn without_an_inventory_it_is_kubernetes() {
+fn kubernetes_is_the_default_source() {
     let NodeSource::Kubernetes(options) = in_cluster(&[]).unwrap().source else { panic!("not Kubernetes") };
     assert_eq!(options, KubeOptions { kubeconfig: None, namespace: None, names: Default::default() });
     let config = in_cluster(&[
@@ -142,9 +157,8 @@ fn without_an_inventory_it_is_kubernetes() {
         "--agent-service-account=e.f",
     ])
     .unwrap();
-    let again =
-        Cli::try_parse_from(std::iter::once("tunnel-server".to_owned()).chain(config.flags())).unwrap();
-    assert_eq!(format!("{:?}", Config::new(&again.run).unwrap()), format!("{config:?}"));
+    let again = parsed_again(&config);
+    assert_eq!(format!("{again:?}"), format!("{config:?}"));
     let NodeSource::Kubernetes(options) = config.source else { panic!("not Kubernetes") };
     assert_eq!(options.namespace.as_deref(), Some("edge"));
     assert_eq!(options.names.configmap, "yurt-tunnel-server-cfg");
@@ -202,10 +216,10 @@ fn errors_name_key_value_and_reason() {
             &["--token-range=fd00::/64"],
             "--token-range=fd00::/64: not IPv4; the IPv6 range is --token-range-v6",
         ),
-        (&["--token-range=127.1.0.0/16"], "--token-range=127.1.0.0/16: it has loopback addresses in it"),
+        (&["--token-range=127.1.0.0/16"], "--token-range=127.1.0.0/16: it contains loopback addresses"),
         (
             &["--token-range=224.1.0.0/16"],
-            "--token-range=224.1.0.0/16: it has multicast or reserved addresses in it",
+            "--token-range=224.1.0.0/16: it contains multicast or reserved addresses",
         ),
         (&["--exclude=198.18.1.0/24"], "--token-range=198.18.0.0/15: it overlaps 198.18.1.0/24 of --exclude"),
         (
@@ -269,8 +283,8 @@ fn flags_and_subcommands_do_not_mix() {
     }
 }
 
-/// The flags of DESIGN §11: name, and the default that `--help` shows (None: it shows none of its own).
-const DESIGN: &[(&str, Option<&str>)] = &[
+/// Every flag in the order of `--help`, and the default that it shows there, if any.
+const FLAGS: &[(&str, Option<&str>)] = &[
     ("inventory", None),
     ("state-dir", Some("/var/lib/postern/server")),
     ("bind-address", Some("0.0.0.0")),
@@ -298,7 +312,6 @@ const DESIGN: &[(&str, Option<&str>)] = &[
     ("log-format", Some("text")),
     ("log-level", Some("info")),
     ("kubeconfig", None),
-    // What follows, DESIGN has as "object names are flags".
     ("namespace", None),
     ("configmap", Some("tunnel-server-cfg")),
     ("dns-configmap", Some("tunnel-nodes")),
@@ -311,7 +324,7 @@ const DESIGN: &[(&str, Option<&str>)] = &[
 ];
 
 #[test]
-fn the_help_is_the_designs_table() {
+fn help_lists_these_flags_and_defaults() {
     let command = Cli::command();
     let shown: Vec<(String, Option<String>)> = command
         .get_arguments()
@@ -325,9 +338,9 @@ fn the_help_is_the_designs_table() {
         })
         .collect();
     let expected: Vec<_> =
-        DESIGN.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
+        FLAGS.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
     assert_eq!(shown, expected);
-    // Each says in a sentence what it is for, and lengths of time name their units.
+    // Each has a help text, which names the units of a duration.
     for argument in command.get_arguments() {
         let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
         assert!(help.len() > 10, "{}: {help:?}", argument.get_id());

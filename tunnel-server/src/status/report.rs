@@ -1,108 +1,72 @@
-//! Assembles the status from the parts that know.
+//! Reads the status from the parts of the running server.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use tunnel_core::admin;
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Readiness;
 
+use super::model::{
+    DoorStatus, InventoryStatus, NodeStatus, ProgramStatus, RedirectState, RedirectStatus, SessionStatus,
+    StatusReport,
+};
 use crate::inventory::SourceStatus;
 use crate::metrics::Metrics;
 use crate::redirect::Redirect;
 use crate::route::Router;
 use crate::session::{Session, Sessions};
-use crate::status::{
-    DoorStatus, InventoryStatus, NodeStatus, ProgramStatus, RedirectState, RedirectStatus, SessionStatus,
-    StatusReport,
-};
 
-/// The agents' door, whose connections are tunnels.
+/// The agent port's name among the doors. What it accepts are links, so its connections are the sessions.
 pub const AGENTS: &str = "agents";
 
-/// Tells about the source of the nodes.
+/// Reports on the source of the nodes.
 pub type SourceReport = Box<dyn Fn() -> SourceStatus + Send + Sync>;
 
-/// Knows everybody who knows a part of the status. Clones share it.
-#[derive(Clone)]
-pub struct Reporter(Arc<Parts>);
-
-struct Parts {
-    server_id: String,
-    started: Instant,
-    readiness: Readiness,
-    sessions: Arc<Sessions>,
-    router: Arc<Router>,
-    source: SourceReport,
-    metrics: Metrics,
-    redirect: Option<Arc<Redirect>>,
-    doors: Mutex<Vec<(&'static str, SocketAddr)>>,
+/// The parts of the server that the status is read from.
+pub struct Reporter {
+    pub server_id: String,
+    pub started: Instant,
+    pub readiness: Readiness,
+    pub sessions: Arc<Sessions>,
+    pub router: Arc<Router>,
+    pub source: SourceReport,
+    pub metrics: Metrics,
+    pub redirect: Option<Arc<Redirect>>,
+    /// Names and addresses of the listeners.
+    pub doors: Vec<(&'static str, SocketAddr)>,
 }
 
 impl Reporter {
-    /// Without doors.
-    pub fn new(
-        server_id: &str,
-        readiness: &Readiness,
-        sessions: &Arc<Sessions>,
-        router: &Arc<Router>,
-        source: SourceReport,
-        metrics: &Metrics,
-        redirect: Option<Arc<Redirect>>,
-    ) -> Self {
-        Self(Arc::new(Parts {
-            server_id: server_id.to_owned(),
-            started: Instant::now(),
-            readiness: readiness.clone(),
-            sessions: Arc::clone(sessions),
-            router: Arc::clone(router),
-            source,
-            metrics: metrics.clone(),
-            redirect,
-            doors: Mutex::default(),
-        }))
-    }
-
-    /// Shows a door from now on.
-    pub fn door(&self, name: &'static str, address: SocketAddr) {
-        self.0.doors.lock().unwrap_or_else(PoisonError::into_inner).push((name, address));
-    }
-
-    /// For the admin endpoints.
-    pub fn status(&self) -> Arc<admin::Status> {
-        let reporter = self.clone();
+    /// The answer of `/status`, computed on each request.
+    pub fn into_status(self) -> Arc<admin::Status> {
         Arc::new(move || {
-            let report = reporter.report();
-            serde_json::to_value(report)
+            serde_json::to_value(self.report())
                 .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
         })
     }
 
-    /// The status at this moment.
-    pub fn report(&self) -> StatusReport {
-        let parts = &self.0;
-        let snapshot = parts.router.snapshot();
+    fn report(&self) -> StatusReport {
+        let snapshot = self.router.snapshot();
         StatusReport {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            server_id: parts.server_id.clone(),
-            uptime_s: parts.started.elapsed().as_secs(),
-            ready: parts.readiness.is_ready(),
-            pending: parts.readiness.names(),
-            nodes: parts.nodes(),
-            doors: parts.doors(),
-            redirect: parts.redirect(),
+            server_id: self.server_id.clone(),
+            uptime_s: self.started.elapsed().as_secs(),
+            ready: self.readiness.is_ready(),
+            pending: self.readiness.names(),
+            nodes: self.nodes(),
+            doors: self.doors(),
+            redirect: self.redirect(),
             inventory: InventoryStatus {
-                source: (parts.source)(),
+                source: (self.source)(),
                 conflicts: snapshot.conflicts().iter().map(Into::into).collect(),
             },
         }
     }
-}
 
-impl Parts {
     fn nodes(&self) -> Vec<NodeStatus> {
         let mut live: HashMap<NodeName, Arc<Session>> =
             self.sessions.all().into_iter().map(|session| (session.node.clone(), session)).collect();
@@ -149,8 +113,7 @@ impl Parts {
     }
 
     fn doors(&self) -> Vec<DoorStatus> {
-        let doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
-        doors
+        self.doors
             .iter()
             .map(|(name, address)| {
                 let (active, accepted) = if *name == AGENTS {

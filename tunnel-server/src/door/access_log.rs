@@ -1,4 +1,4 @@
-//! One connection's line in the access log and its metrics, written however the connection ends.
+//! A connection's access log line and metrics, recorded however the connection ends.
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -10,17 +10,17 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::outcome::Outcome;
 
-use super::{Hall, Opening, millis_since};
+use super::context::{DoorContext, OpenRequest};
 use crate::admission::Admitted;
 use crate::metrics::Metrics;
 use crate::session::Session;
 
-/// The target of the access log's events.
+/// The `tracing` target of the access log's events.
 const ACCESS: &str = "tunnel_server::access";
 
-/// A connection from the moment its node is known. Dropping it without [`Record::end`] (its task was cancelled, or
-/// panicked) records that too.
-pub(super) struct Record {
+/// A connection from when its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is cancelled
+/// or panics, records that too.
+pub(super) struct AccessLogGuard {
     door: &'static str,
     client: SocketAddr,
     node: NodeName,
@@ -35,32 +35,32 @@ pub(super) struct Record {
     _place: Option<Admitted>,
 }
 
-impl Record {
+impl AccessLogGuard {
     pub(super) fn new(
         door: &'static str,
         client: SocketAddr,
-        opening: &Opening,
-        hall: &Hall,
+        request: &OpenRequest,
+        context: &DoorContext,
         place: Option<Admitted>,
     ) -> Self {
-        hall.metrics.opened(door);
+        context.metrics.opened(door);
         Self {
             door,
             client,
-            node: opening.node.clone(),
-            target: opening.target,
+            node: request.node.clone(),
+            target: request.target,
             started: Instant::now(),
             to_node: 0,
             from_node: 0,
             outcome: Outcome::Shutdown,
             detail: String::new(),
-            metrics: hall.metrics.clone(),
-            in_flight: hall.drain.guard(),
+            metrics: context.metrics.clone(),
+            in_flight: context.drain.guard(),
             _place: place,
         }
     }
 
-    /// Fires when the drain's time is up.
+    /// Cancelled when the drain's time is up.
     pub(super) fn forced(&self) -> CancellationToken {
         self.in_flight.shutdown().forced_token().clone()
     }
@@ -69,24 +69,24 @@ impl Record {
         self.metrics.dialled(took);
     }
 
-    /// Counts a connection's bytes as they pass: for itself, for the session and for the metrics.
+    /// Counts the connection's bytes, and adds them to those of the session and of all connections.
     pub(super) fn traffic(&self, session: &Session) -> Traffic {
         Traffic::part_of(vec![session.carried.clone(), self.metrics.carried.clone()])
     }
 
-    /// Takes the bytes that were carried into the line.
+    /// Records the bytes that were carried.
     pub(super) fn carried(&mut self, traffic: &Traffic) {
         (self.to_node, self.from_node) = (traffic.from_socket(), traffic.to_socket());
     }
 
-    /// Ends the record.
+    /// Records how the connection ended.
     pub(super) fn end(mut self, outcome: Outcome, detail: &dyn Display) {
         self.outcome = outcome;
         self.detail = detail.to_string();
     }
 }
 
-impl Drop for Record {
+impl Drop for AccessLogGuard {
     fn drop(&mut self) {
         self.metrics.closed(self.door, self.outcome, self.started.elapsed());
         tracing::info!(
@@ -97,7 +97,7 @@ impl Drop for Record {
             destination = %self.target,
             to_node = self.to_node,
             from_node = self.from_node,
-            duration_ms = millis_since(self.started),
+            duration_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             outcome = %self.outcome,
             error = (!self.detail.is_empty()).then_some(self.detail.as_str()),
             "connection"

@@ -1,0 +1,168 @@
+//! The server's flags, and the configuration that they yield.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use tunnel_core::config::{
+    ConfigError, parse_cidrs, parse_duration, parse_ip, parse_ips, parse_loopback_door, parse_port,
+    parse_ports, parse_with,
+};
+
+use super::ca::CaCommand;
+use super::cleanup::CleanupCommand;
+use super::kube_args::KubeArgs;
+use super::status::StatusCommand;
+use super::token::TokenCommand;
+use crate::config::{
+    self, Config, DEFAULT_ADMIN_ADDRESS, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6, NodeSource,
+};
+use crate::inventory::DEFAULT_EDGE_SELECTOR;
+use crate::pki::DEFAULT_STATE_DIR;
+use crate::redirect::{RedirectConfig, SOCKET_MARK};
+
+/// Lets cloud components reach edge nodes that only dial out.
+#[derive(Debug, Parser)]
+#[command(name = "tunnel-server", version, args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show the running server's nodes, tunnels, doors, redirect and inventory.
+    Status(StatusCommand),
+    /// Remove the token routes that a killed server left behind.
+    Cleanup(CleanupCommand),
+    /// Create, list and revoke the tokens with which agents enrol.
+    Token(TokenCommand),
+    /// Show and rotate the CA.
+    Ca(CaCommand),
+}
+
+// Values stay text until `config()` parses them, so that every error has the same form.
+#[derive(Args, Clone, Debug)]
+pub struct RunArgs {
+    /// Run without Kubernetes: read the nodes from this NodeList (see `kubectl get nodes -o yaml`), and again when it changes.
+    #[arg(long, value_name = "FILE")]
+    pub inventory: Option<PathBuf>,
+    /// Where the CA, keys, tokens and certificates are kept.
+    #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
+    pub state_dir: PathBuf,
+    /// Address of --agent-port and --secure-port; an IPv6 literal such as :: switches the family.
+    #[arg(long, value_name = "IP", default_value = "0.0.0.0")]
+    pub bind_address: String,
+    /// Port that the agents dial; 0: off.
+    #[arg(long, value_name = "PORT", alias = "tunnel-agent-connect-port", default_value = "10262")]
+    pub agent_port: String,
+    /// Port of the https door, where TLS names the node by SNI; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "10263")]
+    pub secure_port: String,
+    /// Address of --insecure-port; only a loopback address.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
+    pub insecure_bind_address: String,
+    /// Port of the http door, where a request's Host names the node; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "10264")]
+    pub insecure_port: String,
+    /// Where to serve /metrics, /healthz, /readyz and /status: a loopback address and a port, or a port; port 0: off.
+    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
+          default_value = DEFAULT_ADMIN_ADDRESS)]
+    pub admin_address: String,
+    /// on or off: redirect connections of this host and its pods to edge nodes, by eBPF; on fails where that is impossible.
+    #[arg(long, value_name = "on|off", default_value = "on")]
+    pub redirect: String,
+    /// Only processes in this cgroup v2 directory are redirected [default: the host's cgroup v2 root].
+    #[arg(long, value_name = "DIR")]
+    pub redirect_cgroup: Option<PathBuf>,
+    /// TCP ports of edge nodes that are redirected, comma-separated.
+    #[arg(long, value_name = "LIST", default_value = "10250,10255")]
+    pub redirect_ports: String,
+    /// Addresses that are never redirected, comma-separated [default: none; cloud nodes never are].
+    #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
+    pub exclude: String,
+    /// Source addresses that may use the redirect, besides this host and its pods, comma-separated [default: none].
+    #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
+    pub redirect_clients: String,
+    /// Addresses that stand for IPv4 addresses of edge nodes inside the redirect: a /8 to /24 that nothing else uses.
+    #[arg(long, value_name = "CIDR", default_value = DEFAULT_TOKEN_RANGE)]
+    pub token_range: String,
+    /// The same for IPv6, a /64 to /96.
+    #[arg(long, value_name = "CIDR", default_value = DEFAULT_TOKEN_RANGE_V6)]
+    pub token_range_v6: String,
+    /// Which nodes are edge nodes: a label selector as `kubectl get -l` takes it, or several joined by ||.
+    #[arg(long, value_name = "SELECTOR", default_value = DEFAULT_EDGE_SELECTOR)]
+    pub edge_selector: String,
+    /// Additional DNS names in the server's certificate, comma-separated [default: none].
+    #[arg(long, value_name = "NAMES", default_value = "", hide_default_value = true)]
+    pub cert_dns_names: String,
+    /// Additional IP addresses in the server's certificate, comma-separated [default: none; it has this host's].
+    #[arg(long, value_name = "IPS", default_value = "", hide_default_value = true)]
+    pub cert_ips: String,
+    /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
+    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    pub drain_timeout: String,
+    /// text or json, one line per event on standard error.
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: String,
+    /// off, error, warn, info, debug, trace, or klog's number.
+    #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
+    pub log_level: String,
+    #[command(flatten)]
+    pub kube: KubeArgs,
+}
+
+impl RunArgs {
+    /// # Errors
+    /// Names the flag, its value and the reason.
+    pub fn config(&self) -> Result<Config, ConfigError> {
+        let exclude = parse_cidrs("--exclude", &self.exclude)?;
+        let token_range = config::token_range(&self.token_range, &exclude)?;
+        let token_range_v6 = config::token_range_v6(&self.token_range_v6, &exclude)?;
+        let redirect_ports = parse_ports("--redirect-ports", &self.redirect_ports)?;
+        let redirect_clients = parse_cidrs("--redirect-clients", &self.redirect_clients)?;
+        let redirect = config::on_or_off("--redirect", &self.redirect)?.then(|| RedirectConfig {
+            cgroup: self.redirect_cgroup.clone(),
+            token_range,
+            token_range_v6,
+            mark: SOCKET_MARK,
+            clients: redirect_clients.clone(),
+            ..RedirectConfig::default()
+        });
+        if redirect.is_some() && redirect_ports.is_empty() {
+            let reason = "empty; name the ports to redirect, or switch it off with --redirect=off";
+            return Err(ConfigError::new("--redirect-ports", &self.redirect_ports, reason));
+        }
+        // Checked with --inventory too: a wrong name is to be found before the flag is needed.
+        let options = self.kube.options()?;
+        let source = match &self.inventory {
+            Some(path) => NodeSource::File(path.clone()),
+            None => NodeSource::Kubernetes(options),
+        };
+        let config = Config {
+            source,
+            edge_selector: parse_with("--edge-selector", &self.edge_selector)?,
+            state_dir: self.state_dir.clone(),
+            bind_address: parse_ip("--bind-address", &self.bind_address)?,
+            agent_port: parse_port("--agent-port", &self.agent_port)?,
+            secure_port: parse_port("--secure-port", &self.secure_port)?,
+            insecure_address: config::insecure_address(&self.insecure_bind_address, &self.insecure_port)?,
+            admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
+            redirect,
+            redirect_ports,
+            redirect_clients,
+            exclude,
+            edge_pod_routes: config::edge_pod_routes(&self.kube.edge_pod_routes)?,
+            token_range,
+            token_range_v6,
+            cert_dns_names: config::dns_names(&self.cert_dns_names)?,
+            cert_ips: parse_ips("--cert-ips", &self.cert_ips)?,
+            drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
+            log_format: parse_with("--log-format", &self.log_format)?,
+            log_level: parse_with("--log-level", &self.log_level)?,
+        };
+        config.check_ports()?;
+        Ok(config)
+    }
+}

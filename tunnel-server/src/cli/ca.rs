@@ -1,0 +1,232 @@
+//! `tunnel-server ca`: works on the state directory, or on the Secret of a cluster.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tunnel_core::identity::NodeName;
+
+use super::output::{Common, Output, print, print_json};
+use crate::kube::authority::CaSecret;
+use crate::kube::client::{KubeError, connect};
+use crate::kube::{KubeOptions, ObjectNames};
+use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
+
+/// Show and rotate the CA. To rotate: introduce, wait until the agents are connected, activate, wait until they have
+/// renewed, retire.
+///
+/// Standalone, the CA is in --state-dir, and `ca status` counts the nodes that still use the old root.
+///
+/// In a cluster, the CA is in a Secret that all servers follow: give --kubeconfig FILE, or --in-cluster in a server's
+/// pod. Several servers issue certificates there and none knows them all, so `ca retire` goes by time: it refuses until
+/// the lifetime of a certificate plus a tenth has passed since the activation, which an annotation of the Secret records.
+/// With --force it does not wait; an agent that still uses the old root then enrols again within minutes, through the
+/// API server.
+#[derive(Args, Clone, Debug)]
+pub struct CaCommand {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    #[command(subcommand)]
+    action: CaAction,
+}
+
+#[derive(Args, Clone, Debug)]
+struct ClusterArgs {
+    /// Work on the Secret in this kubeconfig's cluster instead of on --state-dir.
+    #[arg(long, value_name = "FILE", alias = "kube-config", global = true)]
+    kubeconfig: Option<PathBuf>,
+    /// The same, from a pod of the cluster.
+    #[arg(long, global = true, conflicts_with = "kubeconfig")]
+    in_cluster: bool,
+    /// Namespace of the Secret [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
+    #[arg(long, value_name = "NAME", global = true)]
+    namespace: Option<String>,
+    /// Name of the Secret [default: tunnel-server-ca].
+    // With an id of its own: clap would hand the default of the server's flag of this name down to it.
+    #[arg(id = "secret", long = "ca-secret", value_name = "NAME", global = true)]
+    ca_secret: Option<String>,
+}
+
+#[derive(Subcommand, Clone, Copy, Debug)]
+enum CaAction {
+    /// Show the roots, the role of each, and what still uses the old one.
+    Status,
+    /// Create a second trusted root, which does not sign yet. Running servers announce it to their agents.
+    Introduce,
+    /// Let the introduced root sign from now on. Agents then renew early.
+    Activate,
+    /// Stop trusting the old root, once none of its certificates is in use.
+    Retire {
+        /// Even if one is in use: its node must enrol again, standalone with a new token, in a cluster by itself.
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// Where the CA is kept.
+enum Store {
+    Files(Ca),
+    Secret(Box<CaSecret>),
+}
+
+impl CaCommand {
+    /// Prints to standard output.
+    ///
+    /// # Errors
+    /// The CA cannot be read or changed, or the step does not fit its state.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        self.run_to(&mut io::stdout()).await
+    }
+
+    pub(crate) async fn run_to(&self, out: &mut dyn Write) -> anyhow::Result<()> {
+        let lifetimes = Lifetimes::from_environment()?;
+        let store = self.store(lifetimes).await?;
+        let (key, hash) = match (self.action, &store) {
+            (CaAction::Status, Store::Files(ca)) => return Ok(self.status_of_files(ca, out)?),
+            (CaAction::Status, Store::Secret(secret)) => {
+                return self.status_of_secret(secret, lifetimes, out).await;
+            }
+            (CaAction::Introduce, Store::Files(ca)) => ("introduced", ca.introduce()?),
+            (CaAction::Introduce, Store::Secret(secret)) => ("introduced", secret.introduce().await?),
+            (CaAction::Activate, Store::Files(ca)) => ("activated", ca.activate()?),
+            (CaAction::Activate, Store::Secret(secret)) => ("activated", secret.activate().await?),
+            (CaAction::Retire { force }, Store::Files(ca)) => ("retired", ca.retire(force)?),
+            (CaAction::Retire { force }, Store::Secret(secret)) => {
+                ("retired", secret.retire(force, lifetimes).await?)
+            }
+        };
+        let next = match (self.action, &store) {
+            (CaAction::Introduce, _) => {
+                "trusted in addition to the old root; running servers announce it to their agents within seconds. Next: ca activate"
+            }
+            (CaAction::Activate, Store::Files(_)) => {
+                "it signs from now on, and connected agents renew within minutes. Unused tokens stay valid until the old \
+                 root is retired. Next: ca status, and ca retire once no node uses the old root"
+            }
+            (CaAction::Activate, Store::Secret(_)) => {
+                "it signs from now on, and connected agents renew within minutes. Next: ca status, which says when \
+                 ca retire is safe"
+            }
+            (CaAction::Retire { .. }, Store::Files(_)) => {
+                "no longer trusted. Tokens created before the activation carry its hash: create new ones"
+            }
+            _ => "no longer trusted",
+        };
+        match self.common.output {
+            Output::Text => print(out, &format!("root {hash} {key}: {next}\n"))?,
+            Output::Json => print_json(out, &json!({ key: hash }))?,
+        }
+        Ok(())
+    }
+
+    async fn store(&self, lifetimes: Lifetimes) -> anyhow::Result<Store> {
+        let ClusterArgs { kubeconfig, in_cluster, namespace, ca_secret } = self.cluster.clone();
+        if kubeconfig.is_none() && !in_cluster {
+            let given = [("--namespace", namespace.is_some()), ("--ca-secret", ca_secret.is_some())];
+            if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
+                anyhow::bail!(
+                    "{flag}: only with --kubeconfig or --in-cluster; the CA in --state-dir does not belong to a cluster"
+                );
+            }
+            return Ok(Store::Files(Ca::open(&self.common.state_dir, lifetimes)?));
+        }
+        let mut names = ObjectNames::default();
+        if let Some(secret) = ca_secret {
+            names.ca_secret = secret;
+        }
+        let options = KubeOptions { kubeconfig, namespace, names };
+        let (client, namespace) = connect(&options).await.map_err(|error| match error {
+            KubeError::NotInCluster { reason } => anyhow::anyhow!(
+                "--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE"
+            ),
+            other => other.into(),
+        })?;
+        Ok(Store::Secret(Box::new(CaSecret::new(client, &namespace, &options.names.ca_secret))))
+    }
+
+    fn status_of_files(&self, ca: &Ca, out: &mut dyn Write) -> Result<(), PkiError> {
+        let state = ca.state()?;
+        let ledger = IssuedLedger::new(ca.state_dir());
+        let mut rows = Vec::new();
+        let mut text = String::new();
+        for root in state.roots() {
+            let nodes: Vec<_> =
+                ledger.live_of_root(&root.hash)?.into_iter().map(|issued| issued.node).collect();
+            let (mut row, line) = describe(&state, root)?;
+            text += &format!("{line}, {} node(s)", nodes.len());
+            if state.role(root) == Role::Retiring && !nodes.is_empty() {
+                let names: Vec<_> = nodes.iter().take(20).map(NodeName::as_str).collect();
+                text += &format!(": {}{}", names.join(", "), if nodes.len() > 20 { ", …" } else { "" });
+            }
+            text.push('\n');
+            row["nodes"] = json!(nodes);
+            rows.push(row);
+        }
+        match self.common.output {
+            Output::Text => print(out, &text),
+            Output::Json => print_json(out, &json!({ "roots": rows })),
+        }
+    }
+
+    async fn status_of_secret(
+        &self,
+        secret: &CaSecret,
+        lifetimes: Lifetimes,
+        out: &mut dyn Write,
+    ) -> anyhow::Result<()> {
+        let held = secret.read().await?;
+        let state = held.state(lifetimes)?;
+        let mut rows = Vec::new();
+        let mut text = format!("Secret {secret}\n");
+        for root in state.roots() {
+            let (mut row, line) = describe(&state, root)?;
+            text += &line;
+            if state.role(root) == Role::Retiring {
+                let at = held.retirable(lifetimes);
+                text += &match at {
+                    Some(at) if at <= Timestamp::now() => ", none of its certificates is in use".to_owned(),
+                    Some(at) => format!(", its certificates may be in use until {at:.0}"),
+                    None => ", unknown since when it has not signed".to_owned(),
+                };
+                row["retirable"] = json!(at);
+            }
+            text.push('\n');
+            rows.push(row);
+        }
+        match self.common.output {
+            Output::Text => print(out, &text)?,
+            Output::Json => {
+                print_json(
+                    out,
+                    &json!({ "secret": secret.to_string(), "activated": held.activated, "roots": rows }),
+                )?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A root as JSON, and as text without the end of its line.
+fn describe(state: &CaState, root: &Root) -> Result<(Value, String), PkiError> {
+    let role = state.role(root);
+    let not_after = Timestamp::try_from(root.validity()?.not_after)
+        .map_err(|error| PkiError::Sign(format!("a root's end is out of range: {error}")))?;
+    let does = match role {
+        Role::Issuing => "signs",
+        Role::Introduced => "introduced: trusted, does not sign yet (next: ca activate)",
+        Role::Retiring => "old: trusted, no longer signs (next: ca retire)",
+    };
+    let key = if root.has_key() { "" } else { ", key not here" };
+    let row = json!({
+        "hash": root.hash,
+        "role": role,
+        "generation": root.generation,
+        "has_key": root.has_key(),
+        "expires": not_after,
+    });
+    Ok((row, format!("{}\n  {does}{key}\n  ends {not_after:.0}", root.hash)))
+}

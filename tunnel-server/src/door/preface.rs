@@ -1,0 +1,67 @@
+//! Reading what a client sends first, and answering a client that is turned away.
+
+use std::time::Duration;
+
+use bytes::BytesMut;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use super::context::OpenError;
+
+/// How long a client may take to send what names the node.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client that is turned away may take to read why.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Why there is no preface.
+pub(super) enum PrefaceError<E> {
+    /// It is not what this door takes.
+    Invalid(E),
+    /// It was not whole in time.
+    TimedOut,
+    /// The socket failed, or was closed before.
+    Lost(OpenError),
+}
+
+/// Reads into `read` until `parse` returns something. `what` names it for error messages.
+pub(super) async fn read_preface<T, E>(
+    socket: &mut TcpStream,
+    read: &mut BytesMut,
+    what: &str,
+    mut parse: impl FnMut(&[u8]) -> Result<Option<T>, E>,
+) -> Result<T, PrefaceError<E>> {
+    let reading = async {
+        loop {
+            if let Some(parsed) = parse(read).map_err(PrefaceError::Invalid)? {
+                return Ok(parsed);
+            }
+            read.reserve(2048);
+            if socket.read_buf(read).await.map_err(|error| PrefaceError::Lost(error.into()))? == 0 {
+                let reason = format!("closed before a whole {what}");
+                return Err(PrefaceError::Lost(OpenError::Client(reason)));
+            }
+        }
+    };
+    tokio::time::timeout(READ_TIMEOUT, reading).await.unwrap_or(Err(PrefaceError::TimedOut))
+}
+
+/// The reason for [`PrefaceError::TimedOut`].
+pub(super) fn timed_out(what: &str) -> String {
+    format!("no whole {what} within {} s", READ_TIMEOUT.as_secs())
+}
+
+/// Sends the last `message` to a client, and gives it time to read it before the socket is reset.
+pub(super) async fn answer(socket: &mut TcpStream, message: &[u8]) {
+    let answering = async {
+        socket.write_all(message).await?;
+        socket.shutdown().await?;
+        // Unread bytes would turn the close into a reset, which may overtake the answer. The buffer is on the heap: inside
+        // the future it would cost every connection its memory.
+        let mut rest = vec![0; 4096];
+        while socket.read(&mut rest).await? > 0 {}
+        std::io::Result::Ok(())
+    };
+    if !matches!(tokio::time::timeout(ANSWER_TIMEOUT, answering).await, Ok(Ok(()))) {
+        tracing::debug!("a client that was turned away did not read the answer");
+    }
+}

@@ -1,0 +1,35 @@
+//! The trust bundle that agents are sent.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_core::identity::TrustBundle;
+
+use super::CaState;
+
+/// The trust bundle of `ca`. The receiver wakes only when the bundle differs, not on every change of the CA.
+pub fn follow_bundle(
+    mut ca: watch::Receiver<Arc<CaState>>,
+    tasks: &TaskTracker,
+    stop: CancellationToken,
+) -> watch::Receiver<Arc<TrustBundle>> {
+    let current = Arc::new(ca.borrow_and_update().bundle().clone());
+    let (sender, receiver) = watch::channel(current);
+    tasks.spawn(async move {
+        loop {
+            tokio::select! {
+                changed = ca.changed() => if changed.is_err() { return },
+                () = stop.cancelled() => return,
+            }
+            let bundle = Arc::new(ca.borrow_and_update().bundle().clone());
+            sender.send_if_modified(|current| {
+                let differs = **current != *bundle;
+                *current = bundle;
+                differs
+            });
+        }
+    });
+    receiver
+}

@@ -1,0 +1,40 @@
+//! The listeners on loopback at which redirected connections arrive.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+
+use socket2::SockRef;
+use tokio::net::TcpListener;
+
+use super::{Redirect, RedirectConfig, RedirectError};
+
+/// Connections that the kernel completes before they are accepted (`net.core.somaxconn` may limit it further). The
+/// clients' kernels retry those beyond it after a second.
+const BACKLOG: i32 = 4096;
+
+/// Loads, attaches and verifies the programs, and returns the listeners that they redirect to.
+///
+/// # Errors
+/// As [`Redirect::start`], or a listener cannot be made.
+pub async fn listen(options: RedirectConfig) -> Result<(Arc<Redirect>, Vec<TcpListener>), RedirectError> {
+    let failed = |source| RedirectError::Listener { operation: "cannot listen on loopback", source };
+    let started = tokio::task::spawn_blocking(move || {
+        let v4 = bind(Ipv4Addr::LOCALHOST.into()).map_err(failed)?;
+        // A host without IPv6 has no IPv6 connections to redirect.
+        let v6 = bind(Ipv6Addr::LOCALHOST.into()).ok();
+        let redirect = Redirect::start(options, &v4, v6.as_ref())?;
+        let v6 = v6.filter(|_| redirect.ipv6());
+        Ok::<_, RedirectError>((redirect, [Some(v4), v6]))
+    });
+    let (redirect, listeners) = started.await.map_err(|error| failed(io::Error::other(error)))??;
+    let listeners = listeners.into_iter().flatten().map(TcpListener::from_std).collect::<Result<_, _>>();
+    Ok((Arc::new(redirect), listeners.map_err(failed)?))
+}
+
+fn bind(address: IpAddr) -> io::Result<std::net::TcpListener> {
+    let listener = std::net::TcpListener::bind((address, 0))?;
+    SockRef::from(&listener).listen(BACKLOG)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}

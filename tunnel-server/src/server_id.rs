@@ -1,0 +1,8 @@
+//! The name by which one server tells itself from others.
+
+/// The host's name and a random number, which differs between two servers on one host.
+pub(crate) fn server_id() -> String {
+    let host = nix::unistd::gethostname()
+        .map_or_else(|_| "server".into(), |name| name.to_string_lossy().into_owned());
+    format!("{host}-{:08x}", rand::random::<u32>())
+}

@@ -1,0 +1,106 @@
+//! Where nodes and CA come from: a file and the state directory, or a Kubernetes cluster.
+
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry;
+use tunnel_core::config::ConfigError;
+use tunnel_core::lifecycle::{Readiness, Shutdown};
+
+use crate::config::{Config, NodeSource};
+use crate::inventory::{FileSource, Inventory};
+use crate::kube::client::KubeError;
+use crate::kube::{Kube, Parts};
+use crate::pki::{Ca, Lifetimes};
+use crate::route::Router;
+use crate::status::SourceReport;
+
+pub(crate) enum Source {
+    File { source: Arc<FileSource>, inventory: Inventory, ca: Ca },
+    Kubernetes(Kube),
+}
+
+impl Source {
+    /// Reads the files, or makes the client of the API server without a request. Metrics go into `registry`, which has
+    /// the prefix `postern`.
+    pub(crate) async fn open(
+        config: &Config,
+        lifetimes: Lifetimes,
+        registry: &mut Registry,
+    ) -> anyhow::Result<Self> {
+        match &config.source {
+            NodeSource::File(path) => {
+                let (source, inventory) =
+                    FileSource::open(path.clone(), config.edge_selector.clone(), registry).map_err(
+                        |error| {
+                            ConfigError::new("--inventory", path.display().to_string(), error.to_string())
+                        },
+                    )?;
+                let ca = Ca::load_or_create(&config.state_dir, lifetimes)?;
+                Ok(Self::File { source, inventory, ca })
+            }
+            NodeSource::Kubernetes(options) => {
+                let kube = Kube::connect(options, registry).await.map_err(config_error)?;
+                Ok(Self::Kubernetes(kube))
+            }
+        }
+    }
+
+    /// What the status shows of the source.
+    pub(crate) fn status(&self, router: &Arc<Router>) -> SourceReport {
+        match self {
+            Self::File { source, .. } => {
+                let source = source.clone();
+                Box::new(move || (*source.status()).clone())
+            }
+            Self::Kubernetes(kube) => kube.status(router),
+        }
+    }
+
+    /// The CA; in a cluster this may wait for the API server. None: the drain has started meanwhile.
+    pub(crate) async fn authority(
+        &self,
+        config: &Config,
+        lifetimes: Lifetimes,
+        readiness: &Readiness,
+        shutdown: &Shutdown,
+    ) -> anyhow::Result<Option<Ca>> {
+        let kube = match self {
+            Self::File { ca, .. } => return Ok(Some(ca.clone())),
+            Self::Kubernetes(kube) => kube,
+        };
+        let _waiting = readiness.pending("the CA of the cluster");
+        let stop = shutdown.draining_token();
+        match kube.authority(&config.state_dir, lifetimes, stop).await {
+            Err(_) if stop.is_cancelled() => Ok(None),
+            ca => Ok(Some(ca?)),
+        }
+    }
+
+    /// Keeps the parts of the server up to date with the source until the drain; in a cluster, also writes to it.
+    pub(crate) fn start(self, parts: Parts<'_>, shutdown: Shutdown) {
+        match self {
+            Self::File { source, inventory, .. } => {
+                let router = parts.router;
+                router.set_inventory(inventory);
+                parts.tasks.spawn(source.run(move |inventory| router.set_inventory(inventory), shutdown));
+            }
+            Self::Kubernetes(kube) => kube.start(parts),
+        }
+    }
+}
+
+/// No request was made yet, so the configuration is at fault.
+fn config_error(error: KubeError) -> ConfigError {
+    match error {
+        KubeError::Kubeconfig { path, reason } => {
+            let reason = format!("{reason}; name a file with which kubectl works");
+            ConfigError::new("--kubeconfig", path.display().to_string(), reason)
+        }
+        KubeError::NotInCluster { .. } => ConfigError::without_value("--kubeconfig", error.to_string()),
+        KubeError::Namespace { key, value } => ConfigError::new(
+            key,
+            value,
+            "not the name of a namespace: at most 63 lower-case letters, digits and '-'",
+        ),
+    }
+}

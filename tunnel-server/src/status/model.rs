@@ -1,0 +1,122 @@
+//! The JSON document that `/status` answers with. Its field names are an interface.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+
+use serde::{Deserialize, Serialize};
+use tunnel_core::identity::NodeName;
+
+use crate::inventory::SourceStatus;
+use crate::route::Conflict;
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StatusReport {
+    pub version: String,
+    pub server_id: String,
+    pub uptime_s: u64,
+    pub ready: bool,
+    /// What a start, or a stop, still waits for.
+    pub pending: Vec<String>,
+    pub nodes: Vec<NodeStatus>,
+    pub doors: Vec<DoorStatus>,
+    pub redirect: RedirectStatus,
+    pub inventory: InventoryStatus,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NodeStatus {
+    pub name: NodeName,
+    pub addresses: Vec<IpAddr>,
+    /// False: an agent is attached, but the inventory has no edge node of that name.
+    pub in_inventory: bool,
+    pub connected: bool,
+    /// Only while connected.
+    pub session: Option<SessionStatus>,
+    /// Seconds since the last session ended, if there was one since the server started.
+    pub last_seen_s: Option<u64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SessionStatus {
+    /// Where the agent dials from.
+    pub peer: SocketAddr,
+    pub epoch: u64,
+    pub since_s: u64,
+    /// None before the first PING.
+    pub rtt_ms: Option<f64>,
+    pub agent_version: String,
+    /// Connections carried now.
+    pub connections: u32,
+    /// Those whose receiver is not reading at present.
+    pub stalled: usize,
+    pub bytes_to_node: u64,
+    pub bytes_from_node: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DoorStatus {
+    pub name: String,
+    pub address: SocketAddr,
+    /// Connections carried now; at the agents' door, sessions.
+    pub connections_active: u64,
+    /// Connections since the server started; None at the agents' door, which does not count them.
+    pub accepted: Option<u64>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RedirectStatus {
+    pub state: RedirectState,
+    /// Why it is degraded.
+    pub reason: Option<String>,
+    /// How often a lost route or program had to be restored.
+    pub mended: u64,
+    /// By `<hook>/<outcome>`, since the start.
+    pub counters: BTreeMap<String, u64>,
+    pub routes: usize,
+    /// Routes to nodes without a session: connections to them fail immediately.
+    pub routes_down: usize,
+    /// Excluded ranges, not counting this host's own addresses.
+    pub excluded: usize,
+    pub programs: Vec<ProgramStatus>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RedirectState {
+    /// `--redirect=off`.
+    #[default]
+    Off,
+    On,
+    /// The last verification failed.
+    Degraded,
+}
+
+/// A loaded BPF program.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramStatus {
+    /// The hook, such as `connect4`.
+    pub name: String,
+    /// Instructions that the verifier processed; None before kernel 5.16.
+    pub instructions: Option<u32>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InventoryStatus {
+    #[serde(flatten)]
+    pub source: SourceStatus,
+    pub conflicts: Vec<ConflictStatus>,
+}
+
+/// A contradiction in the inventory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConflictStatus {
+    #[serde(flatten)]
+    pub conflict: Conflict,
+    pub message: String,
+}
+
+impl From<&Conflict> for ConflictStatus {
+    fn from(conflict: &Conflict) -> Self {
+        Self { conflict: conflict.clone(), message: conflict.to_string() }
+    }
+}
