@@ -16,13 +16,12 @@ use tunnel_core::config::{BindError, ConfigError};
 use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::lifecycle::{Drain, Readiness, Shutdown, raise_open_files};
 use tunnel_core::logging;
+use tunnel_kube::KubeError;
 
 use crate::admission::Admission;
 use crate::config::{Config, NodeSource};
 use crate::door::{self, Door, Hall, Http, Https, Redirected};
 use crate::inventory::{FileSource, Inventory};
-use crate::kube::client::KubeError;
-use crate::kube::settings::Doors;
 use crate::kube::{Kube, Parts};
 use crate::metrics::Metrics;
 use crate::pki::{Ca, EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerFile, ServerNames};
@@ -30,6 +29,7 @@ use crate::redirect::{Redirect, RedirectConfig, RedirectError, RedirectMetrics};
 use crate::report::{Reporter, SourceReport};
 use crate::route::{Router, RouterConfig, host_addresses};
 use crate::session::{AgentPort, AgentPortConfig, Sessions, Workers};
+use crate::settings::Doors;
 
 /// How long the agents' links, and this server's own tasks, may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);

@@ -15,4 +15,5 @@ pub mod redirect;
 pub mod report;
 pub mod route;
 pub mod session;
+pub mod settings;
 pub mod status;

@@ -17,14 +17,12 @@ use tunnel_core::identity::{
     AgentIdentity, IdentityError, NodeName, TrustBundle, agent_distinguished_name, pem_of_certificates,
 };
 use tunnel_core::text::printable;
+use tunnel_kube::{SIGNER, reason};
 
 use super::ApiServer;
-use super::client::reason;
 use crate::enroll::{Backoff, EnrollError, IdentityFiles, IdentityKeeper, Stored};
 use crate::session::Links;
 
-/// The server's signer.
-const SIGNER: &str = "postern.internal/agent";
 const ANSWER: Duration = Duration::from_secs(15);
 /// The longest pause between two looks at a request in its first minute; a signer that works has answered by then.
 const LOOK: Duration = Duration::from_secs(10);

@@ -21,9 +21,9 @@ use super::attach;
 use super::{Sessions, Workers};
 use crate::accept::accept;
 use crate::admission::{Admission, Admitted};
-use crate::kube::settings::Settings;
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerCertificate};
+use crate::settings::Settings;
 
 /// The largest gRPC message of an enrolment: a CSR is under 2 KiB.
 const MAX_MESSAGE: usize = 64 << 10;

@@ -29,7 +29,7 @@ use super::Session;
 use super::agent_port::AgentPort;
 use super::registry::Fenced;
 use crate::admission::Admitted;
-use crate::kube::settings::Settings;
+use crate::settings::Settings;
 
 /// The largest control message taken from an agent.
 const MAX_MESSAGE: usize = 64 << 10;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use postern_fake_kube::{ApiServer, eventually};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -19,13 +20,12 @@ use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::session::{Attached, EpochSource, Links, Phase, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
-use tunnel_server::kube::settings::Settings;
 use tunnel_server::pki::{EnrollService, PkiMetrics};
 use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{AgentPort, AgentPortConfig, Sessions, Workers};
+use tunnel_server::settings::Settings;
 
 use super::agent_api;
-use super::scripted::{ApiServer, eventually};
 use crate::harness::{TestServer, node};
 
 const SERVICES: &str = "/api/v1/namespaces/kube-system/services";

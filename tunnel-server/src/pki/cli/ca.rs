@@ -5,11 +5,11 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
+use tunnel_kube::KubeError;
 
 use super::super::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
 use super::{Common, Output, print, print_json};
-use crate::kube::authority::{AuthorityError, CaSecret};
-use crate::kube::client::{KubeError, connect};
+use crate::kube::read::authority::{AuthorityError, CaSecret};
 use crate::kube::{KubeOptions, ObjectNames};
 
 /// Show and rotate the CA. A rotation is: introduce, wait until the agents are connected, activate, wait until they have
@@ -84,7 +84,7 @@ pub enum CaCommandError {
 
 fn of_flag(error: &KubeError) -> String {
     match error {
-        KubeError::NotInCluster { reason } => {
+        KubeError::NotInCluster { reason, .. } => {
             format!("--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE")
         }
         other => other.to_string(),
@@ -158,7 +158,7 @@ impl CaCommand {
             names.ca_secret = secret;
         }
         let options = KubeOptions { kubeconfig, namespace, names };
-        let (client, namespace) = connect(&options).await?;
+        let (client, namespace) = options.connect().await?;
         Ok(Keeper::Secret(Box::new(CaSecret::new(client, &namespace, &options.names.ca_secret))))
     }
 
