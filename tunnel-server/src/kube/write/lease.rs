@@ -157,12 +157,18 @@ impl Candidate {
             "holderIdentity": null, "acquireTime": null, "renewTime": null, "leaseDurationSeconds": null,
         });
         let work = async {
-            let lease = request(WRITE_DEADLINE, self.api.get(&self.lease)).await?;
-            let holder = lease.spec.and_then(|spec| spec.holder_identity);
-            if holder.as_ref() == Some(&self.identity) {
-                self.write(lease.metadata.resource_version, &released).await?;
+            loop {
+                let lease = request(WRITE_DEADLINE, self.api.get(&self.lease)).await?;
+                let holder = lease.spec.and_then(|spec| spec.holder_identity);
+                if holder.as_ref() != Some(&self.identity) {
+                    return Ok::<_, RequestError>(());
+                }
+                match self.write(lease.metadata.resource_version, &released).await {
+                    // A renewal that was still in flight came first.
+                    Err(error) if error.is_conflict() => {}
+                    done => return done,
+                }
             }
-            Ok::<_, RequestError>(())
         };
         match timeout(RELEASE, work).await {
             Ok(Ok(())) => tracing::info!(lease = self.lease, "gave the Lease back"),

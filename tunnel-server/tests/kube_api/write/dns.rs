@@ -81,7 +81,7 @@ async fn only_the_leader_writes() {
     // Another server with other nodes, which sees every write.
     let (other, leader, nodes) = fixture.other();
     nodes.send_replace(inventory(&["edge-9"], &[]));
-    tokio::spawn(dns::run(other));
+    tokio::spawn(dns::run(other, fixture.events.clone()));
     tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone()));
     for edge in ["edge-1", "edge-2", "edge-3"] {
         fixture.nodes(&[edge], &[]);
