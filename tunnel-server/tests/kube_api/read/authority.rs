@@ -22,7 +22,7 @@ const NAME: &str = "tunnel-server-ca";
 
 async fn start(server: &ApiServer, state_dir: &Path) -> Result<Ca, AuthorityError> {
     let stop = CancellationToken::new();
-    obtain(client(&server).await, "kube-system", NAME, state_dir, Lifetimes::default(), &stop).await
+    obtain(client(server).await, "kube-system", NAME, state_dir, Lifetimes::default(), &stop).await
 }
 
 fn hash(ca: &Ca) -> String {
