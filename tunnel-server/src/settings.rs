@@ -1,3 +1,28 @@
-//! Settings that change while the server runs: the port lists of the ConfigMap.
+//! Ports that a cluster configures while the server runs.
 
-pub use crate::kube::settings::{Doors, Settings};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The tunnelled ports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// TCP ports that are tunnelled in addition to --redirect-ports.
+    pub tunnelled: BTreeSet<u16>,
+    /// Those that the agent dials on its node's loopback.
+    pub loopback: BTreeSet<u16>,
+    /// Ports of the internal Service, and the door that each leads to.
+    pub internal: BTreeMap<u16, InternalDoor>,
+}
+
+/// A door that the internal Service leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InternalDoor {
+    Https,
+    Http,
+}
+
+/// The ports of the two doors; 0: the door is off, and no port of the internal Service leads there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Doors {
+    pub https: u16,
+    pub http: u16,
+}

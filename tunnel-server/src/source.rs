@@ -5,10 +5,10 @@ use std::sync::Arc;
 use prometheus_client::registry::Registry;
 use tunnel_core::config::ConfigError;
 use tunnel_core::lifecycle::{Readiness, Shutdown};
+use tunnel_kube::KubeError;
 
 use crate::config::{Config, NodeSource};
 use crate::inventory::{FileSource, Inventory};
-use crate::kube::client::KubeError;
 use crate::kube::{Kube, Parts};
 use crate::pki::{Ca, Lifetimes};
 use crate::route::Router;

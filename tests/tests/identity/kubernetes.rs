@@ -3,25 +3,22 @@
 mod enrolment;
 mod servers;
 
-#[path = "../../../tunnel-server/tests/kube_api/scripted/mod.rs"]
-mod scripted;
-
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use postern_fake_kube::{ApiServer, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_agent::identity::{CsrEnrolment, Pace};
 use tunnel_agent::kube::{ApiServer as AgentApi, DEFAULT_SERVICE, KubeOptions};
-use tunnel_server::kube::events::Events;
-use tunnel_server::kube::watch::Health;
-use tunnel_server::kube::{Cluster, ObjectNames, csr};
+use tunnel_kube::{ClientSettings, Health};
+use tunnel_server::kube::write::csr;
+use tunnel_server::kube::{KubeContext, ObjectNames};
 use tunnel_server::pki::{CaState, PkiMetrics};
 
 use crate::harness::node;
-use scripted::ApiServer;
 
 const CSRS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
@@ -33,6 +30,10 @@ async fn agent_api(api: &ApiServer) -> Arc<AgentApi> {
         service: DEFAULT_SERVICE.to_owned(),
     };
     AgentApi::open(options).await.unwrap()
+}
+
+async fn kube_client(api: &ApiServer) -> kube::Client {
+    tunnel_kube::connect(Some(&api.kubeconfig()), None, &ClientSettings::SERVER).await.unwrap().0
 }
 
 /// Quick enough to watch.
@@ -53,23 +54,20 @@ async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolmen
 /// real API server notes by itself.
 struct Signer {
     lead: watch::Sender<bool>,
-    cluster: Cluster,
+    context: KubeContext,
 }
 
 impl Drop for Signer {
     fn drop(&mut self) {
-        self.cluster.stop.cancel();
+        self.context.stop.cancel();
     }
 }
 
 impl Signer {
     async fn start(api: &ApiServer, ca: watch::Receiver<Arc<CaState>>) -> Self {
-        let client = api.client().await;
-        let stop = CancellationToken::new();
         let (lead, leader) = watch::channel(false);
-        let cluster = Cluster {
-            events: Events::start(client.clone(), "server-1", stop.clone()),
-            client,
+        let context = KubeContext {
+            client: kube_client(api).await,
             namespace: "kube-system".into(),
             names: Arc::new(ObjectNames::default()),
             identity: "server-1".into(),
@@ -77,23 +75,23 @@ impl Signer {
             inventory: watch::channel(Arc::default()).1,
             settings: watch::channel(Arc::default()).1,
             health: Health::default(),
-            stop,
+            stop: CancellationToken::new(),
         };
-        tokio::spawn(csr::run(cluster.clone(), ca, PkiMetrics::default()));
-        Self { lead, cluster }
+        tokio::spawn(csr::run(context.clone(), ca, PkiMetrics::default()));
+        Self { lead, context }
     }
 
     /// Waits for a request that is not answered, notes that this user made it, and lets the signer answer. Returns the
     /// request as it was.
     async fn answer(&self, api: &ApiServer, user: &str) -> Value {
-        let request = scripted::eventually("a request", || open(api)).await;
+        let request = eventually("a request", || open(api)).await;
         let name = request["metadata"]["name"].as_str().unwrap();
         api.edit(CSRS, name, |csr| {
             csr["spec"]["username"] = json!(user);
             csr["spec"]["groups"] = json!(["system:nodes"]);
         });
         self.lead.send_replace(true);
-        scripted::eventually("an answer", || is_answered(&api.get(CSRS, name)?).then_some(())).await;
+        eventually("an answer", || is_answered(&api.get(CSRS, name)?).then_some(())).await;
         self.lead.send_replace(false);
         request
     }

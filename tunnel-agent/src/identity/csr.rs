@@ -19,15 +19,13 @@ use tunnel_core::identity::{
 };
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
+use tunnel_kube::{SIGNER, reason};
 
 use super::EnrollError;
 use super::attempt::{AttemptError, RETRIES, check_issued};
 use super::files::{IdentityFiles, Stored};
 use crate::kube::ApiServer;
-use crate::kube::client::reason;
 
-/// The server's signer.
-const SIGNER: &str = "postern.internal/agent";
 const ANSWER: Duration = Duration::from_secs(15);
 /// The longest pause between two polls of a request in its first minute; a working signer has answered by then.
 const POLL: Duration = Duration::from_secs(10);

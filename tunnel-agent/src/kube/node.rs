@@ -9,18 +9,19 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use tunnel_core::identity::NodeName;
+use tunnel_core::log_once::LogOnce;
+use tunnel_kube::request;
 
-use super::ApiServer;
-use super::client::reason;
+use super::api_server::ApiServer;
 use super::remembered::Remembered;
 
 /// A new node gets its range within seconds, and keeps it for good.
 const UNKNOWN: Duration = Duration::from_secs(60);
-/// Ten thousand agents are 33 requests a second.
+/// For ten thousand agents this is 33 requests a second.
 const KNOWN: Duration = Duration::from_secs(300);
 const ANSWER: Duration = Duration::from_secs(15);
 
-/// Keeps `pods` what the Node says, for ever. While the API server is away it stays as it is, also over a restart.
+/// Keeps `pods` in sync with the Node. While the API server is away it stays as it is, also over a restart.
 pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>, state_dir: PathBuf) {
     let remembered = Remembered::<IpNet>::new(&state_dir, "pod-ranges");
     let known = usable(remembered.read());
@@ -28,11 +29,11 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
         tracing::info!(ranges = ?known, "the ranges of this node's pods as of the last run");
         pods.store(Arc::new(known));
     }
-    let mut complaint = None;
+    let mut errors = LogOnce::default();
     loop {
-        match look(&api, &node).await {
+        match read(&api, &node).await {
             Ok(ranges) => {
-                complaint = None;
+                errors.clear();
                 if **pods.load() != ranges {
                     tracing::info!(?ranges, "the ranges of this node's pods");
                     pods.store(Arc::new(ranges.clone()));
@@ -46,12 +47,11 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
             }
             Err(reason) => {
                 api.failed();
-                if complaint.as_ref() != Some(&reason) {
+                if errors.is_new(&reason) {
                     tracing::warn!(
                         reason,
                         "the ranges of this node's pods cannot be looked up; the last known ones stay"
                     );
-                    complaint = Some(reason);
                 }
             }
         }
@@ -60,31 +60,28 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
     }
 }
 
-async fn look(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
+async fn read(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
     let client = api.client().await.map_err(|error| error.to_string())?;
     let nodes = Api::<Node>::all(client);
-    match tokio::time::timeout(ANSWER, nodes.get(node.as_str())).await {
-        Ok(Ok(found)) => Ok(ranges(&found)),
-        Ok(Err(error)) => Err(format!("Node {node}: {}", reason(&error))),
-        Err(_) => Err(format!("Node {node}: no answer within {} s", ANSWER.as_secs())),
-    }
+    let found = request(ANSWER, nodes.get(node.as_str())).await;
+    found.map(|found| ranges(&found)).map_err(|error| format!("Node {node}: {error}"))
 }
 
-/// `podCIDR` is the first of `podCIDRs`. What is no range is left out.
+/// `podCIDR` repeats the first of `podCIDRs`. Entries that are no ranges are left out.
 fn ranges(node: &Node) -> Vec<IpNet> {
     let Some(spec) = &node.spec else { return Vec::new() };
     let listed = spec.pod_cidrs.iter().flatten().chain(&spec.pod_cidr);
     usable(listed.filter_map(|text| {
-        text.parse().inspect_err(|error| tracing::warn!(range = text, %error, "no range of pods")).ok()
+        text.parse().inspect_err(|error| tracing::warn!(range = text, %error, "not a range of pods")).ok()
     }))
 }
 
-/// Each once, and none that would be everything: with it the agent were a way into the whole network of its edge.
+/// Each once, and none that holds every address: it would let the servers into the whole network of the edge.
 fn usable(listed: impl IntoIterator<Item = IpNet>) -> Vec<IpNet> {
     let mut ranges: Vec<IpNet> = Vec::new();
     for range in listed {
         if range.prefix_len() == 0 {
-            tracing::warn!(%range, "no range of pods: it holds every address");
+            tracing::warn!(%range, "not a range of pods: it holds every address");
         } else if !ranges.contains(&range.trunc()) {
             ranges.push(range.trunc());
         }

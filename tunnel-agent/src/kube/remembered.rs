@@ -1,4 +1,4 @@
-//! What was found last, so that a restart while the API server is away finds it too.
+//! Files with what was last found, for a restart while the API server is away.
 
 use std::fmt::Display;
 use std::marker::PhantomData;
@@ -29,12 +29,12 @@ where
         Self { path: state_dir.join(file), of: PhantomData }
     }
 
-    /// Lines that cannot be understood are left out: the API server knows better anyway.
+    /// Lines that cannot be parsed are left out: the API server will replace them.
     pub(super) fn read(&self) -> Vec<T> {
         let text = match files::read_optional(&self.path) {
             Ok(text) => text.unwrap_or_default(),
             Err(error) => {
-                tracing::warn!(%error, "what was found last is not known");
+                tracing::warn!(%error, "the last known values cannot be read");
                 return Vec::new();
             }
         };
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_and_broken_lines_are_left_out() {
+    fn written_values_are_read_and_broken_lines_are_left_out() {
         let directory = tempfile::tempdir().unwrap();
         let file = Remembered::<HostPort>::new(&directory.path().join("agent"), "servers");
         assert!(file.read().is_empty());

@@ -12,12 +12,12 @@ const PORT: &str = "tcp";
 /// YurtTunnel's annotation: where a Service of type ClusterIP is reached from outside, `HOST:PORT` or `HOST`.
 const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
 
-/// What a Service says about the servers.
+/// Where a Service leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// These are they.
+    /// To these servers.
     Servers(Vec<HostPort>),
-    /// They are the addresses of its EndpointSlices, at this port of their nodes.
+    /// To the addresses of its EndpointSlices, at this port.
     Nodes(u16),
 }
 
@@ -38,10 +38,10 @@ pub enum NoServers {
     Type(String),
 }
 
-/// Where the Service leads.
+/// Reads a Service.
 ///
 /// # Errors
-/// What it lacks.
+/// Names what it lacks.
 pub fn of_service(service: &Service) -> Result<Found, NoServers> {
     let spec = service.spec.clone().unwrap_or_default();
     let ports = spec.ports.unwrap_or_default();
@@ -87,7 +87,7 @@ pub fn of_slices<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>, node_p
     let mut found = BTreeSet::new();
     for slice in slices.into_iter().filter(|slice| slice.address_type != "FQDN") {
         for endpoint in &slice.endpoints {
-            // Unknown counts as ready.
+            // As in Kubernetes, unknown counts as ready.
             let ready = endpoint.conditions.as_ref().and_then(|conditions| conditions.ready).unwrap_or(true);
             let addresses = endpoint.addresses.iter().filter(|_| ready);
             found.extend(addresses.filter_map(|address| host_port(address, node_port)).map(sortable));
@@ -105,7 +105,7 @@ fn agents_port(ports: &[ServicePort]) -> Option<&ServicePort> {
     })
 }
 
-/// None when the host is no address and no DNS name: `None` is the cluster IP of a headless Service, say.
+/// None when the host is neither an address nor a DNS name. `None` is the cluster IP of a headless Service.
 fn host_port(host: &str, port: u16) -> Option<HostPort> {
     if port == 0 {
         return None;
@@ -117,7 +117,7 @@ fn host_port(host: &str, port: u16) -> Option<HostPort> {
     }
 }
 
-/// The order is no part of what was found: an API server may list the same addresses in another one.
+/// A server that can be ordered: an API server may list the same addresses in another order.
 fn sortable(server: HostPort) -> (String, u16) {
     (server.host, server.port)
 }
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn missing_fields_are_reported() {
         use serde_json::json;
         for (json, part) in [
             (json!({}), "no port named \"tcp\""),

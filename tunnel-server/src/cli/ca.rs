@@ -7,10 +7,10 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
+use tunnel_kube::KubeError;
 
 use super::output::{Common, Output, print, print_json};
-use crate::kube::authority::CaSecret;
-use crate::kube::client::{KubeError, connect};
+use crate::kube::read::authority::CaSecret;
 use crate::kube::{KubeOptions, ObjectNames};
 use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
 
@@ -139,8 +139,8 @@ impl CaCommand {
             names.ca_secret = secret;
         }
         let options = KubeOptions { kubeconfig, namespace, names };
-        let (client, namespace) = connect(&options).await.map_err(|error| match error {
-            KubeError::NotInCluster { reason } => anyhow::anyhow!(
+        let (client, namespace) = options.connect().await.map_err(|error| match error {
+            KubeError::NotInCluster { reason, .. } => anyhow::anyhow!(
                 "--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE"
             ),
             other => other.into(),

@@ -2,6 +2,7 @@
 
 mod file;
 mod file_watch;
+mod node;
 mod parse;
 mod selector;
 
@@ -9,17 +10,14 @@ mod selector;
 mod parse_tests;
 
 pub use file::{FileSource, SourceStatus};
+pub use node::{DEFAULT_KUBELET_PORT, NodeSpec, NodeStatus, read_node};
 pub use parse::{InventoryError, MAX_BYTES, parse};
-pub(crate) use parse::{ROUTED, add_address, kubelet_port};
 pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 use tunnel_core::identity::NodeName;
-
-/// The kubelet's port when a Node does not name another.
-pub const DEFAULT_KUBELET_PORT: u16 = 10250;
 
 /// Every node, edge or cloud.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

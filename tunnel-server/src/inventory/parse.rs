@@ -3,14 +3,13 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::net::IpAddr;
 
-use ipnet::IpNet;
 use serde::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tunnel_core::identity::NodeName;
 
-use super::{DEFAULT_KUBELET_PORT, Inventory, InventoryNode, Selector};
+use super::node::{NodeSpec, NodeStatus, read_node};
+use super::{Inventory, InventoryNode, Selector};
 
 /// Larger files are refused. 100,000 nodes with their conditions and without their images are some 200 MiB.
 pub const MAX_BYTES: usize = 256 << 20;
@@ -139,8 +138,8 @@ struct Document {
     kind: Spanned<String>,
     items: Option<Vec<Item>>,
     metadata: Option<Spanned<Metadata>>,
-    spec: Option<Spec>,
-    status: Option<Status>,
+    spec: Option<NodeSpec<Spanned<String>>>,
+    status: Option<NodeStatus<Spanned<String>, u16>>,
 }
 
 #[derive(Deserialize)]
@@ -148,8 +147,8 @@ struct Item {
     /// A NodeList's items need none.
     kind: Option<Spanned<String>>,
     metadata: Spanned<Metadata>,
-    spec: Option<Spec>,
-    status: Option<Status>,
+    spec: Option<NodeSpec<Spanned<String>>>,
+    status: Option<NodeStatus<Spanned<String>, u16>>,
 }
 
 #[derive(Deserialize)]
@@ -158,40 +157,6 @@ struct Metadata {
     name: Option<Spanned<String>>,
     /// A label without a value is an empty one.
     labels: Option<BTreeMap<String, Option<String>>>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Spec {
-    #[serde(rename = "podCIDR")]
-    pod_cidr: Option<Spanned<String>>,
-    #[serde(rename = "podCIDRs")]
-    pod_cidrs: Option<Vec<Spanned<String>>>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Status {
-    addresses: Option<Vec<Address>>,
-    daemon_endpoints: Option<DaemonEndpoints>,
-}
-
-#[derive(Deserialize)]
-struct Address {
-    r#type: String,
-    address: Spanned<String>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct DaemonEndpoints {
-    kubelet_endpoint: Option<DaemonEndpoint>,
-}
-
-#[derive(Deserialize)]
-struct DaemonEndpoint {
-    #[serde(rename = "Port")]
-    port: Option<u16>,
 }
 
 struct Reader<'a> {
@@ -210,7 +175,7 @@ impl Reader<'_> {
                     let key = format!("{prefix}metadata");
                     return Err(at(&document.kind, key, "a Node without metadata"));
                 };
-                self.node(metadata, document.spec, document.status, prefix)
+                self.node(metadata, document.spec.as_ref(), document.status.as_ref(), prefix)
             }
             "List" | "NodeList" => {
                 for (index, item) in document.items.unwrap_or_default().into_iter().enumerate() {
@@ -222,7 +187,7 @@ impl Reader<'_> {
                             format!("{:?} is not a Node", kind.value),
                         ));
                     }
-                    self.node(item.metadata, item.spec, item.status, &prefix)?;
+                    self.node(item.metadata, item.spec.as_ref(), item.status.as_ref(), &prefix)?;
                 }
                 Ok(())
             }
@@ -236,8 +201,8 @@ impl Reader<'_> {
     fn node(
         &mut self,
         metadata: Spanned<Metadata>,
-        spec: Option<Spec>,
-        status: Option<Status>,
+        spec: Option<&NodeSpec<Spanned<String>>>,
+        status: Option<&NodeStatus<Spanned<String>, u16>>,
         prefix: &str,
     ) -> Result<(), InventoryError> {
         let key = format!("{prefix}metadata.name");
@@ -255,68 +220,18 @@ impl Reader<'_> {
             .into_iter()
             .map(|(key, value)| (key, value.unwrap_or_default()))
             .collect();
-        let (listed, endpoints) =
-            status.map_or((None, None), |status| (status.addresses, status.daemon_endpoints));
-        let port =
-            endpoints.and_then(|endpoints| endpoints.kubelet_endpoint).and_then(|endpoint| endpoint.port);
-        self.nodes.push(InventoryNode {
-            edge: self.selector.matches(&labels),
-            addresses: addresses(&listed.unwrap_or_default(), prefix)?,
-            kubelet_port: kubelet_port(port),
-            pod_cidrs: spec.map_or_else(|| Ok(Vec::new()), |spec| pod_cidrs(spec, prefix))?,
-            name,
-        });
+        let edge = self.selector.matches(&labels);
+        let node = read_node(name, edge, spec, status, |invalid| {
+            let key = format!("{prefix}{}", invalid.field.path());
+            Err(InventoryError {
+                line: invalid.line,
+                key,
+                reason: format!("{:?} is {}", invalid.value, invalid.reason),
+            })
+        })?;
+        self.nodes.push(node);
         Ok(())
     }
-}
-
-/// Types of addresses, the preferred one first. Host names are not routed.
-pub(crate) const ROUTED: [&str; 2] = ["InternalIP", "ExternalIP"];
-
-/// Adds an address once, and IPv4 not as v4-mapped IPv6.
-pub(crate) fn add_address(addresses: &mut Vec<IpAddr>, address: IpAddr) {
-    let address = address.to_canonical();
-    if !addresses.contains(&address) {
-        addresses.push(address);
-    }
-}
-
-/// Kubernetes writes 0 for "not known".
-pub(crate) fn kubelet_port(port: Option<u16>) -> u16 {
-    port.filter(|port| *port != 0).unwrap_or(DEFAULT_KUBELET_PORT)
-}
-
-fn addresses(listed: &[Address], prefix: &str) -> Result<Vec<IpAddr>, InventoryError> {
-    let mut addresses = Vec::new();
-    for wanted in ROUTED {
-        for (index, entry) in listed.iter().enumerate().filter(|(_, entry)| entry.r#type == wanted) {
-            let address = entry.address.value.parse::<IpAddr>().map_err(|_| {
-                let key = format!("{prefix}status.addresses[{index}].address");
-                at(&entry.address, key, format!("{:?} is not an IP address", entry.address.value))
-            })?;
-            add_address(&mut addresses, address);
-        }
-    }
-    Ok(addresses)
-}
-
-fn pod_cidrs(spec: Spec, prefix: &str) -> Result<Vec<IpNet>, InventoryError> {
-    let many = spec.pod_cidrs.unwrap_or_default();
-    // podCIDR repeats the first of podCIDRs.
-    let single = spec.pod_cidr.filter(|_| many.is_empty());
-    let keyed =
-        many.into_iter().enumerate().map(|(index, cidr)| (format!("{prefix}spec.podCIDRs[{index}]"), cidr));
-    let single = single.map(|cidr| (format!("{prefix}spec.podCIDR"), cidr));
-    single
-        .into_iter()
-        .chain(keyed)
-        .filter(|(_, cidr)| !cidr.value.is_empty())
-        .map(|(key, cidr)| {
-            let net = cidr.value.parse::<IpNet>();
-            net.map(|net| net.trunc())
-                .map_err(|_| at(&cidr, key, format!("{:?} is not an address range", cidr.value)))
-        })
-        .collect()
 }
 
 fn at<T>(value: &Spanned<T>, key: String, reason: impl Into<String>) -> InventoryError {

@@ -1,8 +1,6 @@
-//! The Kubernetes side against a scripted API server over real HTTP: what a real one cannot be made to do on demand.
+//! The Kubernetes side against a fake API server over real HTTP, with outages that a real one cannot produce on demand.
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-mod identity;
-mod nodes;
-mod scripted;
-mod settings;
-mod writers;
+mod fixture;
+mod read;
+mod write;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use k8s_openapi::ByteString;
+use postern_fake_kube::{ApiServer, Fault, eventually};
 use rustls_pki_types::CertificateSigningRequestDer;
 use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
@@ -23,7 +24,6 @@ use tunnel_core::identity::{
 };
 use tunnel_server::pki::CaState;
 
-use super::scripted::{ApiServer, Fault, eventually};
 use super::servers::Port;
 use super::{CSRS, Signer, enrolment, open};
 use crate::harness::{DEADLINE, Session, TestServer, log, mode, node};

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use postern_fake_kube::{ApiServer, eventually};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -26,7 +27,6 @@ use tunnel_server::session::{Sessions, Workers};
 use tunnel_server::settings::Settings;
 
 use super::agent_api;
-use super::scripted::{ApiServer, eventually};
 use crate::harness::{TestServer, node};
 
 const SERVICES: &str = "/api/v1/namespaces/kube-system/services";

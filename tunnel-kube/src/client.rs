@@ -1,0 +1,317 @@
+//! The client of the API server.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::RETRY_AFTER;
+use http::{Response, StatusCode};
+use http_body_util::{Either, Full};
+use kube::Client;
+use kube::client::ClientBuilder;
+use kube::config::{Config, InClusterError, KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::core::Status;
+use kube::core::response::StatusDetails;
+use tower::util::MapResponseLayer;
+use tunnel_core::error::chain;
+
+/// Where the objects are when nothing says otherwise.
+const DEFAULT_NAMESPACE: &str = "kube-system";
+
+/// In what the clients of the two programs differ.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientSettings {
+    /// An edge's uplink may take long to connect.
+    pub connect_timeout: Duration,
+    /// Longer than a watch runs (see [`crate::FollowSettings::watch_seconds`]) and than any request may take: only a peer
+    /// that is gone without a word is silent for so long.
+    pub read_timeout: Duration,
+    /// Whether the system's roots will do for a kubeconfig without a CA. An edge may have none.
+    pub system_roots: bool,
+    /// What to do when there is no service account and no kubeconfig.
+    pub advice: &'static str,
+}
+
+impl ClientSettings {
+    pub const SERVER: Self = Self {
+        connect_timeout: Duration::from_secs(5),
+        read_timeout: Duration::from_secs(60),
+        system_roots: true,
+        advice: "run it as one, or name a cluster with --kubeconfig FILE, or run standalone with --inventory FILE",
+    };
+
+    pub const AGENT: Self = Self {
+        connect_timeout: Duration::from_secs(10),
+        read_timeout: Duration::from_secs(300),
+        system_roots: false,
+        advice: "run it as one, or give --kubeconfig FILE, or enrol without an API server by --server, --token and \
+                 --ca-hash",
+    };
+}
+
+/// Why there is no client.
+#[derive(Debug, thiserror::Error)]
+pub enum KubeError {
+    #[error(
+        "--kubeconfig={}: {reason}; name a file with which `kubectl --kubeconfig {}` works",
+        path.display(),
+        path.display()
+    )]
+    Kubeconfig { path: PathBuf, reason: String },
+    #[error("this is not a pod with a service account: {reason}; {advice}")]
+    NotInCluster { reason: String, advice: &'static str },
+    #[error("{key}={value}: not the name of a namespace (at most 63 lower-case letters, digits and '-')")]
+    Namespace { key: &'static str, value: String },
+}
+
+/// A client, and the namespace of the objects. Without `kubeconfig` it is configured as a pod's. No request is made: an
+/// API server that is away is no error here.
+///
+/// The namespace is the one given, else the pod's ($POD_NAMESPACE), else that of the kubeconfig's context or of the
+/// service account, else `kube-system`.
+///
+/// # Errors
+/// When the configuration is missing or wrong.
+pub async fn connect(
+    kubeconfig: Option<&Path>,
+    namespace: Option<&str>,
+    settings: &ClientSettings,
+) -> Result<(Client, String), KubeError> {
+    let pod = std::env::var("POD_NAMESPACE").ok();
+    connect_from(kubeconfig, namespace, pod, settings).await
+}
+
+async fn connect_from(
+    kubeconfig: Option<&Path>,
+    namespace: Option<&str>,
+    pod: Option<String>,
+    settings: &ClientSettings,
+) -> Result<(Client, String), KubeError> {
+    let unusable = |reason| match kubeconfig {
+        Some(path) => KubeError::Kubeconfig { path: path.to_owned(), reason },
+        None => KubeError::NotInCluster { reason, advice: settings.advice },
+    };
+    let (config, configured) = match kubeconfig {
+        Some(path) => {
+            let (config, namespace) = from_file(path).await.map_err(|error| unusable(chain(&error)))?;
+            supported(&config, settings).map_err(unusable)?;
+            (config, namespace)
+        }
+        None => {
+            let config = Config::incluster().map_err(|error| unusable(in_cluster(&error)))?;
+            let namespace = config.default_namespace.clone();
+            (config, Some(namespace))
+        }
+    };
+    let namespace = choose_namespace(namespace.map(str::to_owned), pod, configured)?;
+    let client = build(config, &namespace, settings).map_err(|error| unusable(reason(&error)))?;
+    Ok((client, namespace))
+}
+
+/// Also gives the namespace of the current context.
+async fn from_file(path: &Path) -> Result<(Config, Option<String>), KubeconfigError> {
+    let mut kubeconfig = Kubeconfig::read_from(path)?;
+    for cluster in kubeconfig.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
+        // An empty one keeps $HTTPS_PROXY out, which this client does not use.
+        cluster.proxy_url.get_or_insert_default();
+    }
+    let namespace = kubeconfig.current_context.as_ref().and_then(|current| {
+        let context = kubeconfig.contexts.iter().find(|named| &named.name == current)?;
+        context.context.as_ref()?.namespace.clone().filter(|namespace| !namespace.is_empty())
+    });
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+    Ok((config, namespace))
+}
+
+fn supported(config: &Config, settings: &ClientSettings) -> Result<(), String> {
+    if let Some(proxy) = &config.proxy_url {
+        return Err(format!("proxy-url {proxy} is not supported; the API server must be reached directly"));
+    }
+    let verified = config.cluster_url.scheme_str() == Some("https") && !config.accept_invalid_certs;
+    if verified && config.root_cert.is_none() && !settings.system_roots {
+        return Err("the cluster has neither certificate-authority nor certificate-authority-data".to_owned());
+    }
+    Ok(())
+}
+
+fn choose_namespace(
+    flag: Option<String>,
+    pod: Option<String>,
+    configured: Option<String>,
+) -> Result<String, KubeError> {
+    let pod = pod.filter(|pod| !pod.is_empty());
+    let (key, value) = match (flag, pod, configured) {
+        (Some(flag), ..) => ("--namespace", flag),
+        (None, Some(pod), _) => ("$POD_NAMESPACE", pod),
+        (None, None, Some(configured)) => ("namespace", configured),
+        (None, None, None) => return Ok(DEFAULT_NAMESPACE.to_owned()),
+    };
+    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    let valid = !value.is_empty()
+        && value.len() <= 63
+        && value.bytes().all(|byte| plain(byte) || byte == b'-')
+        && !value.starts_with('-')
+        && !value.ends_with('-');
+    if valid { Ok(value) } else { Err(KubeError::Namespace { key, value }) }
+}
+
+fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Result<Client, kube::Error> {
+    config.connect_timeout = Some(settings.connect_timeout);
+    config.read_timeout = Some(settings.read_timeout);
+    // Otherwise the time that a connection spent in the pool counts.
+    config.reset_reader_on_write = true;
+    // Hidden retries of up to minutes would leave nothing to report that the API server is away.
+    config.default_retry = false;
+    namespace.clone_into(&mut config.default_namespace);
+    let layer = MapResponseLayer::new(keep_retry_after);
+    Ok(ClientBuilder::try_from(config)?.with_layer(&layer).build())
+}
+
+/// Moves the header Retry-After into the body: the client hands on nothing else of an error.
+pub(crate) fn keep_retry_after<B>(response: Response<B>) -> Response<Either<B, Full<Bytes>>> {
+    let seconds =
+        response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u32>().ok());
+    let (code, reason) = match response.status() {
+        StatusCode::TOO_MANY_REQUESTS => (429, "TooManyRequests"),
+        StatusCode::SERVICE_UNAVAILABLE => (503, "ServiceUnavailable"),
+        _ => return response.map(Either::Left),
+    };
+    let Some(seconds) = seconds else { return response.map(Either::Left) };
+    let mut status =
+        Status::failure(&format!("the API server asks to wait for {seconds} s"), reason).with_code(code);
+    status.details = Some(StatusDetails {
+        name: String::new(),
+        group: String::new(),
+        kind: String::new(),
+        uid: String::new(),
+        causes: Vec::new(),
+        retry_after_seconds: seconds,
+    });
+    match serde_json::to_vec(&status) {
+        Ok(body) => response.map(|_| Either::Right(Full::from(body))),
+        Err(_) => response.map(Either::Left),
+    }
+}
+
+fn in_cluster(error: &InClusterError) -> String {
+    match error {
+        InClusterError::ReadEnvironmentVariable(_) => {
+            "$KUBERNETES_SERVICE_HOST and $KUBERNETES_SERVICE_PORT are not set".to_owned()
+        }
+        _ => chain(error),
+    }
+}
+
+/// Why a request failed, in the API server's words where it answered: they name a missing permission by verb, resource
+/// and namespace.
+pub fn reason(error: &kube::Error) -> String {
+    match error {
+        kube::Error::Api(status) if status.reason.is_empty() => {
+            format!("{} ({})", status.message, status.code)
+        }
+        kube::Error::Api(status) => format!("{} ({} {})", status.message, status.code, status.reason),
+        kube::Error::Service(error) => chain(error.as_ref()),
+        _ => chain(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SKIP_VERIFY: &str = ", insecure-skip-tls-verify: true";
+
+    fn kubeconfig(dir: &Path, cluster: &str, context: &str) -> PathBuf {
+        let path = dir.join("kubeconfig");
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
+             clusters:\n- name: k\n  cluster: {{server: 'https://127.0.0.1:1'{cluster}}}\n\
+             users:\n- name: u\n  user: {{token: secret-token}}\n\
+             contexts:\n- name: c\n  context: {{cluster: k, user: u{context}}}\n"
+        );
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    async fn open(path: &Path, namespace: Option<&str>) -> Result<(Client, String), KubeError> {
+        connect_from(Some(path), namespace, None, &ClientSettings::AGENT).await
+    }
+
+    /// YurtTunnel does not start with such a file.
+    #[tokio::test]
+    async fn a_kubeconfig_may_name_a_ca_file_next_to_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let key = rcgen::KeyPair::generate().unwrap();
+        let ca = rcgen::CertificateParams::new(Vec::new()).unwrap().self_signed(&key).unwrap();
+        std::fs::write(dir.path().join("ca.crt"), ca.pem()).unwrap();
+        let path = kubeconfig(dir.path(), ", certificate-authority: ca.crt", ", namespace: tunnel");
+        let (client, namespace) = open(&path, None).await.unwrap();
+        assert_eq!((client.default_namespace(), namespace.as_str()), ("tunnel", "tunnel"));
+    }
+
+    #[tokio::test]
+    async fn the_namespace_is_the_flags_then_the_contexts_then_kube_system() {
+        let dir = tempfile::tempdir().unwrap();
+        for (flag, context, expected) in [
+            (None, "", "kube-system"),
+            (None, ", namespace: edge", "edge"),
+            (Some("x"), ", namespace: edge", "x"),
+        ] {
+            let path = kubeconfig(dir.path(), SKIP_VERIFY, context);
+            assert_eq!(open(&path, flag).await.unwrap().1, expected);
+        }
+    }
+
+    #[test]
+    fn the_flag_precedes_the_pod_precedes_the_configuration() {
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(choose_namespace(some("a"), some("b"), some("c")).unwrap(), "a");
+        assert_eq!(choose_namespace(None, some("b"), some("c")).unwrap(), "b");
+        assert_eq!(choose_namespace(None, some(""), some("c")).unwrap(), "c");
+        assert_eq!(choose_namespace(None, None, None).unwrap(), "kube-system");
+        assert_eq!(
+            choose_namespace(some("Kube"), None, None).unwrap_err().to_string(),
+            "--namespace=Kube: not the name of a namespace (at most 63 lower-case letters, digits and '-')"
+        );
+        let error = choose_namespace(None, some("a/b"), None).unwrap_err().to_string();
+        assert!(error.starts_with("$POD_NAMESPACE=a/b: "), "{error}");
+    }
+
+    #[tokio::test]
+    async fn an_unusable_kubeconfig_is_named_with_the_fix_and_without_its_token() {
+        let dir = tempfile::tempdir().unwrap();
+        let check = async |path: &Path, part: &str| {
+            let error = open(path, None).await.map(|_| ()).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("--kubeconfig={}: ", path.display())), "{error}");
+            assert!(error.ends_with(&format!("`kubectl --kubeconfig {}` works", path.display())), "{error}");
+            assert!(error.contains(part) && !error.contains("secret-token"), "{error}");
+        };
+        for (cluster, part) in [
+            ("", "neither certificate-authority nor"),
+            (", certificate-authority: /no/such.crt", "/no/such.crt"),
+            (", certificate-authority: ca.crt", "No such file"),
+            (", certificate-authority-data: '!'", ""),
+            (", proxy-url: 'http://proxy:3128'", "proxy-url http://proxy:3128/ is not supported"),
+        ] {
+            check(&kubeconfig(dir.path(), cluster, ""), part).await;
+        }
+        let missing = dir.path().join("missing");
+        check(&missing, "failed to read").await;
+        check(&missing, "No such file").await;
+        let garbage = dir.path().join("garbage");
+        std::fs::write(&garbage, "a: [").unwrap();
+        check(&garbage, "failed to parse kubeconfig YAML").await;
+    }
+
+    #[test]
+    fn outside_a_pod_the_error_says_what_to_do() {
+        let missing = InClusterError::ReadEnvironmentVariable(std::env::VarError::NotPresent);
+        let error =
+            KubeError::NotInCluster { reason: in_cluster(&missing), advice: ClientSettings::SERVER.advice };
+        assert_eq!(
+            error.to_string(),
+            "this is not a pod with a service account: $KUBERNETES_SERVICE_HOST and $KUBERNETES_SERVICE_PORT are not \
+             set; run it as one, or name a cluster with --kubeconfig FILE, or run standalone with --inventory FILE"
+        );
+    }
+}

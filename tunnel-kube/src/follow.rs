@@ -1,0 +1,358 @@
+//! Following objects of the API server through its outages.
+//!
+//! This is the list and watch of [`kube::runtime::watcher`] with two additions: it reports when a lost watch is back (for
+//! a quiet object the next event may never come), and it pauses before a watch that ended immediately is opened again.
+
+use std::fmt::Debug;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use futures_util::stream::BoxStream;
+use futures_util::{Stream, StreamExt as _, stream};
+use kube::api::{Api, ListParams, VersionMatch, WatchEvent, WatchParams};
+use kube::runtime::watcher::{Config, Event, ListSemantic};
+use kube::{Resource, ResourceExt as _};
+use serde::de::DeserializeOwned;
+use tokio::time::{Instant, sleep, timeout};
+use tunnel_core::backoff::Backoff;
+
+use crate::client::reason;
+
+/// How late the end of a watch may be.
+const LATE: Duration = Duration::from_secs(5);
+
+/// How eagerly objects are followed: a few servers want to know soon, ten thousand agents must not crowd the API server.
+#[derive(Clone, Debug)]
+pub struct FollowSettings {
+    /// How long a watch runs before the API server ends it, unless the watch's configuration says. Random, so that a
+    /// fleet's watches do not end together; a watch that has become silent is noticed this soon.
+    pub watch_seconds: RangeInclusive<u32>,
+    /// A watch that has been open for so long, or has sent something, works. Behind a proxy that cuts streams no watch
+    /// gets there, and pauses have to keep growing.
+    pub settled: Duration,
+    /// A request that is not answered for so long is reported, and goes on.
+    pub slow: Option<Duration>,
+    /// A request that takes longer is given up.
+    pub deadline: Duration,
+    /// The pauses after failures.
+    pub backoff: Backoff,
+    /// The longest Retry-After that is respected.
+    pub longest_retry_after: Duration,
+    /// After so many failed watches in a row the objects are listed again: an API server whose data was restored from a
+    /// backup does not know the version yet, and reports that like any other error.
+    pub relist_after: u32,
+    /// The time between two such lists. Where watches never work, this is how late changes are seen.
+    pub relist_every: Duration,
+}
+
+impl FollowSettings {
+    pub const SERVER: Self = Self {
+        watch_seconds: 50..=50,
+        settled: Duration::from_secs(1),
+        slow: Some(Duration::from_secs(5)),
+        deadline: Duration::from_secs(60),
+        backoff: Backoff::new(Duration::from_secs(1), Duration::from_secs(10)),
+        longest_retry_after: Duration::from_secs(60),
+        relist_after: 3,
+        relist_every: Duration::ZERO,
+    };
+
+    pub const AGENT: Self = Self {
+        watch_seconds: 200..=290,
+        settled: Duration::from_secs(60),
+        slow: None,
+        deadline: Duration::from_secs(30),
+        backoff: Backoff::new(Duration::from_millis(500), Duration::from_secs(60)),
+        longest_retry_after: Duration::from_secs(300),
+        relist_after: 1,
+        relist_every: Duration::from_secs(300),
+    };
+}
+
+/// What is reported of the requests, as opposed to the objects.
+#[derive(Clone, Copy, Debug)]
+pub enum Signal<'a> {
+    /// A request is not answered yet, which counts as an outage.
+    Slow { reason: &'a str },
+    /// A request failed, or a watch was lost; another attempt follows after a pause.
+    Failed {
+        reason: &'a str,
+        /// It may be no more than the end of a connection: the first failure of a watch that worked.
+        passing: bool,
+    },
+    /// A watch is open, and works.
+    Works,
+}
+
+/// The configuration for the one object of this name.
+pub fn named(name: &str) -> Config {
+    Config::default().fields(&format!("metadata.name={name}"))
+}
+
+/// The objects, without end: after [`Event::Init`] each with [`Event::InitApply`], then [`Event::InitDone`], then the
+/// changes. An `Init` only comes when the whole list is there, so that the list is never cut short. After an outage the
+/// changes go on, or there is an `Init` again; objects that are then missing are gone.
+///
+/// `connect` is called before each request: the configuration may have changed. `report` gets what happens to the
+/// requests.
+pub fn follow<K, A, F, R>(
+    connect: A,
+    config: Config,
+    settings: FollowSettings,
+    report: R,
+) -> impl Stream<Item = Event<K>> + Send
+where
+    K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+    A: Fn() -> F + Send + Sync,
+    F: Future<Output = Result<Api<K>, String>> + Send,
+    R: FnMut(Signal<'_>) + Send,
+{
+    let backoff = settings.backoff.clone();
+    let (state, failures, listed) = (State::Unknown, 0, None);
+    let follower = Follower { connect, config, settings, report, state, backoff, failures, listed };
+    stream::unfold(follower, |mut follower| async move { Some((follower.next().await, follower)) })
+}
+
+struct Follower<K, A, R> {
+    connect: A,
+    config: Config,
+    settings: FollowSettings,
+    report: R,
+    state: State<K>,
+    backoff: Backoff,
+    /// In a row.
+    failures: u32,
+    /// When the objects were last listed.
+    listed: Option<Instant>,
+}
+
+enum State<K> {
+    Unknown,
+    /// The list is handed on; a watch follows from its version.
+    Listed {
+        items: std::vec::IntoIter<K>,
+        version: String,
+    },
+    /// All is known up to this version.
+    Known {
+        version: String,
+    },
+    Watching(Watch<K>),
+}
+
+type Changes<K> = BoxStream<'static, kube::Result<WatchEvent<K>>>;
+
+struct Watch<K> {
+    version: String,
+    changes: Changes<K>,
+    length: Duration,
+    opened: Instant,
+    settled: bool,
+}
+
+/// Why a request or a watch failed.
+struct FollowError {
+    reason: String,
+    /// The version is too old: only a list helps.
+    gone: bool,
+    retry_after: Option<Duration>,
+}
+
+impl From<String> for FollowError {
+    fn from(reason: String) -> Self {
+        Self { reason, gone: false, retry_after: None }
+    }
+}
+
+impl From<kube::Error> for FollowError {
+    fn from(error: kube::Error) -> Self {
+        let reason = reason(&error);
+        let kube::Error::Api(status) = error else { return Self::from(reason) };
+        let seconds = status.details.map_or(0, |details| details.retry_after_seconds);
+        let retry_after = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
+        Self { reason, gone: status.code == 410, retry_after }
+    }
+}
+
+impl<K, A, F, R> Follower<K, A, R>
+where
+    K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+    A: Fn() -> F + Send + Sync,
+    F: Future<Output = Result<Api<K>, String>> + Send,
+    R: FnMut(Signal<'_>) + Send,
+{
+    async fn next(&mut self) -> Event<K> {
+        loop {
+            // A failure leaves what was known before.
+            match std::mem::replace(&mut self.state, State::Unknown) {
+                State::Unknown => match self.list().await {
+                    Ok((items, version)) => {
+                        self.listed = Some(Instant::now());
+                        self.state = State::Listed { items: items.into_iter(), version };
+                        return Event::Init;
+                    }
+                    Err(error) => self.pause(error, false).await,
+                },
+                State::Listed { mut items, version } => {
+                    if let Some(item) = items.next() {
+                        self.state = State::Listed { items, version };
+                        return Event::InitApply(item);
+                    }
+                    self.state = State::Known { version };
+                    return Event::InitDone;
+                }
+                State::Known { version } => match self.open(&version).await {
+                    Ok((changes, length)) => {
+                        let (opened, settled) = (Instant::now(), false);
+                        self.state = State::Watching(Watch { version, changes, length, opened, settled });
+                    }
+                    Err(error) => self.lost(version, error).await,
+                },
+                State::Watching(watch) => {
+                    if let Some(event) = self.watch(watch).await {
+                        return event;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for one change, or for the watch to settle or end.
+    async fn watch(&mut self, mut watch: Watch<K>) -> Option<Event<K>> {
+        let open = watch.opened.elapsed();
+        let patience =
+            if watch.settled { watch.length + LATE } else { self.settings.settled.saturating_sub(open) };
+        let error = match timeout(patience, watch.changes.next()).await {
+            Ok(Some(Ok(WatchEvent::Error(status)))) => kube::Error::Api(status).into(),
+            Ok(Some(Ok(change))) => {
+                self.settle(&mut watch);
+                let event = match change {
+                    WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+                        watch.version = object.resource_version().unwrap_or(watch.version);
+                        Some(Event::Apply(object))
+                    }
+                    WatchEvent::Deleted(object) => {
+                        watch.version = object.resource_version().unwrap_or(watch.version);
+                        Some(Event::Delete(object))
+                    }
+                    WatchEvent::Bookmark(bookmark) => {
+                        watch.version = bookmark.metadata.resource_version;
+                        None
+                    }
+                    WatchEvent::Error(_) => None,
+                };
+                self.state = State::Watching(watch);
+                return event;
+            }
+            Ok(Some(Err(error))) => error.into(),
+            // The usual end.
+            Ok(None) if watch.settled || watch.opened.elapsed() >= self.settings.settled => {
+                self.state = State::Known { version: watch.version };
+                return None;
+            }
+            Ok(None) => "the watch ended immediately".to_owned().into(),
+            Err(_) if watch.settled => {
+                format!("the watch has been silent for {} s", patience.as_secs()).into()
+            }
+            // A watch of a quiet object is silent.
+            Err(_) => {
+                self.settle(&mut watch);
+                self.state = State::Watching(watch);
+                return None;
+            }
+        };
+        self.lost(watch.version, error).await;
+        None
+    }
+
+    fn settle(&mut self, watch: &mut Watch<K>) {
+        if !std::mem::replace(&mut watch.settled, true) {
+            self.failures = 0;
+            self.backoff.reset();
+            (self.report)(Signal::Works);
+        }
+    }
+
+    async fn list(&mut self) -> Result<(Vec<K>, String), FollowError> {
+        let mut params = ListParams {
+            label_selector: self.config.label_selector.clone(),
+            field_selector: self.config.field_selector.clone(),
+            limit: self.config.page_size,
+            ..ListParams::default()
+        };
+        if self.config.list_semantic == ListSemantic::Any {
+            params.resource_version = Some("0".to_owned());
+            params.version_match = Some(VersionMatch::NotOlderThan);
+        }
+        let api = (self.connect)().await?;
+        let mut items = Vec::new();
+        loop {
+            let page = self.request(api.list(&params)).await?;
+            items.extend(page.items);
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => {
+                    params.continue_token = Some(token);
+                    // The token knows the version.
+                    (params.resource_version, params.version_match) = (None, None);
+                }
+                None => {
+                    let version = page.metadata.resource_version.filter(|version| !version.is_empty());
+                    let version = version.ok_or_else(|| "the list has no resourceVersion".to_owned())?;
+                    return Ok((items, version));
+                }
+            }
+        }
+    }
+
+    async fn open(&mut self, version: &str) -> Result<(Changes<K>, Duration), FollowError> {
+        let random = || rand::random_range(self.settings.watch_seconds.clone());
+        let seconds = self.config.timeout.unwrap_or_else(random);
+        let params = WatchParams {
+            label_selector: self.config.label_selector.clone(),
+            field_selector: self.config.field_selector.clone(),
+            timeout: Some(seconds),
+            bookmarks: self.config.bookmarks,
+            send_initial_events: false,
+        };
+        let api = (self.connect)().await?;
+        let changes = self.request(api.watch(&params, version)).await?;
+        Ok((changes.boxed(), Duration::from_secs(seconds.into())))
+    }
+
+    async fn request<T>(&mut self, request: impl Future<Output = kube::Result<T>>) -> Result<T, FollowError> {
+        let mut request = std::pin::pin!(request);
+        let mut left = self.settings.deadline;
+        if let Some(slow) = self.settings.slow {
+            if let Ok(answer) = timeout(slow, &mut request).await {
+                return Ok(answer?);
+            }
+            (self.report)(Signal::Slow {
+                reason: &format!("no answer for {} s; still waiting", slow.as_secs()),
+            });
+            left = left.saturating_sub(slow);
+        }
+        match timeout(left, request).await {
+            Ok(answer) => Ok(answer?),
+            Err(_) => Err(format!("no answer within {} s", self.settings.deadline.as_secs()).into()),
+        }
+    }
+
+    /// After a failure that leaves what is known to be known, unless the API server has forgotten it.
+    async fn lost(&mut self, version: String, error: FollowError) {
+        let old = self.listed.is_none_or(|listed| listed.elapsed() >= self.settings.relist_every);
+        let list = error.gone || (self.failures >= self.settings.relist_after && old);
+        self.state = if list { State::Unknown } else { State::Known { version } };
+        self.pause(error, self.failures == 0).await;
+    }
+
+    async fn pause(&mut self, error: FollowError, passing: bool) {
+        (self.report)(Signal::Failed { reason: &error.reason, passing });
+        self.failures = self.failures.saturating_add(1);
+        let retry_after = error.retry_after.unwrap_or_default().min(self.settings.longest_retry_after);
+        // Jitter on top: others got the same Retry-After.
+        sleep(retry_after + self.backoff.next_delay()).await;
+    }
+}
+
+#[cfg(test)]
+mod tests;

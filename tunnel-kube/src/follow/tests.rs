@@ -1,0 +1,173 @@
+//! The pace of requests while lists or watches fail, on a paused clock.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Frame;
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, StreamBody};
+use k8s_openapi::api::core::v1::Service;
+use kube::Client;
+use kube::client::Body;
+use tower::util::MapResponse;
+
+use super::*;
+use crate::client::keep_retry_after;
+
+type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
+
+fn answer(code: u16, body: &str) -> Answer {
+    Response::builder().status(code).body(Full::from(body.to_owned()).boxed_unsync()).unwrap()
+}
+
+fn failure(code: u16) -> Answer {
+    let message = "services is forbidden: cannot watch";
+    answer(
+        code,
+        &format!(
+            r#"{{"kind":"Status","apiVersion":"v1","metadata":{{}},"status":"Failure","message":"{message}","reason":"R","code":{code}}}"#
+        ),
+    )
+}
+
+/// A watch that sends this and then stays open as long as a watch does.
+fn standing(text: &str) -> Answer {
+    let text = Some(text).filter(|text| !text.is_empty()).map(|text| Bytes::from(format!("{text}\n")));
+    let end = Duration::from_secs((*FollowSettings::AGENT.watch_seconds.start()).into());
+    let silence = stream::once(sleep(end)).filter_map(|()| std::future::ready(None));
+    let frames = stream::iter(text.map(|text| Ok(Frame::data(text)))).chain(silence);
+    Response::new(StreamBody::new(frames).boxed_unsync())
+}
+
+const MODIFIED: &str = r#"{"type":"MODIFIED","object":{"apiVersion":"v1","kind":"Service","metadata":{"name":"a","resourceVersion":"6"}}}"#;
+const GONE: &str = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old","reason":"Expired","code":410}}"#;
+
+/// When the lists and the watches were requested.
+#[derive(Clone, Default)]
+struct Requests(Arc<Mutex<(Vec<Instant>, Vec<Instant>)>>);
+
+impl Requests {
+    fn lists(&self) -> Vec<Instant> {
+        self.0.lock().unwrap().0.clone()
+    }
+
+    fn watches(&self) -> Vec<Instant> {
+        self.0.lock().unwrap().1.clone()
+    }
+}
+
+/// An API server whose lists always work, and whose n-th watch is what `watch` says.
+fn server(watch: impl Fn(usize) -> Answer + Send + 'static) -> (Client, Requests) {
+    let requests = Requests::default();
+    let noted = requests.clone();
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let mut noted = noted.0.lock().unwrap();
+        let answer = if request.uri().query().is_some_and(|query| query.contains("watch=true")) {
+            noted.1.push(Instant::now());
+            watch(noted.1.len())
+        } else {
+            noted.0.push(Instant::now());
+            let list = r#"{"kind":"ServiceList","apiVersion":"v1","metadata":{"resourceVersion":"5"},"items":[{"metadata":{"name":"a"}}]}"#;
+            answer(200, list)
+        };
+        std::future::ready(Ok::<_, Infallible>(answer))
+    });
+    (Client::new(MapResponse::new(service, keep_retry_after), "default"), requests)
+}
+
+/// What an agent got.
+#[derive(Default)]
+struct Seen {
+    /// Reasons, and whether they may pass.
+    failures: Vec<(String, bool)>,
+    /// When watches turned out to work.
+    works: Vec<Instant>,
+    /// When changes came.
+    changes: Vec<Instant>,
+}
+
+/// Follows for an hour of the paused clock, which only runs while nothing else does.
+async fn follow_for_an_hour(client: Client) -> Seen {
+    let connect = move || std::future::ready(Ok(Api::<Service>::default_namespaced(client.clone())));
+    let (mut failures, mut works, mut changes) = (Vec::new(), Vec::new(), Vec::new());
+    let report = |signal: Signal<'_>| match signal {
+        Signal::Failed { reason, passing } => failures.push((reason.to_owned(), passing)),
+        Signal::Works => works.push(Instant::now()),
+        Signal::Slow { .. } => panic!("nothing is slow"),
+    };
+    let end = Instant::now() + Duration::from_secs(3600);
+    {
+        let events = follow(connect, Config::default(), FollowSettings::AGENT, report);
+        let mut events = std::pin::pin!(events);
+        while let Ok(Some(event)) = tokio::time::timeout_at(end, events.next()).await {
+            if matches!(event, Event::Apply(_)) {
+                changes.push(Instant::now());
+            }
+        }
+    }
+    Seen { failures, works, changes }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_stay_rare_where_lists_work_and_watches_fail() {
+    type Watch = fn(usize) -> Answer;
+    let broken: [(&str, Watch); 3] = [
+        ("cannot watch", |_| failure(403)),
+        // A proxy that cuts streams.
+        ("ended immediately", |_| answer(200, "")),
+        ("too old", |_| standing(GONE)),
+    ];
+    for (reason, watch) in broken {
+        let (client, requests) = server(watch);
+        let seen = follow_for_an_hour(client).await;
+        let (lists, watches) = (requests.lists().len(), requests.watches().len());
+        // Each minute one or two, after the first few.
+        assert!((60..=140).contains(&watches), "{reason}: {watches} watches");
+        // Changes are seen even so; and 410 leaves only a list.
+        let expected = if reason == "too old" { watches..=watches + 1 } else { 9..=14 };
+        assert!(expected.contains(&lists), "{reason}: {lists} lists");
+        assert!(seen.failures.iter().all(|(text, _)| text.contains(reason)), "{:?}", seen.failures);
+        assert_eq!(seen.failures.iter().filter(|(_, passing)| *passing).count(), 1, "only the first");
+        assert_eq!(seen.works, [], "a list is no watch");
+        let pauses: Vec<_> = requests.watches().windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(pauses[10..].iter().all(|pause| *pause >= Duration::from_secs(30)), "{pauses:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_works_once_it_stands_a_minute_or_sends_something() {
+    for (text, after) in [("", FollowSettings::AGENT.settled), (MODIFIED, Duration::ZERO)] {
+        let (client, requests) = server(move |number| match number {
+            1..=5 => failure(500),
+            _ => standing(text),
+        });
+        let begin = Instant::now();
+        let seen = follow_for_an_hour(client).await;
+        assert_eq!((requests.lists().len(), seen.failures.len()), (1, 5));
+        let opened = requests.watches()[5];
+        assert_eq!(seen.works[0], opened + after);
+        assert_eq!(seen.changes.first(), (text == MODIFIED).then_some(&opened));
+        assert!(opened - begin >= Duration::from_millis(250 + 500 + 1000 + 2000 + 4000));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn retry_after_is_respected_and_nothing_is_listed_again() {
+    let (client, requests) = server(|number| match number {
+        1..=2 => Response::builder()
+            .status(429)
+            .header("retry-after", "120")
+            .body(Full::from("Too many requests, please try again later.\n").boxed_unsync())
+            .unwrap(),
+        _ => standing(""),
+    });
+    let seen = follow_for_an_hour(client).await;
+    let watches = requests.watches();
+    assert_eq!((seen.failures.len(), requests.lists().len()), (2, 1));
+    for pair in watches[..3].windows(2) {
+        assert!(pair[1] - pair[0] >= Duration::from_secs(120));
+    }
+    assert!(seen.failures.iter().all(|(reason, _)| reason.contains("asks to wait for 120 s")));
+}

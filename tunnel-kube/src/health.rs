@@ -1,0 +1,159 @@
+//! How the server's watches are doing, for metrics and `status`.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::Stream;
+use jiff::Timestamp;
+use kube::runtime::watcher::{Config, Event};
+use kube::{Api, Resource};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use crate::follow::{FollowSettings, Signal, follow};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResourceLabel {
+    resource: &'static str,
+}
+
+/// How one watch is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WatchHealth {
+    /// What is watched, such as `nodes`.
+    pub resource: String,
+    /// Whether all objects are known and their changes arrive.
+    pub synced: bool,
+    /// Kept when it is over.
+    pub last_error: Option<String>,
+    /// Since when it is synced, or is not.
+    pub since: Timestamp,
+}
+
+/// How each watch is doing; clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Health(Arc<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    watches: Mutex<BTreeMap<&'static str, WatchHealth>>,
+    synced: Family<ResourceLabel, Gauge>,
+    errors: Family<ResourceLabel, Counter>,
+}
+
+impl Health {
+    /// Metrics go into `registry`, which has the prefix `postern`.
+    pub fn register(registry: &mut Registry) -> Self {
+        let health = Self::default();
+        registry.register(
+            "kube_watch_synced",
+            "1 while all objects are known and their changes arrive, 0 while the API server is silent",
+            health.0.synced.clone(),
+        );
+        registry.register("kube_errors", "Failed lists and watches, by resource", health.0.errors.clone());
+        health
+    }
+
+    /// One entry for each resource that is followed, ordered by name.
+    pub fn report(&self) -> Vec<WatchHealth> {
+        self.watches().values().cloned().collect()
+    }
+
+    /// Follows objects as [`follow`] does with [`FollowSettings::SERVER`]. Errors are counted under the name `resource`;
+    /// one line is logged when the objects are lost and one when they are back.
+    pub fn follow<K>(
+        &self,
+        api: Api<K>,
+        config: Config,
+        resource: &'static str,
+    ) -> impl Stream<Item = Event<K>> + Send + use<K>
+    where
+        K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+    {
+        let mut entry = Entry::new(self.clone(), resource);
+        let connect = move || std::future::ready(Ok(api.clone()));
+        follow(connect, config, FollowSettings::SERVER, move |signal| entry.take(signal))
+    }
+
+    fn watches(&self) -> MutexGuard<'_, BTreeMap<&'static str, WatchHealth>> {
+        self.0.watches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One watch's entry, removed when the watch is dropped.
+struct Entry {
+    health: Health,
+    label: ResourceLabel,
+    lost: Option<Instant>,
+}
+
+impl Entry {
+    fn new(health: Health, resource: &'static str) -> Self {
+        let (last_error, since) = (None, Timestamp::now());
+        let watch = WatchHealth { resource: resource.to_owned(), synced: false, last_error, since };
+        health.watches().insert(resource, watch);
+        let label = ResourceLabel { resource };
+        health.0.synced.get_or_create(&label).set(0);
+        // The series starts at zero, so that rates work from the first event on.
+        let _ = health.0.errors.get_or_create(&label);
+        Self { health, label, lost: None }
+    }
+
+    fn take(&mut self, signal: Signal<'_>) {
+        match signal {
+            Signal::Slow { reason } => self.lost(reason),
+            Signal::Failed { reason, .. } => {
+                self.health.0.errors.get_or_create(&self.label).inc();
+                self.lost(reason);
+            }
+            Signal::Works => {
+                self.set(true, None);
+                if let Some(since) = self.lost.take() {
+                    let after = Duration::from_millis(since.elapsed().as_millis() as u64);
+                    let after = tunnel_core::config::duration_text(after);
+                    tracing::info!(resource = self.label.resource, after, "the API server answers again");
+                }
+            }
+        }
+    }
+
+    fn lost(&mut self, reason: &str) {
+        self.set(false, Some(reason));
+        if self.lost.is_none() {
+            self.lost = Some(Instant::now());
+            tracing::warn!(
+                resource = self.label.resource,
+                reason,
+                "what the API server last said stays in effect; it is asked again until it answers"
+            );
+        }
+    }
+
+    fn set(&self, synced: bool, error: Option<&str>) {
+        self.health.0.synced.get_or_create(&self.label).set(i64::from(synced));
+        let mut watches = self.health.watches();
+        let Some(watch) = watches.get_mut(self.label.resource) else { return };
+        if watch.synced != synced {
+            watch.synced = synced;
+            watch.since = Timestamp::now();
+        }
+        if let Some(error) = error {
+            watch.last_error = Some(error.to_owned());
+        }
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.health.watches().remove(self.label.resource);
+        self.health.0.synced.remove(&self.label);
+    }
+}

@@ -1,0 +1,20 @@
+//! What the server and the agent share of Kubernetes: the client, following objects through outages, and requests with a
+//! deadline.
+
+mod client;
+mod follow;
+mod followed;
+mod health;
+mod request;
+
+pub use client::{ClientSettings, KubeError, connect, reason};
+pub use follow::{FollowSettings, Signal, follow, named};
+pub use followed::{Followed, FollowedSet};
+pub use health::{Health, WatchHealth};
+pub use request::{Attempts, RequestError, request};
+
+/// The field manager of writes, and the controller that Events name.
+pub const FIELD_MANAGER: &str = "postern";
+
+/// The signer of agents' CertificateSigningRequests.
+pub const SIGNER: &str = "postern.internal/agent";

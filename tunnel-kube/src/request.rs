@@ -1,0 +1,116 @@
+//! Requests with a deadline, and repeated attempts at one thing.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use tunnel_core::backoff::Backoff;
+use tunnel_core::log_once::LogOnce;
+
+use crate::client::reason;
+
+const FIRST_RETRY: Duration = Duration::from_millis(500);
+const LAST_RETRY: Duration = Duration::from_secs(30);
+
+/// Why a request failed: the text of [`reason`].
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}")]
+pub struct RequestError {
+    reason: String,
+    /// The HTTP status, if there was an answer.
+    pub code: Option<u16>,
+}
+
+impl RequestError {
+    /// The object has changed since it was read, or another one was created first.
+    pub fn is_conflict(&self) -> bool {
+        self.code == Some(409)
+    }
+
+    pub fn is_not_found(&self) -> bool {
+        self.code == Some(404)
+    }
+}
+
+impl From<kube::Error> for RequestError {
+    fn from(error: kube::Error) -> Self {
+        let code = if let kube::Error::Api(status) = &error { Some(status.code) } else { None };
+        Self { reason: reason(&error), code }
+    }
+}
+
+/// One request, given up after `deadline`.
+///
+/// # Errors
+/// The request's, or that it took too long.
+pub async fn request<T>(
+    deadline: Duration,
+    request: impl Future<Output = kube::Result<T>>,
+) -> Result<T, RequestError> {
+    match tokio::time::timeout(deadline, request).await {
+        Ok(result) => result.map_err(RequestError::from),
+        Err(_) => {
+            Err(RequestError { reason: format!("no answer within {} s", deadline.as_secs()), code: None })
+        }
+    }
+}
+
+/// Repeated attempts at one thing: logs an error once until it changes or is over, and spaces the attempts by 0.25 s to
+/// 30 s.
+#[derive(Debug)]
+pub struct Attempts {
+    what: &'static str,
+    errors: LogOnce,
+    backoff: Backoff,
+}
+
+impl Attempts {
+    /// `what` completes "… does not work at present".
+    pub fn new(what: &'static str) -> Self {
+        Self { what, errors: LogOnce::default(), backoff: Backoff::new(FIRST_RETRY, LAST_RETRY) }
+    }
+
+    /// Logs a failure. Returns whether it differs from the last one.
+    pub fn report(&mut self, error: &dyn Display) -> bool {
+        let new = self.errors.is_new(error);
+        if new {
+            tracing::warn!(%error, "{} does not work at present; it is tried again", self.what);
+        }
+        new
+    }
+
+    /// How long to wait after a failure.
+    pub fn next_delay(&mut self) -> Duration {
+        self.backoff.next_delay()
+    }
+
+    pub fn succeeded(&mut self) {
+        self.backoff.reset();
+        if self.errors.clear() {
+            tracing::info!("{} works again", self.what);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_without_an_answer_ends() {
+        let error =
+            request(Duration::from_secs(4), std::future::pending::<kube::Result<()>>()).await.unwrap_err();
+        assert_eq!((error.to_string().as_str(), error.code), ("no answer within 4 s", None));
+    }
+
+    #[test]
+    fn a_success_resets_the_delay_and_the_error() {
+        let mut attempts = Attempts::new("a test");
+        assert!(attempts.report(&"a"));
+        assert!(!attempts.report(&"a"));
+        let later = (0..20).map(|_| attempts.next_delay()).last().unwrap();
+        assert!(later <= LAST_RETRY && later >= LAST_RETRY / 2, "{later:?}");
+        attempts.succeeded();
+        assert!(attempts.report(&"a"));
+        assert!(attempts.next_delay() <= FIRST_RETRY);
+    }
+}

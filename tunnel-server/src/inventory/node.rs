@@ -1,0 +1,176 @@
+//! The fields of a Node as Kubernetes writes them, and the inventory node that they make. The inventory file and the
+//! watch of the Nodes are both read here; they differ in what they do about a field that cannot be used.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use serde::Deserialize;
+use serde_saphyr::Spanned;
+use tunnel_core::identity::NodeName;
+
+use super::InventoryNode;
+
+/// The kubelet's port when a Node does not name another.
+pub const DEFAULT_KUBELET_PORT: u16 = 10250;
+
+/// Types of addresses, the preferred one first. Host names are not routed.
+const ROUTED: [&str; 2] = ["InternalIP", "ExternalIP"];
+
+/// A text, and where a file has it.
+pub trait Text {
+    fn text(&self) -> &str;
+
+    /// From 1; None outside a file.
+    fn line(&self) -> Option<u64> {
+        None
+    }
+}
+
+impl Text for String {
+    fn text(&self) -> &str {
+        self
+    }
+}
+
+impl Text for Spanned<String> {
+    fn text(&self) -> &str {
+        &self.value
+    }
+
+    fn line(&self) -> Option<u64> {
+        Some(self.referenced.line()).filter(|line| *line > 0)
+    }
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub struct NodeSpec<T> {
+    #[serde(rename = "podCIDR")]
+    pod_cidr: Option<T>,
+    #[serde(rename = "podCIDRs")]
+    pod_cidrs: Option<Vec<T>>,
+}
+
+/// `P` is the type of ports: the file's are 16 bits wide, in the API any number is possible.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeStatus<T, P> {
+    addresses: Option<Vec<NodeAddress<T>>>,
+    daemon_endpoints: Option<DaemonEndpoints<P>>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct NodeAddress<T> {
+    r#type: String,
+    address: T,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct DaemonEndpoints<P> {
+    kubelet_endpoint: Option<DaemonEndpoint<P>>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct DaemonEndpoint<P> {
+    #[serde(rename = "Port")]
+    port: Option<P>,
+}
+
+/// A field that cannot be used.
+#[derive(Debug)]
+pub struct InvalidField {
+    pub field: NodeField,
+    pub value: String,
+    /// Where a file has it.
+    pub line: Option<u64>,
+    pub reason: &'static str,
+}
+
+impl InvalidField {
+    fn new(field: NodeField, text: &impl Text, reason: &'static str) -> Self {
+        Self { field, value: text.text().to_owned(), line: text.line(), reason }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum NodeField {
+    Address(usize),
+    KubeletPort,
+    PodCidr,
+    PodCidrs(usize),
+}
+
+impl NodeField {
+    /// The field, or the list that it is in.
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::Address(_) => "status.addresses",
+            Self::KubeletPort => "status.daemonEndpoints.kubeletEndpoint.Port",
+            Self::PodCidr | Self::PodCidrs(_) => "spec.podCIDRs",
+        }
+    }
+
+    /// The place in the list too.
+    pub fn path(self) -> String {
+        match self {
+            Self::Address(index) => format!("status.addresses[{index}].address"),
+            Self::KubeletPort => self.key().to_owned(),
+            Self::PodCidr => "spec.podCIDR".to_owned(),
+            Self::PodCidrs(index) => format!("spec.podCIDRs[{index}]"),
+        }
+    }
+}
+
+/// Reads a Node. `invalid` gets each field that cannot be used; unless it fails, the field is left out.
+///
+/// # Errors
+/// Those of `invalid`.
+pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
+    name: NodeName,
+    edge: bool,
+    spec: Option<&NodeSpec<T>>,
+    status: Option<&NodeStatus<T, P>>,
+    mut invalid: impl FnMut(InvalidField) -> Result<(), E>,
+) -> Result<InventoryNode, E> {
+    let mut addresses = Vec::new();
+    let listed = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
+    for wanted in ROUTED {
+        for (index, entry) in listed.iter().enumerate().filter(|(_, entry)| entry.r#type == wanted) {
+            match entry.address.text().parse::<IpAddr>().map(|address| address.to_canonical()) {
+                Ok(address) if addresses.contains(&address) => {}
+                Ok(address) => addresses.push(address),
+                Err(_) => {
+                    let field = NodeField::Address(index);
+                    invalid(InvalidField::new(field, &entry.address, "not an IP address"))?;
+                }
+            }
+        }
+    }
+    let endpoints = status.and_then(|status| status.daemon_endpoints.as_ref());
+    let port = endpoints.and_then(|endpoints| endpoints.kubelet_endpoint.as_ref()?.port);
+    let kubelet_port = match port.map_or(0, Into::into) {
+        // Kubernetes' "not known".
+        0 => DEFAULT_KUBELET_PORT,
+        port => match u16::try_from(port) {
+            Ok(port) => port,
+            Err(_) => {
+                let (field, value) = (NodeField::KubeletPort, port.to_string());
+                invalid(InvalidField { field, value, line: None, reason: "not a port" })?;
+                DEFAULT_KUBELET_PORT
+            }
+        },
+    };
+    let mut pod_cidrs = Vec::new();
+    let many = spec.and_then(|spec| spec.pod_cidrs.as_deref()).unwrap_or_default();
+    // podCIDR repeats the first of podCIDRs.
+    let single = spec.and_then(|spec| spec.pod_cidr.as_ref()).filter(|_| many.is_empty());
+    let many = many.iter().enumerate().map(|(index, cidr)| (NodeField::PodCidrs(index), cidr));
+    for (field, cidr) in single.map(|cidr| (NodeField::PodCidr, cidr)).into_iter().chain(many) {
+        match cidr.text().parse::<IpNet>() {
+            Ok(net) => pod_cidrs.push(net.trunc()),
+            Err(_) if cidr.text().is_empty() => {}
+            Err(_) => invalid(InvalidField::new(field, cidr, "not an address range"))?,
+        }
+    }
+    Ok(InventoryNode { name, edge, addresses, kubelet_port, pod_cidrs })
+}

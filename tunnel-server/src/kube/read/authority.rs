@@ -1,0 +1,429 @@
+//! The CA, kept in a Secret: every server signs with it, and its files are a copy.
+//!
+//! The Secret's keys are the files of the directory `ca`: `ca.crt` and `<16 hex>.key` (see [`crate::pki`]). A Secret that
+//! is gone or broken takes nothing away: the last good copy is used, and the leader makes a Secret that is gone again.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use futures_util::StreamExt;
+use jiff::Timestamp;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::runtime::watcher::Event;
+use kube::{Api, Client};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::log_once::LogOnce;
+use tunnel_kube::{FIELD_MANAGER, named, request};
+
+use crate::kube::context::KubeContext;
+use crate::pki::{Ca, CaMaterial, CaState, KEY_SUFFIX, Lifetimes, PkiError, ROOTS};
+
+/// Annotation: when the root that signs was activated, so that `ca retire` knows how long the old one is needed.
+pub const ACTIVATED: &str = "postern.internal/ca-activated";
+
+/// The API server answers within this, or is away.
+const ANSWER: Duration = Duration::from_secs(10);
+const RETRY: Duration = Duration::from_secs(2);
+/// How often it is logged that the start waits.
+const REMIND: Duration = Duration::from_secs(60);
+
+/// Why the CA in the Secret cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum AuthorityError {
+    /// The files.
+    #[error(transparent)]
+    Pki(#[from] PkiError),
+    /// The Secret is there, and is no CA.
+    #[error(
+        "Secret {secret}: {reason}; restore it from a backup, or delete it: a server that has a good copy in its \
+         --state-dir makes it again"
+    )]
+    Malformed {
+        /// Namespace and name.
+        secret: String,
+        /// What is wrong with it, and under which key.
+        reason: String,
+    },
+    /// The Secret is not there.
+    #[error(
+        "there is no Secret {0}; the first tunnel-server to start makes it (or fix --namespace or --ca-secret)"
+    )]
+    Missing(String),
+    /// It has changed since it was read, or another server made it first.
+    #[error("Secret {0} was changed at the same moment; check `tunnel-server ca status` and repeat")]
+    Conflict(String),
+    /// The API server.
+    #[error("{action} Secret {secret}: {reason}")]
+    Api {
+        /// Such as `reading`.
+        action: &'static str,
+        /// Namespace and name.
+        secret: String,
+        /// In the API server's words, or why there are none.
+        reason: String,
+    },
+    /// The wait for the API server ended because the server stops.
+    #[error("stopped before Secret {0} could be read")]
+    Stopped(String),
+}
+
+/// The Secret with the CA.
+#[derive(Clone)]
+pub struct CaSecret {
+    api: Api<Secret>,
+    namespace: String,
+    name: String,
+}
+
+/// Namespace and name.
+impl fmt::Display for CaSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+impl CaSecret {
+    /// The Secret of this name.
+    pub fn new(client: Client, namespace: &str, name: &str) -> Self {
+        let api = Api::namespaced(client, namespace);
+        Self { api, namespace: namespace.to_owned(), name: name.to_owned() }
+    }
+
+    async fn within<T>(
+        &self,
+        action: &'static str,
+        work: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, AuthorityError> {
+        request(ANSWER, work).await.map_err(|error| match error.is_conflict() {
+            true => AuthorityError::Conflict(self.to_string()),
+            false => AuthorityError::Api { action, secret: self.to_string(), reason: error.to_string() },
+        })
+    }
+
+    async fn get(&self) -> Result<Option<Secret>, AuthorityError> {
+        self.within("reading", self.api.get_opt(&self.name)).await
+    }
+
+    /// The CA in a Secret, checked.
+    fn material(&self, secret: &Secret) -> Result<CaMaterial, AuthorityError> {
+        let malformed = |reason: String| AuthorityError::Malformed { secret: self.to_string(), reason };
+        let text = |name: &str, bytes: &ByteString| {
+            String::from_utf8(bytes.0.clone()).map_err(|_| malformed(format!("{name}: it is not text")))
+        };
+        let data = secret.data.as_ref();
+        let roots =
+            data.and_then(|data| data.get(ROOTS)).ok_or_else(|| malformed(format!("{ROOTS}: missing")))?;
+        let mut keys = BTreeMap::new();
+        for (name, key) in data.into_iter().flatten().filter(|(name, _)| name.ends_with(KEY_SUFFIX)) {
+            keys.insert(name.clone(), text(name, key)?);
+        }
+        let material = CaMaterial::new(text(ROOTS, roots)?, keys);
+        match material.state(Lifetimes::default()) {
+            Ok(_) => Ok(material),
+            Err(error) => Err(malformed(error.to_string())),
+        }
+    }
+
+    /// Makes the Secret.
+    ///
+    /// An apply instead of a create, because it carries the name: RBAC can narrow it to this Secret. A field manager that
+    /// no other attempt has keeps it as atomic: values that another one applied are in conflict, even those of an earlier
+    /// attempt that timed out here and arrives late.
+    ///
+    /// # Errors
+    /// [`AuthorityError::Conflict`] when another server was faster with another CA.
+    async fn create(&self, material: &CaMaterial) -> Result<(), AuthorityError> {
+        let secret = Secret {
+            metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
+            type_: Some("Opaque".to_owned()),
+            data: Some(data(material)),
+            ..Secret::default()
+        };
+        let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
+        self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&secret))).await?;
+        Ok(())
+    }
+
+    /// The CA in the Secret.
+    pub async fn read(&self) -> Result<Held, AuthorityError> {
+        let secret = self.get().await?.ok_or_else(|| AuthorityError::Missing(self.to_string()))?;
+        let material = self.material(&secret)?;
+        let annotations = secret.metadata.annotations.as_ref();
+        let activated = annotations.and_then(|known| known.get(ACTIVATED)?.parse().ok());
+        Ok(Held { secret, material, activated })
+    }
+
+    /// Replaces the Secret, unless it has changed since it was read.
+    async fn replace(
+        &self,
+        mut secret: Secret,
+        material: &CaMaterial,
+        activated: Option<Timestamp>,
+    ) -> Result<(), AuthorityError> {
+        let known = secret.data.get_or_insert_default();
+        known.retain(|name, _| name != ROOTS && !name.ends_with(KEY_SUFFIX));
+        known.extend(data(material));
+        let annotations = secret.metadata.annotations.get_or_insert_default();
+        match activated {
+            Some(at) => annotations.insert(ACTIVATED.to_owned(), format!("{at:.0}")),
+            None => annotations.remove(ACTIVATED),
+        };
+        self.within("changing", self.api.replace(&self.name, &write(), &secret)).await?;
+        Ok(())
+    }
+
+    /// First step of a rotation. Returns the new root's hash.
+    pub async fn introduce(&self) -> Result<String, AuthorityError> {
+        let held = self.read().await?;
+        let (next, hash) = held.material.introduce()?;
+        self.replace(held.secret, &next, None).await?;
+        Ok(hash)
+    }
+
+    /// Second step: the introduced root signs. Returns its hash.
+    pub async fn activate(&self) -> Result<String, AuthorityError> {
+        let held = self.read().await?;
+        let (next, hash) = held.material.activate()?;
+        self.replace(held.secret, &next, Some(Timestamp::now())).await?;
+        Ok(hash)
+    }
+
+    /// Last step: the old root is no longer trusted. Returns its hash.
+    ///
+    /// # Errors
+    /// [`PkiError::Rotation`] until every certificate of the old root has expired, unless `force`.
+    pub async fn retire(&self, force: bool, lifetimes: Lifetimes) -> Result<String, AuthorityError> {
+        let held = self.read().await?;
+        let (next, hash) = held.material.retire()?;
+        if !force {
+            let wait = "agents renew by themselves long before. `ca retire --force` does not wait: an agent that is \
+                        left on the old root enrols again through the API server";
+            match held.retirable(lifetimes) {
+                None => {
+                    let text = format!(
+                        "it is not known since when the new root signs: annotation {ACTIVATED} of Secret {self} is missing; {wait}"
+                    );
+                    return Err(PkiError::Rotation(text).into());
+                }
+                Some(at) if at > Timestamp::now() => {
+                    let text = format!(
+                        "certificates of the old root may be in use until {at:.0}, which is when the last one \
+                         expires; {wait}"
+                    );
+                    return Err(PkiError::Rotation(text).into());
+                }
+                Some(_) => {}
+            }
+        }
+        self.replace(held.secret, &next, None).await?;
+        Ok(hash)
+    }
+}
+
+/// What a Secret holds.
+pub struct Held {
+    secret: Secret,
+    material: CaMaterial,
+    /// When the root that signs was activated.
+    pub activated: Option<Timestamp>,
+}
+
+impl Held {
+    /// The CA.
+    pub fn state(&self, lifetimes: Lifetimes) -> Result<CaState, PkiError> {
+        self.material.state(lifetimes)
+    }
+
+    /// When no certificate of the old root can be valid any more. A tenth of a lifetime is for servers that learnt late
+    /// that another root signs.
+    pub fn retirable(&self, lifetimes: Lifetimes) -> Option<Timestamp> {
+        let activated = SystemTime::from(self.activated?);
+        Timestamp::try_from(activated + lifetimes.agent + lifetimes.agent / 10).ok()
+    }
+}
+
+fn data(material: &CaMaterial) -> BTreeMap<String, ByteString> {
+    let bytes = |text: &str| ByteString(text.as_bytes().to_vec());
+    let keys = material.keys().iter().map(|(name, key)| (name.clone(), bytes(key)));
+    keys.chain([(ROOTS.to_owned(), bytes(material.roots()))]).collect()
+}
+
+fn write() -> PostParams {
+    PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() }
+}
+
+/// The CA of the cluster, copied to the state directory. A Secret that is not there is made: of the CA in the state
+/// directory when there is one, else of a new CA.
+///
+/// While the API server is away, the copy in the state directory is used; without one this waits.
+///
+/// # Errors
+/// A Secret that is no CA, without a good copy; files that cannot be used; or `stop`.
+pub async fn obtain(
+    client: Client,
+    namespace: &str,
+    secret: &str,
+    state_dir: &Path,
+    lifetimes: Lifetimes,
+    stop: &CancellationToken,
+) -> Result<Ca, AuthorityError> {
+    let secret = CaSecret::new(client, namespace, secret);
+    let copy = state_dir.join("ca").exists().then(|| Ca::open(state_dir, lifetimes));
+    let mut logged: Option<Instant> = None;
+    loop {
+        let error = match material(&secret, state_dir, lifetimes).await {
+            Ok(material) => return Ok(install(state_dir.to_owned(), lifetimes, material, &secret).await?.0),
+            // Another server was faster: its CA is read.
+            Err(AuthorityError::Conflict(_)) => continue,
+            Err(AuthorityError::Pki(error)) => return Err(error.into()),
+            Err(error) => error,
+        };
+        match &copy {
+            Some(Ok(copy)) => {
+                tracing::error!(%error, "the CA in the state directory is used as it is");
+                return Ok(copy.clone());
+            }
+            // The files cannot be used either; the Secret's error says how to restore it.
+            Some(Err(_)) | None if matches!(error, AuthorityError::Malformed { .. }) => return Err(error),
+            Some(Err(_)) | None => {}
+        }
+        if logged.is_none_or(|logged| logged.elapsed() >= REMIND) {
+            tracing::warn!(%error, "waiting for the API server: there is no copy of the CA in the state directory yet");
+            logged = Some(Instant::now());
+        }
+        tokio::select! {
+            () = tokio::time::sleep(RETRY) => {}
+            () = stop.cancelled() => return Err(AuthorityError::Stopped(secret.to_string())),
+        }
+    }
+}
+
+/// The Secret's CA; a Secret that is not there is made.
+async fn material(
+    secret: &CaSecret,
+    state_dir: &Path,
+    lifetimes: Lifetimes,
+) -> Result<CaMaterial, AuthorityError> {
+    if let Some(present) = secret.get().await? {
+        return secret.material(&present);
+    }
+    // Files that cannot be read are not replaced by a new CA behind the operator's back.
+    let material = match state_dir.join("ca").exists() {
+        true => Ca::open(state_dir, lifetimes)?.material()?,
+        false => CaMaterial::generate()?,
+    };
+    secret.create(&material).await?;
+    tracing::info!(%secret, "made the Secret with the CA");
+    Ok(material)
+}
+
+/// The files are synced to disk, which may take a while.
+async fn install(
+    state_dir: PathBuf,
+    lifetimes: Lifetimes,
+    material: CaMaterial,
+    secret: &CaSecret,
+) -> Result<(Ca, bool), PkiError> {
+    let name = secret.to_string();
+    let work = move || Ca::install(&state_dir, lifetimes, &material, &name);
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|stopped| Err(PkiError::Sign(format!("writing the CA was interrupted: {stopped}"))))
+}
+
+/// Keeps the copy current until the stop. The server's certificate and sessions follow the copy.
+pub async fn follow(context: KubeContext, state_dir: PathBuf) {
+    let secret = CaSecret::new(context.client.clone(), &context.namespace, &context.names.ca_secret);
+    let events = context.health.follow(secret.api.clone(), named(&secret.name), "secrets");
+    let mut events = std::pin::pin!(events);
+    let mut leader = context.leader.clone();
+    let mut copy = Copy { secret, state_dir, errors: LogOnce::default(), listed: false, gone: false };
+    loop {
+        tokio::select! {
+            event = events.next() => match event {
+                Some(event) => copy.take(event).await,
+                None => return,
+            },
+            // The guard inside must not live across the other branches' awaits.
+            () = async { let _ = leader.wait_for(|leads| *leads).await; }, if copy.gone => {}
+            () = context.stop.cancelled() => return,
+        }
+        if copy.gone && *leader.borrow() {
+            tokio::select! {
+                () = copy.restore() => {}
+                () = context.stop.cancelled() => return,
+            }
+        }
+    }
+}
+
+struct Copy {
+    secret: CaSecret,
+    state_dir: PathBuf,
+    errors: LogOnce,
+    /// Whether the list that is being read has the Secret.
+    listed: bool,
+    gone: bool,
+}
+
+impl Copy {
+    async fn take(&mut self, event: Event<Secret>) {
+        match event {
+            Event::Init => self.listed = false,
+            Event::InitApply(secret) | Event::Apply(secret) => {
+                (self.listed, self.gone) = (true, false);
+                self.install(&secret).await;
+            }
+            Event::InitDone if self.listed => {}
+            Event::InitDone | Event::Delete(_) => {
+                self.gone = true;
+                tracing::error!(secret = %self.secret, "the Secret with the CA is gone; the CA in the state directory stays, and the leader makes the Secret again of its own");
+            }
+        }
+    }
+
+    async fn install(&mut self, secret: &Secret) {
+        let installed = match self.secret.material(secret) {
+            Ok(material) => install(self.state_dir.clone(), Lifetimes::default(), material, &self.secret)
+                .await
+                .map_err(AuthorityError::from),
+            Err(error) => Err(error),
+        };
+        match installed {
+            Ok((_, changed)) => {
+                if self.errors.clear() || changed {
+                    tracing::info!(secret = %self.secret, changed, "the CA is the Secret's");
+                }
+            }
+            Err(error) => {
+                if self.errors.is_new(&error) {
+                    tracing::error!(%error, "the CA in the state directory stays as it is");
+                }
+            }
+        }
+    }
+
+    /// Makes the Secret from the copy; the watch then brings it back.
+    async fn restore(&mut self) {
+        let made = async {
+            let material = Ca::open(&self.state_dir, Lifetimes::default())?.material()?;
+            self.secret.create(&material).await
+        };
+        match made.await {
+            Ok(()) => tracing::warn!(secret = %self.secret, "made the Secret with the CA again"),
+            // Another server, or the operator, was faster.
+            Err(AuthorityError::Conflict(_)) => {}
+            Err(error) => {
+                tracing::warn!(%error, "could not make the Secret with the CA again; it is tried again");
+                tokio::time::sleep(RETRY).await;
+                return;
+            }
+        }
+        self.gone = false;
+    }
+}

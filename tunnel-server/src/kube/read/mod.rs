@@ -1,0 +1,7 @@
+//! What the server reads from the cluster: each file follows one kind of object. While the API server is silent, what it
+//! last said stays in effect.
+
+pub mod authority;
+pub mod configmap;
+pub mod names;
+pub mod nodes;

@@ -1,0 +1,294 @@
+//! What the server's certificate names in a cluster: both Services, however they are reached, and the servers behind
+//! them. For clients that verify the name they dialled; agents verify another one (`tunnel_core::identity::SERVER_NAME`).
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::stream::select_all;
+use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::runtime::watcher::{Config, Event};
+use kube::{Api, ResourceExt as _};
+use rustls_pki_types::DnsName;
+use tunnel_core::text::printable;
+use tunnel_kube::{Attempts, Followed, FollowedSet, RequestError, named};
+
+use crate::kube::context::KubeContext;
+use crate::kube::reconcile::{self, Reconcile};
+use crate::pki::{ServerCertificate, ServerNames};
+
+/// Says where agents outside reach a Service of type ClusterIP: `host:port`.
+const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
+const SERVICE_NAME: &str = "kubernetes.io/service-name";
+/// The domain of a cluster that was given none.
+const CLUSTER_DOMAIN: &str = "cluster.local";
+/// A certificate is issued for all changes within this time.
+const DEBOUNCE: Duration = Duration::from_millis(500);
+
+/// Keeps the names of `certificate` current until the stop: `base` and those of the cluster.
+pub async fn run(context: KubeContext, certificate: Arc<ServerCertificate>, base: ServerNames) {
+    let KubeContext { client, namespace, names, health, stop, .. } = context.clone();
+    let services = Api::<Service>::namespaced(client.clone(), &namespace);
+    let slices = Api::<EndpointSlice>::namespaced(client, &namespace);
+    let both = format!("{SERVICE_NAME} in ({},{})", names.service, names.internal_service);
+    let inputs = select_all([
+        health.follow(services.clone(), named(&names.service), "services/names").map(Input::Agents).boxed(),
+        health
+            .follow(services, named(&names.internal_service), "services/internal-names")
+            .map(Input::Internal)
+            .boxed(),
+        health.follow(slices, Config::default().labels(&both), "endpointslices").map(Input::Slice).boxed(),
+    ]);
+    let target = Names {
+        context,
+        certificate,
+        current: base.clone(),
+        base,
+        agents: Followed::default(),
+        internal: Followed::default(),
+        slices: FollowedSet::default(),
+        skipped: BTreeSet::new(),
+    };
+    let attempts = Attempts::new("naming the Services in the server's certificate");
+    reconcile::run(target, inputs, DEBOUNCE, attempts, stop).await;
+}
+
+enum Input {
+    /// The Service that agents dial.
+    Agents(Event<Service>),
+    /// The Service for components in the cloud.
+    Internal(Event<Service>),
+    Slice(Event<EndpointSlice>),
+}
+
+struct Names {
+    context: KubeContext,
+    certificate: Arc<ServerCertificate>,
+    base: ServerNames,
+    /// Those that the certificate has.
+    current: ServerNames,
+    agents: Followed<Service>,
+    internal: Followed<Service>,
+    slices: FollowedSet<EndpointSlice>,
+    /// Names that were left out, which was logged.
+    skipped: BTreeSet<String>,
+}
+
+impl Reconcile for Names {
+    type Input = Input;
+
+    fn apply(&mut self, input: Input) {
+        match input {
+            Input::Agents(event) => self.agents.apply(event),
+            Input::Internal(event) => self.internal.apply(event),
+            Input::Slice(event) => self.slices.apply(event),
+        }
+    }
+
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<(), RequestError> {
+        let names = &self.context.names;
+        let mut found = Found::default();
+        for (name, service) in [(&names.service, &self.agents), (&names.internal_service, &self.internal)] {
+            found.service_names(name, &self.context.namespace);
+            if let Some(service) = &service.object {
+                found.service(service);
+            }
+        }
+        self.slices.objects.values().for_each(|slice| found.slice(slice));
+        let skipped = std::mem::take(&mut found.skipped);
+        for name in skipped.difference(&self.skipped) {
+            let name = printable(name, 260);
+            tracing::warn!(
+                name,
+                "neither a DNS name nor an address: it is left out of the server's certificate"
+            );
+        }
+        self.skipped = skipped;
+        let next = found.joined(&self.base);
+        if next != self.current {
+            match self.certificate.set_names(next.clone()) {
+                Ok(()) => {
+                    attempts.succeeded();
+                    self.current = next;
+                }
+                Err(error) => {
+                    attempts.report(&error);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a cluster calls the servers.
+#[derive(Debug, Default)]
+struct Found {
+    dns: BTreeSet<String>,
+    addresses: BTreeSet<IpAddr>,
+    skipped: BTreeSet<String>,
+}
+
+impl Found {
+    fn service_names(&mut self, name: &str, namespace: &str) {
+        self.host(name);
+        self.host(&format!("{name}.{namespace}"));
+        self.host(&format!("{name}.{namespace}.svc"));
+        self.host(&format!("{name}.{namespace}.svc.{CLUSTER_DOMAIN}"));
+    }
+
+    fn service(&mut self, service: &Service) {
+        if let Some(spec) = &service.spec {
+            let cluster_ips = spec.cluster_ip.iter().chain(spec.cluster_ips.iter().flatten());
+            // "None" marks a headless Service.
+            let addresses = cluster_ips.filter(|address| !matches!(address.as_str(), "" | "None"));
+            for address in addresses.chain(spec.external_ips.iter().flatten()) {
+                self.host(address);
+            }
+        }
+        let balancer = service.status.as_ref().and_then(|status| status.load_balancer.as_ref());
+        for ingress in balancer.and_then(|balancer| balancer.ingress.as_ref()).into_iter().flatten() {
+            for host in ingress.ip.iter().chain(&ingress.hostname) {
+                self.host(host);
+            }
+        }
+        if let Some(address) = service.annotations().get(EXTERNAL_ADDRESS) {
+            self.host(host_of(address.trim()));
+        }
+    }
+
+    fn slice(&mut self, slice: &EndpointSlice) {
+        // Including those that are not ready: a server that starts is named in time, and one that fails a check for a
+        // moment costs no certificate.
+        for address in slice.endpoints.iter().flat_map(|endpoint| &endpoint.addresses) {
+            self.host(address);
+        }
+    }
+
+    fn host(&mut self, host: &str) {
+        let name = host.strip_suffix('.').unwrap_or(host);
+        if let Ok(address) = host.parse() {
+            self.addresses.insert(address);
+        } else if DnsName::try_from(name).is_ok() {
+            self.dns.insert(name.to_ascii_lowercase());
+        } else {
+            self.skipped.insert(host.to_owned());
+        }
+    }
+
+    fn joined(self, base: &ServerNames) -> ServerNames {
+        // In an order that does not depend on the cluster's, so that equal names are equal.
+        let dns: BTreeSet<_> = base.dns.iter().cloned().chain(self.dns).collect();
+        let addresses: BTreeSet<_> = base.addresses.iter().copied().chain(self.addresses).collect();
+        ServerNames {
+            dns: dns.into_iter().collect(),
+            addresses: addresses.into_iter().collect(),
+            local_addresses: base.local_addresses,
+        }
+    }
+}
+
+/// The host of `host:port`, `address:port`, `[address]:port`, or of a host alone.
+fn host_of(text: &str) -> &str {
+    if text.parse::<IpAddr>().is_ok() {
+        return text;
+    }
+    let host = match text.rsplit_once(':') {
+        Some((host, port)) if text.parse::<SocketAddr>().is_ok() || port.parse::<u16>().is_ok() => host,
+        _ => text,
+    };
+    host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(host)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn found(service: serde_json::Value) -> Found {
+        let mut found = Found::default();
+        found.service(&serde_json::from_value(service).unwrap());
+        found
+    }
+
+    fn addresses(found: &Found) -> Vec<String> {
+        found.addresses.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_service_has_four_names() {
+        let mut found = Found::default();
+        found.service_names("svc", "ns");
+        let names: Vec<_> = found.dns.into_iter().collect();
+        assert_eq!(names, ["svc", "svc.ns", "svc.ns.svc", "svc.ns.svc.cluster.local"]);
+    }
+
+    #[test]
+    fn every_way_to_reach_a_service_is_named() {
+        let found = found(json!({
+            "metadata": {"annotations": {"x-tunnel-server-external-addr": "tunnel.example.com:31008"}},
+            "spec": {
+                "clusterIP": "10.96.0.9",
+                "clusterIPs": ["10.96.0.9", "fd00:96::9"],
+                "externalIPs": ["203.0.113.9"],
+            },
+            "status": {"loadBalancer": {"ingress": [
+                {"ip": "198.51.100.7"},
+                {"hostname": "Lb-1.example.com."},
+            ]}},
+        }));
+        assert_eq!(addresses(&found), ["10.96.0.9", "198.51.100.7", "203.0.113.9", "fd00:96::9"]);
+        assert_eq!(found.dns.iter().collect::<Vec<_>>(), ["lb-1.example.com", "tunnel.example.com"]);
+        assert_eq!(found.skipped.len(), 0, "{:?}", found.skipped);
+    }
+
+    #[test]
+    fn a_headless_service_has_no_address() {
+        let found = found(json!({"spec": {"clusterIP": "None", "clusterIPs": ["None"]}}));
+        assert!(found.addresses.is_empty() && found.dns.is_empty() && found.skipped.is_empty(), "{found:?}");
+    }
+
+    #[test]
+    fn what_cannot_be_in_a_certificate_is_left_out() {
+        let found = found(json!({
+            "metadata": {"annotations": {"x-tunnel-server-external-addr": "not a name:10262"}},
+            "spec": {"clusterIP": "10.96.0.9"},
+        }));
+        assert_eq!(addresses(&found), ["10.96.0.9"]);
+        assert_eq!(found.skipped.iter().collect::<Vec<_>>(), ["not a name"]);
+    }
+
+    #[test]
+    fn the_host_of_an_address_is_what_precedes_the_port() {
+        for (text, host) in [
+            ("tunnel.example.com:31008", "tunnel.example.com"),
+            ("tunnel.example.com", "tunnel.example.com"),
+            ("192.0.2.1:10262", "192.0.2.1"),
+            ("192.0.2.1", "192.0.2.1"),
+            ("[2001:db8::1]:10262", "2001:db8::1"),
+            ("[2001:db8::1]", "2001:db8::1"),
+            ("2001:db8::1", "2001:db8::1"),
+        ] {
+            assert_eq!(host_of(text), host, "{text}");
+        }
+    }
+
+    #[test]
+    fn given_names_stay() {
+        let base = ServerNames {
+            dns: vec!["z.example.com".into()],
+            addresses: vec!["192.0.2.9".parse().unwrap()],
+            local_addresses: true,
+        };
+        let mut found = Found::default();
+        found.host("a.example.com");
+        found.host("192.0.2.9");
+        let joined = found.joined(&base);
+        assert_eq!(joined.dns, ["a.example.com", "z.example.com"]);
+        assert_eq!(joined.addresses, base.addresses);
+        assert!(joined.local_addresses);
+    }
+}

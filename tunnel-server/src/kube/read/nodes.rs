@@ -1,0 +1,298 @@
+//! The Nodes, as an inventory.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::pin::pin;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use kube::runtime::watcher::{Config, Event};
+use kube::{Api, Client};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::text::printable;
+use tunnel_kube::Health;
+
+use crate::inventory::{Inventory, InventoryNode, NodeSpec, NodeStatus, Selector, read_node};
+use crate::kube::partial_node::PartialNode;
+
+/// A Node with the fields that the tunnel needs.
+pub type SlimNode = PartialNode<NodeSpec<String>, NodeStatus<String, i64>>;
+
+/// Changes that come this close together are published as one.
+const TOGETHER: Duration = Duration::from_millis(50);
+
+/// Follows the Nodes and publishes an inventory whenever a field that the tunnel needs has changed, until `stop`. An
+/// inventory always has all nodes, so the first is published when every node is known; cloud nodes are in it whether they
+/// are Ready or not.
+///
+/// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
+pub async fn run(
+    client: Client,
+    selector: Selector,
+    health: Health,
+    mut publish: impl FnMut(Inventory) + Send,
+    stop: CancellationToken,
+) {
+    let mut events = pin!(health.follow(Api::<SlimNode>::all(client), Config::default(), "nodes"));
+    let mut nodes = Nodes::new(selector);
+    let mut due: Option<Instant> = None;
+    loop {
+        tokio::select! {
+            // Publishing goes first: events may come without a pause.
+            biased;
+            () = stop.cancelled() => return,
+            () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                due = None;
+                publish(nodes.inventory());
+            }
+            event = events.next() => {
+                let Some(event) = event else { return };
+                if nodes.apply(event) {
+                    due.get_or_insert_with(|| Instant::now() + TOGETHER);
+                }
+            }
+        }
+    }
+}
+
+/// The Nodes so far.
+struct Nodes {
+    selector: Selector,
+    known: BTreeMap<String, Known>,
+    /// A list that is not complete yet.
+    listed: BTreeMap<String, Known>,
+    /// Whether there was a whole list.
+    complete: bool,
+}
+
+struct Known {
+    /// None: its name cannot be used.
+    node: Option<InventoryNode>,
+    skipped: Vec<SkippedField>,
+}
+
+/// A field of a Node that is left out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct SkippedField {
+    key: &'static str,
+    value: String,
+    reason: String,
+}
+
+impl Nodes {
+    fn new(selector: Selector) -> Self {
+        Self { selector, known: BTreeMap::new(), listed: BTreeMap::new(), complete: false }
+    }
+
+    fn inventory(&self) -> Inventory {
+        Inventory { nodes: self.known.values().filter_map(|known| known.node.clone()).collect() }
+    }
+
+    /// Whether the inventory has changed.
+    fn apply(&mut self, event: Event<SlimNode>) -> bool {
+        match event {
+            Event::Init => {
+                self.listed.clear();
+                false
+            }
+            Event::InitApply(node) => {
+                let known = self.read(&node);
+                self.listed.insert(node.name().to_owned(), known);
+                false
+            }
+            Event::InitDone => {
+                let before = std::mem::replace(&mut self.known, std::mem::take(&mut self.listed));
+                let same =
+                    before.values().map(|known| &known.node).eq(self.known.values().map(|known| &known.node));
+                !std::mem::replace(&mut self.complete, true) || !same
+            }
+            Event::Apply(node) => {
+                let known = self.read(&node);
+                match self.known.get_mut(node.name()) {
+                    Some(before) => {
+                        let changed = before.node != known.node;
+                        *before = known;
+                        changed
+                    }
+                    None => {
+                        let usable = known.node.is_some();
+                        self.known.insert(node.name().to_owned(), known);
+                        usable
+                    }
+                }
+            }
+            Event::Delete(node) => self.known.remove(node.name()).is_some_and(|known| known.node.is_some()),
+        }
+    }
+
+    fn read(&self, node: &SlimNode) -> Known {
+        let known = read(node, &self.selector);
+        for field in self.not_logged(node.name(), &known.skipped) {
+            tracing::warn!(
+                node = printable(node.name(), 253),
+                key = field.key,
+                value = printable(&field.value, 64),
+                reason = field.reason,
+                "a part of a Node cannot be used and is left out"
+            );
+        }
+        known
+    }
+
+    /// Those that the node's last version did not have already.
+    fn not_logged<'a>(
+        &'a self,
+        name: &str,
+        skipped: &'a [SkippedField],
+    ) -> impl Iterator<Item = &'a SkippedField> {
+        let logged = self.known.get(name).map_or(&[][..], |before| &before.skipped);
+        skipped.iter().filter(|field| !logged.contains(field))
+    }
+}
+
+fn read(node: &SlimNode, selector: &Selector) -> Known {
+    let name = match node.name().parse() {
+        Ok(name) => name,
+        Err(error) => {
+            let (key, value, reason) = ("metadata.name", node.name().to_owned(), format!("{error}"));
+            return Known { node: None, skipped: vec![SkippedField { key, value, reason }] };
+        }
+    };
+    let mut skipped = Vec::new();
+    let edge = selector.matches(node.labels());
+    let node = read_node(name, edge, node.spec.as_ref(), node.status.as_ref(), |invalid| {
+        let (key, reason) = (invalid.field.key(), invalid.reason.to_owned());
+        skipped.push(SkippedField { key, value: invalid.value, reason });
+        Ok::<_, Infallible>(())
+    });
+    let Ok(node) = node;
+    Known { node: Some(node), skipped }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn slim(node: &Value) -> SlimNode {
+        serde_json::from_value(node.clone()).unwrap()
+    }
+
+    fn node(name: &str, address: &str) -> SlimNode {
+        slim(&json!({
+            "metadata": {"name": name, "resourceVersion": "1", "labels": {"superedge.io/edge-node": "enable"}},
+            "status": {"addresses": [{"type": "InternalIP", "address": address}]},
+        }))
+    }
+
+    fn listed(nodes: &mut Nodes, items: &[SlimNode]) -> bool {
+        assert!(!nodes.apply(Event::Init));
+        for item in items {
+            assert!(!nodes.apply(Event::InitApply(item.clone())));
+        }
+        nodes.apply(Event::InitDone)
+    }
+
+    fn names(nodes: &Nodes) -> Vec<String> {
+        nodes.inventory().nodes.iter().map(|node| node.name.to_string()).collect()
+    }
+
+    #[test]
+    fn absent_and_null_fields_are_empty() {
+        for node in [
+            json!({"metadata": {"name": "bare"}}),
+            json!({"metadata": {"name": "nulls", "labels": null},
+                "spec": {"podCIDR": "", "podCIDRs": null}, "status": {"addresses": null, "daemonEndpoints": {}}}),
+        ] {
+            let Known { node, skipped } = read(&slim(&node), &Selector::default());
+            let node = node.unwrap();
+            assert_eq!((skipped, node.edge, node.kubelet_port), (Vec::new(), false, 10250));
+            assert_eq!((node.addresses, node.pod_cidrs), (Vec::new(), Vec::new()));
+        }
+    }
+
+    #[test]
+    fn unusable_fields_are_left_out_and_the_rest_stays() {
+        let odd = slim(&json!({
+            "metadata": {"name": "edge-1"},
+            "spec": {"podCIDRs": ["10.244.1.0/24", "10.244/16"]},
+            "status": {
+                "addresses": [{"type": "InternalIP", "address": "10.0.0"}, {"type": "InternalIP", "address": "10.0.0.1"}],
+                "daemonEndpoints": {"kubeletEndpoint": {"Port": 70000}},
+            },
+        }));
+        let Known { node, skipped } = read(&odd, &Selector::default());
+        let node = node.unwrap();
+        assert_eq!(node.addresses, ["10.0.0.1".parse::<std::net::IpAddr>().unwrap()]);
+        assert_eq!(node.pod_cidrs, ["10.244.1.0/24".parse().unwrap()]);
+        assert_eq!(node.kubelet_port, 10250);
+        let skipped: Vec<_> =
+            skipped.iter().map(|field| (field.key, field.value.as_str(), field.reason.as_str())).collect();
+        assert_eq!(
+            skipped,
+            [
+                ("status.addresses", "10.0.0", "not an IP address"),
+                ("status.daemonEndpoints.kubeletEndpoint.Port", "70000", "not a port"),
+                ("spec.podCIDRs", "10.244/16", "not an address range"),
+            ]
+        );
+
+        let mut nodes = Nodes::new(Selector::default());
+        assert!(listed(&mut nodes, &[node_with_bad_name(), node_named("edge-1")]));
+        assert_eq!(names(&nodes), ["edge-1"]);
+        assert!(!nodes.apply(Event::Apply(node_with_bad_name())), "it is not in the inventory");
+    }
+
+    fn node_with_bad_name() -> SlimNode {
+        node("Edge_1", "10.0.0.9")
+    }
+
+    fn node_named(name: &str) -> SlimNode {
+        node(name, "10.0.0.1")
+    }
+
+    #[test]
+    fn only_fields_that_the_tunnel_needs_are_a_change() {
+        let mut nodes = Nodes::new(Selector::default());
+        assert!(listed(&mut nodes, &[]), "the first list counts even when it is empty");
+        assert!(!listed(&mut nodes, &[]));
+        assert!(nodes.apply(Event::Apply(node("a", "10.0.0.1"))));
+        assert!(!nodes.apply(Event::Apply(node("a", "10.0.0.1"))), "a heartbeat");
+        assert!(nodes.apply(Event::Apply(node("a", "10.0.0.2"))));
+        assert!(!listed(&mut nodes, &[node("a", "10.0.0.2")]), "a list of the same");
+        assert!(nodes.apply(Event::Delete(node("a", "10.0.0.2"))));
+        assert!(!nodes.apply(Event::Delete(node("a", "10.0.0.2"))));
+    }
+
+    #[test]
+    fn a_complete_list_replaces_everything() {
+        let mut nodes = Nodes::new(Selector::default());
+        listed(&mut nodes, &[node("a", "10.0.0.1"), node("b", "10.0.0.2")]);
+        nodes.apply(Event::Init);
+        nodes.apply(Event::InitApply(node("c", "10.0.0.3")));
+        assert_eq!(names(&nodes), ["a", "b"], "half a list is not visible");
+        nodes.apply(Event::Init);
+        nodes.apply(Event::InitApply(node("b", "10.0.0.2")));
+        assert!(nodes.apply(Event::InitDone));
+        assert_eq!(names(&nodes), ["b"], "a list that starts over starts empty");
+    }
+
+    #[test]
+    fn a_warning_is_not_repeated_for_heartbeats() {
+        let mut nodes = Nodes::new(Selector::default());
+        let warnings = |nodes: &Nodes, address| {
+            let skipped = read(&node("a", address), &nodes.selector).skipped;
+            nodes.not_logged("a", &skipped).count()
+        };
+        assert_eq!(warnings(&nodes, "10.0.0"), 1);
+        listed(&mut nodes, &[node("a", "10.0.0")]);
+        assert_eq!(
+            (warnings(&nodes, "10.0.0"), warnings(&nodes, "10.0"), warnings(&nodes, "10.0.0.1")),
+            (0, 1, 0)
+        );
+        nodes.apply(Event::Delete(node("a", "10.0.0")));
+        assert_eq!(warnings(&nodes, "10.0.0"), 1, "another node of that name");
+    }
+}

@@ -1,0 +1,346 @@
+//! Every way in which a request can be wrong.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::ByteString;
+use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair, SanType};
+use tunnel_core::identity::generate_key;
+
+use super::*;
+
+const SERVICE_ACCOUNT: &str = "system:serviceaccount:kube-system:tunnel-agent";
+
+fn subject(parts: &[(DnType, &str)]) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    for (kind, value) in parts {
+        name.push(kind.clone(), *value);
+    }
+    name
+}
+
+fn of_node(node: &str) -> DistinguishedName {
+    subject(&[
+        (DnType::OrganizationName, AGENT_ORGANIZATION),
+        (DnType::CommonName, &format!("postern:node:{node}")),
+    ])
+}
+
+fn params(name: DistinguishedName) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = name;
+    params
+}
+
+fn pem(params: &CertificateParams) -> String {
+    params.serialize_request(&generate_key().unwrap()).unwrap().pem().unwrap()
+}
+
+fn section(der: &[u8]) -> ByteString {
+    let base64 = serde_json::to_string(&ByteString(der.to_vec())).unwrap();
+    let base64 = base64.trim_matches('"');
+    ByteString(
+        format!("-----BEGIN CERTIFICATE REQUEST-----\n{base64}\n-----END CERTIFICATE REQUEST-----\n")
+            .into_bytes(),
+    )
+}
+
+/// What edge-1's kubelet would rightly ask for.
+fn good() -> CertificateSigningRequest {
+    CertificateSigningRequest {
+        spec: CertificateSigningRequestSpec {
+            signer_name: SIGNER.to_owned(),
+            username: Some("system:node:edge-1".to_owned()),
+            groups: Some(vec!["system:nodes".to_owned(), "system:authenticated".to_owned()]),
+            usages: Some(vec![CLIENT_AUTH.to_owned()]),
+            request: ByteString(pem(&params(of_node("edge-1"))).into_bytes()),
+            ..CertificateSigningRequestSpec::default()
+        },
+        ..CertificateSigningRequest::default()
+    }
+}
+
+fn with(change: impl FnOnce(&mut CertificateSigningRequestSpec)) -> CertificateSigningRequest {
+    let mut csr = good();
+    change(&mut csr.spec);
+    csr
+}
+
+fn asking(params: &CertificateParams) -> CertificateSigningRequest {
+    with(|spec| spec.request = ByteString(pem(params).into_bytes()))
+}
+
+fn from_pod(extra: &[(&str, &[&str])]) -> CertificateSigningRequest {
+    with(|spec| {
+        spec.username = Some(SERVICE_ACCOUNT.to_owned());
+        spec.groups = Some(vec!["system:serviceaccounts".to_owned()]);
+        let values = |values: &[&str]| values.iter().map(|value| (*value).to_owned()).collect();
+        let pod = (POD_NAME_EXTRA.to_owned(), vec!["tunnel-agent-x".to_owned()]);
+        let extra: BTreeMap<_, _> =
+            extra.iter().map(|(key, named)| ((*key).to_owned(), values(named))).collect();
+        spec.extra = Some(extra.into_iter().chain([pod]).collect());
+    })
+}
+
+fn verdict(csr: &CertificateSigningRequest) -> Verdict {
+    judge(csr, "kube-system", "tunnel-agent")
+}
+
+fn approved(csr: &CertificateSigningRequest) -> Approved {
+    match verdict(csr) {
+        Verdict::Approve(approved) => approved,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn assert_denied(csr: &CertificateSigningRequest, reason: &str, part: &str) {
+    match verdict(csr) {
+        Verdict::Deny { reason: given, message } => {
+            assert!(given == reason && message.contains(part), "{reason} {part:?}: {given} {message}");
+        }
+        other => panic!("{reason}: {other:?}"),
+    }
+}
+
+#[test]
+fn a_node_gets_its_own_certificate() {
+    assert_eq!(approved(&good()).node.as_str(), "edge-1");
+    assert_eq!(approved(&good()).life, None);
+    let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
+    assert_eq!(approved(&bound).node.as_str(), "edge-1");
+    let both = with(|spec| spec.usages = Some(vec![DIGITAL_SIGNATURE.to_owned(), CLIENT_AUTH.to_owned()]));
+    approved(&both);
+    let short = with(|spec| spec.expiration_seconds = Some(600));
+    assert_eq!(approved(&short).life, Some(Duration::from_secs(600)));
+}
+
+#[test]
+fn the_agents_own_request_is_approved() {
+    let key = generate_key().unwrap();
+    let node: NodeName = "edge-1".parse().unwrap();
+    let mut params = params(tunnel_core::identity::agent_distinguished_name(&node));
+    params.is_ca = rcgen::IsCa::NoCa;
+    let csr = with(|spec| {
+        spec.request = ByteString(params.serialize_request(&key).unwrap().pem().unwrap().into_bytes());
+    });
+    let hash = tunnel_core::identity::public_key_hash(&rcgen::PublicKeyData::subject_public_key_info(&key));
+    assert_eq!(approved(&csr).key.hash, hash);
+}
+
+#[test]
+fn other_signers_requests_are_not_ours() {
+    for signer in ["kubernetes.io/kubelet-serving", "", "postern.internal/agent2", "Postern.internal/agent"] {
+        let csr = with(|spec| spec.signer_name = signer.to_owned());
+        assert!(matches!(verdict(&csr), Verdict::NotOurs), "{signer}");
+    }
+}
+
+#[test]
+fn requesters_that_are_not_the_node() {
+    assert_denied(&with(|spec| spec.username = Some("system:node:edge-2".to_owned())), "OtherNode", "edge-2");
+    for groups in [None, Some(vec![]), Some(vec!["system:nodes2".to_owned(), "system:masters".to_owned()])] {
+        assert_denied(&with(|spec| spec.groups = groups), "NotANode", "system:nodes");
+    }
+    for user in [
+        None,
+        Some(""),
+        Some("edge-1"),
+        Some("system:node"),
+        Some("kubernetes-admin"),
+        Some("system:serviceaccount:default:tunnel-agent"),
+        Some("system:serviceaccount:kube-system:default"),
+        Some("system:serviceaccount:kube-system:tunnel-agent2"),
+        Some("system:serviceaccount:kube-system"),
+        Some("xsystem:node:edge-1"),
+    ] {
+        // Even with the extra and the group of a real one.
+        let csr = with(|spec| {
+            spec.username = user.map(str::to_owned);
+            spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
+        });
+        assert_denied(&csr, "NotANode", "neither a node");
+    }
+    for user in ["system:node:", "system:node:Edge-1", "system:node:../edge-1", "system:node:edge-1\n"] {
+        assert_denied(&with(|spec| spec.username = Some(user.to_owned())), "NotANode", "node name");
+    }
+}
+
+#[test]
+fn service_account_tokens_that_name_no_node_or_another_one() {
+    assert_denied(&from_pod(&[]), "NotANode", "not bound to a pod on a node");
+    assert_denied(&with(|spec| spec.username = Some(SERVICE_ACCOUNT.to_owned())), "NotANode", "not bound");
+    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-2"])]), "OtherNode", "edge-2");
+    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &["edge-1", "edge-2"])]), "NotANode", "2 values");
+    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[])]), "NotANode", "0 values");
+    assert_denied(&from_pod(&[(NODE_NAME_EXTRA, &[""])]), "NotANode", "empty");
+    // Bound to a Node: the creator of the token chose it.
+    let unbound = with(|spec| {
+        spec.username = Some(SERVICE_ACCOUNT.to_owned());
+        spec.extra = Some(BTreeMap::from([(NODE_NAME_EXTRA.to_owned(), vec!["edge-1".to_owned()])]));
+    });
+    assert_denied(&unbound, "NotANode", "not bound to a pod: ");
+    // The names of both are the operator's to choose.
+    let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
+    assert!(matches!(judge(&bound, "postern", "tunnel-agent"), Verdict::Deny { .. }));
+    assert!(matches!(judge(&bound, "kube-system", "agent"), Verdict::Deny { .. }));
+}
+
+#[test]
+fn usages_other_than_a_clients() {
+    for usages in [
+        &[][..],
+        &[DIGITAL_SIGNATURE],
+        &["server auth"],
+        &[CLIENT_AUTH, "server auth"],
+        &[CLIENT_AUTH, DIGITAL_SIGNATURE, "key encipherment"],
+        &[CLIENT_AUTH, "cert sign"],
+        &[CLIENT_AUTH, "any"],
+        &[CLIENT_AUTH, CLIENT_AUTH],
+        &["Client Auth"],
+    ] {
+        let usages: Vec<_> = usages.iter().map(|usage| (*usage).to_owned()).collect();
+        assert_denied(&with(|spec| spec.usages = Some(usages)), "WrongUsages", "client auth");
+    }
+    assert_denied(&with(|spec| spec.usages = None), "WrongUsages", "client auth");
+}
+
+#[test]
+fn invalid_lifetimes() {
+    for seconds in [0, -1, i32::MIN] {
+        assert_denied(
+            &with(|spec| spec.expiration_seconds = Some(seconds)),
+            "InvalidExpiration",
+            &seconds.to_string(),
+        );
+    }
+}
+
+#[test]
+fn subjects_other_than_the_one() {
+    use DnType::{CommonName, CountryName, OrganizationName, OrganizationalUnitName};
+    let (org, name) = ((OrganizationName, AGENT_ORGANIZATION), (CommonName, "postern:node:edge-1"));
+    for parts in [
+        vec![],
+        vec![name.clone()],
+        vec![org.clone()],
+        vec![(OrganizationName, "system:masters"), name.clone()],
+        vec![(OrganizationName, "system:nodes"), (CommonName, "system:node:edge-1")],
+        vec![org.clone(), (CommonName, "edge-1")],
+        vec![org.clone(), (CommonName, "postern:node:")],
+        vec![org.clone(), (CommonName, "postern:node:Edge-1")],
+        vec![org.clone(), (CommonName, "postern:node:edge-1 ")],
+        vec![org.clone(), (CommonName, "Postern:node:edge-1")],
+        vec![org.clone(), name.clone(), (CountryName, "DE")],
+        vec![org.clone(), name.clone(), (OrganizationalUnitName, "system:masters")],
+    ] {
+        assert_denied(&asking(&params(subject(&parts))), "WrongSubject", "subject");
+    }
+    assert_denied(&asking(&params(of_node("edge-2"))), "OtherNode", "would be for node edge-2");
+}
+
+/// rcgen's names hold each kind once, so a request with a second value is made by hand: the bytes of the first are
+/// renamed to the kind of the other, and the request is signed again.
+#[test]
+fn two_organisations_or_two_common_names() {
+    use DnType::{CommonName, CustomDnType, OrganizationName};
+    // Object identifiers of the same length, 2.5.4.10 and 2.5.4.3, written by their numbers: rcgen takes them for
+    // another kind than its own.
+    let more_organisation = CustomDnType(vec![2, 5, 4, 10]);
+    let more_name = CustomDnType(vec![2, 5, 4, 3]);
+    let (org, name) = ((OrganizationName, AGENT_ORGANIZATION), (CommonName, "postern:node:edge-1"));
+    for parts in [
+        vec![org.clone(), name.clone(), (more_organisation.clone(), "system:masters")],
+        vec![(more_organisation, "system:masters"), org.clone(), name.clone()],
+        vec![org.clone(), name.clone(), (more_name.clone(), "postern:node:edge-2")],
+        vec![org, (more_name, "postern:node:edge-2"), name],
+    ] {
+        let csr = asking(&params(subject(&parts)));
+        let text = String::from_utf8(csr.spec.request.0.clone()).unwrap();
+        let der = <(SectionKind, Vec<u8>)>::from_pem_slice(text.as_bytes()).unwrap().1;
+        let (_, parsed) = X509CertificationRequest::from_der(&der).unwrap();
+        let info = parsed.certification_request_info;
+        let counts = (info.subject.iter_organization().count(), info.subject.iter_common_name().count());
+        assert_eq!(counts.0 + counts.1, 3, "the request has what this test is about");
+        assert_denied(&csr, "WrongSubject", "want exactly");
+    }
+}
+
+#[test]
+fn requests_for_extensions() {
+    let mut names = params(of_node("edge-1"));
+    names.subject_alt_names = vec![SanType::DnsName("tunnel-server.postern.internal".try_into().unwrap())];
+    let mut address = params(of_node("edge-1"));
+    address.subject_alt_names = vec![SanType::IpAddress("10.0.0.1".parse().unwrap())];
+    let mut usage = params(of_node("edge-1"));
+    usage.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ServerAuth];
+    let mut custom = params(of_node("edge-1"));
+    // Basic constraints: a CA.
+    custom.custom_extensions =
+        vec![CustomExtension::from_oid_content(&[2, 5, 29, 19], vec![0x30, 0x03, 0x01, 0x01, 0xff])];
+    for params in [names, address, usage, custom] {
+        assert_denied(&asking(&params), "ExtensionsRequested", "2.5.29");
+    }
+}
+
+#[test]
+fn keys_that_are_weak_or_not_the_requesters() {
+    for algorithm in [&rcgen::PKCS_ED25519, &rcgen::PKCS_ECDSA_P384_SHA384] {
+        let key = KeyPair::generate_for(algorithm).unwrap();
+        let request = params(of_node("edge-1")).serialize_request(&key).unwrap().pem().unwrap();
+        let csr = with(|spec| spec.request = ByteString(request.into_bytes()));
+        assert_denied(&csr, "InvalidRequest", "");
+    }
+    // Whoever made the request does not have the key: the signature is another's.
+    let mut der =
+        params(of_node("edge-1")).serialize_request(&generate_key().unwrap()).unwrap().der().to_vec();
+    *der.last_mut().unwrap() ^= 1;
+    let csr = with(|spec| spec.request = section(&der));
+    assert_denied(&csr, "InvalidRequest", "not signed by the key");
+}
+
+#[test]
+fn text_that_is_not_a_request() {
+    let good = String::from_utf8(good().spec.request.0).unwrap();
+    let renamed = |kind: &str| good.replace("CERTIFICATE REQUEST", kind);
+    for (text, part) in [
+        (String::new(), "not one PEM section"),
+        ("hello".to_owned(), "not one PEM section"),
+        (good[..good.len() / 2].to_owned(), "not"),
+        (good.repeat(2), "not one PEM section"),
+        (format!("{good}{}", renamed("CERTIFICATE")), "not one PEM section"),
+        (renamed("CERTIFICATE"), "not one PEM section"),
+        (renamed("PRIVATE KEY"), "not one PEM section"),
+        (good.replacen("\nMI", "\nAA", 1), "cannot be parsed"),
+        ("a".repeat(MAX_REQUEST + 1), "longer than"),
+    ] {
+        let csr = with(|spec| spec.request = ByteString(text.into_bytes()));
+        assert_denied(&csr, "InvalidRequest", part);
+    }
+    assert_denied(&with(|spec| spec.request = section(&[0x30; 100])), "InvalidRequest", "cannot be parsed");
+    assert_denied(&with(|spec| spec.request = ByteString(vec![0xff; 100])), "InvalidRequest", "");
+}
+
+#[test]
+fn a_requesters_text_stays_on_one_line() {
+    let csr = with(|spec| spec.username = Some(format!("\x1b[2J\n{}", "x".repeat(5000))));
+    let Verdict::Deny { message, .. } = verdict(&csr) else { panic!("it was not denied") };
+    assert!(!message.contains(char::is_control) && message.chars().count() <= MAX_MESSAGE, "{message}");
+}
+
+proptest::proptest! {
+    #[test]
+    fn garbage_never_panics_and_is_never_approved(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..600)) {
+        for request in [section(&bytes), ByteString(bytes)] {
+            let csr = with(|spec| spec.request = request);
+            let denied = matches!(verdict(&csr), Verdict::Deny { .. });
+            proptest::prop_assert!(denied);
+        }
+    }
+
+    #[test]
+    fn no_name_of_a_user_is_another_node(user in "system:(node|serviceaccount):[a-z0-9:.-]{0,20}") {
+        let csr = with(|spec| spec.username = Some(user.clone()));
+        let passes = matches!(verdict(&csr), Verdict::Approve(_));
+        proptest::prop_assert_eq!(passes, user == "system:node:edge-1");
+    }
+}

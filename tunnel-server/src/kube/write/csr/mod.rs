@@ -1,0 +1,310 @@
+//! Certificates for agents, by CertificateSigningRequest (certificates.k8s.io/v1) of the signer
+//! `postern.internal/agent`.
+//!
+//! The signer, in the words of Kubernetes' documentation of signers:
+//! * trust: the certificate is followed by the roots that agents trust, the one that signs first;
+//! * subjects: exactly `O=postern:agents` and `CN=postern:node:NODE`, and the requester must be that node: the user
+//!   `system:node:NODE` in the group `system:nodes`, or the agents' ServiceAccount with a token that is bound to a pod
+//!   on that node;
+//! * extensions: none may be asked for; usages: `client auth`, and optionally `digital signature`;
+//! * life: that of all agents' certificates; `spec.expirationSeconds` can shorten it;
+//! * everything else is denied with the reason. Other signers' requests are ignored.
+//!
+//! Requests that are done are removed an hour after they were made, others after a day, as Kubernetes itself does.
+
+mod judge;
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::certificates::v1::{
+    CertificateSigningRequest, CertificateSigningRequestCondition, CertificateSigningRequestStatus,
+};
+use kube::api::{DeleteParams, PostParams, Preconditions};
+use kube::runtime::controller::{Action, Config as ControllerConfig, applier, trigger_self};
+use kube::runtime::{WatchStreamExt, reflector, watcher};
+use kube::{Api, ResourceExt};
+use tokio::sync::watch;
+use tunnel_core::identity::pem_of_certificates;
+
+use judge::{Approved, Verdict, judge};
+use tunnel_kube::{FIELD_MANAGER, SIGNER, reason};
+
+use crate::kube::context::KubeContext;
+use crate::pki::{CaState, PkiError, PkiMetrics};
+
+const APPROVED: &str = "Approved";
+const DENIED: &str = "Denied";
+const FAILED: &str = "Failed";
+const TRUE: &str = "True";
+
+/// How long an answered request is kept.
+const KEEP_DONE: Duration = Duration::from_secs(3600);
+/// How long any other is kept.
+const KEEP_PENDING: Duration = Duration::from_secs(86_400);
+/// Requests that are worked on at a time: a fleet that enrols together must not crowd the API server.
+const CONCURRENT: u16 = 16;
+/// Pause before a request is tried again that could not be answered.
+const RETRY: Duration = Duration::from_secs(5);
+/// The label of enrolments by request in metrics and logs.
+const CALL: &str = "csr";
+
+/// Why a request could not be answered. It is tried again.
+#[derive(Debug, thiserror::Error)]
+enum CsrError {
+    Api(#[from] kube::Error),
+    Pki(#[from] PkiError),
+}
+
+impl fmt::Display for CsrError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Api(error) => f.write_str(&reason(error)),
+            Self::Pki(error) => error.fmt(f),
+        }
+    }
+}
+
+/// Answers requests while this server leads, until the stop. Losing the lead ends work in progress; the next leader
+/// starts it over.
+pub async fn run(context: KubeContext, ca: watch::Receiver<Arc<CaState>>, metrics: PkiMetrics) {
+    let mut leader = context.leader.clone();
+    let stop = context.stop.clone();
+    let api = Api::all(context.client.clone());
+    let reconciler = Arc::new(CsrReconciler { context, api, ca, metrics, answered: Mutex::default() });
+    loop {
+        tokio::select! {
+            leads = leader.wait_for(|leads| *leads) => if leads.is_err() { return },
+            () = stop.cancelled() => return,
+        }
+        tokio::select! {
+            () = work(reconciler.clone()) => {}
+            lost = leader.wait_for(|leads| !*leads) => if lost.is_err() { return },
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+async fn work(reconciler: Arc<CsrReconciler>) {
+    reconciler.answered().clear();
+    let ours = watcher::Config::default().fields(&format!("spec.signerName={SIGNER}"));
+    let (store, writer) = reflector::store();
+    let health = &reconciler.context.health;
+    let events = health.follow(reconciler.api.clone(), ours, "certificatesigningrequests");
+    let changed = reflector(writer, events.map(Ok::<_, watcher::Error>)).touched_objects();
+    let queue = trigger_self(changed, ());
+    let config = ControllerConfig::default().concurrency(CONCURRENT);
+    let done = applier(
+        |csr, reconciler: Arc<CsrReconciler>| {
+            Box::pin(async move { reconciler.answer(csr.as_ref().clone()).await })
+        },
+        |csr: Arc<CertificateSigningRequest>, error, _| {
+            let csr = csr.name_any();
+            match error {
+                // The watch reports that the API server is away.
+                CsrError::Api(error) if !matches!(error, kube::Error::Api(_)) => {
+                    tracing::debug!(csr, %error, "a certificate request waits");
+                }
+                error => tracing::warn!(csr, %error, "a certificate request cannot be answered yet"),
+            }
+            Action::requeue(RETRY)
+        },
+        reconciler,
+        store,
+        queue,
+        config,
+    );
+    done.for_each(|_| async {}).await;
+}
+
+/// What to do with a request now.
+#[derive(Debug)]
+enum Step {
+    Approve(Approved),
+    Sign(Approved),
+    Deny {
+        reason: &'static str,
+        message: String,
+    },
+    /// It was approved by another approver, and must not be signed.
+    Fail {
+        reason: &'static str,
+        message: String,
+    },
+    Remove,
+    /// Nothing until then.
+    Wait(Duration),
+    Ignore,
+}
+
+/// `age`: since the request was made.
+fn step(csr: &CertificateSigningRequest, age: Duration, namespace: &str, account: &str) -> Step {
+    let verdict = judge(csr, namespace, account);
+    if matches!(verdict, Verdict::NotOurs) || csr.metadata.deletion_timestamp.is_some() {
+        return Step::Ignore;
+    }
+    let done = is_done(csr);
+    let keep = if done { KEEP_DONE } else { KEEP_PENDING };
+    if age >= keep {
+        return Step::Remove;
+    }
+    match verdict {
+        _ if done => Step::Wait(keep - age),
+        Verdict::Approve(approved) if is(csr, APPROVED) => Step::Sign(approved),
+        Verdict::Approve(approved) => Step::Approve(approved),
+        Verdict::Deny { reason, message } if is(csr, APPROVED) => Step::Fail { reason, message },
+        Verdict::Deny { reason, message } => Step::Deny { reason, message },
+        Verdict::NotOurs => Step::Ignore,
+    }
+}
+
+fn is_done(csr: &CertificateSigningRequest) -> bool {
+    is(csr, DENIED) || is(csr, FAILED) || has_certificate(csr)
+}
+
+fn is(csr: &CertificateSigningRequest, condition: &str) -> bool {
+    let conditions = csr.status.as_ref().and_then(|status| status.conditions.as_deref()).unwrap_or_default();
+    conditions.iter().any(|known| known.type_ == condition)
+}
+
+fn has_certificate(csr: &CertificateSigningRequest) -> bool {
+    let certificate = csr.status.as_ref().and_then(|status| status.certificate.as_ref());
+    certificate.is_some_and(|certificate| !certificate.0.is_empty())
+}
+
+/// The request with one more condition; the API server lets none be removed.
+fn with_condition(
+    mut csr: CertificateSigningRequest,
+    condition: &str,
+    reason: &str,
+    message: String,
+) -> CertificateSigningRequest {
+    let status = csr.status.get_or_insert_with(CertificateSigningRequestStatus::default);
+    status.conditions.get_or_insert_default().push(CertificateSigningRequestCondition {
+        type_: condition.to_owned(),
+        status: TRUE.to_owned(),
+        reason: Some(reason.to_owned()),
+        message: Some(message),
+        ..CertificateSigningRequestCondition::default()
+    });
+    csr
+}
+
+struct CsrReconciler {
+    context: KubeContext,
+    api: Api<CertificateSigningRequest>,
+    ca: watch::Receiver<Arc<CaState>>,
+    metrics: PkiMetrics,
+    /// By uid, those whose answer has not come back through the watch yet.
+    answered: Mutex<HashSet<String>>,
+}
+
+impl CsrReconciler {
+    /// Every write carries the resourceVersion of what was judged: a request that has changed is judged again.
+    async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, CsrError> {
+        let uid = csr.uid().unwrap_or_default();
+        if self.answered().remove(&uid) && !is_done(&csr) {
+            // Older than our answer.
+            return Ok(Action::requeue(RETRY));
+        }
+        let done = self.advance(csr).await;
+        match done {
+            // In both cases the watch will bring something newer.
+            Err(CsrError::Api(kube::Error::Api(status))) if [404, 409].contains(&status.code) => {
+                Ok(Action::requeue(RETRY))
+            }
+            other => other,
+        }
+    }
+
+    fn answered(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.answered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, CsrError> {
+        let name = csr.name_any();
+        let user = csr.spec.username.clone().unwrap_or_default();
+        let uid = csr.uid().unwrap_or_default();
+        let write = PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        loop {
+            let (namespace, account) = (&self.context.namespace, &self.context.names.agent_service_account);
+            match step(&csr, age(&csr), namespace, account) {
+                Step::Approve(approved) => {
+                    let message = format!("the requester is node {}", approved.node);
+                    let approved = with_condition(csr, APPROVED, "RequesterIsNode", message);
+                    csr = self.api.replace_subresource("approval", &name, &write, &approved).await?;
+                }
+                Step::Sign(approved) => {
+                    let life = self.sign(&mut csr, &approved)?;
+                    csr = self.api.replace_status(&name, &write, &csr).await?;
+                    self.answered().insert(uid.clone());
+                    self.metrics.count(CALL, "issued");
+                    tracing::info!(call = CALL, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
+                }
+                Step::Deny { reason, message } => {
+                    tracing::warn!(
+                        call = CALL,
+                        csr = name,
+                        user,
+                        outcome = reason,
+                        reason = message,
+                        "enrolment refused"
+                    );
+                    let denied = with_condition(csr, DENIED, reason, message);
+                    csr = self.api.replace_subresource("approval", &name, &write, &denied).await?;
+                    self.answered().insert(uid.clone());
+                    self.metrics.count(CALL, "denied");
+                }
+                Step::Fail { reason, message } => {
+                    tracing::warn!(
+                        call = CALL,
+                        csr = name,
+                        user,
+                        outcome = reason,
+                        reason = message,
+                        "a request that must not be signed was approved; marking it as failed"
+                    );
+                    let failed = with_condition(csr, FAILED, reason, message);
+                    csr = self.api.replace_status(&name, &write, &failed).await?;
+                    self.answered().insert(uid.clone());
+                    self.metrics.count(CALL, "failed");
+                }
+                Step::Remove => {
+                    let preconditions =
+                        Preconditions { uid: csr.uid(), resource_version: csr.resource_version() };
+                    let delete = DeleteParams::default().preconditions(preconditions);
+                    self.api.delete(&name, &delete).await?;
+                    tracing::debug!(csr = name, "removed an old certificate request");
+                    return Ok(Action::await_change());
+                }
+                Step::Wait(time) => return Ok(Action::requeue(time)),
+                Step::Ignore => return Ok(Action::await_change()),
+            }
+        }
+    }
+
+    /// Puts the certificate into the request, and returns its life.
+    fn sign(&self, csr: &mut CertificateSigningRequest, approved: &Approved) -> Result<Duration, PkiError> {
+        let ca = Arc::clone(&self.ca.borrow());
+        let life = approved.life.unwrap_or(Duration::MAX);
+        let issued = ca.issue_agent_for(&approved.node, &approved.key, life)?;
+        let pem = pem_of_certificates(&issued.chain) + &ca.bundle().to_pem();
+        let status = csr.status.get_or_insert_with(CertificateSigningRequestStatus::default);
+        status.certificate = Some(ByteString(pem.into_bytes()));
+        Ok(issued.not_after.duration_since(std::time::SystemTime::now()).unwrap_or_default())
+    }
+}
+
+/// Zero for a request from the future: clocks differ.
+fn age(csr: &CertificateSigningRequest) -> Duration {
+    let made = csr.metadata.creation_timestamp.as_ref();
+    let age = made.and_then(|made| Duration::try_from(jiff::Timestamp::now().duration_since(made.0)).ok());
+    age.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests;

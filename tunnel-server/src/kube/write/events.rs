@@ -1,0 +1,204 @@
+//! Events in the cluster: what happened, where `kubectl describe` shows it.
+//!
+//! An Event is no state: it may be lost. Publishing one never waits, and what a burst of them may cost the API server is
+//! bounded.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
+
+use crate::kube::context::WRITE_DEADLINE;
+
+/// Events that may be published in a burst, and how many more a second.
+const BURST: u32 = 50;
+const PER_SECOND: u32 = 5;
+/// How long publishing an Event is tried.
+const WORTH_TRYING: Duration = Duration::from_secs(120);
+/// Different notes for which repetitions are counted in one Event.
+const NOTES: usize = 64;
+/// Events that were left out are logged this often at most.
+const REPORT_DROPPED: Duration = Duration::from_secs(60);
+/// The API server accepts no longer note, in bytes.
+const MAX_NOTE: usize = 1024;
+
+/// Publishes Events. Clones share one queue and one bound.
+#[derive(Clone, Debug)]
+pub struct Events {
+    queue: mpsc::Sender<Queued>,
+    bucket: Arc<Mutex<Bucket>>,
+}
+
+struct Queued {
+    regarding: ObjectReference,
+    event: Event,
+    at: Instant,
+}
+
+impl Events {
+    /// Starts publishing in the name of `postern`, instance `identity`, until `stop`. Needs a tokio runtime.
+    pub fn start(client: kube::Client, identity: &str, stop: CancellationToken) -> Self {
+        // A burst that the bucket allows has room, so that only an API server that is away drops Events.
+        let (queue, queued) = mpsc::channel(2 * BURST as usize);
+        let reporter = Reporter { controller: FIELD_MANAGER.into(), instance: Some(identity.into()) };
+        let publisher = Publisher { client, reporter, recorders: HashMap::new() };
+        tokio::spawn(async move {
+            let _ = stop.run_until_cancelled(publisher.run(queued)).await;
+        });
+        Self { queue, bucket: Arc::new(Mutex::new(Bucket::new(Instant::now()))) }
+    }
+
+    /// Publishes an Event soon, or drops it when there are too many of them.
+    pub fn publish(&self, regarding: ObjectReference, kind: EventType, reason: &str, mut note: String) {
+        note.truncate(note.floor_char_boundary(MAX_NOTE));
+        let now = Instant::now();
+        let event = Event {
+            type_: kind,
+            reason: reason.into(),
+            note: Some(note),
+            action: reason.into(),
+            secondary: None,
+        };
+        let mut bucket = self.bucket.lock().unwrap_or_else(PoisonError::into_inner);
+        if !bucket.take(now) || self.queue.try_send(Queued { regarding, event, at: now }).is_err() {
+            bucket.dropped += 1;
+        }
+        if let Some(dropped) = bucket.report(now) {
+            tracing::warn!(dropped, "too many Events in the cluster: some were left out");
+        }
+    }
+}
+
+/// A Node as `kubectl describe node` looks Events up: by its name in place of the UID, as the kubelet names it.
+pub fn node(name: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".into()),
+        kind: Some("Node".into()),
+        name: Some(name.into()),
+        uid: Some(name.into()),
+        ..ObjectReference::default()
+    }
+}
+
+/// An object of the core group that may not exist, or whose UID is not known.
+pub fn object(kind: &str, namespace: &str, name: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".into()),
+        kind: Some(kind.into()),
+        namespace: Some(namespace.into()),
+        name: Some(name.into()),
+        ..ObjectReference::default()
+    }
+}
+
+/// A token bucket that counts what it rejects.
+#[derive(Debug)]
+struct Bucket {
+    tokens: f64,
+    filled: Instant,
+    dropped: u64,
+    reported: Option<Instant>,
+}
+
+impl Bucket {
+    fn new(now: Instant) -> Self {
+        Self { tokens: f64::from(BURST), filled: now, dropped: 0, reported: None }
+    }
+
+    fn take(&mut self, now: Instant) -> bool {
+        let gained = now.saturating_duration_since(self.filled).as_secs_f64() * f64::from(PER_SECOND);
+        self.tokens = (self.tokens + gained).min(f64::from(BURST));
+        self.filled = now;
+        let taken = self.tokens >= 1.0;
+        if taken {
+            self.tokens -= 1.0;
+        }
+        taken
+    }
+
+    /// How many were left out, when it is time to report it.
+    fn report(&mut self, now: Instant) -> Option<u64> {
+        let due = self.reported.is_none_or(|last| now.saturating_duration_since(last) >= REPORT_DROPPED);
+        (self.dropped > 0 && due).then(|| {
+            self.reported = Some(now);
+            std::mem::take(&mut self.dropped)
+        })
+    }
+}
+
+struct Publisher {
+    client: kube::Client,
+    reporter: Reporter,
+    /// By note: a recorder counts Events that differ only in their notes as one, and would show the first one's note.
+    recorders: HashMap<Option<String>, Recorder>,
+}
+
+impl Publisher {
+    async fn run(mut self, mut queue: mpsc::Receiver<Queued>) {
+        let mut attempts = Attempts::new("publishing Events in the cluster");
+        while let Some(queued) = queue.recv().await {
+            loop {
+                let Err(error) = self.publish(&queued).await else {
+                    attempts.succeeded();
+                    break;
+                };
+                attempts.report(&error);
+                // A refusal is final; without an answer, or after "too many requests", another attempt may succeed.
+                let refused = error.code.is_some_and(|code| (400..500).contains(&code) && code != 429);
+                if refused || queued.at.elapsed() > WORTH_TRYING {
+                    break;
+                }
+                tokio::time::sleep(attempts.next_delay()).await;
+            }
+        }
+    }
+
+    async fn publish(&mut self, queued: &Queued) -> Result<(), RequestError> {
+        if self.recorders.len() >= NOTES && !self.recorders.contains_key(&queued.event.note) {
+            self.recorders.clear();
+        }
+        let fresh = || Recorder::new(self.client.clone(), self.reporter.clone());
+        let recorder = self.recorders.entry(queued.event.note.clone()).or_insert_with(fresh);
+        let published = request(WRITE_DEADLINE, recorder.publish(&queued.event, &queued.regarding)).await;
+        // The Event whose repetitions were counted has been deleted: this one is the first again.
+        if published.as_ref().is_err_and(|error| error.code == Some(404)) {
+            *recorder = fresh();
+            return request(WRITE_DEADLINE, recorder.publish(&queued.event, &queued.regarding)).await;
+        }
+        published
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_burst_and_a_rate_get_through() {
+        let start = Instant::now();
+        let mut bucket = Bucket::new(start);
+        assert_eq!((0..1000).filter(|_| bucket.take(start)).count(), BURST as usize);
+        let later = start + Duration::from_secs(2);
+        assert_eq!((0..1000).filter(|_| bucket.take(later)).count(), 2 * PER_SECOND as usize);
+        let much_later = later + Duration::from_secs(3600);
+        assert_eq!((0..1000).filter(|_| bucket.take(much_later)).count(), BURST as usize);
+    }
+
+    #[test]
+    fn dropped_events_are_reported_once_a_minute() {
+        let start = Instant::now();
+        let mut bucket = Bucket::new(start);
+        assert_eq!(bucket.report(start), None);
+        bucket.dropped = 3;
+        assert_eq!(bucket.report(start), Some(3));
+        bucket.dropped = 4;
+        assert_eq!(bucket.report(start + REPORT_DROPPED / 2), None);
+        assert_eq!(bucket.report(start + REPORT_DROPPED), Some(4));
+        assert_eq!(bucket.report(start + REPORT_DROPPED * 3), None);
+    }
+}

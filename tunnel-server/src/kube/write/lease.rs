@@ -1,0 +1,196 @@
+//! Which of the servers writes: the holder of a Lease.
+//!
+//! Only writing depends on it. A server that loses the Lease, or the API server, carries on with everything else and
+//! keeps trying.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::Api;
+use kube::api::{Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
+
+use crate::kube::context::WRITE_DEADLINE;
+
+/// How long the Lease is valid after it was renewed, in seconds.
+const LEASE_SECONDS: i32 = 15;
+/// How often it is renewed, as by other controllers.
+const RENEW: Duration = Duration::from_secs(2);
+/// A holder that has not renewed for so long stops writing: another one may take the Lease soon.
+const RENEW_DEADLINE: Duration = Duration::from_secs(10);
+/// How often the Lease of another holder is checked: it may be given back before its end.
+const CHECK: Duration = Duration::from_secs(3);
+/// How long giving the Lease back may delay a stop.
+const RELEASE: Duration = Duration::from_secs(1);
+
+/// Takes part in the election for the Lease `lease` under the name `identity`, until `stop`; the Lease is made if there
+/// is none. Needs a tokio runtime.
+///
+/// The receiver has whether this server may write. It is closed when the Lease has been given back after `stop`: see
+/// [`released`].
+pub fn start(
+    client: kube::Client,
+    namespace: &str,
+    lease: &str,
+    identity: &str,
+    stop: CancellationToken,
+) -> watch::Receiver<bool> {
+    let (leading, receiver) = watch::channel(false);
+    let api = Api::namespaced(client, namespace);
+    let candidate = Candidate { api, lease: lease.to_owned(), identity: identity.to_owned() };
+    tokio::spawn(candidate.run(leading, stop));
+    receiver
+}
+
+/// Waits until the Lease has been given back, which takes about a second at most after the stop.
+pub async fn released(mut leader: watch::Receiver<bool>) {
+    while leader.changed().await.is_ok() {}
+}
+
+struct Candidate {
+    api: Api<Lease>,
+    lease: String,
+    identity: String,
+}
+
+impl Candidate {
+    async fn run(self, leading: watch::Sender<bool>, stop: CancellationToken) {
+        let mut attempts = Attempts::new("the election of the server that writes to the cluster");
+        // As far as this server knows.
+        let mut holds = false;
+        let mut expires: Option<Instant> = None;
+        let mut next = Instant::now();
+        loop {
+            let pause = sleep_until(next);
+            let attempt = async {
+                pause.await;
+                (Instant::now(), self.acquire_or_renew().await)
+            };
+            let mut attempt = pin!(attempt);
+            let (began, outcome) = loop {
+                tokio::select! {
+                    () = stop.cancelled() => {
+                        self.publish(&leading, false);
+                        if holds {
+                            self.give_back().await;
+                        }
+                        return;
+                    }
+                    () = sleep_until(expires.unwrap_or_else(Instant::now)), if expires.is_some() => {
+                        expires = None;
+                        self.publish(&leading, false);
+                    }
+                    outcome = &mut attempt => break outcome,
+                }
+            };
+            match outcome {
+                Ok(held) => {
+                    attempts.succeeded();
+                    holds = held;
+                    expires = held.then(|| began + RENEW_DEADLINE);
+                    self.publish(&leading, held);
+                    next = if held { began + RENEW } else { Instant::now() + CHECK };
+                }
+                Err(error) => {
+                    // A conflict: another server was faster.
+                    if !error.is_conflict() {
+                        attempts.report(&error);
+                    }
+                    next = Instant::now() + attempts.next_delay().min(RENEW_DEADLINE);
+                }
+            }
+        }
+    }
+
+    /// Whether this server holds the Lease now. Every write carries the version that was read, so that of two servers
+    /// that want the Lease one gets it.
+    async fn acquire_or_renew(&self) -> Result<bool, RequestError> {
+        let now = Timestamp::now();
+        let Some(lease) = request(WRITE_DEADLINE, self.api.get_opt(&self.lease)).await? else {
+            let lease = Lease {
+                metadata: ObjectMeta { name: Some(self.lease.clone()), ..ObjectMeta::default() },
+                spec: Some(LeaseSpec {
+                    holder_identity: Some(self.identity.clone()),
+                    lease_duration_seconds: Some(LEASE_SECONDS),
+                    acquire_time: Some(MicroTime(now)),
+                    renew_time: Some(MicroTime(now)),
+                    lease_transitions: Some(1),
+                    ..LeaseSpec::default()
+                }),
+            };
+            let params =
+                PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
+            request(WRITE_DEADLINE, self.api.create(&params, &lease)).await?;
+            return Ok(true);
+        };
+        let known = lease.spec.unwrap_or_default();
+        let version = lease.metadata.resource_version;
+        let mut spec = json!({"renewTime": MicroTime(now), "leaseDurationSeconds": LEASE_SECONDS});
+        if known.holder_identity.as_ref() != Some(&self.identity) {
+            if known.holder_identity.is_some() && is_valid(&known, now) {
+                return Ok(false);
+            }
+            spec["holderIdentity"] = json!(self.identity);
+            spec["acquireTime"] = json!(MicroTime(now));
+            spec["leaseTransitions"] = json!(known.lease_transitions.unwrap_or(0) + 1);
+        }
+        self.write(version, &spec).await?;
+        Ok(true)
+    }
+
+    async fn write(&self, version: Option<String>, spec: &Value) -> Result<(), RequestError> {
+        let patch = Patch::Merge(json!({"metadata": {"resourceVersion": version}, "spec": spec}));
+        let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+        request(WRITE_DEADLINE, self.api.patch(&self.lease, &params, &patch)).await?;
+        Ok(())
+    }
+
+    async fn give_back(&self) {
+        let released = json!({
+            "holderIdentity": null, "acquireTime": null, "renewTime": null, "leaseDurationSeconds": null,
+        });
+        let work = async {
+            loop {
+                let lease = request(WRITE_DEADLINE, self.api.get(&self.lease)).await?;
+                let holder = lease.spec.and_then(|spec| spec.holder_identity);
+                if holder.as_ref() != Some(&self.identity) {
+                    return Ok::<_, RequestError>(());
+                }
+                match self.write(lease.metadata.resource_version, &released).await {
+                    // A renewal that was still in flight came first.
+                    Err(error) if error.is_conflict() => {}
+                    done => return done,
+                }
+            }
+        };
+        match timeout(RELEASE, work).await {
+            Ok(Ok(())) => tracing::info!(lease = self.lease, "gave the Lease back"),
+            Ok(Err(error)) => tracing::debug!(%error, "the Lease was not given back; it ends by itself"),
+            Err(_) => tracing::debug!("the Lease was not given back in time; it ends by itself"),
+        }
+    }
+
+    fn publish(&self, leading: &watch::Sender<bool>, leads: bool) {
+        let changed = leading.send_if_modified(|leading| std::mem::replace(leading, leads) != leads);
+        if changed && leads {
+            tracing::info!(lease = self.lease, identity = self.identity, "this server writes to the cluster");
+        } else if changed {
+            tracing::info!(lease = self.lease, "this server no longer writes to the cluster");
+        }
+    }
+}
+
+/// Whether the holder has renewed in time.
+fn is_valid(lease: &LeaseSpec, now: Timestamp) -> bool {
+    let (Some(renewed), Some(seconds)) = (&lease.renew_time, lease.lease_duration_seconds) else {
+        return false;
+    };
+    now.duration_since(renewed.0).as_secs() < i64::from(seconds)
+}

@@ -1,0 +1,13 @@
+//! What the server writes to the cluster. Events are every server's; the rest is written by the holder of the Lease,
+//! when it differs.
+
+mod condition;
+pub mod csr;
+pub mod dns;
+pub mod events;
+pub mod lease;
+pub mod service;
+mod tunnel_events;
+pub mod tunnels;
+
+pub use condition::CONDITION;

@@ -1,0 +1,251 @@
+//! The ports of the internal Service: one for each tunnelled port of the ConfigMap, leading to a door of the servers.
+//!
+//! The list is read, changed and written with the version that was read. Server-side apply will not do: it can neither
+//! take over the target of a port that another writer named, nor remove ports that another manager made, YurtTunnel's
+//! among them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::stream::select_all;
+use k8s_openapi::api::core::v1::{Service, ServicePort};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
+use kube::runtime::watcher::Event;
+use serde_json::json;
+use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, RequestError, named, request};
+
+use crate::kube::context::{KubeContext, WRITE_DEADLINE};
+use crate::kube::reconcile::{self, Reconcile, changes};
+use crate::settings::{Doors, InternalDoor};
+
+/// What the names of the ports made here begin with.
+const PREFIX: &str = "dnat-";
+const TCP: &str = "TCP";
+/// Changes within this time are written as one.
+const DEBOUNCE: Duration = Duration::from_millis(200);
+
+/// What the Service's ports `present` become. A wanted port gets its target, and a name when it is new; TCP ports named
+/// `dnat-…` that are not wanted go; all others stay as they are.
+pub fn ports(
+    present: &[ServicePort],
+    wanted: &BTreeMap<u16, InternalDoor>,
+    doors: &Doors,
+) -> Vec<ServicePort> {
+    let tcp = |port: &ServicePort| port.protocol.as_deref().unwrap_or(TCP) == TCP;
+    let target_of = |door: &InternalDoor| match door {
+        InternalDoor::Https => doors.https,
+        InternalDoor::Http => doors.http,
+    };
+    let target = |door: &InternalDoor| IntOrString::Int(i32::from(target_of(door)));
+    let mut missing = wanted.clone();
+    // The API server refuses a target port of 0, and with it the whole list.
+    missing.retain(|_, door| target_of(door) != 0);
+    let mut ports = Vec::with_capacity(present.len() + wanted.len());
+    for port in present {
+        let mut port = port.clone();
+        if tcp(&port) {
+            match u16::try_from(port.port).ok().and_then(|number| missing.remove(&number)) {
+                Some(door) => port.target_port = Some(target(&door)),
+                None if port.name.as_deref().is_some_and(|name| name.starts_with(PREFIX)) => continue,
+                None => {}
+            }
+        }
+        ports.push(port);
+    }
+    let mut names: BTreeSet<String> = ports.iter().filter_map(|port| port.name.clone()).collect();
+    for (number, door) in missing {
+        // A UDP port, or a port with another number, may have the name.
+        let name = std::iter::once(format!("{PREFIX}{number}"))
+            .chain((2..).map(|n| format!("{PREFIX}{number}-{n}")))
+            .find(|name| !names.contains(name));
+        names.extend(name.clone());
+        ports.push(ServicePort {
+            name,
+            port: i32::from(number),
+            protocol: Some(TCP.into()),
+            target_port: Some(target(&door)),
+            ..ServicePort::default()
+        });
+    }
+    // The only port of a Service needs no name; one of several does.
+    if ports.len() > 1 {
+        for port in ports.iter_mut().filter(|port| port.name.as_deref().is_none_or(str::is_empty)) {
+            let protocol = port.protocol.as_deref().unwrap_or(TCP).to_ascii_lowercase();
+            port.name = Some(format!("{protocol}-{}", port.port));
+        }
+    }
+    ports
+}
+
+/// Keeps the ports current while this server leads, until the stop. Nothing is written before the settings are known.
+pub async fn run(context: KubeContext, doors: Doors) {
+    let stop = context.stop.clone();
+    let api = Api::namespaced(context.client.clone(), &context.namespace);
+    let only = named(&context.names.internal_service);
+    let inputs = select_all([
+        context
+            .health
+            .follow(api.clone(), only, "services/ports")
+            .map(|event| Input::Service(Box::new(event)))
+            .boxed(),
+        changes(&context.settings).map(|()| Input::Settings).boxed(),
+        changes(&context.leader).map(|()| Input::Leader).boxed(),
+    ]);
+    let target = Ports { context, doors, api, service: Followed::default(), settings_known: false };
+    let attempts = Attempts::new("keeping the ports of the internal Service");
+    reconcile::run(target, inputs, DEBOUNCE, attempts, stop).await;
+}
+
+enum Input {
+    Service(Box<Event<Service>>),
+    Settings,
+    Leader,
+}
+
+struct Ports {
+    context: KubeContext,
+    doors: Doors,
+    api: Api<Service>,
+    service: Followed<Service>,
+    settings_known: bool,
+}
+
+impl Reconcile for Ports {
+    type Input = Input;
+
+    fn apply(&mut self, input: Input) {
+        match input {
+            Input::Service(event) => self.service.apply(*event),
+            Input::Settings => self.settings_known = true,
+            Input::Leader => {}
+        }
+    }
+
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<(), RequestError> {
+        let leads = *self.context.leader.borrow();
+        if !(leads && self.settings_known && self.service.known) {
+            return Ok(());
+        }
+        let wanted = self.context.settings.borrow().internal.clone();
+        let name = &self.context.names.internal_service;
+        let Some(service) = &self.service.object else {
+            if wanted.is_empty() {
+                attempts.succeeded();
+            } else {
+                attempts.report(&format!("there is no Service {}/{name}", self.context.namespace));
+            }
+            return Ok(());
+        };
+        let present = service.spec.as_ref().and_then(|spec| spec.ports.as_deref()).unwrap_or_default();
+        let next = ports(present, &wanted, &self.doors);
+        if next != present {
+            // A merge patch replaces the list; the version makes sure that it is the one that was read.
+            let patch = Patch::Merge(json!({
+                "metadata": {"resourceVersion": service.metadata.resource_version},
+                "spec": {"ports": next},
+            }));
+            let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+            let patched = request(WRITE_DEADLINE, self.api.patch(name, &params, &patch)).await?;
+            self.service.object = Some(patched);
+            tracing::info!(service = %name, ports = next.len(), "wrote the ports of the internal Service");
+        }
+        attempts.succeeded();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOORS: Doors = Doors { https: 10263, http: 10264 };
+
+    fn port(name: &str, protocol: &str, number: i32, target: i32) -> ServicePort {
+        ServicePort {
+            name: Some(name.into()),
+            protocol: Some(protocol.into()),
+            port: number,
+            target_port: Some(IntOrString::Int(target)),
+            ..ServicePort::default()
+        }
+    }
+
+    fn base() -> Vec<ServicePort> {
+        vec![port("http", TCP, 10255, 10264), port("https", TCP, 10250, 10263)]
+    }
+
+    fn after(present: &[ServicePort], wanted: &[(u16, InternalDoor)]) -> Vec<ServicePort> {
+        let wanted = wanted.iter().copied().collect();
+        let ports = ports(present, &wanted, &DOORS);
+        assert_eq!(super::ports(&ports, &wanted, &DOORS), ports, "what was written is written again");
+        ports
+    }
+
+    #[test]
+    fn configured_ports_are_added() {
+        let mut expected = base();
+        expected.push(port("dnat-9100", TCP, 9100, 10264));
+        expected.push(port("dnat-9443", TCP, 9443, 10263));
+        let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
+        assert_eq!(after(&base(), &wanted), expected);
+    }
+
+    #[test]
+    fn another_target_is_rewritten_and_the_rest_of_the_port_stays() {
+        let mut metrics = port("metrics", TCP, 9100, 9100);
+        metrics.node_port = Some(31000);
+        metrics.app_protocol = Some("http".into());
+        let mut named = port("dnat-9443", TCP, 9443, 1);
+        named.target_port = Some(IntOrString::String("https".into()));
+        let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
+        let expected = [
+            ServicePort { target_port: Some(IntOrString::Int(10264)), ..metrics.clone() },
+            port("dnat-9443", TCP, 9443, 10263),
+        ];
+        assert_eq!(after(&[metrics, named], &wanted), expected);
+    }
+
+    #[test]
+    fn a_port_without_a_protocol_is_tcp() {
+        let mut plain = port("metrics", TCP, 9100, 1);
+        plain.protocol = None;
+        let expected = [ServicePort { target_port: Some(IntOrString::Int(10264)), ..plain.clone() }];
+        assert_eq!(after(&[plain], &[(9100, InternalDoor::Http)]), expected);
+    }
+
+    #[test]
+    fn ports_that_are_no_longer_configured_go() {
+        let mut present = base();
+        present.extend([port("dnat-9100", TCP, 9100, 10264), port("dnat-9200", TCP, 9200, 10264)]);
+        let mut expected = base();
+        expected.push(port("dnat-9200", TCP, 9200, 10264));
+        assert_eq!(after(&present, &[(9200, InternalDoor::Http)]), expected);
+        assert_eq!(after(&present, &[]), base());
+    }
+
+    #[test]
+    fn udp_and_other_names_are_left_alone() {
+        let mut present = base();
+        present.extend([port("dnat-53", "UDP", 53, 53), port("metrics", TCP, 9090, 9090)]);
+        assert_eq!(after(&present, &[]), present);
+    }
+
+    #[test]
+    fn the_same_number_over_udp_is_another_port() {
+        let udp = port("dnat-9100", "UDP", 9100, 9100);
+        let expected = [udp.clone(), port("dnat-9100-2", TCP, 9100, 10264)];
+        assert_eq!(after(&[udp], &[(9100, InternalDoor::Http)]), expected);
+    }
+
+    #[test]
+    fn a_single_port_without_a_name_gets_one_when_there_are_more() {
+        let mut only = port("", TCP, 443, 10263);
+        only.name = None;
+        assert_eq!(after(std::slice::from_ref(&only), &[]), [only.clone()]);
+        let expected = [port("tcp-443", TCP, 443, 10263), port("dnat-9100", TCP, 9100, 10264)];
+        assert_eq!(after(&[only], &[(9100, InternalDoor::Http)]), expected);
+    }
+}

@@ -1,0 +1,6 @@
+//! What the server reads from the cluster.
+
+mod authority;
+mod configmap;
+mod names;
+mod nodes;

@@ -1,0 +1,8 @@
+//! What the server writes to the cluster.
+
+mod csr;
+mod dns;
+mod events;
+mod lease;
+mod service;
+mod tunnels;

@@ -1,0 +1,126 @@
+//! The election of the server that writes.
+
+use std::time::{Duration, Instant};
+
+use postern_fake_kube::{ApiServer, Fault, eventually};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_server::kube::write::lease;
+
+use crate::fixture::client;
+
+const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases";
+const LEASE: &str = "tunnel-server";
+
+async fn start(api: &ApiServer, identity: &str, stop: &CancellationToken) -> watch::Receiver<bool> {
+    lease::start(client(api).await, "kube-system", LEASE, identity, stop.clone())
+}
+
+fn lease(api: &ApiServer) -> Option<Value> {
+    Some(api.get(LEASES, LEASE)?["spec"].take())
+}
+
+/// A lease takes 15 s to end and 10 s to be given up.
+async fn becomes(leader: &mut watch::Receiver<bool>, leads: bool) {
+    tokio::time::timeout(Duration::from_secs(60), leader.wait_for(|now| *now == leads))
+        .await
+        .unwrap_or_else(|_| panic!("leading is not {leads} within 60 s"))
+        .expect("the election has ended");
+}
+
+#[tokio::test]
+async fn one_leads_and_gives_the_lease_back_when_it_stops() {
+    let api = ApiServer::start();
+    let stop = CancellationToken::new();
+    let began = Instant::now();
+    let mut first = start(&api, "server-a", &stop).await;
+    becomes(&mut first, true).await;
+    let held = lease(&api).unwrap();
+    assert_eq!((&held["holderIdentity"], &held["leaseDurationSeconds"]), (&json!("server-a"), &json!(15)));
+    // It is renewed long before it ends.
+    for _ in 0..2 {
+        let before = lease(&api).unwrap();
+        eventually("a renewal", || (lease(&api)?["renewTime"] != before["renewTime"]).then_some(())).await;
+    }
+    becomes(&mut first, true).await;
+    // One to take it, and one for each renewal, of which there is one in two seconds.
+    let writes = api.writes("leases");
+    let most = 2 + began.elapsed().as_secs() as usize;
+    assert!((3..=most).contains(&writes), "{writes} writes of the Lease in {:?}", began.elapsed());
+
+    // Another server waits, and gets the Lease long before it would have ended.
+    let other = CancellationToken::new();
+    let mut second = start(&api, "server-b", &other).await;
+    let path = format!("{LEASES}/{LEASE}");
+    let checked = api.requests("get", &path);
+    eventually("the second checks the Lease", || (api.requests("get", &path) >= checked + 2).then_some(()))
+        .await;
+    assert!(!*second.borrow());
+    stop.cancel();
+    lease::released(first).await;
+    let given_back = lease(&api).unwrap();
+    assert!(given_back["holderIdentity"] != "server-a", "{given_back}");
+    becomes(&mut second, true).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-b");
+    other.cancel();
+    lease::released(second).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], Value::Null);
+}
+
+#[tokio::test]
+async fn a_lease_of_another_server_is_taken_when_it_ends() {
+    let api = ApiServer::start();
+    let now = jiff::Timestamp::now();
+    let spec = json!({
+        "holderIdentity": "server-z",
+        "leaseDurationSeconds": 3,
+        "acquireTime": format!("{now:.6}"),
+        "renewTime": format!("{now:.6}"),
+    });
+    api.put(LEASES, json!({"metadata": {"name": LEASE}, "spec": spec}));
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    becomes(&mut leader, true).await;
+    assert!(now.duration_until(jiff::Timestamp::now()).as_secs() >= 3, "it was taken while it was held");
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-a");
+    // Another server that takes it anyway has it.
+    api.edit(LEASES, LEASE, |lease| {
+        lease["spec"]["holderIdentity"] = json!("server-z");
+        lease["spec"]["leaseDurationSeconds"] = json!(3600);
+    });
+    becomes(&mut leader, false).await;
+    stop.cancel();
+    lease::released(leader).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-z");
+}
+
+#[tokio::test]
+async fn without_the_api_server_no_server_leads_and_a_stop_does_not_hang() {
+    let api = ApiServer::start();
+    api.inject("*", "leases", Fault::Status(403), 1);
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    becomes(&mut leader, true).await;
+    api.down();
+    becomes(&mut leader, false).await;
+    api.up();
+    becomes(&mut leader, true).await;
+    // A stop while it is away does not wait for it.
+    api.down();
+    stop.cancel();
+    tokio::time::timeout(Duration::from_secs(60), lease::released(leader)).await.expect("the stop hangs");
+}
+
+#[tokio::test]
+async fn a_lease_that_is_deleted_is_made_again() {
+    let api = ApiServer::start();
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    becomes(&mut leader, true).await;
+    api.remove(LEASES, LEASE);
+    eventually("a new Lease", || (lease(&api)?["holderIdentity"] == "server-a").then_some(())).await;
+    becomes(&mut leader, true).await;
+    stop.cancel();
+    lease::released(leader).await;
+}

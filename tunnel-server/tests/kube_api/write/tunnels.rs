@@ -1,0 +1,165 @@
+//! Tunnels as Events and as a condition of their Node.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use postern_fake_kube::{Fault, eventually};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tunnel_core::identity::NodeName;
+use tunnel_server::kube::write::{CONDITION, tunnels};
+
+use crate::fixture::Fixture;
+
+const NODES: &str = "/api/v1/nodes";
+
+/// The sessions, which the test decides.
+#[derive(Clone)]
+struct Sessions {
+    live: Arc<Mutex<Vec<NodeName>>>,
+    changed: watch::Sender<u64>,
+}
+
+impl Sessions {
+    fn start(fixture: &Fixture, live: &[&str]) -> Self {
+        let sessions = Self { live: Arc::default(), changed: watch::Sender::new(0) };
+        sessions.set(live);
+        let nodes = sessions.live.clone();
+        let live = move || nodes.lock().unwrap().clone();
+        tokio::spawn(tunnels::follow(
+            fixture.context.clone(),
+            fixture.events.clone(),
+            sessions.changed.subscribe(),
+            live,
+        ));
+        sessions
+    }
+
+    fn set(&self, live: &[&str]) {
+        *self.live.lock().unwrap() = live.iter().map(|node| node.parse().unwrap()).collect();
+        self.changed.send_modify(|changes| *changes += 1);
+    }
+}
+
+fn node(name: &str, tunnel: Option<&str>) -> Value {
+    let mut conditions = vec![json!({"type": "Ready", "status": "True", "reason": "KubeletReady"})];
+    conditions.extend(tunnel.map(|status| json!({"type": CONDITION, "status": status})));
+    json!({"metadata": {"name": name}, "status": {"conditions": conditions}})
+}
+
+impl Fixture {
+    fn condition(&self, node: &str) -> Option<Value> {
+        let node = self.api.get(NODES, node)?;
+        let conditions = node["status"]["conditions"].as_array()?;
+        conditions.iter().find(|condition| condition["type"] == CONDITION).cloned()
+    }
+
+    fn status(&self, node: &str) -> Option<String> {
+        Some(self.condition(node)?["status"].as_str()?.to_owned())
+    }
+}
+
+#[tokio::test]
+async fn the_condition_follows_the_tunnel_and_the_kubelets_conditions_stay() {
+    let fixture = Fixture::new(true).await;
+    for (name, tunnel) in [("edge-1", None), ("edge-2", None), ("was-edge", Some("True")), ("cloud-1", None)]
+    {
+        fixture.api.put(NODES, node(name, tunnel));
+    }
+    for code in [403, 500] {
+        fixture.api.inject("list", "nodes", Fault::Status(code), 1);
+        fixture.api.inject("patch", "nodes", Fault::Status(code), 1);
+    }
+    // This server leads as soon as it knows the sessions.
+    let led = Instant::now();
+    let sessions = Sessions::start(&fixture, &["edge-1"]);
+    fixture.nodes(&["edge-1", "edge-2"], &["was-edge", "cloud-1"]);
+    let up = eventually("the condition of edge-1", || fixture.condition("edge-1")).await;
+    assert_eq!((&up["status"], &up["reason"]), (&"True".into(), &"TunnelUp".into()));
+    assert!(up["message"].as_str().unwrap().contains("server-a"), "{up}");
+    for time in ["lastTransitionTime", "lastHeartbeatTime"] {
+        up[time].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
+    }
+    eventually("was-edge without a condition", || fixture.status("was-edge").is_none().then_some(())).await;
+
+    // For half a minute after a server began to lead it writes no tunnel as down.
+    sessions.set(&[]);
+    let down = || fixture.status("edge-1").as_deref() == Some("False") || fixture.status("edge-2").is_some();
+    eventually("the condition without a tunnel", || down().then_some(())).await;
+    assert!(led.elapsed() >= Duration::from_secs(30), "it was written after {:?}", led.elapsed());
+    for edge in ["edge-1", "edge-2"] {
+        eventually("no tunnel", || (fixture.status(edge)? == "False").then_some(())).await;
+    }
+    let down = fixture.condition("edge-2").unwrap();
+    assert_eq!((&down["status"], &down["reason"]), (&"False".into(), &"TunnelDown".into()));
+    assert!(down["message"].as_str().unwrap().contains("no tunnel since 20"), "{down}");
+    sessions.set(&["edge-1", "edge-2"]);
+    for edge in ["edge-1", "edge-2"] {
+        eventually("the tunnel is back", || (fixture.status(edge)? == "True").then_some(())).await;
+    }
+    for name in ["edge-1", "edge-2", "was-edge", "cloud-1"] {
+        let ready = fixture.api.get(NODES, name).unwrap()["status"]["conditions"][0].clone();
+        assert_eq!(ready["reason"], "KubeletReady", "{name}");
+    }
+    assert_eq!(fixture.api.writes("nodes/cloud-1"), 0);
+}
+
+#[tokio::test]
+async fn a_restart_after_which_the_agents_return_writes_nothing() {
+    let fixture = Fixture::new(true).await;
+    let names: Vec<_> = (0..1200).map(|n| format!("edge-{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, Some("True"))));
+    let sessions = Sessions::start(&fixture, &[]);
+    fixture.nodes(&names, &[]);
+    // Three pages of 500.
+    eventually("the list of conditions", || (fixture.api.requests("continue", NODES) >= 2).then_some(()))
+        .await;
+    sessions.set(&names);
+    // A node without a condition shows when the others have been checked.
+    fixture.api.put(NODES, node("edge-new", None));
+    let mut more = names.clone();
+    more.push("edge-new");
+    sessions.set(&more);
+    fixture.nodes(&more, &[]);
+    eventually("the condition of the new node", || fixture.status("edge-new")).await;
+    assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+}
+
+#[tokio::test]
+async fn writes_are_paced_and_one_failing_node_delays_no_other() {
+    let fixture = Fixture::new(true).await;
+    let names: Vec<_> = (0..15).map(|n| format!("edge-{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, None)));
+    let mut with_unknown = names.clone();
+    // In the inventory, but deleted: 404.
+    with_unknown.push("edge-gone");
+    let began = Instant::now();
+    let _sessions = Sessions::start(&fixture, &with_unknown);
+    fixture.nodes(&with_unknown, &[]);
+    for name in &names {
+        eventually("every condition", || (fixture.status(name)? == "True").then_some(())).await;
+    }
+    // Ten a second: the fifteenth comes 1.4 s after the first.
+    assert!(began.elapsed() >= Duration::from_millis(1400), "{:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn only_the_leader_writes_conditions_and_every_server_reports_its_tunnels() {
+    let fixture = Fixture::new(false).await;
+    fixture.api.put(NODES, node("edge-1", None));
+    let sessions = Sessions::start(&fixture, &[]);
+    fixture.nodes(&["edge-1"], &[]);
+    sessions.set(&["edge-1"]);
+    eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
+    assert_eq!(fixture.status("edge-1"), None);
+    assert_eq!(fixture.api.requests("list", NODES), 0);
+    sessions.set(&[]);
+    let note = eventually("an Event", || fixture.notes("default", "TunnelDown", "edge-1").pop()).await;
+    assert!(note.contains("server-a"), "{note}");
+    sessions.set(&["edge-1"]);
+    fixture.leader.send_replace(true);
+    eventually("the condition", || fixture.status("edge-1")).await;
+    assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+}
