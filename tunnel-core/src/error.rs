@@ -4,7 +4,7 @@ use std::error::Error;
 
 /// `error` and its sources, the outermost first.
 pub fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
-    std::iter::successors(Some(error), |error| error.source())
+    std::iter::successors(Some(error), |error: &&'a (dyn Error + 'static)| (*error).source())
 }
 
 /// An error and its sources on one line: the outer ones often say little ("client error (Connect)"). A source that the

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program of postern-tests.
+//! `cargo xtask bench`: release builds of everything, the peers installed, then the `bench` program.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -70,7 +70,7 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     // Whether it works shows with the programs that tests use as well, and those are built already.
     let (profile, folder): (&[&str], _) =
         if options.smoke { (&[], "debug") } else { (&["--release"], "release") };
-    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests"];
+    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-bench"];
     run(cargo().arg("build").args(profile).args(programs))?;
 
     let target = build_ebpf::target_dir(&root())?;

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: builds everything, then runs the `demo` program of postern-tests.
+//! `cargo xtask demo`: builds everything, then runs the `demo` program.
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
@@ -45,7 +45,7 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
         "the demo needs root: it makes network namespaces and a cgroup, attaches eBPF programs to that cgroup and namespace, and sets iptables rules in its router. Run `sudo -E cargo xtask demo`."
     );
     if options.remove {
-        run(cargo().args(["build", "--quiet", "-p", "postern-tests", "--bin", "demo"]))?;
+        run(cargo().args(["build", "--quiet", "-p", "postern-demo"]))?;
         return run_demo_program(false, &["--remove"]);
     }
     packages::install(&[packages::TESTBED, packages::DEMO])?;
@@ -53,12 +53,12 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
         packages::install(&[packages::CLUSTER])?;
     }
     build_ebpf::run()?;
-    build_programs()?;
+    build_programs(&["postern-demo"])?;
     run_demo_program(options.kubernetes, if options.keep { &["--keep"] } else { &[] })
 }
 
-/// Builds the two programs and everything of postern-tests.
-pub(crate) fn build_programs() -> Result<()> {
-    run(cargo().args(["build", "-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-tests"]))?;
-    Ok(())
+/// Builds the two programs and the packages that run them.
+pub(crate) fn build_programs(packages: &[&str]) -> Result<()> {
+    let packages = ["tunnel-server", "tunnel-agent"].iter().chain(packages);
+    run(cargo().arg("build").args(packages.flat_map(|name| ["-p", name])))
 }

@@ -66,7 +66,7 @@ pub(crate) fn run_tests(options: &Options) -> Result<ExitCode> {
     }
     heading("building the eBPF programs and the two programs");
     build_ebpf::run()?;
-    demo::build_programs()?;
+    demo::build_programs(&["postern-scenarios", "postern-demo"])?;
     if !options.quick {
         heading("building the images");
         image::build(image::Profile::Dev, &[image::Image::Server, image::Image::Agent])?;
