@@ -10,8 +10,7 @@ pub(crate) fn insecure_address(address: &str, port: &str) -> Result<Option<Socke
     const KEY: &str = "--insecure-bind-address";
     let ip = parse_ip(KEY, address)?;
     if !ip.is_loopback() {
-        let reason =
-            "not a loopback address: this door has no authentication; use 127.0.0.1 or ::1";
+        let reason = "not a loopback address: this door has no authentication; use 127.0.0.1 or ::1";
         return Err(ConfigError::new(KEY, address, reason));
     }
     Ok(parse_port("--insecure-port", port)?.map(|port| SocketAddr::new(ip, port)))

@@ -4,10 +4,10 @@ use std::net::IpAddr;
 
 use tunnel_core::text::printable;
 
-use crate::route::{ByAddress, Destination, Router};
+use crate::route::{ByAddress, NodeAddress, Router};
 
 /// The node of that name, or the only one with that address.
-pub(super) fn resolve(host: &str, router: &Router) -> Result<Destination, String> {
+pub(super) fn resolve(host: &str, router: &Router) -> Result<NodeAddress, String> {
     let name = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
     let snapshot = router.snapshot();
     if let Some(node) = snapshot.by_name(&name) {

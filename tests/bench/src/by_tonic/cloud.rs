@@ -1,0 +1,163 @@
+//! The cloud's end: accepts connections and carries each as one call.
+use std::ffi::OsString;
+use std::io;
+use std::net::{Ipv4Addr, Shutdown, SocketAddr};
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use http::Uri;
+use hyper_util::rt::TokioIo;
+use postern_testbed::load_target::CARRIED;
+use postern_testbed::wait::wait_until;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore, version};
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_stream::Stream;
+use tonic::Request;
+use tonic::codegen::{BoxFuture, Service};
+use tonic::transport::{Channel, Endpoint};
+use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
+use tunnel_core::link;
+use tunnel_core::proto::Segment;
+use tunnel_core::proto::agent_client::AgentClient;
+
+use super::carry::{Outward, directions, inward, provider};
+
+/// How long the other end may take to listen.
+const START: Duration = Duration::from_secs(20);
+/// Postern's own, for a dial at the edge.
+const DIAL_DEADLINE: Duration = Duration::from_secs(5);
+
+/// The process `--tonic-cloud EDGE CA`: serves until killed.
+pub(crate) fn run(args: &[OsString]) -> Result<()> {
+    let [edge, ca] = args else { anyhow::bail!("--tonic-cloud EDGE CA") };
+    let edge: SocketAddr = edge.to_str().and_then(|edge| edge.parse().ok()).context("EDGE")?;
+    let connector = Connector { edge, tls: tls(Path::new(ca))? };
+    tunnel_core::lifecycle::raise_open_files();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
+    runtime.block_on(async {
+        let connected =
+            async || endpoint(edge)?.connect_with_connector(connector.clone()).await.context("connecting");
+        let client = AgentClient::new(wait_until("a link to the edge", START, connected, |_| true).await?);
+        let mut doors = JoinSet::new();
+        for port in CARRIED {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
+            // What it accepts inherits this.
+            prepare_socket(&listener).context("socket options")?;
+            doors.spawn(accept_all(listener, client.clone(), SocketAddr::new(edge.ip(), port)));
+        }
+        doors.join_next().await;
+        anyhow::bail!("a listener ended")
+    })
+}
+
+fn tls(ca: &Path) -> Result<TlsConnector> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(ca).context("the CA's certificate")?).context("the CA")?;
+    let mut config = ClientConfig::builder_with_provider(Arc::new(provider()))
+        .with_protocol_versions(&[&version::TLS13])
+        .context("TLS 1.3")?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(TlsConnector::from(Arc::new(config)))
+}
+
+/// HTTP/2 as `tunnel_core::link` sets it, as far as tonic has settings for it.
+fn endpoint(edge: SocketAddr) -> Result<Endpoint> {
+    // The connector does TLS, which tonic is built without.
+    Ok(Endpoint::from_shared(format!("http://{edge}"))
+        .context("the edge's address")?
+        .initial_stream_window_size(link::STREAM_WINDOW)
+        .initial_connection_window_size(link::CONNECTION_WINDOW)
+        .max_frame_size(link::MAX_FRAME)
+        .http2_max_header_list_size(link::MAX_HEADERS)
+        .http2_max_concurrent_reset_streams(link::MAX_RESETS)
+        .http2_max_local_error_reset_streams(None)
+        .http2_reset_stream_duration(link::RESET_MEMORY)
+        .http2_keep_alive_interval(link::PING_INTERVAL)
+        .keep_alive_timeout(link::PING_TIMEOUT)
+        .keep_alive_while_idle(true))
+}
+
+#[derive(Clone)]
+struct Connector {
+    edge: SocketAddr,
+    tls: TlsConnector,
+}
+
+impl Service<Uri> for Connector {
+    type Response = TokioIo<TlsStream<TcpStream>>;
+    type Error = io::Error;
+    type Future = BoxFuture<Self::Response, io::Error>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Uri) -> Self::Future {
+        let Self { edge, tls } = self.clone();
+        Box::pin(async move {
+            let socket = TcpStream::connect(edge).await?;
+            link::tune_link(&socket)?;
+            let mut stream = tls.connect(ServerName::from(edge.ip()), socket).await?;
+            link::tune_tls(stream.get_mut().1);
+            Ok(TokioIo::new(stream))
+        })
+    }
+}
+
+async fn accept_all(listener: TcpListener, client: AgentClient<Channel>, target: SocketAddr) {
+    loop {
+        let Ok((socket, _)) = listener.accept().await else {
+            // Out of descriptors: wait for some to be closed.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            continue;
+        };
+        let client = client.clone();
+        tokio::spawn(async move {
+            // The client sees how the connection ended.
+            carry(client, socket, target).await.ok();
+        });
+    }
+}
+
+async fn carry(mut client: AgentClient<Channel>, socket: TcpStream, target: SocketAddr) -> Result<()> {
+    let (outward, mut write) = directions(socket);
+    let mut request = Request::new(Asked(outward));
+    request.metadata_mut().insert(TARGET_HEADER, target.to_string().parse().context("the target")?);
+    // Bounds the answer's headers, not its body.
+    request.set_timeout(DIAL_DEADLINE);
+    let carried = async {
+        let mut answer = client.carry(request).await?.into_inner();
+        inward(&mut answer, &mut write).await
+    };
+    let carried = carried.await;
+    if carried.is_err() {
+        // Tonic holds the other half until that ends: a silent client would never be notified.
+        SockRef::from(write.as_ref()).shutdown(Shutdown::Read).ok();
+        // Dropping it would send an end of file before the reset.
+        write.forget();
+    }
+    carried
+}
+
+/// A request body of tonic cannot fail: a client's reset is an end until the answer shows it.
+struct Asked(Outward);
+
+impl Stream for Asked {
+    type Item = Segment;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Segment>> {
+        Pin::new(&mut self.0).poll_next(cx).map(|segment| segment.and_then(Result::ok))
+    }
+}

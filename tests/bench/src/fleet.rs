@@ -1,0 +1,129 @@
+//! Thousands of agents in one process: the agent's own session code, each with its own identity, session numbers,
+//! policy and connection. Only what exists once per node (admin pages, renewal, discovery) is missing.
+use std::ffi::OsString;
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, Result};
+use arc_swap::ArcSwap;
+use postern_testbed::authority::Authority;
+use postern_testbed::inventory::Inventory;
+use postern_testbed::process::{self, Process};
+use postern_testbed::{CLOUD, Testbed};
+use prometheus_client::registry::Registry;
+use rcgen::KeyPair;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tunnel_agent::metrics::Metrics;
+use tunnel_agent::policy::Policy;
+use tunnel_agent::session::{Attached, EpochSource, LinkLoop, Shared};
+use tunnel_core::identity::{AgentIdentity, TrustBundle};
+
+/// Lifetime of the agents' certificates.
+const LIFETIME: Duration = Duration::from_secs(24 * 3600);
+/// The range of the fleet's addresses, which belong to the host that it runs on.
+pub(crate) const RANGE: &str = "10.128.0.0/14";
+
+/// The n-th node's name.
+pub(crate) fn name(n: usize) -> String {
+    format!("fleet-{n}")
+}
+
+/// The n-th node's address.
+pub(crate) fn address(n: usize) -> Ipv4Addr {
+    const FIRST: u32 = u32::from_be_bytes([10, 128, 0, 1]);
+    Ipv4Addr::from(FIRST.saturating_add(u32::try_from(n).unwrap_or(u32::MAX)))
+}
+
+/// Replaces the inventory with the cloud host and that many nodes of the fleet.
+pub(crate) fn write_inventory(testbed: &Testbed, nodes: usize) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes.truncate(1);
+    let fleet =
+        (0..nodes).map(|n| postern_testbed::inventory::node(&name(n), true, &[address(n).into()], &[]));
+    inventory.nodes.extend(fleet);
+    inventory.write()
+}
+
+/// Starts the program on an edge.
+pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Process> {
+    let dir = testbed.dir().join("fleet");
+    let mut command = testbed.on_edge(edge).command(&process::program("bench")?);
+    command.arg("--fleet").arg(testbed.dir().join("server")).arg(format!("{CLOUD}:10262"));
+    command.arg(count.to_string()).arg(dir);
+    Process::spawn(testbed.dir(), "fleet", command)
+}
+
+/// The process `--fleet …`: runs until killed.
+pub(crate) fn run(args: &[OsString]) -> Result<()> {
+    let text = |at: usize| args.get(at).and_then(|arg| arg.to_str()).context("STATE_DIR SERVER COUNT DIR");
+    let (state_dir, server, dir) = (PathBuf::from(text(0)?), text(1)?.to_owned(), PathBuf::from(text(3)?));
+    let count: usize = text(2)?.parse().context("COUNT")?;
+    tunnel_core::lifecycle::raise_open_files();
+    fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    let identities = identities(&state_dir, count)?;
+    println!("{count} identities");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
+    runtime.block_on(async {
+        let metrics = Metrics::new(&mut Registry::default());
+        // Every agent already has the bundle that the server announces.
+        let (bundles, mut announced) = mpsc::channel(64);
+        tokio::spawn(async move { while announced.recv().await.is_some() {} });
+        let mut agents = tokio::task::JoinSet::new();
+        for (n, identity) in identities.into_iter().enumerate() {
+            let own: IpAddr = address(n).into();
+            let (_addresses, addresses) = watch::channel(Arc::new(vec![own]));
+            let policy = Policy::new(Vec::new(), Arc::new(ArcSwap::from_pointee(vec![own])), Arc::default());
+            let shared = Arc::new(Shared {
+                node: identity.node.clone(),
+                epochs: EpochSource::open(dir.join(n.to_string())).context("session numbers")?,
+                policy: Arc::new(policy),
+                addresses,
+                bundles: bundles.clone(),
+                attached: Attached::default(),
+                metrics: metrics.clone(),
+                draining: CancellationToken::new(),
+                forced: CancellationToken::new(),
+            });
+            let server = server.clone();
+            agents.spawn(async move {
+                let (_identity, identity) = watch::channel(Arc::new(identity));
+                LinkLoop::new(shared, server).run(identity).await;
+                drop(_addresses);
+            });
+        }
+        agents.join_next().await;
+        anyhow::bail!("an agent of the fleet ended")
+    })
+}
+
+fn identities(state_dir: &Path, count: usize) -> Result<Vec<AgentIdentity>> {
+    let authority = Authority::open(state_dir)?;
+    let roots = fs::read_to_string(state_dir.join("ca/ca.crt")).context("reading ca.crt")?;
+    let bundle = TrustBundle::from_pem(&roots).context("the CA's certificate")?;
+    let now = SystemTime::now();
+    let one = |n: usize| {
+        let key = KeyPair::generate().context("a key")?;
+        // A little in the past, for clocks that count whole seconds.
+        let valid = now - Duration::from_secs(60)..now + LIFETIME;
+        let chain = authority.agent(&name(n), &key, valid)?;
+        AgentIdentity::from_pem(&chain, &key.serialize_pem(), bundle.clone())
+            .with_context(|| format!("the identity of {}", name(n)))
+    };
+    (0..count).map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hundred_thousand_addresses_fit_into_the_range() {
+        assert_eq!(address(0), Ipv4Addr::new(10, 128, 0, 1));
+        let last = address(100_000).octets();
+        assert!(RANGE == "10.128.0.0/14" && last[0] == 10 && last[1] < 132, "{last:?}");
+    }
+}

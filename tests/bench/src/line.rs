@@ -1,0 +1,221 @@
+//! What is measured (lines), for whom (peers), in groups.
+use std::fmt;
+
+use serde::Serialize;
+
+/// Postern, and what it is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Peer {
+    /// No tunnel: the router lets the cloud into the site.
+    Direct,
+    /// Two HAProxy with TLS 1.3 between them.
+    Haproxy,
+    /// rathole, with its noise transport.
+    Rathole,
+    /// konnectivity, frontend `grpc`.
+    KonnectivityGrpc,
+    /// konnectivity, frontend `http-connect`.
+    KonnectivityHttp,
+    /// Postern's data path on tonic instead of h2.
+    Tonic,
+    /// One DNAT rule for each node.
+    Iptables,
+    /// This project, with its redirect on.
+    Postern,
+}
+
+impl Peer {
+    /// All, in the order of the columns.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Direct,
+        Self::Haproxy,
+        Self::Rathole,
+        Self::KonnectivityGrpc,
+        Self::KonnectivityHttp,
+        Self::Tonic,
+        Self::Iptables,
+        Self::Postern,
+    ];
+
+    /// Those that carry connections between the two hosts.
+    pub(crate) const CARRIERS: [Self; 7] = [
+        Self::Direct,
+        Self::Haproxy,
+        Self::Rathole,
+        Self::KonnectivityGrpc,
+        Self::KonnectivityHttp,
+        Self::Tonic,
+        Self::Postern,
+    ];
+
+    /// Those that change the cost of connect(), and the empty host.
+    pub(crate) const REDIRECTORS: [Self; 3] = [Self::Direct, Self::Iptables, Self::Postern];
+
+    /// As `--only` takes it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Haproxy => "haproxy",
+            Self::Rathole => "rathole",
+            Self::KonnectivityGrpc => "konnectivity-grpc",
+            Self::KonnectivityHttp => "konnectivity-http",
+            Self::Tonic => "tonic",
+            Self::Iptables => "iptables",
+            Self::Postern => "postern",
+        }
+    }
+
+    /// Heading of its column.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Haproxy => "HAProxy pair",
+            Self::Rathole => "rathole",
+            Self::KonnectivityGrpc => "konnectivity grpc",
+            Self::KonnectivityHttp => "konnectivity http-connect",
+            Self::Tonic => "tonic on the data path",
+            Self::Iptables => "iptables DNAT",
+            Self::Postern => "Postern",
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Lines that are measured together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Group {
+    /// Memory with and without connections. Measured first, on programs that have just started.
+    Held,
+    /// Connections that come and go.
+    Connections,
+    /// Small messages back and forth.
+    RoundTrips,
+    /// Bulk transfers in one direction.
+    Bulk,
+    /// System calls and wake-ups.
+    Counts,
+    /// Round trips and new connections during a disturbance.
+    Beside,
+    /// connect() alone.
+    Connect,
+    /// Many agents, many nodes, many connections; Postern alone.
+    Scale,
+}
+
+impl Group {
+    /// All, in the order of the report.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Connections,
+        Self::RoundTrips,
+        Self::Bulk,
+        Self::Counts,
+        Self::Held,
+        Self::Beside,
+        Self::Connect,
+        Self::Scale,
+    ];
+
+    /// Those of one carrier, in the order in which they are measured.
+    pub(crate) const CARRIED: [Self; 6] =
+        [Self::Held, Self::Connections, Self::RoundTrips, Self::Bulk, Self::Counts, Self::Beside];
+
+    /// As `--only` takes it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Held => "held",
+            Self::Connections => "connections",
+            Self::RoundTrips => "round-trips",
+            Self::Bulk => "bulk",
+            Self::Counts => "counts",
+            Self::Beside => "beside",
+            Self::Connect => "connect",
+            Self::Scale => "scale",
+        }
+    }
+
+    /// Heading of its table.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Held => "Memory, idle and with connections held",
+            Self::Connections => "Connections: connect, 16 bytes there and back, close",
+            Self::RoundTrips => "Round trips over open connections",
+            Self::Bulk => "Bulk transfers",
+            Self::Counts => "System calls and wake-ups of both ends",
+            Self::Beside => "Others' p99 beside something that misbehaves",
+            Self::Connect => "connect() alone, by the number of nodes",
+            Self::Scale => "Scale: Postern alone, once in a run",
+        }
+    }
+
+    /// Whether its values are so far apart that plots need a logarithmic axis.
+    pub(crate) fn logarithmic(self) -> bool {
+        matches!(self, Self::RoundTrips | Self::Beside)
+    }
+
+    /// The peers that are measured.
+    pub(crate) fn peers(self) -> &'static [Peer] {
+        match self {
+            Self::Connect => &Peer::REDIRECTORS,
+            Self::Scale => &[Peer::Postern],
+            _ => &Peer::CARRIERS,
+        }
+    }
+
+    /// Why another peer is not measured.
+    pub(crate) fn why_not(self, peer: Peer) -> &'static str {
+        match (self, peer) {
+            (Self::Connect, _) => "nothing is redirected: clients are given the proxy's own address",
+            (_, Peer::Iptables) => "a rewritten address is no way into a site behind NAT; see connect()",
+            _ => "not measured",
+        }
+    }
+}
+
+/// Whether higher or lower values are better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Better {
+    /// Rates.
+    Higher,
+    /// Times, memory.
+    Lower,
+}
+
+impl Better {
+    /// For a table.
+    pub(crate) fn arrow(self) -> &'static str {
+        match self {
+            Self::Higher => "↑",
+            Self::Lower => "↓",
+        }
+    }
+}
+
+/// One row of the report.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Line {
+    /// Stable identifier in JSON.
+    pub(crate) id: String,
+    /// Its table.
+    pub(crate) group: Group,
+    /// Its title in the report.
+    pub(crate) title: String,
+    /// Unit of the values.
+    pub(crate) unit: &'static str,
+    /// Whether higher or lower values are better.
+    pub(crate) better: Better,
+}
+
+impl Line {
+    pub(crate) fn new(group: Group, id: &str, title: &str, unit: &'static str) -> Self {
+        let better = if unit.ends_with("/s") { Better::Higher } else { Better::Lower };
+        Self { id: id.to_owned(), group, title: title.to_owned(), unit, better }
+    }
+}

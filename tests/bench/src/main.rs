@@ -1,0 +1,86 @@
+//! `cargo xtask bench`: Postern and its alternatives, measured on one testbed in one run.
+//!
+//! As with scenarios, a worker process on the cloud host does the measuring; its supervisor removes everything afterwards.
+#![forbid(unsafe_code)]
+
+mod by_tonic;
+mod catalogue;
+mod connect;
+mod counts;
+mod dial;
+mod disturbance;
+mod fleet;
+mod grpc;
+mod line;
+mod load;
+mod machine;
+mod options;
+mod peers;
+mod record;
+mod report;
+mod run;
+mod scale;
+mod usage;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use postern_testbed::id::{Id, Kind};
+use postern_testbed::{Shape, load_target, supervisor};
+
+use options::Options;
+
+/// Edge 1 is behind NAT, edge 2 can be dialled.
+const EDGES: u8 = 2;
+/// The longest run.
+const LIMIT: Duration = Duration::from_secs(4 * 3600);
+
+/// See [`Options`]; `--run ID …`, `--target`, `--fleet …` and `--tonic-… …` are for the processes that it starts itself.
+fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let rest = args.get(1..).unwrap_or_default();
+    let result = match args.first().and_then(|arg| arg.to_str()) {
+        Some(load_target::ARGUMENT) => load_target::run().map(|()| ExitCode::SUCCESS),
+        Some("--fleet") => fleet::run(rest).map(|()| ExitCode::SUCCESS),
+        Some("--tonic-cloud") => by_tonic::cloud::run(rest).map(|()| ExitCode::SUCCESS),
+        Some("--tonic-edge") => by_tonic::edge::run(rest).map(|()| ExitCode::SUCCESS),
+        Some("--run") => work(rest).map(|()| ExitCode::SUCCESS),
+        _ => supervise(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("bench: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn supervise(args: &[OsString]) -> Result<ExitCode> {
+    supervisor::ensure_root("the benchmark")?;
+    let options = Options::parse(args.iter().cloned())?;
+    let id = Id::new(Kind::Test);
+    // The seed is drawn here, so that it is printed even when the run fails.
+    println!("seed {}, {} rounds", options.seed, options.rounds);
+    let mut command = supervisor::this_program(["--run", &id.to_string()])?;
+    command.args(args).args(["--seed", &options.seed.to_string()]);
+    supervisor::supervise("the run", &id, command, LIMIT, false)
+}
+
+/// The worker.
+fn work(args: &[OsString]) -> Result<()> {
+    let id = args.first().and_then(|id| id.to_str()).context("--run ID")?.parse()?;
+    let options = Options::parse(args[1..].iter().cloned())?;
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("reading the limit of open files")?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raising the limit of open files")?;
+    let testbed = supervisor::enter_run(id, Shape { edges: EDGES, twin: false })?;
+    let machine = machine::Machine::read(&testbed, &options)?;
+    // One thread: the load generator shares the machine with what it measures.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
+    let record = runtime.block_on(async {
+        let mut bench = run::Bench::new(&testbed, &options).await?;
+        bench.run().await?;
+        anyhow::Ok(bench.record)
+    })?;
+    report::write(&options, machine, &record)
+}

@@ -1,0 +1,134 @@
+//! The command line of `bench`.
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::line::{Group, Peer};
+use crate::peers::Programs;
+
+/// Rounds of a full run: a median of five has two on either side.
+const ROUNDS: usize = 5;
+
+/// Parsed arguments of the program `bench`; `cargo xtask bench` gives them.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    /// How often every peer is measured.
+    pub(crate) rounds: usize,
+    /// Only check that it works.
+    pub(crate) smoke: bool,
+    /// Seed of the order of peers.
+    pub(crate) seed: u64,
+    /// The report's folder.
+    pub(crate) out: PathBuf,
+    /// The command that was typed.
+    pub(crate) command: String,
+    /// The other peers' programs.
+    pub(crate) programs: Programs,
+    groups: Vec<Group>,
+    peers: Vec<Peer>,
+}
+
+impl Options {
+    /// Reads the arguments; errors name what there is.
+    pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Self> {
+        let mut options = Self {
+            rounds: 0,
+            smoke: false,
+            seed: rand::random_range(0..1_000_000),
+            out: PathBuf::from("target/bench"),
+            command: "cargo xtask bench".to_owned(),
+            programs: Programs::default(),
+            groups: Vec::new(),
+            peers: Vec::new(),
+        };
+        let mut args = args.into_iter();
+        while let Some(arg) = args.next() {
+            let arg = arg.into_string().map_err(|arg| anyhow::anyhow!("not UTF-8: {}", arg.display()))?;
+            if arg == "--smoke" {
+                options.smoke = true;
+                continue;
+            }
+            let value = args.next().with_context(|| format!("{arg} needs a value"))?;
+            let value =
+                value.into_string().map_err(|value| anyhow::anyhow!("not UTF-8: {}", value.display()))?;
+            match arg.as_str() {
+                "--rounds" => {
+                    options.rounds = value.parse().with_context(|| format!("--rounds {value:?}"))?;
+                }
+                "--seed" => options.seed = value.parse().with_context(|| format!("--seed {value:?}"))?,
+                "--out" => options.out = value.into(),
+                "--command" => options.command = value,
+                "--program" => options.programs.found(&value)?,
+                "--missing" => options.programs.missing(&value)?,
+                "--only" => options.only(&value)?,
+                _ => bail!("unknown argument {arg:?}"),
+            }
+        }
+        if options.rounds == 0 {
+            options.rounds = if options.smoke { 1 } else { ROUNDS };
+        }
+        Ok(options)
+    }
+
+    fn only(&mut self, name: &str) -> Result<()> {
+        let group = Group::ALL.into_iter().find(|group| group.name() == name);
+        let peer = Peer::ALL.into_iter().find(|peer| peer.name() == name);
+        match (group, peer) {
+            (Some(group), _) => self.groups.push(group),
+            (None, Some(peer)) => self.peers.push(peer),
+            (None, None) => bail!(
+                "--only {name:?}: there are the groups {} and the peers {}",
+                Group::ALL.map(Group::name).join(", "),
+                Peer::ALL.map(Peer::name).join(", ")
+            ),
+        }
+        Ok(())
+    }
+
+    /// Whether a group is to be measured.
+    pub(crate) fn wants_group(&self, group: Group) -> bool {
+        self.groups.is_empty() || self.groups.contains(&group)
+    }
+
+    /// Whether a peer is to be measured.
+    pub(crate) fn wants_peer(&self, peer: Peer) -> bool {
+        self.peers.is_empty() || self.peers.contains(&peer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Options> {
+        Options::parse(args.iter().map(OsString::from))
+    }
+
+    #[test]
+    fn only_restricts_groups_and_peers() {
+        let all = parse(&[]).unwrap();
+        assert!(Group::ALL.into_iter().all(|group| all.wants_group(group)) && all.rounds == ROUNDS);
+        let some = parse(&["--only", "bulk", "--only", "postern", "--only", "held", "--smoke"]).unwrap();
+        assert!(some.wants_group(Group::Bulk) && some.wants_group(Group::Held));
+        assert!(!some.wants_group(Group::Beside) && !some.wants_peer(Peer::Direct));
+        assert!(some.wants_peer(Peer::Postern) && some.rounds == 1);
+    }
+
+    #[test]
+    fn errors_list_the_choices() {
+        let error = parse(&["--only", "speed"]).unwrap_err().to_string();
+        assert!(error.contains("speed") && error.contains("bulk") && error.contains("rathole"), "{error}");
+        assert!(parse(&["--rounds", "many"]).is_err());
+        assert!(parse(&["--rounds"]).is_err());
+        assert!(parse(&["--fast", "1"]).is_err());
+    }
+
+    #[test]
+    fn programs_are_found_or_missing_with_a_reason() {
+        let options = parse(&["--program", "rathole=/bin/rathole", "--missing", "haproxy=no apt"]).unwrap();
+        assert_eq!(options.programs.path("rathole"), Ok(PathBuf::from("/bin/rathole")));
+        assert_eq!(options.programs.path("haproxy"), Err("no apt".to_owned()));
+        assert!(options.programs.path("konnectivity").is_err());
+    }
+}

@@ -1,0 +1,86 @@
+//! A running peer.
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use postern_testbed::agent::Agent;
+use postern_testbed::process::Process;
+use postern_testbed::server::Server;
+use postern_testbed::wait::wait_until;
+
+use crate::dial::Dialer;
+use crate::line::Peer;
+use crate::load;
+use crate::usage::{Part, Side};
+
+/// How long a peer may take until its first connection works.
+const START: Duration = Duration::from_secs(30);
+/// The edge behind NAT.
+pub(crate) const BEHIND_NAT: usize = 1;
+/// The edge that the cloud can dial.
+pub(crate) const OPEN: usize = 2;
+/// Where a client on the cloud host reaches peers that listen there.
+pub(crate) const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
+
+/// A running peer.
+#[derive(Debug)]
+pub(crate) struct Running<'a> {
+    /// The way through it.
+    pub(crate) dialer: Dialer,
+    /// Its programs.
+    pub(crate) parts: Vec<Part>,
+    /// The edge that it leads to.
+    pub(crate) edge: usize,
+    pub(super) keep: Keep<'a>,
+}
+
+#[derive(Debug)]
+pub(super) enum Keep<'a> {
+    Processes(Vec<(Side, Process)>),
+    Postern(Box<(Server<'a>, Agent<'a>)>),
+}
+
+impl<'a> Running<'a> {
+    pub(super) fn of_processes(dialer: Dialer, edge: usize, processes: Vec<(Side, Process)>) -> Self {
+        let parts = processes.iter().map(|(side, process)| Part::new(*side, process)).collect();
+        Self { dialer, parts, edge, keep: Keep::Processes(processes) }
+    }
+
+    pub(super) async fn wait_ready(&mut self, peer: Peer) -> Result<()> {
+        let what = format!("a connection through {peer}");
+        let visit = async || {
+            if let Keep::Processes(processes) = &mut self.keep {
+                for (_, process) in processes {
+                    if let Some(status) = process.ended()? {
+                        anyhow::bail!("{} ended with {status}: {}", process.name(), process.output()?);
+                    }
+                }
+            }
+            Ok(load::visit(&self.dialer).await.map_err(|error| format!("{error:#}")))
+        };
+        wait_until(&what, START, visit, Result::is_ok).await.map(drop)
+    }
+
+    /// The server, if this is Postern.
+    pub(crate) fn server(&self) -> Option<&Server<'a>> {
+        match &self.keep {
+            Keep::Postern(both) => Some(&both.0),
+            Keep::Processes(_) => None,
+        }
+    }
+
+    /// Stops it; Postern gracefully, so that its eBPF programs are detached.
+    pub(crate) async fn stop(self) -> Result<()> {
+        match self.keep {
+            Keep::Processes(_) => Ok(()),
+            Keep::Postern(both) => {
+                let (mut server, mut agent) = *both;
+                let status = agent.process.stop().await?;
+                ensure!(status.success(), "the agent ended with {status}");
+                let status = server.process.stop().await?;
+                ensure!(status.success(), "the server ended with {status}");
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! The performance targets, and whether this run meets them. A missed target is reported and fails nothing.
+use serde::Serialize;
+
+use crate::catalogue::NODES;
+use crate::line::Peer;
+use crate::record::Record;
+
+/// One target.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Target {
+    /// What it requires.
+    pub(super) asks: String,
+    /// The measured value; None when a value is missing.
+    pub(super) measured: Option<f64>,
+    /// Whether it is met.
+    pub(super) met: Option<bool>,
+}
+
+#[derive(Clone, Copy)]
+enum Bound {
+    AtLeast(f64),
+    AtMost(f64),
+}
+
+/// All of them.
+pub(super) fn check(record: &Record) -> Vec<Target> {
+    use Bound::{AtLeast, AtMost};
+    let ratio = |line: &str, to: Peer| record.ratio(line, Peer::Postern, to);
+    let value = |line: &str| record.median(line, Peer::Postern);
+    // The ratio of two lines of Postern; a bound does not count as a value.
+    let over = |line: &str, base: &str| {
+        let exact = |line| record.cell(line, Peer::Postern).filter(|cell| !cell.bounded).map(|_| ());
+        exact(line).and(exact(base))?;
+        Some(value(line)? / value(base).filter(|base| *base > 0.0)?)
+    };
+    let (konnectivity, haproxy) = (Peer::KonnectivityHttp, Peer::Haproxy);
+    let few = format!("connect-{}", NODES[0]);
+    let many = format!("connect-{}", NODES[NODES.len() - 1]);
+    let targets = [
+        ("connect() p50 with the redirect, over an empty host", ratio(&few, Peer::Direct), AtMost(1.2)),
+        ("connect() p50 at 10,000 nodes, over one node", over(&many, &few), AtMost(1.2)),
+        ("connect() p50 at 100,000 nodes, over one node", value("scale-connect-100000"), AtMost(1.2)),
+        ("download, one stream, over HAProxy", ratio("bulk-down-1", haproxy), AtLeast(1.0)),
+        ("upload, one stream, over HAProxy", ratio("bulk-up-1", haproxy), AtLeast(1.0)),
+        ("download, one stream, over konnectivity", ratio("bulk-down-1", konnectivity), AtLeast(4.0)),
+        ("upload, one stream, over konnectivity", ratio("bulk-up-1", konnectivity), AtLeast(4.0)),
+        ("download, 8 streams over one", over("bulk-down-8", "bulk-down-1"), AtLeast(1.0)),
+        ("upload, 8 streams over one", over("bulk-up-8", "bulk-up-1"), AtLeast(1.0)),
+        ("round trip p50, 64 B, over konnectivity", ratio("round-trip-64-1-p50", konnectivity), AtMost(0.6)),
+        ("round trip p50, 64 B, over rathole", ratio("round-trip-64-1-p50", Peer::Rathole), AtMost(1.0)),
+        (
+            "connect, echo, close, 16 at once, over konnectivity",
+            ratio("connections-16", konnectivity),
+            AtLeast(2.5),
+        ),
+        ("memory at 2,000 connections, over konnectivity", ratio("held", konnectivity), AtMost(0.35)),
+        ("round trip p99 beside four bulk downloads, ms", value("beside-bulk-4-trip").map(ms), AtMost(12.0)),
+    ];
+    let fixed = targets.into_iter().map(|(asks, measured, bound)| target(asks, measured, bound));
+    let beside = [
+        ("stalled", "a stalled reader"),
+        ("stalled-500", "500 stalled readers"),
+        ("hole", "a black-holed dial"),
+        ("bulk-1", "a download"),
+    ];
+    let kinds = [("trip", "round trip"), ("visit", "new connection")];
+    let beside = beside.into_iter().flat_map(|(id, what)| {
+        kinds.map(|(kind, title)| {
+            let measured = over(&format!("beside-{id}-{kind}"), &format!("beside-alone-{kind}"));
+            target(&format!("{title} p99 beside {what}, over alone"), measured, AtMost(2.0))
+        })
+    });
+    let agents = target(
+        "memory of the server for an idle agent of 10,000, KiB",
+        value("scale-agents-memory-10000"),
+        AtMost(30.0),
+    );
+    fixed.chain(beside).chain([agents]).collect()
+}
+
+fn ms(micros: f64) -> f64 {
+    micros / 1e3
+}
+
+fn target(what: &str, measured: Option<f64>, bound: Bound) -> Target {
+    let (sign, limit) = match bound {
+        Bound::AtLeast(limit) => ("≥", limit),
+        Bound::AtMost(limit) => ("≤", limit),
+    };
+    let met = measured.map(|measured| match bound {
+        Bound::AtLeast(limit) => measured >= limit,
+        Bound::AtMost(limit) => measured <= limit,
+    });
+    Target { asks: format!("{what} {sign} {limit}"), measured, met }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of<'a>(targets: &'a [Target], begin: &str) -> &'a Target {
+        targets.iter().find(|target| target.asks.starts_with(begin)).unwrap()
+    }
+
+    #[test]
+    fn targets_are_met_or_not_or_unknown() {
+        let mut record = Record::default();
+        record.value("bulk-down-1", Peer::Postern, 900.0);
+        record.value("bulk-down-1", Peer::Haproxy, 800.0);
+        record.value("bulk-down-1", Peer::KonnectivityHttp, 300.0);
+        record.value("bulk-down-8", Peer::Postern, 850.0);
+        record.value("beside-bulk-4-trip", Peer::Postern, 11_000.0);
+        let targets = check(&record);
+        assert_eq!(of(&targets, "download, one stream, over HAProxy").met, Some(true));
+        assert_eq!(of(&targets, "download, one stream, over konnectivity").met, Some(false));
+        assert_eq!(of(&targets, "download, 8 streams").met, Some(false));
+        assert_eq!(of(&targets, "round trip p99 beside four").measured, Some(11.0));
+        assert_eq!(of(&targets, "memory at 2,000").met, None, "not measured is neither met nor missed");
+    }
+}

@@ -1,0 +1,317 @@
+//! The rounds: each measures every peer once, in a random order, with its programs freshly started.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use postern_testbed::Testbed;
+use postern_testbed::inventory::Inventory;
+use postern_testbed::load_target::Target;
+use postern_testbed::netns::Namespace;
+use rand::SeedableRng as _;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom as _;
+
+use crate::catalogue::{DISTURBANCES, ROUND_TRIP_CONNECTIONS, ROUND_TRIP_SIZES};
+use crate::line::{Group, Peer};
+use crate::load::{self, Effort, Way};
+use crate::options::Options;
+use crate::peers::{self, Certificates, Running};
+use crate::record::Record;
+use crate::{connect, counts, disturbance, scale, usage};
+
+/// How long the connections of one line may take to close before the next begins.
+const SETTLE: Duration = Duration::from_secs(5);
+/// The longest that one group of one peer may take.
+const GROUP_LIMIT: Duration = Duration::from_secs(180);
+
+/// The testbed and the values of all rounds.
+pub(crate) struct Bench<'a> {
+    testbed: &'a Testbed,
+    options: &'a Options,
+    effort: Effort,
+    certificates: Certificates,
+    targets: Vec<Target<'a>>,
+    /// The host with the iptables rules.
+    neighbour: Namespace,
+    /// The values so far.
+    pub(crate) record: Record,
+}
+
+/// One turn of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Carried(Peer),
+    Connect(Peer),
+}
+
+impl<'a> Bench<'a> {
+    /// Prepares the testbed and starts the targets.
+    pub(crate) async fn new(testbed: &'a Testbed, options: &'a Options) -> Result<Self> {
+        let open = testbed.edge(peers::OPEN);
+        // A site that the cloud can dial, for peers that need that.
+        testbed.router.iptables(&format!("-I FORWARD -i cloud0 -o {} -j ACCEPT", open.router_port))?;
+        let neighbour = testbed.add_neighbour()?;
+        let hosts = testbed.edges().iter().map(|edge| &edge.ns).chain([&testbed.cloud, &neighbour]);
+        for host in hosts {
+            // Otherwise thousands of connections a second use up a destination's ports within seconds.
+            host.write("/proc/sys/net/ipv4/ip_local_port_range", "16384 65000")?;
+            host.write("/proc/sys/net/ipv4/tcp_tw_reuse", "1")?;
+        }
+        let mut targets = Vec::new();
+        for edge in [peers::BEHIND_NAT, peers::OPEN] {
+            targets.push(Target::start(testbed, edge).await?);
+        }
+        let certificates =
+            Certificates::create(&testbed.dir().join("certificates"), &open.address.to_string())?;
+        let effort = if options.smoke { Effort::SMOKE } else { Effort::FULL };
+        let record = Record::default();
+        Ok(Self { testbed, options, effort, certificates, targets, neighbour, record })
+    }
+
+    /// All rounds, then scale.
+    pub(crate) async fn run(&mut self) -> Result<()> {
+        let mut order = StdRng::seed_from_u64(self.options.seed);
+        let start = Instant::now();
+        for round in 1..=self.options.rounds {
+            let mut turns = self.turns();
+            turns.shuffle(&mut order);
+            for turn in turns {
+                let so_far = start.elapsed().as_secs();
+                println!("[{so_far:>4} s] round {round} of {}: {turn:?}", self.options.rounds);
+                match turn {
+                    Turn::Carried(peer) => self.carried(peer).await,
+                    Turn::Connect(peer) => self.connect(peer).await,
+                }
+            }
+        }
+        if self.options.wants_group(Group::Scale) && self.options.wants_peer(Peer::Postern) {
+            println!("[{:>4} s] scale", start.elapsed().as_secs());
+            let measured = scale::measure(self.testbed, self.options, &self.effort, &mut self.record).await;
+            if let Err(error) = measured {
+                self.failed(Group::Scale, Peer::Postern, &error);
+            }
+        }
+        Ok(())
+    }
+
+    fn turns(&self) -> Vec<Turn> {
+        let carried = Group::CARRIED.iter().any(|group| self.options.wants_group(*group));
+        let carried = Peer::CARRIERS.into_iter().filter(|_| carried).map(Turn::Carried);
+        let connect = self.options.wants_group(Group::Connect);
+        let connect = Peer::REDIRECTORS.into_iter().filter(|_| connect).map(Turn::Connect);
+        let all = carried.chain(connect);
+        all.filter(|turn| match turn {
+            Turn::Carried(peer) | Turn::Connect(peer) => self.options.wants_peer(*peer),
+        })
+        .collect()
+    }
+
+    fn failed(&mut self, group: Group, peer: Peer, error: &anyhow::Error) {
+        println!("  {}, {peer}: {error:#}", group.name());
+        self.record.group_missing(group, peer, &format!("failed: {error:#}"));
+    }
+
+    fn target(&self, edge: usize) -> &Target<'a> {
+        // Started in the order of the edges, which are counted from 1.
+        &self.targets[edge - 1]
+    }
+
+    async fn start(&self, peer: Peer) -> Result<Running<'a>> {
+        if peer == Peer::Postern {
+            Inventory::of(self.testbed)?;
+        }
+        peers::start(self.testbed, peer, &self.options.programs, &self.certificates)
+            .await
+            .with_context(|| format!("starting {peer}"))
+    }
+
+    /// Whether the peer's programs are installed; records why not.
+    fn installed(&mut self, peer: Peer) -> bool {
+        let Some(Err(reason)) = peers::needs(peer).map(|name| self.options.programs.path(name)) else {
+            return true;
+        };
+        println!("  left out: {reason}");
+        for group in Group::CARRIED {
+            self.record.group_missing(group, peer, &reason);
+        }
+        false
+    }
+
+    async fn carried(&mut self, peer: Peer) {
+        if !self.installed(peer) {
+            return;
+        }
+        let mut running = None;
+        for group in Group::CARRIED {
+            if !self.options.wants_group(group) {
+                continue;
+            }
+            let start = Instant::now();
+            let measured = tokio::time::timeout(GROUP_LIMIT, self.group(group, peer, &mut running)).await;
+            println!("         {} took {:.1?}", group.name(), start.elapsed());
+            let measured = measured.context("took too long").and_then(|result| result);
+            if let Err(error) = measured {
+                self.failed(group, peer, &error);
+                // The next group gets a fresh one.
+                stop(&mut running).await;
+            }
+        }
+        stop(&mut running).await;
+    }
+
+    async fn group(&mut self, group: Group, peer: Peer, running: &mut Option<Running<'a>>) -> Result<()> {
+        if group == Group::Beside {
+            return self.beside(peer, running).await;
+        }
+        if running.is_none() {
+            *running = Some(self.start(peer).await?);
+        }
+        let Some(on) = running.as_ref() else { return Ok(()) };
+        self.target(on.edge).settle(SETTLE).await?;
+        match group {
+            Group::Held => self.held(peer, on).await,
+            Group::Connections => self.connections(peer, on).await,
+            Group::RoundTrips => self.round_trips(peer, on).await,
+            Group::Counts => counts::measure(self.testbed, peer, on, &self.effort, &mut self.record).await,
+            _ => self.bulk(peer, on).await,
+        }
+    }
+
+    async fn held(&mut self, peer: Peer, on: &Running<'_>) -> Result<()> {
+        if on.parts.is_empty() {
+            self.record.group_missing(Group::Held, peer, "it has no programs");
+            return Ok(());
+        }
+        let (cloud, edge) = usage::resident(&on.parts)?;
+        self.record.value("held-idle", peer, cloud + edge);
+        let streams = load::hold(&on.dialer, self.effort.held).await?;
+        tokio::time::sleep(self.effort.idle).await;
+        let (cloud, edge) = usage::resident(&on.parts)?;
+        self.record.value("held", peer, cloud + edge);
+        self.record.value("held-cloud", peer, cloud);
+        self.record.value("held-edge", peer, edge);
+        load::concurrently(streams.into_iter().map(crate::dial::Stream::close)).await?;
+        Ok(())
+    }
+
+    async fn connections(&mut self, peer: Peer, on: &Running<'_>) -> Result<()> {
+        let mut one = load::visits(&on.dialer, 1, &self.effort).await?;
+        self.record.value("connections-1", peer, one.rate());
+        self.record.value("connections-1-p99", peer, load::micros(&mut one.times, 0.99)?);
+        self.target(on.edge).settle(SETTLE).await?;
+        let before = usage::cpu_seconds(&on.parts)?;
+        let many = load::visits(&on.dialer, 16, &self.effort).await?;
+        // Include the cost of closing.
+        self.target(on.edge).settle(SETTLE).await?;
+        self.record.value("connections-16", peer, many.rate());
+        self.cpu("connections-cpu", peer, on, before, load::as_f64(many.count) / 1e3)
+    }
+
+    /// CPU seconds since `before`, for each of `units`.
+    fn cpu(&mut self, line: &str, peer: Peer, on: &Running<'_>, before: f64, units: f64) -> Result<()> {
+        if on.parts.is_empty() {
+            self.record.missing(line, peer, "it has no programs");
+        } else {
+            self.record.value(line, peer, (usage::cpu_seconds(&on.parts)? - before) / units);
+        }
+        Ok(())
+    }
+
+    async fn round_trips(&mut self, peer: Peer, on: &Running<'_>) -> Result<()> {
+        for (bytes, _) in ROUND_TRIP_SIZES {
+            for connections in ROUND_TRIP_CONNECTIONS {
+                let mut times = load::round_trips(&on.dialer, bytes, connections, &self.effort).await?;
+                for (part, share) in [("p50", 0.5), ("p99", 0.99)] {
+                    let line = format!("round-trip-{bytes}-{connections}-{part}");
+                    self.record.value(&line, peer, load::micros(&mut times, share)?);
+                }
+                self.target(on.edge).settle(SETTLE).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn bulk(&mut self, peer: Peer, on: &Running<'_>) -> Result<()> {
+        for (way, name) in [(Way::Down, "down"), (Way::Up, "up")] {
+            let bytes = load::bytes_for(&on.dialer, way, &self.effort).await?;
+            let before = usage::cpu_seconds(&on.parts)?;
+            let one = load::bulk(&on.dialer, way, 1, bytes).await?;
+            let gigabytes = load::as_f64(one.bytes) / 1e9;
+            self.cpu(&format!("bulk-{name}-cpu"), peer, on, before, gigabytes)?;
+            self.record.value(&format!("bulk-{name}-1"), peer, one.rate());
+            let many = load::bulk(&on.dialer, way, 8, bytes).await?;
+            self.record.value(&format!("bulk-{name}-8"), peer, many.rate());
+            self.target(on.edge).settle(SETTLE).await?;
+        }
+        Ok(())
+    }
+
+    async fn beside(&mut self, peer: Peer, running: &mut Option<Running<'a>>) -> Result<()> {
+        let mut failed = Ok(());
+        for (what, _) in DISTURBANCES {
+            let mut measured = self.beside_one(what, peer, running).await;
+            if measured.is_err() {
+                // It may not have recovered from the last disturbance.
+                measured = self.beside_one(what, peer, running).await;
+            }
+            if let Err(error) = measured {
+                for kind in ["trip", "visit"] {
+                    let line = format!("beside-{what}-{kind}");
+                    self.record.missing(&line, peer, &format!("failed: {error:#}"));
+                }
+                println!("  beside {what}, {peer}: {error:#}");
+                failed = Err(error);
+            }
+        }
+        failed
+    }
+
+    async fn beside_one(&mut self, what: &str, peer: Peer, running: &mut Option<Running<'a>>) -> Result<()> {
+        if running.is_none() {
+            *running = Some(self.start(peer).await?);
+        }
+        let Some(on) = running.as_ref() else { return Ok(()) };
+        let measured = disturbance::measure(&on.dialer, what, &self.effort).await;
+        let settled = self.target(on.edge).settle(SETTLE).await;
+        if measured.is_err() || settled.is_err() {
+            // Some peers do not recover: the next measurement gets a fresh one.
+            stop(running).await;
+        }
+        for (line, others) in measured? {
+            others.note(&mut self.record, peer, &line)?;
+        }
+        Ok(())
+    }
+
+    async fn connect(&mut self, peer: Peer) {
+        let measured = tokio::time::timeout(GROUP_LIMIT, self.connect_of(peer)).await;
+        if let Err(error) = measured.context("took too long").and_then(|result| result) {
+            self.failed(Group::Connect, peer, &error);
+        }
+    }
+
+    async fn connect_of(&mut self, peer: Peer) -> Result<()> {
+        let open = self.testbed.edge(peers::OPEN).address;
+        match peer {
+            Peer::Iptables => {
+                connect::iptables(&self.neighbour, self.testbed, open, &self.effort, &mut self.record)
+            }
+            Peer::Postern => {
+                let running = self.start(peer).await?;
+                let measured = connect::postern(&running, self.testbed, &self.effort, &mut self.record).await;
+                measured.and(running.stop().await)
+            }
+            _ => {
+                let running = self.start(peer).await?;
+                connect::direct(&running, &self.effort, &mut self.record).await
+            }
+        }
+    }
+}
+
+async fn stop(running: &mut Option<Running<'_>>) {
+    if let Some(running) = running.take()
+        && let Err(error) = running.stop().await
+    {
+        println!("  stopping: {error:#}");
+    }
+}

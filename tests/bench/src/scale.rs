@@ -1,0 +1,269 @@
+//! Many agents, many nodes, many connections: Postern alone, once in a run.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::resource::{Resource, getrlimit};
+use postern_testbed::Testbed;
+use postern_testbed::inventory::{self, Inventory};
+use postern_testbed::percentiles::Times;
+use postern_testbed::server::Server;
+use postern_testbed::wait::wait_until;
+
+use crate::catalogue::{self, AGENTS, ROUTES};
+use crate::dial::{Dialer, Stream};
+use crate::line::{Group, Peer};
+use crate::load::{self, Effort, as_f64, micros};
+use crate::options::Options;
+use crate::peers::{BEHIND_NAT, Running};
+use crate::record::Record;
+use crate::usage::{self, Part, Side};
+use crate::{connect, fleet, peers};
+
+/// Connections held to one node.
+const HELD: usize = 30_000;
+/// Dials a second across all agents.
+const DIALS: usize = 1_000;
+/// How long all agents may take to attach.
+const ATTACH: Duration = Duration::from_secs(180);
+/// How long 100,000 nodes may take to be read and put into the maps.
+const READ: Duration = Duration::from_secs(180);
+
+/// The fraction that is measured: a smoke run does a fiftieth.
+#[derive(Clone, Copy)]
+struct Size {
+    divisor: usize,
+    /// How long idle agents are watched: more than one period of their pings.
+    idle: Duration,
+    /// How long dials are paced.
+    dials: Duration,
+}
+
+impl Size {
+    fn of(smoke: bool) -> Self {
+        if smoke {
+            let (idle, dials) = (Duration::from_millis(200), Duration::from_millis(200));
+            return Self { divisor: 50, idle, dials };
+        }
+        Self { divisor: 1, idle: Duration::from_secs(20), dials: Duration::from_secs(5) }
+    }
+
+    fn part(self, count: usize) -> usize {
+        (count / self.divisor).max(1)
+    }
+}
+
+/// Measures every line; a failure does not stop the rest.
+pub(crate) async fn measure(
+    testbed: &Testbed,
+    options: &Options,
+    effort: &Effort,
+    record: &mut Record,
+) -> Result<()> {
+    let size = Size::of(options.smoke);
+    let edge = &testbed.edge(BEHIND_NAT).ns;
+    edge.ip(&format!("route add local {} dev lo", fleet::RANGE))?;
+    let mut failed = Ok(());
+    for agents in AGENTS {
+        println!("  {} agents", size.part(agents));
+        if let Err(error) = of_agents(testbed, agents, size, record).await {
+            note_failure(record, &[&format!("-{agents}")], &error);
+            failed = Err(error);
+        }
+    }
+    println!("  {} routes", size.part(ROUTES[ROUTES.len() - 1]));
+    if let Err(error) = of_routes(testbed, effort, size, record).await {
+        note_failure(record, &["scale-routes", "scale-connect"], &error);
+        failed = Err(error);
+    }
+    println!("  {} connections", size.part(HELD));
+    if let Err(error) = of_held(testbed, effort, size, record).await {
+        note_failure(record, &["scale-held"], &error);
+        failed = Err(error);
+    }
+    failed
+}
+
+fn note_failure(record: &mut Record, of: &[&str], error: &anyhow::Error) {
+    println!("  {error:#}");
+    let lines = catalogue::lines(Group::Scale);
+    let concerned = lines.iter().filter(|line| of.iter().any(|part| line.id.contains(part)));
+    for line in
+        concerned.filter(|line| record.cell(&line.id, Peer::Postern).is_none()).cloned().collect::<Vec<_>>()
+    {
+        record.missing(&line.id, Peer::Postern, &format!("failed: {error:#}"));
+    }
+}
+
+fn open_files() -> Result<usize> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("reading the limit of open files")?;
+    Ok(usize::try_from(hard).unwrap_or(usize::MAX))
+}
+
+async fn tunnels(server: &Server<'_>) -> Result<f64> {
+    Ok(server.metrics().await?.sum("postern_tunnels", &[]))
+}
+
+async fn wait_tunnels(server: &Server<'_>, count: usize) -> Result<()> {
+    let expected = as_f64(count as u64);
+    let what = format!("{count} agents to be attached");
+    wait_until(&what, ATTACH, async || tunnels(server).await, |seen| *seen == expected).await?;
+    Ok(())
+}
+
+async fn of_agents(testbed: &Testbed, nominal: usize, size: Size, record: &mut Record) -> Result<()> {
+    let count = size.part(nominal);
+    let limit = open_files()?;
+    ensure!(count + 500 < limit, "the limit of open files here is {limit}");
+    fleet::write_inventory(testbed, count)?;
+    let mut server = peers::postern::server_builder(testbed).start().await?;
+    let before = usage::resident(&[Part::new(Side::Cloud, &server.process)])?.0;
+    let fleet = fleet::start(testbed, BEHIND_NAT, count)?;
+    wait_tunnels(&server, count).await?;
+
+    let parts = [Part::new(Side::Cloud, &server.process)];
+    tokio::time::sleep(size.idle).await;
+    let cpu = usage::cpu_seconds(&parts)?;
+    let watched = Instant::now();
+    tokio::time::sleep(size.idle).await;
+    let cpu = (usage::cpu_seconds(&parts)? - cpu) / watched.elapsed().as_secs_f64();
+    record.value(&format!("scale-agents-cpu-{nominal}"), Peer::Postern, cpu * 1e3);
+    let memory = (usage::resident(&parts)?.0 - before).max(0.0) * 1e6 / 1024.0 / as_f64(count as u64);
+    record.value(&format!("scale-agents-memory-{nominal}"), Peer::Postern, memory);
+    if nominal == AGENTS[AGENTS.len() - 1] {
+        dials(count, size, record).await?;
+    }
+
+    server.process.crash().await?;
+    let start = Instant::now();
+    server.start_again().await?;
+    wait_tunnels(&server, count).await?;
+    record.value(&format!("scale-agents-restart-{nominal}"), Peer::Postern, start.elapsed().as_secs_f64());
+    drop(fleet);
+    server.process.stop().await?;
+    Ok(())
+}
+
+/// Connections to node after node at a fixed pace, whether or not earlier ones are through.
+async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
+    let mut visits = tokio::task::JoinSet::new();
+    let start = Instant::now();
+    let mut tick = tokio::time::interval(Duration::from_millis(10));
+    // Late ticks are made up for, to keep the pace.
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
+    let mut asked = 0_usize;
+    while start.elapsed() < size.dials {
+        tick.tick().await;
+        for _ in 0..DIALS / 100 {
+            // A stride coprime to the number of agents visits all of them.
+            let node = fleet::address((asked * 7919) % agents);
+            asked += 1;
+            visits.spawn(async move { load::visit(&Dialer::Tcp(node.into())).await });
+        }
+    }
+    let mut times = Times::default();
+    let mut failures = Vec::new();
+    while let Some(visit) = visits.join_next().await {
+        match visit.context("a dialling task")? {
+            Ok(time) => times.add(time),
+            Err(error) => failures.push(error),
+        }
+    }
+    let done = asked - failures.len();
+    if let Some(error) = failures.first() {
+        let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
+        record.missing("scale-dials-rate", Peer::Postern, &reason);
+    }
+    let rate = as_f64(done as u64) / start.elapsed().as_secs_f64();
+    record.value("scale-dials-rate", Peer::Postern, rate);
+    record.value("scale-dials-p50", Peer::Postern, micros(&mut times, 0.5)?);
+    record.value("scale-dials-p99", Peer::Postern, micros(&mut times, 0.99)?);
+    Ok(())
+}
+
+async fn of_routes(testbed: &Testbed, effort: &Effort, size: Size, record: &mut Record) -> Result<()> {
+    Inventory::of(testbed)?;
+    let running = peers::postern::start(testbed).await?;
+    let measured = routes(&running, testbed, effort, size, record).await;
+    Inventory::of(testbed)?;
+    measured.and(running.stop().await)
+}
+
+async fn routes(
+    running: &Running<'_>,
+    testbed: &Testbed,
+    effort: &Effort,
+    size: Size,
+    record: &mut Record,
+) -> Result<()> {
+    let server = running.server().context("Postern without a server")?;
+    let mut medians = Vec::new();
+    for nominal in ROUTES {
+        let start = Instant::now();
+        connect::with_nodes(testbed, server, size.part(nominal), READ).await?;
+        if nominal == ROUTES[ROUTES.len() - 1] {
+            record.value("scale-routes-load", Peer::Postern, start.elapsed().as_secs_f64());
+        }
+        let (mut own, _) = connect::postern_connects(running, testbed, server, effort).await?;
+        let p50 = micros(&mut own, 0.5)?;
+        record.value(&format!("scale-routes-connect-{nominal}"), Peer::Postern, p50);
+        medians.push(p50);
+    }
+    if let (Some(first), Some(last)) = (medians.first(), medians.last()) {
+        record.value("scale-connect-100000", Peer::Postern, last / first);
+    }
+    let own = [Part::new(Side::Cloud, &server.process)];
+    record.value("scale-routes-memory", Peer::Postern, usage::resident(&own)?.0);
+    record.value("scale-routes-maps", Peer::Postern, usage::bpf_maps(server.process.pid())?);
+
+    let nodes = size.part(ROUTES[ROUTES.len() - 1]);
+    let mut inventory = connect::inventory_with(testbed, nodes)?;
+    let added = fleet::address(nodes + 1);
+    inventory.nodes.push(inventory::node("added", true, &[added.into()], &[]));
+    let cpu = usage::cpu_seconds(&own)?;
+    let start = Instant::now();
+    inventory.write()?;
+    let written = start.elapsed();
+    connect::wait_known(added, READ).await?;
+    let took = start.elapsed().saturating_sub(written);
+    record.value("scale-routes-update", Peer::Postern, took.as_secs_f64() * 1e3);
+    record.value("scale-routes-update-cpu", Peer::Postern, (usage::cpu_seconds(&own)? - cpu) * 1e3);
+    Ok(())
+}
+
+async fn of_held(testbed: &Testbed, effort: &Effort, size: Size, record: &mut Record) -> Result<()> {
+    Inventory::of(testbed)?;
+    let running = peers::postern::start(testbed).await?;
+    let measured = held(&running, testbed, effort, size, record).await;
+    measured.and(running.stop().await)
+}
+
+async fn held(
+    running: &Running<'_>,
+    testbed: &Testbed,
+    effort: &Effort,
+    size: Size,
+    record: &mut Record,
+) -> Result<()> {
+    let server = running.server().context("Postern without a server")?;
+    let (mut own, _) = connect::postern_connects(running, testbed, server, effort).await?;
+    record.value("scale-held-connect-empty", Peer::Postern, micros(&mut own, 0.5)?);
+    // Each of the four processes needs a descriptor for each connection, and some for itself.
+    let limit = open_files()?;
+    let count = size.part(HELD).min(limit.saturating_sub(limit / 20));
+    if count < size.part(HELD) {
+        let reason = format!("with {count} connections: the limit of open files here is {limit}");
+        for line in ["scale-held-memory", "scale-held-connect"] {
+            record.missing(line, Peer::Postern, &reason);
+        }
+    }
+    let (cloud, edge) = usage::resident(&running.parts)?;
+    let streams = load::hold(&running.dialer, count).await?;
+    tokio::time::sleep(effort.idle).await;
+    let (cloud_now, edge_now) = usage::resident(&running.parts)?;
+    let memory = (cloud_now + edge_now - cloud - edge).max(0.0) * 1e6 / 1024.0 / as_f64(count as u64);
+    record.value("scale-held-memory", Peer::Postern, memory);
+    let (mut own, _) = connect::postern_connects(running, testbed, server, effort).await?;
+    record.value("scale-held-connect", Peer::Postern, micros(&mut own, 0.5)?);
+    load::concurrently(streams.into_iter().map(Stream::close)).await?;
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! Memory and CPU time of a peer's programs.
+use std::collections::BTreeMap;
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::process::Process;
+
+use crate::load::as_f64;
+
+/// The host that a program runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// The cloud host.
+    Cloud,
+    /// The edge node.
+    Edge,
+}
+
+/// A program of a peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// The host that it runs on.
+    pub(crate) side: Side,
+    /// Its process id.
+    pub(crate) pid: u32,
+}
+
+impl Part {
+    /// A process as a part.
+    pub(crate) fn new(side: Side, process: &Process) -> Self {
+        Self { side, pid: process.pid() }
+    }
+}
+
+/// Resident memory in MB (10^6 bytes), of the cloud's programs and the edge's.
+pub(crate) fn resident(parts: &[Part]) -> Result<(f64, f64)> {
+    let mut sums = (0.0, 0.0);
+    for part in parts {
+        let path = format!("/proc/{}/status", part.pid);
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
+        let megabytes = kib.with_context(|| format!("no VmRSS in {path}"))? * 1024.0 / 1e6;
+        match part.side {
+            Side::Cloud => sums.0 += megabytes,
+            Side::Edge => sums.1 += megabytes,
+        }
+    }
+    Ok(sums)
+}
+
+/// CPU seconds, in user and kernel mode, that the programs have used so far; whole hundredths each.
+pub(crate) fn cpu_seconds(parts: &[Part]) -> Result<f64> {
+    let mut ticks = 0;
+    for part in parts {
+        let path = format!("/proc/{}/stat", part.pid);
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        ticks += ticks_of(&text).with_context(|| format!("{path}: {text:?}"))?;
+    }
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no CLK_TCK")?;
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+    let seconds = ticks as f64 / per_second as f64;
+    Ok(seconds)
+}
+
+/// Voluntary context switches of the programs' threads: how often a task had to be woken.
+pub(crate) fn voluntary_switches(parts: &[Part]) -> Result<u64> {
+    let mut sum = 0;
+    for part in parts {
+        let folder = format!("/proc/{}/task", part.pid);
+        for thread in fs::read_dir(&folder).with_context(|| format!("reading {folder}"))? {
+            // The thread may have ended.
+            let Ok(text) = fs::read_to_string(thread.context("a thread")?.path().join("status")) else {
+                continue;
+            };
+            let line = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+            let count = line.and_then(|line| line.trim().parse::<u64>().ok());
+            sum += count.with_context(|| format!("no voluntary_ctxt_switches in {folder}"))?;
+        }
+    }
+    Ok(sum)
+}
+
+/// Memory of the BPF maps that a process holds, in MB (10^6 bytes), as the kernel counts it.
+pub(crate) fn bpf_maps(pid: u32) -> Result<f64> {
+    let folder = format!("/proc/{pid}/fdinfo");
+    let mut maps = BTreeMap::new();
+    for entry in fs::read_dir(&folder).with_context(|| format!("reading {folder}"))? {
+        // The descriptor may have been closed.
+        let Ok(text) = fs::read_to_string(entry.context("a descriptor")?.path()) else { continue };
+        let number = |name| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        if let (Some(id), Some(bytes)) = (number("map_id:"), number("memlock:")) {
+            maps.insert(id, bytes);
+        }
+    }
+    ensure!(!maps.is_empty(), "{folder} shows no BPF map");
+    Ok(as_f64(maps.values().sum()) / 1e6)
+}
+
+/// utime and stime of a stat line; the name before them may contain anything.
+fn ticks_of(stat: &str) -> Option<u64> {
+    let (_, after) = stat.rsplit_once(')')?;
+    // proc_pid_stat(5) counts from 1, and state, the first after the name, is its field 3.
+    let fields: Vec<&str> = after.split_whitespace().collect();
+    Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_lines_are_parsed() {
+        let line = "42 (a) b (c) S 1 42 42 0 -1 4194304 100 0 0 0 7 5 0 0 20 0 3 0 100 1000 50 1844";
+        assert_eq!(ticks_of(line), Some(12));
+        assert_eq!(ticks_of("42 (x) S 1"), None);
+    }
+
+    #[test]
+    fn this_process_uses_memory() {
+        let part = Part { side: Side::Edge, pid: std::process::id() };
+        let (cloud, edge) = resident(&[part]).unwrap();
+        assert!(cloud == 0.0 && edge > 1.0, "{edge}");
+        assert!(cpu_seconds(&[part]).unwrap() >= 0.0);
+        let before = voluntary_switches(&[part]).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(voluntary_switches(&[part]).unwrap() > before, "sleeping is a voluntary switch");
+    }
+}

@@ -1,0 +1,342 @@
+//! Servers that come and go, followed through the API server, with real sessions.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use postern_fake_kube::{ApiServer, eventually};
+use prometheus_client::registry::Registry;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_agent::identity::{IdentityKeeper, IdentityMetrics};
+use tunnel_agent::kube::discover::Discovery;
+use tunnel_agent::kube::node as node_ranges;
+use tunnel_agent::metrics::Metrics;
+use tunnel_agent::policy::Policy;
+use tunnel_agent::session::{Attached, EpochSource, LinkPhase, LinkSet, Shared};
+use tunnel_core::identity::{AgentIdentity, TrustBundle};
+use tunnel_server::agent_port::{AgentPort, LinkContext};
+use tunnel_server::pki::{EnrollService, PkiMetrics};
+use tunnel_server::route::{Router, RouterConfig};
+use tunnel_server::session::{Sessions, Workers};
+use tunnel_server::settings::Settings;
+
+use super::agent_api;
+use crate::harness::{TestServer, node};
+
+const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
+const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
+const SERVICE: &str = "x-tunnel-server-svc";
+
+/// A server's agent port: real sessions.
+pub(super) struct Port {
+    pub(super) address: String,
+    sessions: Arc<Sessions>,
+    stop: CancellationToken,
+    /// A session ends with what it follows.
+    _followed: (watch::Sender<Arc<TrustBundle>>, watch::Sender<Arc<Settings>>),
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+impl Port {
+    /// Another server of this installation.
+    pub(super) async fn of(server: &TestServer, id: &str) -> Self {
+        let mut registry = Registry::default();
+        let metrics = tunnel_server::metrics::Metrics::new(&mut registry);
+        let config = RouterConfig {
+            token_range: "198.18.0.0/15".parse().unwrap(),
+            token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
+            ports: BTreeSet::from([10250]),
+            pods: Vec::new(),
+            host: None,
+            exclude: Vec::new(),
+            clients: Vec::new(),
+            host_addresses: || None,
+        };
+        let router = Arc::new(Router::new(config, &mut registry));
+        let sessions = Arc::new(Sessions::new(router, metrics.clone()));
+        let (bundle, trusted) = watch::channel(Arc::new(server.ca.state().unwrap().bundle().clone()));
+        let (settings, known) = watch::channel(Arc::default());
+        let stop = CancellationToken::new();
+        let context = LinkContext {
+            server_id: id.to_owned(),
+            bundle: trusted,
+            settings: known,
+            sessions: sessions.clone(),
+            metrics,
+            draining: CancellationToken::new(),
+            stop: stop.clone(),
+            drain_timeout: Duration::from_secs(1),
+        };
+        let workers = Arc::new(Workers::start(1).unwrap());
+        let enroll = EnrollService::new(server.certificate.ca(), server.state_dir(), PkiMetrics::default());
+        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(port.serve(listener));
+        Self { address, sessions, stop, _followed: (bundle, settings) }
+    }
+
+    fn port(&self) -> u16 {
+        self.address.rsplit_once(':').unwrap().1.parse().unwrap()
+    }
+
+    fn has_edge_1(&self) -> bool {
+        self.sessions.live() == [node("edge-1")]
+    }
+}
+
+/// The parts of an agent that are about servers.
+struct Agent {
+    discovery: Discovery,
+    links: Arc<LinkSet>,
+    shared: Arc<Shared>,
+    _keeper: IdentityKeeper,
+    _announced: mpsc::Receiver<tunnel_agent::session::Announced>,
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.shared.forced.cancel();
+    }
+}
+
+impl Agent {
+    async fn start(api: &ApiServer, server: &TestServer, identity: &AgentIdentity, state_dir: &Path) -> Self {
+        let discovery = Discovery::start(agent_api(api).await, state_dir);
+        let keeper = IdentityKeeper::start(
+            server.agent("edge-1", "edge-1", None),
+            identity.with_bundle(identity.bundle.clone()),
+            IdentityMetrics::default(),
+        );
+        let (bundles, announced) = mpsc::channel(16);
+        let shared = Arc::new(Shared {
+            node: node("edge-1"),
+            epochs: EpochSource::open(state_dir.join("epoch")).unwrap(),
+            policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
+            addresses: watch::channel(Arc::new(Vec::new())).1,
+            bundles,
+            attached: Attached::default(),
+            metrics: Metrics::new(&mut Registry::default()),
+            draining: CancellationToken::new(),
+            forced: CancellationToken::new(),
+        });
+        let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+        tokio::spawn(links.clone().follow(discovery.servers()));
+        Self { discovery, links, shared, _keeper: keeper, _announced: announced }
+    }
+
+    fn attached_to(&self) -> Vec<String> {
+        let links = self.links.status().into_iter();
+        links.filter(|link| link.phase == LinkPhase::Attached).map(|link| link.address).collect()
+    }
+
+    async fn until(&self, servers: &[&Port]) {
+        let wanted: BTreeSet<_> = servers.iter().map(|port| port.address.clone()).collect();
+        let what = format!("attached to {wanted:?} and no other");
+        let waiting = eventually(&what, || {
+            let links = self.links.status();
+            let all: BTreeSet<_> = links.iter().map(|link| link.address.clone()).collect();
+            let attached = BTreeSet::from_iter(self.attached_to());
+            (attached == wanted && all == wanted).then_some(())
+        });
+        waiting.await;
+        for port in servers {
+            eventually("the server has the session", || port.has_edge_1().then_some(())).await;
+        }
+    }
+}
+
+fn balancer(port: &Port) -> Value {
+    json!({
+        "metadata": {"name": SERVICE},
+        "spec": {"type": "LoadBalancer", "ports": [{"name": "tcp", "port": port.port()}]},
+        "status": {"loadBalancer": {"ingress": [{"ip": "127.0.0.1"}]}},
+    })
+}
+
+async fn agent(api: &ApiServer) -> (TestServer, AgentIdentity, std::path::PathBuf) {
+    let server = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let state_dir = config.state_dir;
+    assert!(api.dir().exists());
+    (server, identity, state_dir)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_moves_to_the_servers_that_the_service_leads_to() {
+    let api = ApiServer::start();
+    let (server, identity, state_dir) = agent(&api).await;
+    let (a, b) = (Port::of(&server, "server-a").await, Port::of(&server, "server-b").await);
+    // No Service yet: the agent waits, and says for what.
+    let agent = Agent::start(&api, &server, &identity, &state_dir).await;
+    let trouble = eventually("it says what is missing", || agent.discovery.trouble()).await;
+    assert!(trouble.contains("Service kube-system/x-tunnel-server-svc: there is none"), "{trouble}");
+    api.put(SERVICES, balancer(&a));
+    agent.until(&[&a]).await;
+    assert_eq!(agent.discovery.trouble(), None);
+
+    // The address changes: the old server is left only once the new one is attached.
+    api.put(SERVICES, balancer(&b));
+    agent.until(&[&b]).await;
+    eventually("the old one knows", || a.sessions.live().is_empty().then_some(())).await;
+
+    // What the API server says or does not say takes the tunnel away in no case.
+    api.edit(SERVICES, SERVICE, |service| service["status"]["loadBalancer"]["ingress"] = json!([]));
+    let trouble = eventually("it says so", || agent.discovery.trouble()).await;
+    assert!(trouble.contains("no address yet"), "{trouble}");
+    api.remove(SERVICES, SERVICE);
+    eventually("it says so too", || agent.discovery.trouble().filter(|text| text.contains("there is none")))
+        .await;
+    assert_eq!(agent.attached_to(), std::slice::from_ref(&b.address));
+    api.down();
+    eventually("the loss is known", || agent.discovery.trouble().filter(|text| text.contains("onnect")))
+        .await;
+    assert_eq!(agent.attached_to(), std::slice::from_ref(&b.address));
+
+    // A restart while the API server is away.
+    drop(agent);
+    let agent = Agent::start(&api, &server, &identity, &state_dir).await;
+    agent.until(&[&b]).await;
+    api.put(SERVICES, balancer(&a));
+    api.up();
+    agent.until(&[&a]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_that_leads_nowhere_does_not_end_the_tunnel_that_works() {
+    let api = ApiServer::start();
+    let (server, identity, state_dir) = agent(&api).await;
+    let a = Port::of(&server, "server-a").await;
+    api.put(SERVICES, balancer(&a));
+    let agent = Agent::start(&api, &server, &identity, &state_dir).await;
+    agent.until(&[&a]).await;
+    let nothing = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    api.edit(SERVICES, SERVICE, |service| service["spec"]["ports"][0]["port"] = json!(nothing));
+    let nowhere = format!("127.0.0.1:{nothing}");
+    eventually("the new address was tried", || {
+        let links = agent.links.status();
+        let link = links.iter().find(|link| link.address == nowhere)?;
+        link.last_error.clone()
+    })
+    .await;
+    assert_eq!(agent.attached_to(), std::slice::from_ref(&a.address));
+    assert!(a.has_edge_1());
+
+    // Another address of the very same server: it is taken over, and not tried in turns.
+    let forward = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let other = forward.local_addr().unwrap().port();
+    let target = a.address.clone();
+    tokio::spawn(async move {
+        while let Ok((mut from, _)) = forward.accept().await {
+            let target = target.clone();
+            tokio::spawn(async move {
+                let mut to = tokio::net::TcpStream::connect(target).await.unwrap();
+                let _ = tokio::io::copy_bidirectional(&mut from, &mut to).await;
+            });
+        }
+    });
+    api.edit(SERVICES, SERVICE, |service| service["spec"]["ports"][0]["port"] = json!(other));
+    eventually("it is attached there, and only there", || {
+        let links = agent.links.status();
+        (links.len() == 1 && agent.attached_to() == [format!("127.0.0.1:{other}")]).then_some(())
+    })
+    .await;
+    eventually("the server has the session", || a.has_edge_1().then_some(())).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_port_leads_to_every_ready_server() {
+    let api = ApiServer::start();
+    let (server, identity, state_dir) = agent(&api).await;
+    // One node port on several nodes: the same port on several addresses of loopback.
+    let a = Port::of(&server, "server-a").await;
+    let slice = |name: &str, address: &str, ready: bool| {
+        json!({
+            "metadata": {"name": name, "labels": {"kubernetes.io/service-name": SERVICE}},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": [address], "conditions": {"ready": ready}}],
+        })
+    };
+    api.put(SLICES, slice("a", "127.0.0.1", false));
+    api.put(
+        SLICES,
+        json!({
+            "metadata": {"name": "other", "labels": {"kubernetes.io/service-name": "another"}},
+            "addressType": "IPv4", "endpoints": [{"addresses": ["127.0.0.9"]}],
+        }),
+    );
+    api.put(
+        SERVICES,
+        json!({
+            "metadata": {"name": SERVICE},
+            "spec": {"type": "NodePort", "ports": [{"name": "tcp", "port": 10262, "nodePort": a.port()}]},
+        }),
+    );
+    let agent = Agent::start(&api, &server, &identity, &state_dir).await;
+    let trouble = eventually("it says what is missing", || agent.discovery.trouble()).await;
+    assert!(trouble.contains("no ready endpoint"), "{trouble}");
+    api.put(SLICES, slice("a", "127.0.0.1", true));
+    agent.until(&[&a]).await;
+    api.put(SLICES, slice("b", "127.0.0.2", true));
+    let addresses = |agent: &Agent| -> Vec<String> {
+        agent.discovery.servers().borrow().iter().map(ToString::to_string).collect()
+    };
+    let both = [a.address.clone(), format!("127.0.0.2:{}", a.port())];
+    eventually("both", || (addresses(&agent) == both).then_some(())).await;
+    // All of them become not ready simultaneously, as while every server restarts.
+    api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
+    api.remove(SLICES, "b");
+    eventually("it says so", || agent.discovery.trouble()).await;
+    assert_eq!(agent.attached_to(), std::slice::from_ref(&a.address));
+    // Its watches break in every way.
+    api.cut_watches();
+    api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(true));
+    eventually("it is in order again", || agent.discovery.trouble().is_none().then_some(())).await;
+    api.expire_watches();
+    api.compact();
+    api.put(SLICES, slice("b", "127.0.0.2", true));
+    eventually("both again", || (addresses(&agent) == both).then_some(())).await;
+}
+
+/// What the default policy allows is known after a restart while the API server is away.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server() {
+    const NODES: &str = "/api/v1/nodes";
+    let api = ApiServer::start();
+    let state_dir = api.dir().join("agent");
+    let start = async |pods: &Arc<ArcSwap<Vec<_>>>| {
+        let (agent_api, state_dir) = (agent_api(&api).await, state_dir.clone());
+        tokio::spawn(node_ranges::follow(agent_api, node("edge-1"), pods.clone(), state_dir)).abort_handle()
+    };
+    api.put(
+        NODES,
+        json!({"metadata": {"name": "edge-1"}, "spec": {"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]}}),
+    );
+    let pods = Arc::<ArcSwap<Vec<_>>>::default();
+    let following = start(&pods).await;
+    let file = state_dir.join("pod-ranges");
+    eventually("it is written", || file.exists().then_some(())).await;
+    let expected = pods.load().clone();
+    assert_eq!(expected.len(), 2);
+    following.abort();
+    api.down();
+    // A file is never a way around what the API server could not say.
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("{text}0.0.0.0/0\nnonsense\n")).unwrap();
+    let pods = Arc::<ArcSwap<Vec<_>>>::default();
+    let following = start(&pods).await;
+    eventually("they are known", || (!pods.load().is_empty()).then_some(())).await;
+    assert_eq!(**pods.load(), *expected);
+    following.abort();
+}

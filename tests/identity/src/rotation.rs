@@ -1,0 +1,201 @@
+//! Changing the CA under agents that are connected, asleep, or new.
+
+use std::fs;
+use std::time::Duration;
+
+use tunnel_agent::identity::{EnrollConfig, IdentityKeeper, IdentityMetrics};
+use tunnel_core::identity::TrustBundle;
+use tunnel_server::pki::Lifetimes;
+
+use crate::harness::{DEADLINE, Session, TestServer, enroll, eventually, log};
+
+/// Agents renew within a 20th of this after the activation.
+const LIFE: Duration = Duration::from_secs(60);
+
+async fn server_has(server: &TestServer, roots: usize, signs: &str) -> String {
+    let mut ca = server.certificate.ca();
+    let state = ca.wait_for(|state| state.roots().len() == roots && state.hash() == signs);
+    let state = tokio::time::timeout(DEADLINE, state).await.expect("the server follows its files").unwrap();
+    state.bundle().to_pem()
+}
+
+async fn signed_by(keeper: &IdentityKeeper, root: &str) {
+    let mut identities = keeper.subscribe();
+    let moved = identities.wait_for(|identity| {
+        identity.is_signed_by_newest_root()
+            && identity.bundle.hashes().first().is_some_and(|hash| hash == root)
+    });
+    tokio::time::timeout(DEADLINE, moved).await.expect("the agent renews early").unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rotation_loses_no_agent() {
+    let server = TestServer::with(Lifetimes { agent: LIFE, ..Lifetimes::default() }).await;
+    let old = server.ca_hash();
+    let (config, first) = server.enrolled("edge-1").await;
+    let mut session = Session::open(&server.address, &first).await.unwrap();
+    let before = first.with_bundle(first.bundle.clone());
+    let awake = IdentityKeeper::start(config.clone(), first, IdentityMetrics::default());
+    let (sleepy_config, sleepy) = server.enrolled("edge-2").await;
+    let early_token = server.token("edge-3");
+    let early = server.agent("edge-3", "edge-3", Some(&early_token));
+
+    // Introduced: the connected agent learns the new root; nothing else changes.
+    let new = server.ca.introduce().unwrap();
+    let pem = server_has(&server, 2, &old).await;
+    assert!(awake.install_bundle(&pem, &session.server_chain).await.unwrap());
+    assert!(!awake.install_bundle(&pem, &session.server_chain).await.unwrap(), "it has it already");
+    assert_eq!(awake.current().bundle.hashes(), [old.clone(), new.clone()]);
+    assert_eq!(TrustBundle::from_file(&config.state_dir.join("ca.crt")).unwrap(), awake.current().bundle);
+    Session::open(&server.address, &awake.current()).await.unwrap();
+
+    // Activated: the server is now certified by the new root.
+    assert_eq!(server.ca.activate().unwrap(), new);
+    let pem = server_has(&server, 2, &new).await;
+    let fresh = Session::open(&server.address, &awake.current()).await.unwrap();
+    assert!(awake.install_bundle(&pem, &fresh.server_chain).await.unwrap());
+    signed_by(&awake, &new).await;
+    // One that slept since before the introduction knows only the old root, and still gets in.
+    assert_eq!(sleepy.bundle.hashes(), std::slice::from_ref(&old));
+    let woken = Session::open(&server.address, &sleepy).await.unwrap();
+    // An early token carries the old root's hash.
+    assert_eq!(early.ca_hash.as_deref(), Some(old.as_str()));
+    assert_eq!(enroll(&early).await.unwrap().bundle.hashes()[0], new);
+    let error = server.ca.retire(false).unwrap_err().to_string();
+    assert!(error.contains("edge-2") && !error.contains("edge-1") && !error.contains("edge-3"), "{error}");
+    let sleepy = IdentityKeeper::start(sleepy_config, sleepy, IdentityMetrics::default());
+    assert!(sleepy.install_bundle(&pem, &woken.server_chain).await.unwrap());
+    signed_by(&sleepy, &new).await;
+
+    // Retired: no agent uses the old root.
+    assert_eq!(server.ca.retire(false).unwrap(), old);
+    let pem = server_has(&server, 1, &new).await;
+    for keeper in [&awake, &sleepy] {
+        let session = Session::open(&server.address, &keeper.current()).await.unwrap();
+        assert!(keeper.install_bundle(&pem, &session.server_chain).await.unwrap());
+        assert_eq!(keeper.current().bundle.hashes(), std::slice::from_ref(&new));
+        Session::open(&server.address, &keeper.current()).await.unwrap();
+    }
+    // The old certificate is dead although it has not ended, and the very first session never broke.
+    let old_certificate = before.with_bundle(awake.current().bundle.clone());
+    assert!(Session::open(&server.address, &old_certificate).await.is_err());
+    session.echo().await.unwrap();
+    enroll(&server.agent("edge-4", "edge-4", Some(&server.token("edge-4")))).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pushed_bundle_must_verify_the_server_that_pushes_it() {
+    let server = TestServer::start().await;
+    let other = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let session = Session::open(&server.address, &identity).await.unwrap();
+    let keeper = IdentityKeeper::start(config.clone(), identity, IdentityMetrics::default());
+    let before = fs::read(config.state_dir.join("ca.crt")).unwrap();
+    let foreign = other.ca.state().unwrap().bundle().to_pem();
+    for (pem, reason) in
+        [(foreign.as_str(), "does not verify"), ("", "no certificate"), ("junk", "no certificate")]
+    {
+        let error = keeper.install_bundle(pem, &session.server_chain).await.unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+    let error = keeper.install_bundle(&foreign, &[]).await.unwrap_err().to_string();
+    assert!(error.contains("empty chain"), "{error}");
+    assert_eq!(fs::read(config.state_dir.join("ca.crt")).unwrap(), before);
+    Session::open(&server.address, &keeper.current()).await.unwrap();
+}
+
+/// A connection that was made before the retirement must not outlive it by renewing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_retired_root_cannot_renew_on_an_old_connection() {
+    use tunnel_core::identity::{ALPN_GRPC, agent_tls, create_csr, generate_key};
+    let server = TestServer::start().await;
+    let (_, identity) = server.enrolled("edge-1").await;
+    let mut client = crate::harness::client(&server.address, agent_tls(&identity, ALPN_GRPC).unwrap()).await;
+    let renew = || tunnel_core::proto::RenewRequest { csr: create_csr(&generate_key().unwrap()).unwrap() };
+    let new = server.ca.introduce().unwrap();
+    server.ca.activate().unwrap();
+    server.ca.retire(true).unwrap();
+    server_has(&server, 1, &new).await;
+    let status = client.renew(renew()).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::Unauthenticated);
+    assert!(status.message().contains("no longer trusted"), "{status}");
+    eventually("counted", async || {
+        (server.metrics.enrollments("renew", "bad_certificate") == 1).then_some(())
+    })
+    .await;
+}
+
+/// The certificate on disk has long to live, but no server of today takes it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
+    let server = TestServer::start().await;
+    let (away, old) = server.enrolled("edge-1").await;
+    let (attached, identity) = server.enrolled("edge-2").await;
+    let session = Session::open(&server.address, &identity).await.unwrap();
+    let keeper = IdentityKeeper::start(attached.clone(), identity, IdentityMetrics::default());
+    let new = server.ca.introduce().unwrap();
+    server.ca.activate().unwrap();
+    let pem = server_has(&server, 2, &new).await;
+    assert!(keeper.install_bundle(&pem, &session.server_chain).await.unwrap());
+    drop(keeper);
+    server.ca.retire(true).unwrap();
+    server_has(&server, 1, &new).await;
+    eventually("the old certificate is refused", async || {
+        Session::open(&server.address, &old).await.is_err().then_some(())
+    })
+    .await;
+    let enrolls_anew = async |server: &TestServer, mut config: EnrollConfig| {
+        config.servers = vec![server.address.clone()];
+        config.token = Some(server.token(config.node.as_str()).into());
+        config.ca_hash = Some(server.ca_hash());
+        let identity = enroll(&config).await.unwrap();
+        assert_eq!(identity.bundle.hashes(), [server.ca_hash()]);
+        Session::open(&server.address, &identity).await.unwrap();
+        let without = EnrollConfig { token: None, ca_hash: None, ..config };
+        assert_eq!(enroll(&without).await.unwrap().chain, identity.chain, "it is on disk");
+    };
+    enrolls_anew(&server, away.clone()).await;
+    // An agent that was notified of its retired root already has the new hash.
+    let only_new = server.certificate.ca().borrow().bundle().to_pem();
+    fs::write(attached.state_dir.join("ca.crt"), only_new).unwrap();
+    enrolls_anew(&server, attached).await;
+    // The server has lost its CA and made another.
+    enrolls_anew(&TestServer::start().await, away).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_left_in_a_unit_file_does_not_stop_an_agent_that_works() {
+    let server = TestServer::start().await;
+    let other = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let upper = config.ca_hash.as_ref().map(|hash| hash.to_uppercase().replace("SHA256:", "sha256:"));
+    let asked = || server.metrics.enrollments("enroll", "unknown_token");
+    let token = || Some("abcdef.00000000000000000000000000".into());
+    // Its own CA's hash: no server is asked, whatever the token.
+    for ca_hash in [config.ca_hash.clone(), upper, None] {
+        let stale = EnrollConfig { token: token(), ca_hash, ..config.clone() };
+        assert_eq!(enroll(&stale).await.unwrap().chain, identity.chain);
+    }
+    assert_eq!(asked(), 0);
+    // Another hash: the server's CA does not match it, refuses the token, or is away; or it is no hash at all.
+    let elsewhere = vec![other.address.clone()];
+    for (servers, ca_hash) in [
+        (config.servers.clone(), other.ca_hash()),
+        (elsewhere, other.ca_hash()),
+        (vec!["127.0.0.1:1".into()], other.ca_hash()),
+        (Vec::new(), other.ca_hash()),
+        (config.servers.clone(), "sha256:12".into()),
+    ] {
+        let stale = EnrollConfig { servers, token: token(), ca_hash: Some(ca_hash), ..config.clone() };
+        assert_eq!(enroll(&stale).await.unwrap().chain, identity.chain);
+    }
+    assert_eq!(
+        other.metrics.enrollments("enroll", "unknown_token"),
+        1,
+        "the one server that matched was asked"
+    );
+    let without = EnrollConfig { token: None, ..config };
+    let kept = enroll(&without).await.unwrap();
+    Session::open(&server.address, &kept).await.unwrap();
+    assert!(log().contains("going on with the stored certificate"));
+}

@@ -1,0 +1,106 @@
+//! Steps that several scenarios share.
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{self, visit};
+use postern_testbed::percentiles::Times;
+use postern_testbed::report::figure;
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::target::{Behaviour, Target};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+/// Port of the healthy echo while something else goes wrong.
+pub(crate) const HEALTHY: u16 = 10255;
+
+/// A server with the default flags.
+pub(crate) async fn server(testbed: &Testbed) -> Result<Server<'_>> {
+    Builder::new(testbed).start().await
+}
+
+/// A server, and an agent on edge 1.
+pub(crate) async fn server_and_agent(testbed: &Testbed) -> Result<(Server<'_>, Agent<'_>)> {
+    let server = server(testbed).await?;
+    let agent = Agent::enrol(&server, 1).await?;
+    Ok((server, agent))
+}
+
+/// A target on edge `n`.
+pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviour) -> Result<Target> {
+    let edge = testbed.edge(n);
+    Target::start(&edge.ns, edge.address, port, behaviour)
+}
+
+/// Visits `address` repeatedly while `work` runs; every visit must succeed. Reports their latencies.
+pub(crate) async fn alongside<T>(
+    what: &str,
+    address: SocketAddr,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let mut work = std::pin::pin!(work);
+    let mut latencies = Times::default();
+    loop {
+        tokio::select! {
+            biased;
+            result = &mut work => {
+                let result = result?;
+                // At least a few visits, however short the work was.
+                while latencies.count() < 20 {
+                    latencies.add(visit(address).await.with_context(|| format!("healthy traffic after {what}"))?);
+                }
+                figure(&format!("healthy traffic alongside {what}: {} visits, {}", latencies.count(), latencies.summary()));
+                return Ok(result);
+            }
+            latency = visit(address) => {
+                latencies.add(latency.with_context(|| format!("healthy traffic alongside {what}"))?);
+            }
+        }
+    }
+}
+
+/// Connects, and expects a reset without data. It may arrive before connect() has returned.
+pub(crate) async fn expect_reset(address: SocketAddr) -> Result<()> {
+    let mut stream = match tokio::time::timeout(client::PATIENCE, TcpStream::connect(address)).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionReset => return Ok(()),
+        Ok(Err(error)) => return Err(error).with_context(|| format!("connecting to {address}")),
+        Err(_) => anyhow::bail!("connecting to {address} took more than {:?}", client::PATIENCE),
+    };
+    // Whether this is still written makes no difference.
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n").await.ok();
+    let end = client::end_of(&mut stream, client::PATIENCE).await?;
+    ensure!(end == client::End::Reset, "{address} ended with {end:?}, expected a reset");
+    Ok(())
+}
+
+/// Reads and discards `count` bytes.
+pub(crate) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
+    let mut left = count;
+    let mut buffer = vec![0; 64 * 1024];
+    while left > 0 {
+        let part = left.min(buffer.len());
+        let n = tokio::time::timeout(client::PATIENCE, stream.read(&mut buffer[..part]))
+            .await
+            .context("no bytes arrived")??;
+        ensure!(n > 0, "ended {left} bytes early");
+        left -= n;
+    }
+    Ok(())
+}
+
+/// Fails if the condition holds at any moment of `span`.
+pub(crate) async fn never(
+    what: &str,
+    span: Duration,
+    mut happened: impl AsyncFnMut() -> Result<bool>,
+) -> Result<()> {
+    let deadline = std::time::Instant::now() + span;
+    while std::time::Instant::now() < deadline {
+        ensure!(!happened().await?, "{what} happened");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Ok(())
+}

@@ -1,0 +1,331 @@
+//! Hostile agents and clients, alongside healthy traffic.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::{self, Agent, Builder};
+use postern_testbed::client::{self, connect, connect_from, echo, expect_unreachable, visit};
+use postern_testbed::report::figure;
+use postern_testbed::server::Server;
+use postern_testbed::target::Behaviour;
+use postern_testbed::tls;
+use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{CLOUD, Testbed};
+use rand::RngCore as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+
+use crate::common::{HEALTHY, alongside, expect_reset, never, server, server_and_agent, target};
+use crate::hostile_peer::{self, Behaviour as Hostility, Credentials, HostileAgent, Observed};
+
+scenarios! {
+    newer_session_wins_and_older_is_notified,
+    two_real_agents_of_one_node_do_not_flap(edges = 2, limit = 180),
+    certificate_of_another_node(edges = 2, quick),
+    no_certificate,
+    flood_of_events(edges = 2),
+    flood_of_frames(edges = 2),
+    flood_in_a_carried_connection(edges = 2),
+    agent_without_hello(edges = 2),
+    target_outside_the_policy,
+    garbage_on_every_port(limit = 180),
+}
+
+/// A server's memory after an attack, compared with before it.
+const MEMORY: u64 = 300_000_000;
+
+/// Enrols an agent on edge `n` and stops it, so that its certificate can be misused.
+async fn stolen(server: &Server<'_>, n: usize) -> Result<Credentials> {
+    let mut agent = Agent::enrol(server, n).await?;
+    agent.process.crash().await?;
+    let name = server.testbed().edge(n).name.clone();
+    server.wait_connected(&name, false, client::PATIENCE).await?;
+    Credentials::of_agent(&agent.state_dir())
+}
+
+async fn serve(
+    server: &Server<'_>,
+    from: usize,
+    own: &Credentials,
+    node: &str,
+    epoch: u64,
+    hostility: Hostility,
+) -> Result<HostileAgent> {
+    let address: SocketAddr = server.agent_address().parse()?;
+    let stream = own.dial(&server.testbed().edge(from).ns, address).await?;
+    Ok(HostileAgent::serve(stream, node, epoch, hostility))
+}
+
+async fn wait_observed(what: &str, agent: &HostileAgent, accept: impl Fn(&Observed) -> bool) -> Result<()> {
+    wait_for(what, client::PATIENCE, async || Ok(agent.observed(&accept).then_some(())))
+        .await
+        .with_context(|| agent.observed(|seen| format!("{seen:?}")))
+}
+
+async fn newer_session_wins_and_older_is_notified(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let own = stolen(&server, 1).await?;
+    let epoch = u64::MAX - 1000;
+    let first = serve(&server, 1, &own, "edge-1", epoch, Hostility::Quiet).await?;
+    server.wait_connected("edge-1", true, client::PATIENCE).await?;
+    let second = serve(&server, 1, &own, "edge-1", epoch + 10, Hostility::Quiet).await?;
+    wait_observed("the older session to be notified", &first, |seen| seen.replaced == 1).await?;
+    ensure!(server.is_connected("edge-1").await?, "the newer session is not in use");
+    // A session with an epoch in between comes too late.
+    let late = serve(&server, 1, &own, "edge-1", epoch + 5, Hostility::Quiet).await?;
+    wait_observed("the late session to be refused", &late, |seen| !seen.refused.is_empty()).await?;
+    // The end of the old ones does not end the new one.
+    drop((first, late));
+    never("a loss of the newer session", Duration::from_secs(3), async || {
+        Ok(!server.is_connected("edge-1").await?)
+    })
+    .await?;
+    let address = SocketAddr::new(testbed.edge(1).ip(), 9100);
+    expect_reset(address).await?;
+    wait_observed("the newer session to be asked to carry", &second, |seen| seen.carried == 1).await?;
+    drop(second);
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    expect_unreachable(address).await
+}
+
+async fn two_real_agents_of_one_node_do_not_flap(testbed: &Testbed) -> Result<()> {
+    let (server, mut first) = server_and_agent(testbed).await?;
+    let token = server.token("edge-1")?;
+    let second = Builder::new(&server, 2).node("edge-1").named("second-agent").token(token).spawn()?;
+    server.wait_log("a newer session replaces the live one").await?;
+    let attached = |server: &Server<'_>| -> Result<usize> {
+        Ok(server.process.output()?.matches("session attached").count())
+    };
+    let before = attached(&server)?;
+    never("alternating sessions", Duration::from_secs(12), async || {
+        Ok(attached(&server)? > before + 1 || !server.is_connected("edge-1").await?)
+    })
+    .await?;
+    // It retries after one to two minutes and is refused for as long as the newer session lives.
+    let refused = async || {
+        Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &[("result", "older")]))
+    };
+    wait_until("the older agent to be refused", Duration::from_secs(140), refused, |count| *count >= 1.0)
+        .await?;
+    ensure!(attached(&server)? == before, "the sessions alternated");
+    ensure!(
+        server.is_connected("edge-1").await?,
+        "the newer session did not survive the older agent's return"
+    );
+    ensure!(first.process.ended()?.is_none(), "the older agent ended instead of waiting");
+    let log = first.process.output()?.to_lowercase();
+    ensure!(
+        log.contains("replace") || log.contains("newer"),
+        "the older agent's log does not say what happened"
+    );
+    drop(second);
+    Ok(())
+}
+
+async fn certificate_of_another_node(testbed: &Testbed) -> Result<()> {
+    let (server, mut agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let own = stolen(&server, 2).await?;
+    // While the real agent is attached, and while it is not.
+    let impostor = serve(&server, 2, &own, "edge-1", u64::MAX, Hostility::Quiet).await?;
+    wait_observed("the impostor to be refused", &impostor, |seen| {
+        seen.refused.iter().any(|reason| reason.contains("edge-2"))
+    })
+    .await?;
+    wait_for("the impostor's connection to end", client::PATIENCE, async || {
+        Ok(impostor.ended().then_some(()))
+    })
+    .await?;
+    visit(on_edge.address).await?;
+    agent.process.crash().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    let impostor = serve(&server, 2, &own, "edge-1", u64::MAX, Hostility::Quiet).await?;
+    wait_observed("the impostor to be refused", &impostor, |seen| !seen.refused.is_empty()).await?;
+    ensure!(
+        !server.is_connected("edge-1").await? && !server.is_connected("edge-2").await?,
+        "the impostor is attached"
+    );
+    expect_unreachable(on_edge.address).await?;
+    let metrics = server.metrics().await?;
+    metrics.expect("postern_agent_sessions_refused_total", &[("result", "impostor")], 2.0)?;
+    Ok(())
+}
+
+async fn no_certificate(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let address: SocketAddr = server.agent_address().parse()?;
+    let ns = &testbed.edge(1).ns;
+    let roots = || tls::roots(&agent.state_dir().join("ca.crt"));
+    // In TLS 1.3 a client learns only from its first read that it is refused.
+    for alpn in [b"postern/1".as_slice(), b"http/1.1", b"postern/2"] {
+        let Ok(mut stream) = hostile_peer::dial(ns, address, roots()?, None, alpn).await else { continue };
+        let mut bytes = Vec::new();
+        let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut bytes)).await;
+        let read =
+            read.with_context(|| format!("not closed, with ALPN {}", String::from_utf8_lossy(alpn)))?;
+        ensure!(read.is_err() || bytes.is_empty(), "the server sent data without a certificate: {bytes:?}");
+    }
+    server.metrics().await?.expect("postern_tunnels", &[], 1.0)?;
+    Ok(())
+}
+
+async fn flood_of_events(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let own = stolen(&server, 2).await?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let before = server.process.resident_bytes()?;
+    alongside("an agent that floods events", healthy.address, async {
+        let flooder = serve(&server, 2, &own, "edge-2", u64::MAX - 1, Hostility::FloodsEvents).await?;
+        wait_for("the flooder to be disconnected", client::PATIENCE, async || {
+            Ok(flooder.ended().then_some(()))
+        })
+        .await
+    })
+    .await?;
+    server.metrics().await?.expect("postern_agent_sessions_refused_total", &[("result", "flood")], 1.0)?;
+    memory(&server, before)
+}
+
+fn memory(server: &Server<'_>, before: u64) -> Result<()> {
+    let now = server.process.resident_bytes()?;
+    figure(&format!("server's memory: {} MB before, {} MB after", before / 1_000_000, now / 1_000_000));
+    ensure!(now < before + MEMORY, "the server's memory grew from {before} to {now} bytes");
+    Ok(())
+}
+
+async fn flood_of_frames(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let own = stolen(&server, 2).await?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let before = server.process.resident_bytes()?;
+    let address: SocketAddr = server.agent_address().parse()?;
+    alongside("an agent that floods HTTP/2 frames", healthy.address, async {
+        let stream = own.dial(&testbed.edge(2).ns, address).await?;
+        let written = hostile_peer::flood_frames(stream, Duration::from_secs(5)).await?;
+        figure(&format!("the flooder could write {} KB", written / 1000));
+        Ok(())
+    })
+    .await?;
+    memory(&server, before)
+}
+
+async fn flood_in_a_carried_connection(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let own = stolen(&server, 2).await?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let flooder = serve(&server, 2, &own, "edge-2", u64::MAX - 1, Hostility::FloodsCarry).await?;
+    server.wait_connected("edge-2", true, client::PATIENCE).await?;
+    let before = server.process.resident_bytes()?;
+    let mut readers = Vec::new();
+    for _ in 0..20 {
+        // These read nothing: the windows must stop what the flooder sends.
+        readers.push(connect((testbed.edge(2).ip(), 9100)).await?);
+    }
+    wait_observed("20 Carry calls", &flooder, |seen| seen.carried == 20).await?;
+    alongside("an agent that floods 20 carried connections", healthy.address, async {
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        Ok(())
+    })
+    .await?;
+    memory(&server, before)
+}
+
+async fn agent_without_hello(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let own = stolen(&server, 2).await?;
+    let silent = serve(&server, 2, &own, "edge-2", 1, Hostility::NoHello).await?;
+    let start = Instant::now();
+    wait_for("the silent agent to be disconnected", Duration::from_secs(30), async || {
+        Ok(silent.ended().then_some(()))
+    })
+    .await?;
+    figure(&format!("an agent without a Hello is disconnected after {:.1?}", start.elapsed()));
+    ensure!(!server.is_connected("edge-2").await?, "it is attached");
+    Ok(())
+}
+
+async fn target_outside_the_policy(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let allowed = format!("--allow-target={}/32:9100", testbed.edge(1).address);
+    let agent = Agent::enrol_with(&server, 1, &[&allowed]).await?;
+    let yes = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let no = target(testbed, 1, 9101, Behaviour::Echo)?;
+    visit(yes.address).await?;
+    expect_reset(no.address).await?;
+    ensure!(no.connections() == 0, "the agent dialled a target outside its policy");
+    server
+        .wait_access("denied", |line| {
+            line.text("outcome") == "denied" && line.text("destination") == no.address.to_string()
+        })
+        .await?;
+    agent.metrics().await?.expect("postern_agent_dials_total", &[("outcome", "denied")], 1.0)?;
+    Ok(())
+}
+
+/// Sends garbage of one kind and reads the answer, until the peer closes or two seconds are over.
+async fn send_garbage(mut stream: tokio::net::TcpStream, kind: usize) {
+    let mut bytes = vec![0; 8192];
+    rand::rng().fill_bytes(&mut bytes);
+    let beginning: &[u8] = match kind % 6 {
+        0 => b"GET / HTTP/1.1\r\n\r\n",
+        1 => b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03",
+        2 => b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        3 => b"\x16\x03\x01\x00\x01",
+        4 => b"",
+        _ => b"\x15\x03\x03\x00\x02\x02\x28",
+    };
+    let talk = async {
+        stream.write_all(beginning).await?;
+        stream.write_all(&bytes).await?;
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).await
+    };
+    // Any end is fine: the healthy traffic counts.
+    tokio::time::timeout(Duration::from_secs(2), talk).await.ok();
+}
+
+async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let neighbour = testbed.add_neighbour()?;
+    let mut held = connect(healthy.address).await?;
+    echo(&mut held, b"before").await?;
+    let before = server.process.resident_bytes()?;
+    let sockets = testbed.cloud.output("ss", "-Hltn")?;
+    let ports: Vec<u16> = sockets
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(3)?.rsplit_once(':')?.1.parse().ok())
+        .collect();
+    ensure!(ports.contains(&10262) && ports.contains(&10263), "the server listens on {ports:?}");
+    alongside(&format!("garbage on the ports {ports:?}"), healthy.address, async {
+        let start = Instant::now();
+        let mut count = 0;
+        let mut senders = JoinSet::new();
+        while start.elapsed() < Duration::from_secs(8) && count < 4_000 {
+            for port in &ports {
+                count += 1;
+                // From this host, where the admin port and the redirect listen too, and from outside.
+                let stream = if count % 2 == 0 {
+                    let local: SocketAddr = ([127, 0, 0, 1], *port).into();
+                    tokio::net::TcpStream::connect(local).await
+                } else {
+                    connect_from(&neighbour, (CLOUD, *port).into(), Duration::from_millis(200))
+                };
+                if let Ok(stream) = stream {
+                    senders.spawn(send_garbage(stream, count));
+                }
+            }
+            while senders.len() > 300 {
+                senders.join_next().await;
+            }
+        }
+        figure(&format!("{count} connections sent garbage"));
+        senders.join_all().await;
+        Ok(())
+    })
+    .await?;
+    echo(&mut held, b"after").await?;
+    ensure!(server.get("/healthz").await?.0 == 200, "/healthz");
+    server.wait_connected("edge-1", true, agent::START).await?;
+    memory(&server, before)
+}

@@ -1,0 +1,206 @@
+//! An agent that breaks the rules of the protocol.
+use std::net::SocketAddr;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::service::TowerToHyperService;
+use postern_testbed::client::{PATIENCE, connect_from};
+use postern_testbed::netns::Namespace;
+use postern_testbed::tls::{self, Identity};
+use rustls::RootCertStore;
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::identity::SERVER_NAME;
+use tunnel_core::proto::agent_event::Event;
+use tunnel_core::proto::agent_server::{Agent, AgentServer};
+use tunnel_core::proto::{AgentEvent, Hello, Load, Notice, NoticeAck, Segment, Welcome, notice};
+
+/// The contents of an enrolled agent's state folder.
+#[derive(Debug)]
+pub(crate) struct Credentials {
+    identity: Identity,
+    roots: RootCertStore,
+}
+
+impl Credentials {
+    /// Reads the state folder of a real agent.
+    pub(crate) fn of_agent(dir: &Path) -> Result<Self> {
+        let identity = Identity::read(&dir.join("agent.crt"), &dir.join("agent.key"))?;
+        Ok(Self { identity, roots: tls::roots(&dir.join("ca.crt"))? })
+    }
+
+    /// Dials the server's agent port with these credentials.
+    pub(crate) async fn dial(&self, ns: &Namespace, server: SocketAddr) -> Result<TlsStream<TcpStream>> {
+        dial(ns, server, self.roots.clone(), Some(&self.identity), b"postern/1").await
+    }
+}
+
+/// Dials the server's agent port as an agent does.
+pub(crate) async fn dial(
+    ns: &Namespace,
+    server: SocketAddr,
+    roots: RootCertStore,
+    identity: Option<&Identity>,
+    alpn: &[u8],
+) -> Result<TlsStream<TcpStream>> {
+    let stream = connect_from(ns, server, PATIENCE).with_context(|| format!("dialling {server}"))?;
+    tls::handshake(stream, SERVER_NAME, roots, identity, Some(alpn)).await
+}
+
+/// How the agent misbehaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Behaviour {
+    /// Sends Hello and then nothing.
+    Quiet,
+    /// Sends Hello and then load reports as fast as it can.
+    FloodsEvents,
+    /// Never sends Hello.
+    NoHello,
+    /// Answers every Carry with endless bytes.
+    FloodsCarry,
+}
+
+/// What the server sent.
+#[derive(Debug, Default)]
+pub(crate) struct Observed {
+    /// Attach calls.
+    pub(crate) attached: usize,
+    /// Carry calls.
+    pub(crate) carried: usize,
+    /// Reasons in Refused notices.
+    pub(crate) refused: Vec<String>,
+    /// Replaced notices.
+    pub(crate) replaced: usize,
+}
+
+/// A session of a hostile agent.
+#[derive(Debug)]
+pub(crate) struct HostileAgent {
+    observed: Arc<Mutex<Observed>>,
+    connection: tokio::task::JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Service {
+    hello: Hello,
+    behaviour: Behaviour,
+    observed: Arc<Mutex<Observed>>,
+}
+
+impl HostileAgent {
+    /// Serves the tunnel protocol on a dialled connection, claiming to be `node`.
+    pub(crate) fn serve(stream: TlsStream<TcpStream>, node: &str, epoch: u64, behaviour: Behaviour) -> Self {
+        let observed = Arc::new(Mutex::new(Observed::default()));
+        let hello =
+            Hello { node: node.to_owned(), epoch, agent_version: "hostile".to_owned(), ..Hello::default() };
+        let service = Service { hello, behaviour, observed: Arc::clone(&observed) };
+        let routes = tonic::service::Routes::new(AgentServer::new(service)).prepare();
+        let connection = tokio::spawn(async move {
+            let http2 = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+            let served = http2.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes)).await;
+            println!("hostile agent: connection ended: {served:?}");
+        });
+        Self { observed, connection }
+    }
+
+    /// Whether the server has ended the connection.
+    pub(crate) fn ended(&self) -> bool {
+        self.connection.is_finished()
+    }
+
+    /// Reads what the server has sent so far.
+    pub(crate) fn observed<T>(&self, read: impl FnOnce(&Observed) -> T) -> T {
+        read(&self.observed.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+}
+
+impl Drop for HostileAgent {
+    fn drop(&mut self) {
+        self.connection.abort();
+    }
+}
+
+impl Service {
+    fn note(&self, change: impl FnOnce(&mut Observed)) {
+        change(&mut self.observed.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+    }
+}
+
+type Events = Pin<Box<dyn Stream<Item = Result<AgentEvent, Status>> + Send>>;
+type Segments = Pin<Box<dyn Stream<Item = Result<Segment, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Agent for Service {
+    type AttachStream = Events;
+    type CarryStream = Segments;
+
+    async fn attach(&self, _: Request<Welcome>) -> Result<Response<Events>, Status> {
+        self.note(|seen| seen.attached += 1);
+        let hello = tokio_stream::once(Ok(AgentEvent { event: Some(Event::Hello(self.hello.clone())) }));
+        let silence = tokio_stream::pending();
+        let events: Events = match self.behaviour {
+            Behaviour::Quiet | Behaviour::FloodsCarry => Box::pin(hello.chain(silence)),
+            Behaviour::NoHello => Box::pin(silence),
+            Behaviour::FloodsEvents => {
+                let load = || {
+                    Ok(AgentEvent {
+                        event: Some(Event::Load(Load { connections: u32::MAX, pending_dials: 1 })),
+                    })
+                };
+                // Bounded, so that it ends even if forgotten.
+                Box::pin(hello.chain(tokio_stream::iter((0..20_000_000).map(move |_| load()))))
+            }
+        };
+        Ok(Response::new(events))
+    }
+
+    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Segments>, Status> {
+        self.note(|seen| seen.carried += 1);
+        if self.behaviour != Behaviour::FloodsCarry {
+            return Err(Status::unavailable("hostile agents dial nothing"));
+        }
+        let data = vec![b'x'; 64 * 1024];
+        Ok(Response::new(Box::pin(tokio_stream::iter(
+            (0..1_000_000).map(move |_| Ok(Segment { data: data.clone().into() })),
+        ))))
+    }
+
+    async fn notify(&self, request: Request<Notice>) -> Result<Response<NoticeAck>, Status> {
+        match request.into_inner().notice {
+            Some(notice::Notice::Refused(refused)) => self.note(|seen| seen.refused.push(refused.reason)),
+            Some(notice::Notice::Replaced(_)) => self.note(|seen| seen.replaced += 1),
+            _ => {}
+        }
+        Ok(Response::new(NoticeAck {}))
+    }
+}
+
+/// Floods with HTTP/2 frames that each ask for an answer, reading nothing: SETTINGS first, then PINGs, then resets of
+/// streams that were never opened. Ends when the server has closed the connection or `limit` is over; returns the
+/// bytes that could be written.
+pub(crate) async fn flood_frames(mut stream: TlsStream<TcpStream>, limit: Duration) -> Result<u64> {
+    use tokio::io::AsyncWriteExt as _;
+    let mut frames = Vec::new();
+    // length (3), type (1), flags (1), stream (4); RFC 9113 section 4.1.
+    frames.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
+    for number in 0_u32..2_000 {
+        frames.extend([0, 0, 8, 6, 0, 0, 0, 0, 0]);
+        frames.extend(u64::from(number).to_be_bytes());
+        frames.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
+    }
+    let mut written = 0;
+    let flood = async {
+        while stream.write_all(&frames).await.is_ok() {
+            written += frames.len() as u64;
+        }
+    };
+    // Either end is fine: the server closed, or it lets the flood stand in the socket.
+    tokio::time::timeout(limit, flood).await.ok();
+    Ok(written)
+}

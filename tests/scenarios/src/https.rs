@@ -1,0 +1,226 @@
+//! The https door: TLS passthrough by server name.
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{self, connect, echo};
+use postern_testbed::server;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::{CLOUD, Testbed};
+use rustls::pki_types::{PrivatePkcs8KeyDer, ServerName};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::common::{server_and_agent, target};
+
+scenarios! {
+    tls_ends_at_the_edge(edges = 2, quick),
+    hello_in_single_bytes,
+    node_address_as_name,
+    unknown_names_get_an_alert,
+    plaintext_is_refused,
+    node_without_a_tunnel(edges = 2),
+}
+
+const KUBELET: u16 = 10250;
+const UNRECOGNIZED_NAME: u8 = 112;
+
+fn door() -> SocketAddr {
+    (CLOUD, 10263).into()
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+/// A ClientHello for `name`. rustls sends no IP address as a name, so `name` overwrites one of the same length.
+fn client_hello(name: &str) -> Result<Vec<u8>> {
+    let stand_in = "x".repeat(name.len());
+    let config = rustls::ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    let mut client =
+        rustls::ClientConnection::new(Arc::new(config), ServerName::try_from(stand_in.clone())?)?;
+    let mut bytes = Vec::new();
+    client.write_tls(&mut bytes)?;
+    let at = bytes
+        .windows(name.len())
+        .position(|part| part == stand_in.as_bytes())
+        .context("no name in the hello")?;
+    bytes[at..at + name.len()].copy_from_slice(name.as_bytes());
+    Ok(bytes)
+}
+
+/// The door's whole answer to bytes that it refuses.
+async fn answer(bytes: &[u8]) -> Result<Vec<u8>> {
+    let mut stream = connect(door()).await?;
+    stream.write_all(bytes).await?;
+    let mut answer = Vec::new();
+    let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut answer)).await;
+    // A reset may follow the alert, because the server may have unread bytes.
+    read.context("the door neither answered nor closed")?.ok();
+    Ok(answer)
+}
+
+fn ensure_alert(answer: &[u8], description: u8) -> Result<()> {
+    let fatal_alert = matches!(answer, [21, 3, _, 0, 2, 2, said] if *said == description);
+    ensure!(fatal_alert, "expected the fatal TLS alert {description}, got {answer:?}");
+    Ok(())
+}
+
+async fn tls_ends_at_the_edge(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let _other = Agent::enrol(&server, 2).await?;
+    for edge in testbed.edges() {
+        // A kubelet's serving certificate that only this client trusts.
+        let key = rcgen::KeyPair::generate()?;
+        let certificate = rcgen::CertificateParams::new(vec![edge.name.clone()])?.self_signed(&key)?;
+        let config = rustls::ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(
+                vec![certificate.der().clone()],
+                PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+            )?;
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        let address = SocketAddr::new(edge.ip(), KUBELET);
+        let listener = edge.ns.run(|| Ok(std::net::TcpListener::bind(address)?))?;
+        listener.set_nonblocking(true)?;
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let kubelet = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await?;
+            let mut stream = acceptor.accept(stream).await.context("TLS at the edge")?;
+            let mut request = [0; 4];
+            stream.read_exact(&mut request).await?;
+            stream.write_all(&request).await?;
+            stream.shutdown().await?;
+            anyhow::Ok(stream.get_ref().1.server_name().map(str::to_owned))
+        });
+
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(certificate.der().clone())?;
+        let config = rustls::ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let stream = connect(door()).await?;
+        let name = ServerName::try_from(edge.name.clone())?;
+        let mut stream = TlsConnector::from(Arc::new(config))
+            .connect(name, stream)
+            .await
+            .context("TLS through the door")?;
+        echo(&mut stream, b"logs").await?;
+        ensure!(kubelet.await??.as_deref() == Some(edge.name.as_str()), "the edge saw another name");
+        drop(stream);
+        let line = server.wait_access("of the https door", |line| line.text("node") == edge.name).await?;
+        ensure!(
+            line.text("door") == "https" && line.text("destination") == address.to_string(),
+            "access line {line:?}"
+        );
+    }
+    let metrics = server.metrics().await?;
+    metrics.expect("postern_connections_total", &[("door", "https")], 2.0)?;
+    Ok(())
+}
+
+async fn hello_in_single_bytes(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    // The echo shows that every byte arrives unchanged.
+    let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
+    let hello = client_hello("edge-1")?;
+    let mut stream = connect(door()).await?;
+    stream.set_nodelay(true)?;
+    for byte in &hello {
+        stream.write_all(std::slice::from_ref(byte)).await?;
+        tokio::task::yield_now().await;
+    }
+    expect_back(&mut stream, &hello).await?;
+    ensure!(on_edge.connections() == 1, "{} connections", on_edge.connections());
+    Ok(())
+}
+
+async fn expect_back(stream: &mut TcpStream, bytes: &[u8]) -> Result<()> {
+    let mut back = vec![0; bytes.len()];
+    tokio::time::timeout(client::PATIENCE, stream.read_exact(&mut back))
+        .await
+        .context("nothing came back")??;
+    ensure!(back == bytes, "the bytes arrived changed");
+    Ok(())
+}
+
+async fn node_address_as_name(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let edge = testbed.edge(1);
+    let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
+    for name in [edge.address.to_string(), "EDGE-1".to_owned()] {
+        let hello = client_hello(&name)?;
+        let mut stream = connect(door()).await?;
+        stream.write_all(&hello).await?;
+        expect_back(&mut stream, &hello).await.with_context(|| format!("by the name {name}"))?;
+    }
+    let on_v6 = Target::start(&edge.ns, edge.address_v6, KUBELET, Behaviour::Echo)?;
+    let hello = client_hello(&edge.address_v6.to_string())?;
+    let mut stream = connect(door()).await?;
+    stream.write_all(&hello).await?;
+    expect_back(&mut stream, &hello).await.context("by the IPv6 address")?;
+    ensure!(on_edge.connections() == 2 && on_v6.connections() == 1, "connections at the edge");
+    drop(stream);
+    server.wait_access("by IPv6", |line| line.text("destination") == on_v6.address.to_string()).await?;
+    Ok(())
+}
+
+async fn unknown_names_get_an_alert(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    for name in ["edge-9", "10.70.0.1", "cloud-1", "example.org"] {
+        let answer = answer(&client_hello(name)?).await?;
+        ensure_alert(&answer, UNRECOGNIZED_NAME).with_context(|| format!("for the name {name}"))?;
+        server.wait_log(name).await?;
+    }
+    let metrics = server.metrics().await?;
+    metrics.expect("postern_callers_refused_total", &[("door", "https")], 4.0)?;
+    Ok(())
+}
+
+async fn plaintext_is_refused(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let garbage: [&[u8]; 5] = [
+        b"GET / HTTP/1.1\r\nHost: edge-1\r\n\r\n",
+        b"\x16\x03\x01\xff\xff",
+        b"\x16\x03\x01\x00\x04\x01\xff\xff\xff",
+        b"\x80\x2e\x01\x00\x02",
+        &[0; 4096],
+    ];
+    for bytes in garbage {
+        let answer = answer(bytes).await?;
+        ensure!(
+            answer.is_empty() || matches!(answer.as_slice(), [21, 3, _, 0, 2, 2, _]),
+            "{bytes:?} was answered {answer:?}"
+        );
+    }
+    server.wait_log("not TLS").await?;
+    // A silent client is closed after a while, and delays no other client meanwhile.
+    let mut silent = connect(door()).await?;
+    let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
+    let hello = client_hello("edge-1")?;
+    let mut stream = connect(door()).await?;
+    stream.write_all(&hello).await?;
+    expect_back(&mut stream, &hello).await?;
+    ensure!(on_edge.connections() == 1, "{} connections", on_edge.connections());
+    client::end_of(&mut silent, Duration::from_secs(30)).await.context("a silent client")?;
+    Ok(())
+}
+
+async fn node_without_a_tunnel(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let mut stream = connect(door()).await?;
+    stream.write_all(&client_hello("edge-2")?).await?;
+    let end = client::end_of(&mut stream, server::START).await?;
+    ensure!(end != client::End::Eof(0), "no tunnel looks like an empty answer");
+    let line = server.wait_access("without a tunnel", |line| line.text("node") == "edge-2").await?;
+    ensure!(line.text("outcome") == "no_tunnel", "access line {line:?}");
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! The API server is down, or another holder has the Lease: tunnels and routes stay, and nothing has to be restarted.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{connect, visit};
+use postern_testbed::cluster::pods::{self, TALK, shell};
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::cluster::{Cluster, EDGE_NODE, postern, tls};
+use postern_testbed::report::figure;
+use postern_testbed::server::Server;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::{wait_for, wait_until};
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+
+use super::checks::Checks;
+use crate::common::never;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Watches back off for up to 10 s.
+const BACK: Duration = Duration::from_secs(60);
+
+pub(super) async fn outages(testbed: &Testbed) -> Result<()> {
+    let mut cluster = Cluster::start(testbed).await?;
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    let manifests = postern::install(&cluster, "base").await?;
+    let server = postern::server(&cluster, &manifests).await?.start().await?;
+    let mut agent = postern::agent(&cluster, &server, &manifests, 1).await?;
+    let mut checks = Checks::new();
+    checks.run("port lists are followed", ports_are_followed(&cluster, "9101")).await;
+    checks.run("a node's label decides whether it is an edge node", label_flips(&cluster)).await;
+    let down = api_down(&mut cluster, &server, &mut agent);
+    checks.run_within(Duration::from_secs(150), "the API server is down for a while", down).await;
+    let lost = lease_lost(&cluster, &server);
+    checks.run_within(Duration::from_secs(120), "the Lease is lost and taken again", lost).await;
+    checks.finish()
+}
+
+/// A port of the node works as soon as the ConfigMap has it.
+async fn ports_are_followed(cluster: &Cluster<'_>, port: &str) -> Result<()> {
+    let edge = cluster.testbed.edge(1);
+    let target = Target::start(&edge.ns, edge.address, port.parse()?, Behaviour::Echo)?;
+    let change = json!({ "data": { "http-proxy-ports": port } }).to_string();
+    let args = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &change];
+    cluster.kubectl.run(&args).await?;
+    wait_for("the port to be tunnelled", BACK, async || {
+        let attempt = tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(target.address));
+        Ok(attempt.await.is_ok_and(|connected| connected.is_ok()).then_some(()))
+    })
+    .await?;
+    visit(target.address).await?;
+    Ok(())
+}
+
+/// Without its label the node is a cloud node, whose addresses are never redirected; with the label it is an edge node
+/// again.
+async fn label_flips(cluster: &Cluster<'_>) -> Result<()> {
+    let address = (cluster.testbed.edge(1).address, 10250);
+    let label = async |change: &str| cluster.kubectl.run(&["label", "node", EDGE_NODE, change]).await;
+    let reached = async || {
+        let attempt = tokio::time::timeout(Duration::from_millis(500), TcpStream::connect(address));
+        Ok(matches!(attempt.await, Ok(Ok(_))))
+    };
+    label("node-role.kubernetes.io/edge-").await?;
+    let start = Instant::now();
+    wait_until("the node to be direct", PATIENCE, reached, |reached| !reached).await?;
+    let direct = start.elapsed();
+    label("node-role.kubernetes.io/edge=").await?;
+    let start = Instant::now();
+    wait_until("the node to be redirected again", PATIENCE, reached, |reached| *reached).await?;
+    figure(&format!("a label's change is in effect after {direct:.1?} and {:.1?}", start.elapsed()));
+    Ok(())
+}
+
+async fn api_down(cluster: &mut Cluster<'_>, server: &Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
+    let address = cluster.testbed.edge(1).address;
+    let kubelet = async |cluster: &Cluster<'_>| {
+        let stream = connect((address, 10250)).await?;
+        tls::handshake(stream, &address.to_string(), &cluster.pki, None).await
+    };
+    cluster.control_plane.kill_apiserver().await?;
+    // Long enough for watches to end, and for the Lease to be lost.
+    never("a loss of the tunnel", Duration::from_secs(20), async || {
+        kubelet(cluster).await.context("through the tunnel while the API server is down")?;
+        Ok(!server.is_connected(EDGE_NODE).await?)
+    })
+    .await?;
+    let status = server.get("/readyz").await?;
+    ensure!(status.0 == 200, "/readyz while the API server is down: {status:?}");
+    // A restarted agent attaches without the API server too.
+    agent.process.crash().await?;
+    server.wait_connected(EDGE_NODE, false, PATIENCE).await?;
+    agent.start_again()?;
+    server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
+    kubelet(cluster).await.context("through the new agent's tunnel")?;
+
+    cluster.restart_apiserver().await?;
+    wait_for("kubectl logs to work again", BACK, async || {
+        let output = cluster.kubectl.output(&["logs", "talker", "--tail=1"]).await?;
+        Ok(output.status.success().then_some(()))
+    })
+    .await?;
+    let synced = async || {
+        let metrics = server.metrics().await?;
+        Ok(metrics.sum("postern_kube_watch_synced", &[("resource", "nodes")]))
+    };
+    wait_until("the watch of nodes to be back", BACK, synced, |synced| *synced == 1.0).await?;
+    ports_are_followed(cluster, "9102").await.context("after the API server came back")
+}
+
+async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+    let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tunnel-server");
+    let records = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
+    let is_written = |records: &Value| {
+        records["data"]["tunnel-nodes"].as_str().is_some_and(|text| text.contains(&format!("\t{EDGE_NODE}")))
+    };
+    let before = cluster.api.wait("the DNS records", &records, PATIENCE, is_written).await?;
+    let lease = cluster.api.get(&path).await?;
+    let holder = lease["spec"]["holderIdentity"].clone();
+    ensure!(holder.is_string(), "the Lease has no holder: {lease}");
+
+    let taken = json!({ "spec": {
+        "holderIdentity": "another-server",
+        "leaseDurationSeconds": 20,
+        "renewTime": rfc3339_now()?,
+    }});
+    cluster.api.patch(&path, &taken).await?;
+    let change = json!({ "data": { "tunnel-nodes": "changed by hand" } });
+    // The server notices at its next renewal, and may still write until then.
+    wait_for("the server to stop writing", PATIENCE, async || {
+        cluster.api.patch(&records, &change).await?;
+        let repaired = never("a repair", Duration::from_secs(4), async || {
+            Ok(is_written(&cluster.api.get(&records).await?))
+        })
+        .await;
+        Ok(repaired.is_ok().then_some(()))
+    })
+    .await?;
+    let held = cluster.api.get(&path).await?;
+    ensure!(held["spec"]["holderIdentity"] == "another-server", "the Lease was taken too early: {held}");
+    ensure!(server.is_connected(EDGE_NODE).await?, "the tunnel was lost with the Lease");
+    cluster.kubectl.run(&["logs", "talker", "--tail=1"]).await?;
+
+    cluster
+        .api
+        .wait("the server to take the Lease again", &path, BACK, |lease| {
+            lease["spec"]["holderIdentity"] == holder
+        })
+        .await?;
+    let after = cluster.api.wait("the DNS records to be repaired", &records, PATIENCE, is_written).await?;
+    ensure!(after["data"] == before["data"], "the records are {} and were {}", after["data"], before["data"]);
+    Ok(())
+}
+
+/// The current time in the API's format (microseconds).
+fn rfc3339_now() -> Result<String> {
+    let output = std::process::Command::new("date").args(["-u", "+%Y-%m-%dT%H:%M:%S.%6NZ"]).output();
+    Ok(String::from_utf8(output.context("running date")?.stdout)?.trim().to_owned())
+}

@@ -1,0 +1,50 @@
+//! Prometheus with the shipped configuration: kubernetes_sd, each node by its own address, the kubelets' certificates
+//! verified. That configuration contains nothing about a tunnel.
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::cluster::{Cluster, monitoring};
+use postern_testbed::prometheus::{self, query};
+use postern_testbed::wait::wait_until;
+
+use super::checks::Checks;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
+    checks.run("Prometheus scrapes every node by its own address", scrapes(cluster)).await;
+}
+
+async fn scrapes(cluster: &Cluster<'_>) -> Result<()> {
+    let _running = monitoring::start(cluster).await?;
+    let nodes = cluster.hosts.len();
+    // kubelet, cadvisor and node exporter of every node, the agents of all but the cloud's, and the server.
+    let targets = 3 * nodes + (nodes - 1) + 1;
+    let found = wait_until(&format!("{targets} targets to be up"), PATIENCE, prometheus::targets, |found| {
+        found.len() == targets && found.iter().all(|target| target.health == "up")
+    })
+    .await?;
+    for host in &cluster.hosts {
+        let (name, address) = (&host.spec.name, host.spec.address);
+        for (job, url) in [
+            ("kubelet", format!("https://{address}:10250/metrics")),
+            ("cadvisor", format!("https://{address}:10250/metrics/cadvisor")),
+            ("node-exporter", format!("http://{address}:9100/metrics")),
+        ] {
+            let its = found.iter().any(|target| target.job == job && target.url == url);
+            ensure!(its, "{job} of {name} is not scraped at {url}: {found:?}");
+        }
+        // The samples are the node's own.
+        let uname = query(&format!("node_uname_info{{node=\"{name}\"}}")).await?;
+        let uname = uname.first().context("no node_uname_info")?;
+        ensure!(uname.label("nodename") == name, "{name} was answered by {:?}", uname.label("nodename"));
+        let kubelet = query(&format!("kubelet_node_name{{node=\"{name}\"}}")).await?;
+        let kubelet = kubelet.first().context("no kubelet_node_name")?;
+        // The target's label takes precedence over the kubelet's, which Prometheus renames.
+        let own = kubelet.label("exported_node");
+        ensure!(own == name, "{name} was answered by {own:?}");
+    }
+    let pods = query("container_memory_usage_bytes{pod=\"talker\"}").await?;
+    ensure!(!pods.is_empty(), "cadvisor's samples of the edge's pods are missing");
+    Ok(())
+}

@@ -1,0 +1,432 @@
+//! Heavy load, and failures and stalls alongside healthy traffic.
+use std::cell::Cell;
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{self, End, Pattern, connect, digest, echo, end_of, pattern_digest, visit};
+use postern_testbed::percentiles::Times;
+use postern_testbed::report::figure;
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{Testbed, load_target};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tunnel_core::link;
+
+use crate::common::{HEALTHY, alongside, expect_reset, server_and_agent, target};
+
+scenarios! {
+    bulk_both_ways(limit = 180),
+    healthy_traffic_with_a_stalled_reader,
+    healthy_traffic_with_black_holed_dials,
+    healthy_traffic_with_refused_dials,
+    healthy_traffic_with_a_slow_target,
+    healthy_traffic_with_bulk_downloads,
+    hundred_stalled_readers_of_one_node(edges = 2, limit = 180),
+    five_hundred_stalled_readers_of_one_node(limit = 240),
+    targets_that_never_read(limit = 180),
+    two_thousand_concurrent_connections(limit = 180),
+}
+
+const BULK: u64 = 200_000_000;
+
+fn rate(bytes: u64, start: Instant) -> String {
+    // Megabytes fit a f64 exactly.
+    #[expect(clippy::cast_precision_loss, reason = "for printing")]
+    let megabytes = bytes as f64 / 1e6;
+    format!("{megabytes:.0} MB at {:.0} MB/s", megabytes / start.elapsed().as_secs_f64())
+}
+
+async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<()> {
+    let mut stream = connect(address).await?;
+    let got = digest(&mut stream).await?;
+    ensure!(
+        got == (length, pattern_digest(seed, length)),
+        "downloaded {} bytes, changed or incomplete",
+        got.0
+    );
+    Ok(())
+}
+
+async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(11, BULK))?;
+    let start = Instant::now();
+    download(source.address, 11, BULK).await?;
+    figure(&format!("download, generators and checksums included: {}", rate(BULK, start)));
+
+    let sink = target(testbed, 1, 9101, Behaviour::Sink)?;
+    let start = Instant::now();
+    let mut stream = connect(sink.address).await?;
+    let mut pattern = Pattern::new(12, BULK);
+    pattern.write_to(&mut stream).await?;
+    stream.shutdown().await?;
+    let mut answer = String::new();
+    tokio::time::timeout(client::PATIENCE, stream.read_to_string(&mut answer))
+        .await
+        .context("no checksum arrived")??;
+    ensure!(answer == format!("{BULK} {}", pattern.digest()), "uploaded bytes arrived as {answer}");
+    figure(&format!("upload, generators and checksums included: {}", rate(BULK, start)));
+
+    let line = server
+        .wait_access("of the download", |line| line.text("destination") == source.address.to_string())
+        .await?;
+    ensure!(line.bytes_from_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
+    let line = server
+        .wait_access("of the upload", |line| line.text("destination") == sink.address.to_string())
+        .await?;
+    ensure!(line.bytes_to_node()? == BULK && line.text("outcome") == "ok", "access line {line:?}");
+    let metrics = server.metrics().await?;
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+    let bulk = BULK as f64;
+    ensure!(
+        metrics.sum("postern_carried_bytes_total", &[("direction", "from_node")]) >= bulk,
+        "bytes from the node"
+    );
+    ensure!(
+        metrics.sum("postern_carried_bytes_total", &[("direction", "to_node")]) >= bulk,
+        "bytes to the node"
+    );
+    Ok(())
+}
+
+async fn healthy_traffic_with_a_stalled_reader(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let length = 64_000_000;
+    let source = target(testbed, 1, 9100, Behaviour::Source(5, length))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let mut stalled = connect(source.address).await?;
+    alongside("a stalled reader", healthy.address, async {
+        // The reader stays stalled for a while.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        Ok(())
+    })
+    .await?;
+    // Once it reads again, everything arrives.
+    let got = digest(&mut stalled).await?;
+    ensure!(
+        got == (length, pattern_digest(5, length)),
+        "after the stall {} bytes came, changed or incomplete",
+        got.0
+    );
+    Ok(())
+}
+
+async fn healthy_traffic_with_black_holed_dials(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    testbed.black_hole(1, 9105)?;
+    let hole = SocketAddr::new(testbed.edge(1).ip(), 9105);
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let start = Instant::now();
+    alongside("ten black-holed dials", healthy.address, async {
+        let mut dials = JoinSet::new();
+        for _ in 0..10 {
+            dials.spawn(expect_reset(hole));
+        }
+        dials.join_all().await.into_iter().collect::<Result<Vec<_>>>()
+    })
+    .await?;
+    figure(&format!("black-holed dials were given up after {:.1?}", start.elapsed()));
+    server
+        .wait_access("timed out", |line| {
+            line.text("outcome") == "timed_out" && line.text("destination") == hole.to_string()
+        })
+        .await?;
+    Ok(())
+}
+
+async fn healthy_traffic_with_refused_dials(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let closed = SocketAddr::new(testbed.edge(1).ip(), 9104);
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    alongside("500 refused dials", healthy.address, async {
+        for _ in 0..50 {
+            let mut dials = JoinSet::new();
+            for _ in 0..10 {
+                dials.spawn(expect_reset(closed));
+            }
+            dials.join_all().await.into_iter().collect::<Result<Vec<_>>>()?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+async fn healthy_traffic_with_a_slow_target(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let slow = target(testbed, 1, 9100, Behaviour::Slow(Duration::from_secs(2)))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    alongside("20 connections to a slow target", healthy.address, async {
+        let mut visits = JoinSet::new();
+        for _ in 0..20 {
+            visits.spawn(visit(slow.address));
+        }
+        visits.join_all().await.into_iter().collect::<Result<Vec<_>>>()
+    })
+    .await?;
+    Ok(())
+}
+
+async fn healthy_traffic_with_bulk_downloads(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let length = 50_000_000;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, length))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    alongside("four bulk downloads", healthy.address, async {
+        let mut downloads = JoinSet::new();
+        for _ in 0..4 {
+            downloads.spawn(download(source.address, 3, length));
+        }
+        downloads.join_all().await.into_iter().collect::<Result<Vec<_>>>()
+    })
+    .await?;
+    Ok(())
+}
+
+async fn hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let _other = Agent::enrol(&server, 2).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(4, 20_000_000))?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let other_node = target(testbed, 2, HEALTHY, Behaviour::Echo)?;
+    let before = server.process.resident_bytes()?;
+    let mut stalled = Vec::new();
+    for _ in 0..100 {
+        stalled.push(connect(source.address).await?);
+    }
+    wait_until(
+        "100 connections at the target",
+        client::PATIENCE,
+        async || Ok(source.connections()),
+        |seen| *seen == 100,
+    )
+    .await?;
+    alongside("100 stalled readers of the same node", healthy.address, async {
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        Ok(())
+    })
+    .await?;
+    alongside("100 stalled readers of another node", other_node.address, async { Ok(()) }).await?;
+    let megabytes = |bytes: u64| bytes / 1_000_000;
+    let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
+    figure(&format!(
+        "100 stalled readers hold: server {} MB (before {} MB), agent {} MB",
+        megabytes(server_now),
+        megabytes(before),
+        megabytes(agent_now)
+    ));
+    ensure!(
+        server_now < before + 600_000_000,
+        "stalled readers took {} MB of the server",
+        megabytes(server_now - before)
+    );
+    // One of them reads again and gets everything.
+    let mut first = stalled.swap_remove(0);
+    let got = digest(&mut first).await?;
+    ensure!(got == (20_000_000, pattern_digest(4, 20_000_000)), "{} bytes after the stall", got.0);
+    Ok(())
+}
+
+/// More than the bound allows: those blocked longest are reset and logged as such, and no other connection is affected.
+async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
+    const COUNT: usize = 500;
+    // Slightly more than a window and the client's socket buffer: the kernel's memory for sockets is not tested here.
+    const LENGTH: usize = 1_600_000;
+    // The server's bound for each node, in receivers that hold a whole window.
+    const LEFT: usize = link::SERVER_STALL_BYTES / link::STREAM_WINDOW as usize;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    // In a process of its own: it fills 500 windows within the grace period.
+    let target = load_target::Target::start(testbed, 1).await?;
+    let at = |port| SocketAddr::new(testbed.edge(1).ip(), port);
+    let echo_at = at(load_target::ECHO);
+    let mut open = connect(echo_at).await?;
+    let a_while = async || {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        Ok(())
+    };
+    alongside("nothing", echo_at, trips_alongside("nothing", &mut open, a_while())).await?;
+    let before = server.process.resident_bytes()?;
+    let what = "500 readers of the same node that stop reading";
+    let stalling = async {
+        let mut stalled = Vec::new();
+        while stalled.len() < COUNT {
+            for _ in 0..50 {
+                stalled.push(connect(at(load_target::SOURCE)).await?);
+            }
+            // The agent's bound on pending dials is not what is tested here.
+            let all = stalled.len() as u64;
+            wait_until(
+                "the connections at the target",
+                client::PATIENCE,
+                async || target.open().await,
+                |n| *n >= all,
+            )
+            .await?;
+        }
+        for stream in &mut stalled {
+            stream.write_u64(LENGTH as u64).await.context("asking for bytes")?;
+        }
+        let resets = async || {
+            let metrics = server.metrics().await?;
+            Ok(metrics.sum("postern_connections_total", &[("outcome", "stalled")]))
+        };
+        // The grace period, and the interval between two checks of who has exceeded it.
+        let limit = link::PING_INTERVAL + client::PATIENCE;
+        #[expect(clippy::cast_precision_loss, reason = "500 fits")]
+        let beyond = (COUNT - LEFT) as f64;
+        wait_until("connections beyond the bound to be reset", limit, resets, |resets| *resets >= beyond)
+            .await?;
+        Ok(stalled)
+    };
+    let stalled = alongside(what, echo_at, trips_alongside(what, &mut open, stalling)).await?;
+    let what = "those within the bound";
+    alongside(what, echo_at, trips_alongside(what, &mut open, a_while())).await?;
+
+    let held = server.process.peak_resident_bytes()?.saturating_sub(before);
+    figure(&format!("500 stalled readers held {} MB of the server at most", held / 1_000_000));
+    // During the grace period it is twice the bound.
+    let worst = 2 * link::SERVER_STALL_BYTES as u64;
+    ensure!(held < worst, "stalled readers held {held} bytes of the server, {worst} at most are documented");
+
+    let reset = server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled");
+    let reset: HashSet<String> = reset.map(|line| line.text("client")).collect();
+    ensure!(reset.len() == COUNT - LEFT, "{} of {COUNT} were reset, {LEFT} may be blocked", reset.len());
+    for mut stream in stalled {
+        let client = stream.local_addr()?.to_string();
+        let expected = if reset.contains(&client) {
+            End::Reset
+        } else {
+            // The target ends when nothing more is asked for.
+            stream.shutdown().await.context("ending the request")?;
+            End::Eof(LENGTH)
+        };
+        let end = end_of(&mut stream, client::PATIENCE)
+            .await
+            .with_context(|| format!("{client}, expected {expected:?}"))?;
+        ensure!(end == expected, "{client} read again and ended with {end:?}, expected {expected:?}");
+    }
+    Ok(())
+}
+
+/// Round trips on an open connection while `work` runs; every one must be answered. Reports their times.
+async fn trips_alongside<T>(
+    what: &str,
+    stream: &mut TcpStream,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let done = Cell::new(false);
+    let work = async {
+        let result = work.await;
+        done.set(true);
+        result
+    };
+    let trips = async {
+        let mut latencies = Times::default();
+        while !done.get() {
+            let start = Instant::now();
+            echo(stream, b"0123456789abcdef")
+                .await
+                .with_context(|| format!("a round trip alongside {what}"))?;
+            latencies.add(start.elapsed());
+        }
+        Ok(latencies)
+    };
+    let (result, mut latencies) = tokio::try_join!(work, trips)?;
+    figure(&format!(
+        "round trips on an open connection alongside {what}: {} trips, {}",
+        latencies.count(),
+        latencies.summary()
+    ));
+    Ok(result)
+}
+
+async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let never_reads = target(testbed, 1, 9100, Behaviour::NeverReads)?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let chunk = vec![7; 256 * 1024];
+    let mut stuck = Vec::new();
+    for _ in 0..30 {
+        let mut stream = connect(never_reads.address).await?;
+        // Until nothing more is taken for half a second, 64 MB at most.
+        for _ in 0..256 {
+            let write = tokio::time::timeout(Duration::from_millis(500), stream.write_all(&chunk)).await;
+            if write.is_err() {
+                break;
+            }
+        }
+        stuck.push(stream);
+    }
+    alongside("30 targets that never read", healthy.address, async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        Ok(())
+    })
+    .await?;
+    let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
+    figure(&format!(
+        "30 targets that never read hold: server {} MB, agent {} MB",
+        server_now / 1_000_000,
+        agent_now / 1_000_000
+    ));
+    ensure!(agent_now < 600_000_000 && server_now < 600_000_000, "memory is not bounded");
+    Ok(())
+}
+
+async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
+    const COUNT: usize = 2_000;
+    let (server, agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let (server_before, agent_before) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
+    let start = Instant::now();
+    let mut opening = JoinSet::new();
+    let mut open = Vec::new();
+    for number in 0..COUNT {
+        let address = on_edge.address;
+        opening.spawn(async move {
+            let mut stream = connect(address).await?;
+            echo(&mut stream, format!("connection {number}").as_bytes()).await?;
+            anyhow::Ok(stream)
+        });
+        // The target's backlog and the agent's bound on pending dials are not what is tested here.
+        if opening.len() >= 100 {
+            open.extend(opening.join_next().await.transpose()?.transpose()?);
+        }
+    }
+    while let Some(stream) = opening.join_next().await {
+        open.push(stream??);
+    }
+    figure(&format!("{COUNT} connections opened and used in {:.1?}", start.elapsed()));
+    #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
+    let count = COUNT as f64;
+    agent.metrics().await?.expect("postern_agent_connections_active", &[], count)?;
+    server.metrics().await?.expect("postern_connections_active", &[], count)?;
+    let kib = |now: u64, before: u64| now.saturating_sub(before) / 1024 / COUNT as u64;
+    figure(&format!(
+        "each open connection holds {} KiB in the server and {} KiB in the agent",
+        kib(server.process.resident_bytes()?, server_before),
+        kib(agent.process.resident_bytes()?, agent_before)
+    ));
+    for stream in &mut open {
+        echo(stream, b"still there").await?;
+    }
+    drop(open);
+    wait_until(
+        "all connections to be closed",
+        client::PATIENCE,
+        async || Ok(on_edge.open()),
+        |open| *open == 0,
+    )
+    .await?;
+    wait_until(
+        "the server to count none",
+        client::PATIENCE,
+        async || server.metrics().await,
+        |metrics| metrics.sum("postern_connections_active", &[]) == 0.0,
+    )
+    .await?;
+    Ok(())
+}

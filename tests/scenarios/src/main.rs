@@ -1,0 +1,52 @@
+//! The scenarios by subject, and the program that runs them: `[--quick] [FILTER] [--list]` and what libtest takes.
+//!
+//! A module declares its scenarios with `scenarios!`, and is listed in `all`.
+#![forbid(unsafe_code)]
+
+#[macro_use]
+mod scenario;
+
+mod common;
+mod deploy;
+mod docs;
+mod hostile;
+mod hostile_peer;
+mod http;
+mod https;
+mod identity;
+mod kubernetes;
+mod load;
+mod operating;
+mod path;
+mod redirect;
+mod reload;
+mod restart;
+mod runner;
+mod testbed;
+
+use scenario::Scenario;
+
+fn main() -> std::process::ExitCode {
+    runner::main(std::env::args_os().collect(), all().collect())
+}
+
+fn all() -> impl Iterator<Item = &'static Scenario> {
+    [
+        testbed::SCENARIOS,
+        path::SCENARIOS,
+        load::SCENARIOS,
+        restart::SCENARIOS,
+        identity::SCENARIOS,
+        http::SCENARIOS,
+        https::SCENARIOS,
+        reload::SCENARIOS,
+        hostile::SCENARIOS,
+        operating::SCENARIOS,
+        deploy::SCENARIOS,
+        docs::SCENARIOS,
+        redirect::SCENARIOS,
+        kubernetes::SCENARIOS,
+    ]
+    .into_iter()
+    .flatten()
+}

@@ -1,0 +1,216 @@
+//! What an operator sees: flags, exit codes, admin pages, status.
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{self, connect, visit};
+use postern_testbed::inventory::Inventory;
+use postern_testbed::process::{Process, log_file, program};
+use postern_testbed::server::{self, Builder};
+use postern_testbed::target::Behaviour;
+use postern_testbed::{CLOUD, Testbed};
+use serde_json::Value;
+
+use crate::common::{server, server_and_agent, target};
+
+scenarios! {
+    bad_configuration_exits_64(quick),
+    impossible_redirect_is_an_error,
+    redirect_off_serves_the_other_doors,
+    status_and_admin_pages(edges = 2, quick),
+    port_already_in_use,
+    help_names_the_defaults,
+}
+
+const BAD_CONFIGURATION: i32 = 64;
+
+async fn bad_configuration_exits_64(testbed: &Testbed) -> Result<()> {
+    let inventory = format!("--inventory={}", Inventory::of(testbed)?.path().display());
+    let state = format!("--state-dir={}", testbed.dir().join("server").display());
+    let cases: [(&str, &[&str]); 13] = [
+        ("--agent-port=70000", &["agent-port", "70000"]),
+        ("--redirect-ports=10250,x", &["redirect-ports", "x"]),
+        ("--redirect-ports=0", &["redirect-ports", "0"]),
+        ("--exclude=10.0.0.0/33", &["exclude", "10.0.0.0/33"]),
+        ("--token-range=198.18.0.0/40", &["token-range", "198.18.0.0/40"]),
+        ("--redirect-clients=everybody", &["redirect-clients", "everybody"]),
+        ("--drain-timeout=soon", &["drain-timeout", "soon"]),
+        ("--log-level=loud", &["log-level", "loud"]),
+        ("--log-format=xml", &["log-format", "xml"]),
+        ("--bind-address=nowhere", &["bind-address", "nowhere"]),
+        ("--edge-selector=a in", &["edge-selector", "a in"]),
+        ("--redirect=maybe", &["redirect", "maybe"]),
+        ("--no-such-flag", &["no-such-flag"]),
+    ];
+    for (flag, expected) in cases {
+        expect_64(testbed, "tunnel-server", &[&inventory, &state, flag], expected).await?;
+    }
+    expect_64(
+        testbed,
+        "tunnel-server",
+        &[&state, "--inventory=/nonexistent/nodes.yaml"],
+        &["inventory", "/nonexistent/nodes.yaml"],
+    )
+    .await?;
+
+    let agent = |flag: &'static str| ["--server=10.70.0.1:10262", "--node-name=edge-1", flag];
+    let cases: [(&str, &[&str]); 6] = [
+        ("--server=10.70.0.1", &["server", "10.70.0.1"]),
+        ("--ca-hash=md5:00", &["ca-hash", "md5:00"]),
+        ("--node-name=Edge_1", &["node-name", "Edge_1"]),
+        ("--allow-target=here", &["allow-target", "here"]),
+        ("--node-ip=nowhere", &["node-ip", "nowhere"]),
+        ("--admin-address=1234567", &["admin-address", "1234567"]),
+    ];
+    for (flag, expected) in cases {
+        let state = format!("--state-dir={}", testbed.dir().join("agent").display());
+        let name = flag.split('=').next().unwrap_or_default();
+        let flags: Vec<&str> = agent(flag)
+            .into_iter()
+            .filter(|other| *other == flag || !other.starts_with(name))
+            .chain([state.as_str()])
+            .collect();
+        expect_64(testbed, "tunnel-agent", &flags, expected).await?;
+    }
+    Ok(())
+}
+
+async fn expect_64(testbed: &Testbed, name: &str, flags: &[&str], expected: &[&str]) -> Result<()> {
+    let mut command = testbed.on_cloud().command(&program(name)?);
+    command.args(flags);
+    let log = format!("{name}-misconfigured");
+    // Measured before the start: it may log everything a moment later.
+    let before = std::fs::metadata(log_file(testbed.dir(), &log)).map_or(0, |log| log.len() as usize);
+    let mut process = Process::spawn(testbed.dir(), &log, command)?;
+    let status =
+        process.wait_exit(Duration::from_secs(10)).await.with_context(|| format!("{name} {flags:?}"))?;
+    let output = process.output()?;
+    let said = output.get(before.min(output.len())..).unwrap_or_default();
+    ensure!(status.code() == Some(BAD_CONFIGURATION), "{name} {flags:?} ended with {status}: {said}");
+    for word in expected {
+        ensure!(said.contains(word), "{name} {flags:?} does not name {word:?}: {said}");
+    }
+    Ok(())
+}
+
+async fn impossible_redirect_is_an_error(testbed: &Testbed) -> Result<()> {
+    // A folder that is not a cgroup: an impossible redirect is an error and does not turn itself off.
+    let inventory = format!("--inventory={}", Inventory::of(testbed)?.path().display());
+    let state = format!("--state-dir={}", testbed.dir().join("server").display());
+    let cgroup = format!("--redirect-cgroup={}", testbed.dir().display());
+    let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
+    command.args([&inventory, &state, &cgroup]);
+    let mut process = Process::spawn(testbed.dir(), "tunnel-server-impossible", command)?;
+    let status = process.wait_exit(Duration::from_secs(15)).await?;
+    let said = process.output()?;
+    ensure!(matches!(status.code(), Some(1 | BAD_CONFIGURATION)), "ended with {status}: {said}");
+    ensure!(said.contains("cgroup"), "the reason is not named: {said}");
+    Ok(())
+}
+
+async fn redirect_off_serves_the_other_doors(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).flag("--redirect=off").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let error = client::connect_error((testbed.edge(1).address, 10250), Duration::from_secs(1)).await?;
+    ensure!(error.kind() == std::io::ErrorKind::TimedOut, "redirected although off: {error}");
+    connect((CLOUD, 10263)).await.context("the https door")?;
+    let routes = testbed.cloud.output("ip", "route show table all")?;
+    ensure!(!routes.contains("198.18."), "a token route although the redirect is off");
+    Ok(())
+}
+
+async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
+    let server_ = server(testbed).await?;
+    let _agent = Agent::enrol(&server_, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+
+    let text = server::run(testbed, &["status"])?;
+    let shown = String::from_utf8_lossy(&text.stdout).into_owned();
+    ensure!(
+        text.status.success(),
+        "status ended with {}: {}",
+        text.status,
+        String::from_utf8_lossy(&text.stderr)
+    );
+    for word in ["edge-1", "edge-2", "192.168.50.2"] {
+        ensure!(shown.contains(word), "{word} is not in the status:\n{shown}");
+    }
+    let json = server::run(testbed, &["status", "-o", "json"])?;
+    let json: Value = serde_json::from_slice(&json.stdout).context("status -o json")?;
+    let nodes = json["nodes"].as_array().context("nodes")?;
+    let connected: Vec<_> =
+        nodes.iter().filter(|node| node["connected"] == true).map(|node| &node["name"]).collect();
+    ensure!(connected == ["edge-1"], "connected in the JSON: {connected:?}");
+
+    for (path, expected) in
+        [("/healthz", 200), ("/readyz", 200), ("/metrics", 200), ("/status", 200), ("/nowhere", 404)]
+    {
+        let (status, body) = server_.get(path).await?;
+        ensure!(status == expected, "{path} answered {status}: {body}");
+    }
+    let admin = || async { connect(std::net::SocketAddr::from(([127, 0, 0, 1], 10265))).await };
+    let (level, body) = client::http(admin().await?, "PUT", "/debug/flags/v", "4").await?;
+    ensure!(level == 200, "PUT /debug/flags/v answered {level}: {body}");
+    let (level, _) = client::http(admin().await?, "PUT", "/debug/flags/v", "loud").await?;
+    ensure!(level == 400, "an invalid level was answered {level}");
+
+    // Labels are bounded: none is an address or a node's name.
+    let metrics = server_.metrics().await?;
+    ensure!(!metrics.0.is_empty(), "no metrics");
+    for sample in &metrics.0 {
+        let name = &sample.name;
+        ensure!(!name.starts_with("postern_postern_"), "{name} has its prefix twice");
+        ensure!(name.starts_with("postern_") || name.starts_with("process_"), "{name} has a foreign prefix");
+        for value in sample.labels.values() {
+            ensure!(
+                !value.contains("edge-") && !value.contains("192.168."),
+                "unbounded label {value:?} on {name}"
+            );
+        }
+    }
+    drop(server_);
+    let without = server::run(testbed, &["status"])?;
+    ensure!(without.status.code() == Some(1), "status without a server ended with {}", without.status);
+    ensure!(!without.stderr.is_empty(), "status without a server prints no error");
+    Ok(())
+}
+
+async fn port_already_in_use(testbed: &Testbed) -> Result<()> {
+    let (mut first, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let inventory = format!("--inventory={}", testbed.dir().join("nodes.yaml").display());
+    let state = format!("--state-dir={}", testbed.dir().join("second").display());
+    let cgroup = format!("--redirect-cgroup={}", testbed.cloud_cgroup.path().display());
+    let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
+    command.args([&inventory, &state, &cgroup]);
+    let mut second = Process::spawn(testbed.dir(), "tunnel-server-second", command)?;
+    let status = second.wait_exit(Duration::from_secs(15)).await?;
+    let said = second.output()?;
+    ensure!(status.code() == Some(1), "the second server ended with {status}: {said}");
+    ensure!(said.contains("1026"), "the port in use is not named: {said}");
+    // Its failure does not affect the first.
+    ensure!(first.process.ended()?.is_none(), "the first server ended");
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+async fn help_names_the_defaults(testbed: &Testbed) -> Result<()> {
+    for (name, words) in [
+        ("tunnel-server", ["10262", "10263", "198.18.0.0/15", "127.0.0.1:10265", "30s"]),
+        (
+            "tunnel-agent",
+            ["--server", "--token-file", "127.0.0.1:10266", "/var/lib/postern/agent", "--allow-target"],
+        ),
+    ] {
+        let output = testbed.on_cloud().command(&program(name)?).arg("--help").output()?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        ensure!(output.status.success(), "{name} --help ended with {}", output.status);
+        for word in words {
+            ensure!(text.contains(word), "{word} is not in {name} --help");
+        }
+        let version = testbed.on_cloud().command(&program(name)?).arg("--version").output()?;
+        ensure!(version.status.success(), "{name} --version ended with {}", version.status);
+    }
+    Ok(())
+}

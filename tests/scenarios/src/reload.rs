@@ -1,0 +1,213 @@
+//! The inventory changes while the server runs.
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{self, expect_unreachable, visit};
+use postern_testbed::inventory::{Inventory, node};
+use postern_testbed::server::Builder;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{NEIGHBOUR, Testbed};
+
+use crate::common::{server, server_and_agent, target};
+
+scenarios! {
+    nodes_come_go_and_move(edges = 2),
+    broken_file_is_refused,
+    two_nodes_with_one_address(edges = 2),
+    cloud_and_edge_with_one_address,
+    edge_inside_an_excluded_range(edges = 2),
+}
+
+const SOON: Duration = Duration::from_secs(15);
+
+/// Where connect() to an address leads.
+#[derive(Debug, PartialEq, Eq)]
+enum Way {
+    Tunnel,
+    NoTunnel,
+    Direct,
+}
+
+async fn way_to(address: SocketAddr) -> Result<Way> {
+    match tokio::time::timeout(Duration::from_secs(1), tokio::net::TcpStream::connect(address)).await {
+        Ok(Ok(_)) => Ok(Way::Tunnel),
+        Ok(Err(error)) if client::is_unreachable(&error) => Ok(Way::NoTunnel),
+        Err(_) => Ok(Way::Direct),
+        Ok(Err(error)) => Err(error.into()),
+    }
+}
+
+async fn wait_way(address: SocketAddr, way: Way) -> Result<()> {
+    wait_for(&format!("{address} to be reached by way of {way:?}"), SOON, async || {
+        Ok((way_to(address).await? == way).then_some(()))
+    })
+    .await
+}
+
+/// Visits until one succeeds: an agent re-reads its host's addresses every 10 s.
+async fn wait_visit(address: SocketAddr) -> Result<()> {
+    wait_until(
+        &format!("the agent to dial {address}, its node's new address"),
+        2 * SOON,
+        async || visit(address).await,
+        |_| true,
+    )
+    .await
+    .map(drop)
+}
+
+async fn nodes_come_go_and_move(testbed: &Testbed) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    let edge_2 = inventory.nodes.pop().unwrap_or_default();
+    inventory.write()?;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let first = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let second = target(testbed, 2, 10250, Behaviour::Echo)?;
+    visit(first.address).await?;
+    ensure!(way_to(second.address).await? == Way::Direct, "a node that is not listed is redirected");
+    // Edge 2 is added.
+    inventory.nodes.push(edge_2);
+    inventory.write()?;
+    wait_way(second.address, Way::NoTunnel).await?;
+    let _second_agent = Agent::enrol(&server, 2).await?;
+    visit(second.address).await?;
+    visit(first.address).await?;
+    // It gets another address, which its host has too.
+    let moved = IpAddr::from([192, 168, 51, 77]);
+    testbed.edge(2).ns.ip("addr add 192.168.51.77/24 dev eth0")?;
+    inventory.nodes[2] = node("edge-2", true, &[moved], &[]);
+    inventory.write()?;
+    let on_moved = Target::start(&testbed.edge(2).ns, moved, 10250, Behaviour::Echo)?;
+    wait_way(on_moved.address, Way::Tunnel).await?;
+    wait_visit(on_moved.address).await?;
+    wait_way(second.address, Way::Direct).await?;
+    // Edge 1 is removed; edge 2 stays.
+    inventory.nodes.remove(1);
+    inventory.write()?;
+    wait_way(first.address, Way::Direct).await?;
+    visit(on_moved.address).await?;
+    // Its token has not been given to another node: it comes back and works.
+    inventory.nodes.push(node("edge-1", true, &[testbed.edge(1).ip()], &[]));
+    inventory.write()?;
+    wait_way(first.address, Way::Tunnel).await?;
+    visit(first.address).await?;
+    visit(on_moved.address).await?;
+    Ok(())
+}
+
+async fn broken_file_is_refused(testbed: &Testbed) -> Result<()> {
+    let inventory = Inventory::of(testbed)?;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let broken = [
+        // An invalid address in line 10.
+        (
+            "apiVersion: v1\nkind: List\nitems:\n- metadata:\n    name: edge-1\n    labels:\n      node-role.kubernetes.io/edge: \"\"\n  status:\n    addresses:\n    - {type: InternalIP, address: 192.168.50.999}\n",
+            "line 10",
+        ),
+        ("apiVersion: v1\nkind: List\nitems:\n- metadata: {name: Edge_1}\n", "line 4"),
+        ("apiVersion: v1\nkind: List\nitems: [\n", "line "),
+        ("", "nodes.yaml"),
+        ("\u{0}\u{1}", "nodes.yaml"),
+    ];
+    for (text, expected) in broken {
+        let before = server.process.output()?.len();
+        inventory.write_raw(text)?;
+        wait_for(&format!("a log line about the broken file with {expected:?}"), SOON, async || {
+            let log = server.process.output()?;
+            let new = log.get(before..).unwrap_or_default();
+            Ok(new.lines().any(|line| line.contains("nodes.yaml") && line.contains(expected)).then_some(()))
+        })
+        .await?;
+        visit(on_edge.address).await?;
+    }
+    inventory.write()?;
+    visit(on_edge.address).await?;
+    std::fs::remove_file(inventory.path())?;
+    crate::common::never("an outage without the file", Duration::from_secs(3), async || {
+        Ok(way_to(on_edge.address).await? != Way::Tunnel)
+    })
+    .await?;
+    let mut moved = inventory;
+    moved.nodes[1] = node("edge-1", true, &[testbed.edge(1).ip(), IpAddr::from([192, 168, 50, 88])], &[]);
+    moved.write()?;
+    testbed.edge(1).ns.ip("addr add 192.168.50.88/24 dev eth0")?;
+    let second =
+        Target::start(&testbed.edge(1).ns, IpAddr::from([192, 168, 50, 88]), 10250, Behaviour::Echo)?;
+    wait_way(second.address, Way::Tunnel).await?;
+    wait_visit(second.address).await?;
+    Ok(())
+}
+
+async fn two_nodes_with_one_address(testbed: &Testbed) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    let shared = testbed.edge(1).ip();
+    inventory.nodes[2] = node("edge-2", true, &[shared], &[]);
+    inventory.write()?;
+    let server = server(testbed).await?;
+    let _first = Agent::enrol(&server, 1).await?;
+    let _second = Agent::enrol(&server, 2).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    // Either could be meant: connect() fails rather than reaching the wrong site.
+    expect_unreachable(on_edge.address).await?;
+    let metrics = server.metrics().await?;
+    ensure!(
+        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
+        "the conflict is not counted: {metrics:?}"
+    );
+    let logged = server
+        .process
+        .output()?
+        .lines()
+        .filter(|line| {
+            line.contains("edge-2") && line.contains(&shared.to_string()) && line.contains("inventory")
+        })
+        .count();
+    ensure!(logged == 1, "the conflict was logged {logged} times");
+    inventory.nodes[2] = node("edge-2", true, &[testbed.edge(2).ip()], &[]);
+    inventory.write()?;
+    wait_way(on_edge.address, Way::Tunnel).await?;
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+async fn cloud_and_edge_with_one_address(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes.push(node("cloud-2", false, &[NEIGHBOUR.into()], &[]));
+    inventory.nodes[1] = node("edge-1", true, &[testbed.edge(1).ip(), NEIGHBOUR.into()], &[]);
+    inventory.write()?;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_neighbour = Target::start(&neighbour, NEIGHBOUR, 10250, Behaviour::Echo)?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_neighbour.address).await?;
+    ensure!(on_neighbour.connections() == 1, "the cloud node's address went elsewhere");
+    visit(on_edge.address).await?;
+    let metrics = server.metrics().await?;
+    ensure!(
+        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
+        "the conflict is not counted: {metrics:?}"
+    );
+    server.wait_log(&NEIGHBOUR.to_string()).await
+}
+
+async fn edge_inside_an_excluded_range(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).flag("--exclude=192.168.51.0/24").start().await?;
+    let _first = Agent::enrol(&server, 1).await?;
+    let _second = Agent::enrol(&server, 2).await?;
+    let on_first = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_first.address).await?;
+    let on_second = target(testbed, 2, 10250, Behaviour::Echo)?;
+    ensure!(way_to(on_second.address).await? == Way::Direct, "an excluded address is redirected");
+    let metrics = server.metrics().await?;
+    ensure!(
+        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
+        "the conflict is not counted: {metrics:?}"
+    );
+    server.wait_log("192.168.51.").await?;
+    ensure!(client::connect(on_first.address).await.is_ok(), "the other node");
+    Ok(())
+}

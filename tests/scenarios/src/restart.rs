@@ -1,0 +1,294 @@
+//! Either end crashes, the link breaks, either end stops gracefully.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::{self, End, connect, echo, expect_unreachable, visit};
+use postern_testbed::report::figure;
+use postern_testbed::server::{self, Builder, Server};
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{CLOUD, Testbed};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::common::{server_and_agent, skip, target};
+
+scenarios! {
+    agent_killed_and_started_again(quick),
+    server_killed_and_started_again,
+    link_cut_and_restored(edges = 2, limit = 180),
+    interface_down_and_up(limit = 180),
+    server_stops_and_finishes_what_is_in_flight,
+    second_signal_ends_the_server_immediately,
+    drain_has_a_limit,
+    agent_stops_and_finishes_what_is_in_flight,
+    server_stops_and_leaves_nothing,
+    agents_come_back_after_a_server_restart(edges = 3),
+}
+
+/// A dead link must be noticed within 30 s; the rest is slack.
+const NOTICED: Duration = Duration::from_secs(33);
+
+async fn agent_killed_and_started_again(testbed: &Testbed) -> Result<()> {
+    let (server, mut agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let mut held = connect(on_edge.address).await?;
+    echo(&mut held, b"before").await?;
+    agent.process.crash().await?;
+    ensure!(
+        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
+        "the held connection was not reset"
+    );
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    expect_unreachable(on_edge.address).await?;
+    server.wait_access("of the held connection", |line| line.text("outcome") == "tunnel_lost").await?;
+    let start = Instant::now();
+    agent.start_again()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    figure(&format!("a restarted agent is back after {:.1?}", start.elapsed()));
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+/// Expects no answer from the edge address: without a redirect the router drops the connection.
+async fn expect_direct(address: SocketAddr) -> Result<()> {
+    let error = client::connect_error(address, Duration::from_secs(2)).await?;
+    ensure!(
+        error.kind() == std::io::ErrorKind::TimedOut,
+        "connect() to {address}: {error:?}, expected no answer at all"
+    );
+    Ok(())
+}
+
+async fn server_killed_and_started_again(testbed: &Testbed) -> Result<()> {
+    let (mut server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let on_cloud = Target::start(&testbed.cloud, CLOUD, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let mut held = connect(on_edge.address).await?;
+    echo(&mut held, b"before").await?;
+    server.process.crash().await?;
+    ensure!(
+        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
+        "the held connection was not reset"
+    );
+    // The eBPF programs are detached with their process: edge addresses are direct again, cloud addresses always were.
+    expect_direct(on_edge.address).await?;
+    visit(on_cloud.address).await?;
+    server.start_again().await?;
+    let start = Instant::now();
+    server.wait_connected("edge-1", true, agent::START).await?;
+    figure(&format!("the agent is back {:.1?} after the server is ready again", start.elapsed()));
+    visit(on_edge.address).await?;
+    visit(on_cloud.address).await?;
+    Ok(())
+}
+
+async fn link_cut_and_restored(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let _other = Agent::enrol(&server, 2).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let on_other = target(testbed, 2, 10250, Behaviour::Echo)?;
+    let mut held = connect(on_edge.address).await?;
+    echo(&mut held, b"before").await?;
+    testbed.cut_link(1)?;
+    let start = Instant::now();
+    server.wait_connected("edge-1", false, NOTICED).await?;
+    figure(&format!("a cut link is noticed after {:.1?}", start.elapsed()));
+    ensure!(
+        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
+        "the held connection was not reset"
+    );
+    expect_unreachable(on_edge.address).await?;
+    visit(on_other.address).await.context("the other edge")?;
+    testbed.restore_link(1)?;
+    let start = Instant::now();
+    server.wait_connected("edge-1", true, Duration::from_secs(60)).await?;
+    figure(&format!("a restored link is used again after {:.1?}", start.elapsed()));
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+async fn interface_down_and_up(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let port = &testbed.edge(1).router_port;
+    testbed.router.ip(&format!("link set {port} down"))?;
+    server.wait_connected("edge-1", false, NOTICED).await?;
+    testbed.router.ip(&format!("link set {port} up"))?;
+    server.wait_connected("edge-1", true, Duration::from_secs(60)).await?;
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+/// Starts a download: its first bytes are read, the rest waits for the reader.
+async fn begin_download(source: &Target) -> Result<tokio::net::TcpStream> {
+    let mut stream = connect(source.address).await?;
+    skip(&mut stream, 1_000_000).await?;
+    Ok(stream)
+}
+
+const LENGTH: u64 = 60_000_000;
+
+async fn finish_download(stream: &mut tokio::net::TcpStream) -> Result<()> {
+    let mut left = LENGTH - 1_000_000;
+    let mut buffer = vec![0; 256 * 1024];
+    loop {
+        let n = tokio::time::timeout(client::PATIENCE, stream.read(&mut buffer))
+            .await
+            .context("no more bytes arrived")??;
+        if n == 0 {
+            break;
+        }
+        left = left.checked_sub(n as u64).context("more bytes than were sent")?;
+    }
+    ensure!(left == 0, "a clean end {left} bytes early");
+    // The connection is over only when the other direction has ended too.
+    stream.shutdown().await.context("closing")
+}
+
+async fn server_stops_and_finishes_what_is_in_flight(testbed: &Testbed) -> Result<()> {
+    let (mut server, _agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(21, LENGTH))?;
+    let mut in_flight = begin_download(&source).await?;
+    server.process.signal(Signal::SIGTERM)?;
+    wait_for("/readyz to report that the server stops", client::PATIENCE, async || {
+        Ok(matches!(server.get("/readyz").await, Ok((503, _))).then_some(()))
+    })
+    .await?;
+    // New connections are refused while the transfer goes on.
+    let new = client::connect_error((testbed.edge(1).address, 9100), Duration::from_secs(5)).await?;
+    ensure!(server.process.ended()?.is_none(), "the server ended with a transfer in flight");
+    figure(&format!("a new connection to a stopping server fails with: {new}"));
+    finish_download(&mut in_flight).await?;
+    let status = server.process.wait_exit(Duration::from_secs(20)).await?;
+    ensure!(status.code() == Some(0), "the server ended with {status}");
+    let line = server.wait_access("of the transfer", |line| line.text("outcome") == "ok").await?;
+    ensure!(line.bytes_from_node()? == LENGTH, "access line {line:?}");
+    Ok(())
+}
+
+async fn second_signal_ends_the_server_immediately(testbed: &Testbed) -> Result<()> {
+    let (mut server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let mut held = connect(on_edge.address).await?;
+    echo(&mut held, b"held open").await?;
+    server.process.signal(Signal::SIGTERM)?;
+    wait_for("/readyz to report that the server stops", client::PATIENCE, async || {
+        Ok(matches!(server.get("/readyz").await, Ok((503, _))).then_some(()))
+    })
+    .await?;
+    echo(&mut held, b"still carried while draining").await?;
+    server.process.signal(Signal::SIGTERM)?;
+    let start = Instant::now();
+    server.process.wait_exit(Duration::from_secs(10)).await?;
+    figure(&format!("ended {:.1?} after the second signal", start.elapsed()));
+    ensure!(
+        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
+        "the held connection was not reset"
+    );
+    Ok(())
+}
+
+async fn drain_has_a_limit(testbed: &Testbed) -> Result<()> {
+    let mut server = Builder::new(testbed).flag("--drain-timeout=2s").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let mut held = connect(on_edge.address).await?;
+    echo(&mut held, b"held open").await?;
+    let start = Instant::now();
+    let status = server.process.stop().await?;
+    let took = start.elapsed();
+    ensure!(status.code() == Some(0), "the server ended with {status}");
+    ensure!(took >= Duration::from_millis(1900), "ended after {took:?}, before the drain's limit");
+    ensure!(took < Duration::from_secs(20), "ended only after {took:?}");
+    ensure!(
+        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
+        "the held connection was not reset"
+    );
+    Ok(())
+}
+
+async fn agent_stops_and_finishes_what_is_in_flight(testbed: &Testbed) -> Result<()> {
+    let (server, mut agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(21, LENGTH))?;
+    let mut in_flight = begin_download(&source).await?;
+    agent.process.signal(Signal::SIGTERM)?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    expect_unreachable(source.address).await?;
+    finish_download(&mut in_flight).await?;
+    let status = agent.process.wait_exit(Duration::from_secs(20)).await?;
+    ensure!(status.code() == Some(0), "the agent ended with {status}");
+    agent.start_again()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    begin_download(&source).await?;
+    Ok(())
+}
+
+fn token_routes(testbed: &Testbed) -> Result<String> {
+    let v4 = testbed.cloud.output("ip", "-4 route show table all")?;
+    let v6 = testbed.cloud.output("ip", "-6 route show table all")?;
+    let lines = v4
+        .lines()
+        .chain(v6.lines())
+        .filter(|line| line.contains("198.18.") || line.contains("local fd") && line.contains('/'));
+    Ok(lines.collect::<Vec<_>>().join("\n"))
+}
+
+async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
+    let before = token_routes(testbed)?;
+    ensure!(before.is_empty(), "token routes before the server ever ran: {before}");
+    let (mut server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    ensure!(
+        token_routes(testbed)?.contains("198.18.0.0/15"),
+        "no token route while the server runs: {}",
+        token_routes(testbed)?
+    );
+    let status = server.process.stop().await?;
+    ensure!(status.code() == Some(0), "the server ended with {status}");
+    let after = token_routes(testbed)?;
+    ensure!(after.is_empty(), "left behind: {after}");
+    expect_direct(on_edge.address).await?;
+
+    // After SIGKILL a route may remain; `cleanup` removes it.
+    server.start_again().await?;
+    server.process.crash().await?;
+    let cleaned = server::run(testbed, &["cleanup"])?;
+    ensure!(cleaned.status.success(), "cleanup: {}", String::from_utf8_lossy(&cleaned.stderr));
+    let after = token_routes(testbed)?;
+    ensure!(after.is_empty(), "left behind by cleanup: {after}");
+    let again = server::run(testbed, &["cleanup"])?;
+    ensure!(again.status.success(), "cleanup with nothing to do: {}", String::from_utf8_lossy(&again.stderr));
+    Ok(())
+}
+
+async fn agents_come_back_after_a_server_restart(testbed: &Testbed) -> Result<()> {
+    let mut server: Server<'_> = crate::common::server(testbed).await?;
+    let mut agents = Vec::new();
+    for n in 1..=3 {
+        agents.push(Agent::enrol(&server, n).await?);
+    }
+    for _ in 0..2 {
+        server.process.stop().await?;
+        server.start_again().await?;
+        for edge in testbed.edges() {
+            server.wait_connected(&edge.name, true, Duration::from_secs(30)).await?;
+        }
+    }
+    wait_until(
+        "three tunnels in the metrics",
+        client::PATIENCE,
+        async || server.metrics().await,
+        |metrics| metrics.sum("postern_tunnels", &[]) == 3.0,
+    )
+    .await?;
+    for agent in &mut agents {
+        ensure!(agent.process.ended()?.is_none(), "an agent ended");
+    }
+    Ok(())
+}

@@ -1,0 +1,195 @@
+//! Runs scenarios, each as a process of its own, and removes everything that a run made, however it ended.
+use std::convert::Infallible;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom};
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use libtest_mimic::{Arguments, Failed, Trial};
+use nix::sys::resource::{Resource, setrlimit};
+use postern_testbed::id::{Id, Kind};
+use postern_testbed::process::{Process, log_file};
+use postern_testbed::report::{FIGURE, PROGRESS};
+use postern_testbed::{Shape, load_target, supervisor, sweep};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::scenario::Scenario;
+
+/// Limit of open files of a scenario and of the programs that it starts.
+const OPEN_FILES: u64 = 20_000;
+/// Scenarios that run concurrently: most of their time is waiting.
+const CONCURRENT: usize = 2;
+
+static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
+
+/// The `scenarios` program; `--run NAME --id ID` and `--target` are for the processes that it starts itself.
+pub(crate) fn main(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> ExitCode {
+    match dispatch(args, scenarios) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("scenarios: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> Result<ExitCode> {
+    if args.get(1).is_some_and(|arg| arg == load_target::ARGUMENT) {
+        return load_target::run().map(|()| ExitCode::SUCCESS);
+    }
+    if args.get(1).is_some_and(|arg| arg == "--run") {
+        let text = |at: usize| args.get(at).and_then(|arg| arg.to_str()).context("--run NAME --id ID");
+        let name = text(2)?;
+        let scenario = scenarios.into_iter().find(|scenario| scenario.name() == name);
+        work(scenario.with_context(|| format!("no scenario {name}"))?, text(4)?.parse()?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(quick) = args.iter().position(|arg| arg == "--quick") {
+        args.remove(quick);
+        scenarios.retain(|scenario| scenario.quick);
+    }
+    let mut arguments = Arguments::from_iter(args);
+    arguments.test_threads.get_or_insert(CONCURRENT);
+    if !arguments.list {
+        prepare()?;
+    }
+    let trial = |scenario: &'static Scenario| Trial::test(scenario.name(), move || in_own_process(scenario));
+    Ok(libtest_mimic::run(&arguments, scenarios.into_iter().map(trial).collect()).exit_code())
+}
+
+fn prepare() -> Result<()> {
+    supervisor::ensure_root("`scenarios`")?;
+    for tool in ["ip", "iptables", "nsenter", "sh"] {
+        let found = Command::new("sh").args(["-c", &format!("command -v {tool} >/dev/null")]).status();
+        ensure!(
+            found.is_ok_and(|status| status.success()),
+            "`{tool}` is missing: apt-get install iproute2 iptables util-linux"
+        );
+    }
+    for id in sweep::dead_runs(Kind::Test)? {
+        println!("removing what the dead run {id} left behind");
+        sweep::remove(&id)?;
+    }
+    remove_everything_on_signals()
+}
+
+/// The process of one scenario.
+fn work(scenario: &Scenario, id: Id) -> Result<()> {
+    // Thousands of connections have two ends in this process.
+    setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES).context("raising the limit of open files")?;
+    let testbed = supervisor::enter_run(id, Shape { edges: scenario.edges, twin: scenario.twin })?;
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().context("runtime")?;
+    let result = runtime.block_on((scenario.run)(&testbed));
+    runtime.shutdown_timeout(Duration::from_secs(2));
+    result
+}
+
+fn in_own_process(scenario: &Scenario) -> Result<(), Failed> {
+    let id = Id::new(Kind::Test);
+    lock().push(id.clone());
+    let result = supervise(scenario, &id);
+    let removed = sweep::remove(&id);
+    lock().retain(|live| *live != id);
+    result.and(removed).map_err(|error| Failed::from(format!("{error:#}")))
+}
+
+fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
+    let (dir, name) = (id.dir(), scenario.name());
+    fs::create_dir_all(dir.join("logs")).with_context(|| format!("creating {}", dir.display()))?;
+    let mut command = supervisor::this_program(["--run", name, "--id", &id.to_string()])?;
+    command.env("RUST_BACKTRACE", "0");
+    let mut worker = Process::spawn(&dir, "scenario", command)?;
+    let log = log_file(&dir, "scenario");
+    let start = Instant::now();
+    let mut shown = Shown { scenario: name, log: &log, at: 0, start };
+    runtime()?.block_on(async {
+        tokio::select! {
+            // Whether it ended or the limit came first is asked below.
+            _ = worker.wait_exit(scenario.limit) => {}
+            never = shown.follow() => match never {},
+        }
+    });
+    shown.show_new();
+    let status = worker.ended()?;
+    worker.kill_group();
+    let left = sweep::leftovers(id)?;
+    match status {
+        Some(status) if status.success() && left.is_empty() => {}
+        Some(status) if status.success() => bail!("passed, but left behind: {}", left.join(", ")),
+        Some(status) => {
+            bail!("ended with {status} after {:.1?}\n{}", start.elapsed(), supervisor::logs(&dir))
+        }
+        None => bail!("not finished after {:?}, killed\n{}", scenario.limit, supervisor::logs(&dir)),
+    }
+    for line in fs::read_to_string(&log).unwrap_or_default().lines() {
+        if let Some(figure) = line.strip_prefix(FIGURE) {
+            println!("  {name}: {figure}");
+        }
+    }
+    Ok(())
+}
+
+fn runtime() -> Result<Runtime> {
+    Builder::new_current_thread().enable_all().build().context("runtime")
+}
+
+/// What has been shown of a running scenario's progress.
+struct Shown<'a> {
+    scenario: &'a str,
+    log: &'a Path,
+    at: u64,
+    start: Instant,
+}
+
+impl Shown<'_> {
+    async fn follow(&mut self) -> Infallible {
+        loop {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            self.show_new();
+        }
+    }
+
+    /// Shows the lines that have been written since. A log that cannot be read now is read the next time.
+    fn show_new(&mut self) {
+        let Ok(mut log) = File::open(self.log) else { return };
+        let mut new = Vec::new();
+        if log.seek(SeekFrom::Start(self.at)).is_err() || log.read_to_end(&mut new).is_err() {
+            return;
+        }
+        // An incomplete line is left for the next time.
+        let Some(end) = new.iter().rposition(|byte| *byte == b'\n') else { return };
+        self.at += end as u64 + 1;
+        for line in String::from_utf8_lossy(&new[..end]).lines() {
+            if let Some(text) = line.strip_prefix(PROGRESS) {
+                println!("  [{:>5.1} s] {}: {text}", self.start.elapsed().as_secs_f32(), self.scenario);
+            }
+        }
+    }
+}
+
+fn remove_everything_on_signals() -> Result<()> {
+    let runtime = runtime()?;
+    std::thread::spawn(move || {
+        if let Err(error) = runtime.block_on(supervisor::interrupted()) {
+            eprintln!("scenarios: cannot listen for signals: {error:#}");
+            return;
+        }
+        eprintln!("scenarios: interrupted, removing what runs");
+        // The scenario's own process is in the run's cgroup, so this ends it too.
+        for id in lock().iter() {
+            if let Err(error) = sweep::remove(id) {
+                eprintln!("scenarios: {error:#}");
+            }
+        }
+        std::process::exit(130);
+    });
+    Ok(())
+}
+
+fn lock() -> std::sync::MutexGuard<'static, Vec<Id>> {
+    LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,70 @@
+//! What a scenario is, and how a subject declares its scenarios.
+use std::pin::Pin;
+use std::time::Duration;
+
+use anyhow::Result;
+use postern_testbed::Testbed;
+
+/// A running scenario.
+pub(crate) type Run<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
+
+/// One scenario.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scenario {
+    /// `CRATE::subject::function`.
+    path: &'static str,
+    /// Whether `--quick` includes it.
+    pub(crate) quick: bool,
+    /// Edge hosts that it needs.
+    pub(crate) edges: u8,
+    /// Whether it needs one more with the address of edge 1, in a site of its own.
+    pub(crate) twin: bool,
+    /// When its process is killed.
+    pub(crate) limit: Duration,
+    /// The scenario itself, run inside the cloud's cgroup and namespace.
+    pub(crate) run: for<'a> fn(&'a Testbed) -> Run<'a>,
+}
+
+impl Scenario {
+    pub(crate) const fn new(path: &'static str, run: for<'a> fn(&'a Testbed) -> Run<'a>) -> Self {
+        Self { path, quick: false, edges: 1, twin: false, limit: Duration::from_secs(120), run }
+    }
+
+    /// `subject::function`.
+    pub(crate) fn name(&self) -> &'static str {
+        self.path.split_once("::").map_or(self.path, |(_, name)| name)
+    }
+
+    pub(crate) const fn quick(mut self) -> Self {
+        self.quick = true;
+        self
+    }
+
+    pub(crate) const fn edges(mut self, count: u8) -> Self {
+        self.edges = count;
+        self
+    }
+
+    pub(crate) const fn twin(mut self) -> Self {
+        self.twin = true;
+        self
+    }
+
+    pub(crate) const fn limit(mut self, seconds: u64) -> Self {
+        self.limit = Duration::from_secs(seconds);
+        self
+    }
+}
+
+/// Declares a module's scenarios: functions `async fn(&Testbed) -> Result<()>`, each with its options (the methods of
+/// [`Scenario`]) where the defaults do not fit, as in `link_cut(edges = 2, limit = 180)`. Module and function make the name.
+macro_rules! scenarios {
+    ($($function:ident $(($($option:ident $(= $value:literal)?),+))?),+ $(,)?) => {
+        pub(crate) const SCENARIOS: &[$crate::scenario::Scenario] = &[$(
+            $crate::scenario::Scenario::new(
+                concat!(module_path!(), "::", stringify!($function)),
+                |testbed| Box::pin($function(testbed)),
+            )$($(.$option($($value)?))+)?
+        ),+];
+    };
+}

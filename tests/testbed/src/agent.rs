@@ -1,0 +1,165 @@
+//! The real tunnel-agent on an edge host.
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use crate::client;
+use crate::metrics::Metrics;
+use crate::process::{self, Process};
+use crate::server::{Server, Token};
+use crate::topology::Testbed;
+
+/// How long an agent may take to enrol and attach.
+pub const START: Duration = Duration::from_secs(20);
+
+/// A tunnel-agent's command line.
+#[derive(Debug, Clone)]
+pub struct Builder<'a> {
+    testbed: &'a Testbed,
+    edge: usize,
+    node: String,
+    name: String,
+    server: Option<String>,
+    kubeconfig: Option<PathBuf>,
+    token: Option<Token>,
+    flags: Vec<String>,
+}
+
+impl<'a> Builder<'a> {
+    /// An agent on edge `n`, named as the edge.
+    pub fn new(server: &Server<'a>, edge: usize) -> Self {
+        Self { server: Some(server.agent_address()), ..Self::on_edge(server.testbed(), edge) }
+    }
+
+    /// An agent on edge `n` that finds its servers through the API server.
+    pub fn in_cluster(testbed: &'a Testbed, edge: usize, kubeconfig: PathBuf) -> Self {
+        Self { kubeconfig: Some(kubeconfig), ..Self::on_edge(testbed, edge) }
+    }
+
+    fn on_edge(testbed: &'a Testbed, edge: usize) -> Self {
+        let node = testbed.edge(edge).name.clone();
+        let name = format!("tunnel-agent-{edge}");
+        Self { testbed, edge, node, name, server: None, kubeconfig: None, token: None, flags: Vec::new() }
+    }
+
+    /// Sets the node's name, which defaults to the edge's.
+    #[must_use]
+    pub fn node(mut self, node: &str) -> Self {
+        node.clone_into(&mut self.node);
+        self
+    }
+
+    /// Sets the name of its log and state folder.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.name);
+        self
+    }
+
+    /// The token to enrol with; without one the agent must have its certificate already.
+    #[must_use]
+    pub fn token(mut self, token: Token) -> Self {
+        self.token = Some(token);
+        self
+    }
+
+    /// A further flag.
+    #[must_use]
+    pub fn flag(mut self, flag: impl Into<String>) -> Self {
+        self.flags.push(flag.into());
+        self
+    }
+
+    /// Its state folder.
+    pub fn state_dir(&self) -> PathBuf {
+        self.testbed.dir().join(&self.name)
+    }
+
+    /// Starts the program, without waiting for its tunnel.
+    pub fn spawn(self) -> Result<Agent<'a>> {
+        let process = self.process()?;
+        Ok(Agent { builder: self, process })
+    }
+
+    fn process(&self) -> Result<Process> {
+        let mut command = self.testbed.on_edge(self.edge).command(&process::program("tunnel-agent")?);
+        if let Some(server) = &self.server {
+            command.arg(format!("--server={server}"));
+        }
+        if let Some(kubeconfig) = &self.kubeconfig {
+            command.arg(format!("--kubeconfig={}", kubeconfig.display()));
+        }
+        command
+            .arg(format!("--node-name={}", self.node))
+            .arg(format!("--state-dir={}", self.state_dir().display()));
+        if let Some(token) = &self.token {
+            command.arg(format!("--token={}", token.token)).arg(format!("--ca-hash={}", token.ca_hash));
+        }
+        command.args(&self.flags);
+        Process::spawn(self.testbed.dir(), &self.name, command)
+    }
+}
+
+/// A running tunnel-agent.
+#[derive(Debug)]
+pub struct Agent<'a> {
+    builder: Builder<'a>,
+    /// Its process.
+    pub process: Process,
+}
+
+impl<'a> Agent<'a> {
+    /// Creates a token, enrols an agent on edge `n` and waits for its tunnel.
+    pub async fn enrol(server: &Server<'a>, n: usize) -> Result<Self> {
+        Self::enrol_with(server, n, &[]).await
+    }
+
+    /// As [`Agent::enrol`], with further flags.
+    pub async fn enrol_with(server: &Server<'a>, n: usize, flags: &[&str]) -> Result<Self> {
+        let builder = Builder::new(server, n);
+        let token = server.token(&builder.node)?;
+        let builder = flags.iter().fold(builder.token(token), |builder, flag| builder.flag(*flag));
+        let node = builder.node.clone();
+        let agent = builder.spawn()?;
+        server.wait_connected(&node, true, START).await?;
+        Ok(agent)
+    }
+
+    /// Starts the agent again after it has exited; it has its certificate, so it gets no token.
+    pub fn start_again(&mut self) -> Result<()> {
+        ensure!(self.process.ended()?.is_some(), "the agent still runs");
+        self.builder.token = None;
+        self.process = self.builder.process()?;
+        Ok(())
+    }
+
+    /// An admin page: status and body.
+    pub async fn get(&self, path: &str) -> Result<(u16, String)> {
+        let ns = &self.builder.testbed.edge(self.builder.edge).ns;
+        let address = "127.0.0.1:10266".parse().context("the agent's admin address")?;
+        let stream = client::connect_from(ns, address, client::PATIENCE)
+            .context("connecting to the agent's admin port")?;
+        client::http(stream, "GET", path, "").await
+    }
+
+    /// Its metrics.
+    pub async fn metrics(&self) -> Result<Metrics> {
+        let (status, body) = self.get("/metrics").await?;
+        ensure!(status == 200, "/metrics answered {status}: {body}");
+        Metrics::parse(&body)
+    }
+
+    /// Its /status page.
+    pub async fn status(&self) -> Result<Value> {
+        let (status, body) = self.get("/status").await?;
+        ensure!(status == 200, "/status answered {status}: {body}");
+        serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
+    }
+
+    /// Its state folder.
+    pub fn state_dir(&self) -> PathBuf {
+        self.builder.state_dir()
+    }
+}

@@ -1,0 +1,233 @@
+//! A client on the cloud host: connects, exchanges bytes, checks how a connection ended; and HTTP for the admin pages.
+use std::io;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, Full};
+use hyper_util::rt::TokioIo;
+use rand::rngs::StdRng;
+use rand::{RngCore as _, SeedableRng as _};
+use sha2::{Digest as _, Sha256};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::netns::Namespace;
+use crate::wait::wait_until;
+
+/// How long one step of a client may take before the scenario fails.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long the kernel's routes may lag behind a session's start or end; milliseconds in practice.
+const SETTLE: Duration = Duration::from_secs(1);
+
+/// Connects, with a deadline. EHOSTUNREACH is retried for [`SETTLE`].
+pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
+    let address = address.into();
+    let settled = Instant::now() + SETTLE;
+    // Not `wait_for`, whose future cannot be spawned.
+    loop {
+        match attempt(address, PATIENCE).await {
+            Err(error) if is_unreachable(&error) && Instant::now() < settled => {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            result => return result.with_context(|| format!("connecting to {address}")),
+        }
+    }
+}
+
+/// One connect(); taking too long is an error of kind TimedOut.
+async fn attempt(address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
+    timeout(limit, TcpStream::connect(address)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+/// Whether connect() failed because the node has no tunnel.
+pub fn is_unreachable(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(nix::libc::EHOSTUNREACH)
+}
+
+/// Connects from another namespace.
+pub fn connect_from(ns: &Namespace, address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
+    let stream = ns.run(|| Ok(std::net::TcpStream::connect_timeout(&address, limit)));
+    let stream = stream.map_err(io::Error::other)??;
+    stream.set_nonblocking(true)?;
+    TcpStream::from_std(stream)
+}
+
+/// The error of a connect() that must not succeed; TimedOut when there was no answer.
+pub async fn connect_error(address: impl Into<SocketAddr>, limit: Duration) -> Result<io::Error> {
+    let address = address.into();
+    match attempt(address, limit).await {
+        Ok(_) => bail!("connect() to {address} succeeded but must not"),
+        Err(error) => Ok(error),
+    }
+}
+
+/// Fails unless connect() itself fails with EHOSTUNREACH, [`SETTLE`] from now at the latest.
+pub async fn expect_unreachable(address: impl Into<SocketAddr>) -> Result<()> {
+    let address = address.into();
+    let connected = async || Ok(attempt(address, PATIENCE).await);
+    let unreachable = |result: &io::Result<TcpStream>| result.as_ref().is_err_and(is_unreachable);
+    let what = format!("connect() to {address} to fail with EHOSTUNREACH");
+    wait_until(&what, SETTLE, connected, unreachable).await.map(drop)
+}
+
+/// Sends `text` and expects it back.
+pub async fn echo(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), text: &[u8]) -> Result<()> {
+    timeout(PATIENCE, async {
+        stream.write_all(text).await.context("sending to the echo")?;
+        let mut back = vec![0; text.len()];
+        stream.read_exact(&mut back).await.context("reading the echo")?;
+        ensure!(back == text, "the echo came back changed");
+        Ok(())
+    })
+    .await
+    .with_context(|| format!("no echo within {PATIENCE:?}"))?
+}
+
+/// Connects, echoes once, closes; returns the time it took.
+pub async fn visit(address: SocketAddr) -> Result<Duration> {
+    let start = Instant::now();
+    let mut stream = connect(address).await?;
+    echo(&mut stream, b"0123456789abcdef").await?;
+    stream.shutdown().await.context("closing")?;
+    let mut rest = Vec::new();
+    timeout(PATIENCE, stream.read_to_end(&mut rest))
+        .await
+        .context("the connection did not end")?
+        .context("reading the end")?;
+    ensure!(rest.is_empty(), "{} bytes that were never sent", rest.len());
+    Ok(start.elapsed())
+}
+
+/// How a connection ended for its reader.
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+pub enum End {
+    /// A clean end of file, after that many bytes.
+    Eof(usize),
+    /// A reset.
+    Reset,
+}
+
+/// Reads to the end.
+pub async fn end_of(stream: &mut TcpStream, limit: Duration) -> Result<End> {
+    let mut buffer = vec![0; 64 * 1024];
+    let mut total = 0;
+    timeout(limit, async {
+        loop {
+            match stream.read(&mut buffer).await {
+                Ok(0) => return Ok(End::Eof(total)),
+                Ok(n) => total += n,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(End::Reset),
+                Err(error) => return Err(error).context("reading to the end"),
+            }
+        }
+    })
+    .await
+    .with_context(|| format!("the connection did not end within {limit:?}"))?
+}
+
+/// Reads to a clean end; returns the number of bytes and their SHA-256.
+pub async fn digest(stream: &mut (impl AsyncRead + Unpin)) -> Result<(u64, String)> {
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 256 * 1024];
+    let mut total = 0;
+    loop {
+        let n = timeout(PATIENCE, stream.read(&mut buffer))
+            .await
+            .context("no more bytes arrived")?
+            .context("reading")?;
+        if n == 0 {
+            return Ok((total, hex(&hash.finalize())));
+        }
+        hash.update(&buffer[..n]);
+        total += n as u64;
+    }
+}
+
+/// Bytes determined by a seed, which do not repeat.
+#[derive(Debug)]
+pub struct Pattern {
+    rng: StdRng,
+    left: u64,
+    hash: Sha256,
+}
+
+impl Pattern {
+    /// `length` bytes.
+    pub fn new(seed: u64, length: u64) -> Self {
+        Self { rng: StdRng::seed_from_u64(seed), left: length, hash: Sha256::new() }
+    }
+
+    /// The next chunk; None at the end.
+    pub fn chunk<'a>(&mut self, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
+        let n = usize::try_from(self.left).unwrap_or(usize::MAX).min(buffer.len());
+        if n == 0 {
+            return None;
+        }
+        self.rng.fill_bytes(&mut buffer[..n]);
+        self.hash.update(&buffer[..n]);
+        self.left -= n as u64;
+        Some(&buffer[..n])
+    }
+
+    /// Writes all of it.
+    pub async fn write_to(&mut self, stream: &mut (impl AsyncWrite + Unpin)) -> Result<()> {
+        let mut buffer = vec![0; 128 * 1024];
+        while let Some(chunk) = self.chunk(&mut buffer) {
+            timeout(PATIENCE, stream.write_all(chunk))
+                .await
+                .context("the stream took no more bytes")?
+                .context("writing")?;
+        }
+        Ok(())
+    }
+
+    /// SHA-256 of the bytes so far.
+    pub fn digest(&self) -> String {
+        hex(&self.hash.clone().finalize())
+    }
+}
+
+/// SHA-256 of a whole pattern.
+pub fn pattern_digest(seed: u64, length: u64) -> String {
+    let mut pattern = Pattern::new(seed, length);
+    let mut buffer = vec![0; 128 * 1024];
+    while pattern.chunk(&mut buffer).is_some() {}
+    pattern.digest()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// One HTTP/1.1 request on a fresh connection: status and body.
+pub async fn http(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<(u16, String)> {
+    let exchange = async {
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.context("HTTP handshake")?;
+        let driver = tokio::spawn(connection);
+        let request = http::Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "localhost")
+            .header("connection", "close")
+            .body(Full::new(Bytes::copy_from_slice(body.as_bytes())))
+            .context("building the request")?;
+        let response = sender.send_request(request).await.with_context(|| format!("{method} {path}"))?;
+        let status = response.status().as_u16();
+        let bytes = response.into_body().collect().await.context("reading the body")?.to_bytes();
+        driver.abort();
+        Ok((status, String::from_utf8_lossy(&bytes).into_owned()))
+    };
+    timeout(PATIENCE, exchange)
+        .await
+        .with_context(|| format!("{method} {path} took more than {PATIENCE:?}"))?
+}

@@ -1,0 +1,67 @@
+//! Prometheus in the cluster, as it is shipped: kubernetes_sd, the kubelets' certificates verified.
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
+
+use super::host::Host;
+use super::names::{CLOUD_NODE, KUBERNETES_SERVICE};
+use super::peers;
+use super::postern::NAMESPACE;
+use super::running::Cluster;
+use crate::process::Process;
+use crate::prometheus;
+
+/// The shipped configuration.
+pub const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/prometheus.yml");
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/prometheus");
+
+/// Node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights.
+pub async fn start(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
+    let mut running = start_exporters(cluster)?;
+    cluster.kubectl.run(&["apply", "-k", FOLDER]).await?;
+    // As the configuration's comments say.
+    let ports =
+        json!({ "data": { "http-proxy-ports": "9100", "localhost-proxy-ports": "10266" } }).to_string();
+    let patch = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &ports];
+    cluster.kubectl.run(&patch).await?;
+    let host = cluster.host(CLOUD_NODE)?;
+    give_credentials(cluster, host).await?;
+    let often = CONFIGURATION
+        .replace("scrape_interval: 30s", "scrape_interval: 2s")
+        .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
+    let mut command = host.command(&peers::prometheus()?);
+    // As a pod has them.
+    command.env("KUBERNETES_SERVICE_HOST", KUBERNETES_SERVICE).env("KUBERNETES_SERVICE_PORT", "443");
+    running.push(prometheus::start_as(cluster.testbed, command, &often)?);
+    Ok(running)
+}
+
+/// A token of its ServiceAccount and the cluster's CA where a pod has them; /run is the host's own.
+async fn give_credentials(cluster: &Cluster<'_>, host: &Host) -> Result<()> {
+    let token = ["create", "token", "prometheus-postern", "--namespace", NAMESPACE];
+    let token = cluster.kubectl.run(&token).await?;
+    let authority = std::fs::read_to_string(cluster.pki.file("ca.crt")).context("reading the CA")?;
+    for (name, text) in [("token", token.trim()), ("ca.crt", &authority)] {
+        let folder = "/var/run/secrets/kubernetes.io/serviceaccount";
+        let mut command = tokio::process::Command::from(host.command(Path::new("sh")));
+        command.args(["-c", r#"mkdir -p "$0" && cat > "$0/$1""#, folder, name]).stdin(Stdio::piped());
+        let mut child = command.spawn().context("starting sh")?;
+        child.stdin.take().context("no input")?.write_all(text.as_bytes()).await.context("writing")?;
+        let status = child.wait().await.context("waiting for sh")?;
+        ensure!(status.success(), "writing {folder}/{name} ended with {status}");
+    }
+    Ok(())
+}
+
+/// A node exporter on every host.
+fn start_exporters(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
+    let start = |host: &Host| {
+        let mut command = host.command(Path::new("prometheus-node-exporter"));
+        command.arg("--log.level=warn").arg(format!("--web.listen-address={}:9100", host.spec.address));
+        Process::spawn(cluster.testbed.dir(), &format!("node-exporter-{}", host.spec.name), command)
+    };
+    cluster.hosts.iter().map(start).collect()
+}

@@ -1,0 +1,26 @@
+//! The programs that `cargo xtask peers` builds.
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, ensure};
+
+/// A program of Kubernetes.
+pub fn kubernetes(name: &str) -> Result<PathBuf> {
+    program("kubernetes", name)
+}
+
+/// Prometheus with kubernetes_sd, which Debian's lacks.
+pub fn prometheus() -> Result<PathBuf> {
+    program("prometheus", "prometheus")
+}
+
+fn program(peer: &str, name: &str) -> Result<PathBuf> {
+    let variable = format!("POSTERN_PEERS_{}", peer.to_uppercase());
+    let folder = std::env::var_os(&variable).with_context(|| {
+        format!(
+            "{variable} is not set: `cargo xtask test` and `cargo xtask demo --kubernetes` set it; by hand, set it to what `cargo xtask peers --only {peer}` prints last"
+        )
+    })?;
+    let path = PathBuf::from(folder).join(name);
+    ensure!(path.exists(), "{} is missing: run `cargo xtask peers --only {peer}`", path.display());
+    Ok(path)
+}

@@ -1,0 +1,166 @@
+//! A running cluster, from the first process to every node being ready.
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use serde_json::json;
+
+use super::api::{Api, is_true};
+use super::control_plane::ControlPlane;
+use super::host::{Host, Spec};
+use super::kubectl::Kubectl;
+use super::names::CLOUD_NODE;
+use super::pki::Pki;
+use super::{image, peers};
+use crate::report::progress;
+use crate::topology::{CLOUD, POD_CIDR, Testbed};
+
+const NODE_READY: Duration = Duration::from_secs(90);
+
+/// A running cluster. Dropping it kills every process; the testbed removes the rest.
+pub struct Cluster<'a> {
+    /// What it runs on.
+    pub testbed: &'a Testbed,
+    /// Its API, as the administrator.
+    pub api: Api,
+    /// kubectl, as the administrator.
+    pub kubectl: Kubectl,
+    /// Its certificates.
+    pub pki: Pki,
+    /// Its control plane.
+    pub control_plane: ControlPlane,
+    /// The cloud's node first, then edge 1, and so on.
+    pub hosts: Vec<Host>,
+    /// The test image.
+    pub image: PathBuf,
+    /// The API server's URL.
+    pub server: String,
+}
+
+impl<'a> Cluster<'a> {
+    /// Brings the cluster up, with a node on the cloud host and one on every edge, all ready.
+    pub async fn start(testbed: &'a Testbed) -> Result<Self> {
+        Self::start_saying(testbed, progress).await
+    }
+
+    /// As [`Cluster::start`], reporting its progress to `say`.
+    pub async fn start_saying(testbed: &'a Testbed, say: impl Fn(&str)) -> Result<Self> {
+        let start = Instant::now();
+        let dir = testbed.dir().join("kubernetes");
+        let pki = Pki::create(dir.clone())?;
+        let server = format!("https://{CLOUD}:6443");
+        let mut control_plane = ControlPlane::start(testbed, &pki)?;
+        let mut hosts = Vec::new();
+        for spec in specs(testbed) {
+            hosts.push(Host::create(testbed, spec, &pki, &server).await?);
+        }
+        let image_dir = dir.join("image");
+        let image = image::busybox(&image_dir)?;
+        for host in &mut hosts {
+            host.import(&image).await?;
+        }
+        say(&format!("containerd of {} hosts is up, {:.1?} from the start", hosts.len(), start.elapsed()));
+
+        let admin = pki.client("admin", "kubernetes-admin", &["system:masters"])?;
+        let kubeconfig = pki.kubeconfig("admin", &server, &admin)?;
+        let api = Api::open(&kubeconfig).await?;
+        let kubectl = Kubectl::new(peers::kubernetes("kubectl")?, kubeconfig, dir);
+        control_plane.wait_ready(&api).await?;
+        say(&format!("the API server is ready, {:.1?} from the start", start.elapsed()));
+        control_plane.start_controllers(testbed, &pki, &server)?;
+        let proxy = pki.client("kube-proxy", "system:kube-proxy", &[])?;
+        let proxy = pki.kubeconfig("kube-proxy", &server, &proxy)?;
+        for host in &mut hosts {
+            host.start_kubelet(testbed, &pki)?;
+            host.start_proxy(testbed, &proxy)?;
+        }
+        let cluster = Self { testbed, api, kubectl, pki, control_plane, hosts, image, server };
+        for host in &cluster.hosts {
+            cluster.label_node(&host.spec.name).await?;
+        }
+        for host in &cluster.hosts {
+            cluster.wait_ready(&host.spec.name).await?;
+        }
+        cluster
+            .api
+            .wait(
+                "the default service account",
+                "/api/v1/namespaces/default/serviceaccounts/default",
+                NODE_READY,
+                |_| true,
+            )
+            .await?;
+        say(&format!("every node is ready, {:.1?} from the start", start.elapsed()));
+        Ok(cluster)
+    }
+
+    /// Sets what the administrator sets once per node: its role and its pod CIDR.
+    pub async fn label_node(&self, node: &str) -> Result<()> {
+        let pod_cidr = &self.host(node)?.spec.pod_cidr;
+        let path = format!("/api/v1/nodes/{node}");
+        self.api.wait(&format!("node {node} to register"), &path, NODE_READY, |_| true).await?;
+        let role = if node == CLOUD_NODE { "control-plane" } else { "edge" };
+        let change = json!({
+            "metadata": { "labels": { format!("node-role.kubernetes.io/{role}"): "" } },
+            "spec": { "podCIDR": pod_cidr, "podCIDRs": [pod_cidr] },
+        });
+        self.api.patch(&path, &change).await.with_context(|| format!("labelling {node}"))?;
+        Ok(())
+    }
+
+    /// Waits until a node is ready.
+    pub async fn wait_ready(&self, node: &str) -> Result<()> {
+        let path = format!("/api/v1/nodes/{node}");
+        let ready = |node: &serde_json::Value| is_true(node, "Ready");
+        self.api.wait(&format!("node {node} to be ready"), &path, NODE_READY, ready).await?;
+        Ok(())
+    }
+
+    /// The host of a node.
+    pub fn host(&self, node: &str) -> Result<&Host> {
+        self.hosts.iter().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
+    }
+
+    /// The host of a node, mutable.
+    pub fn host_mut(&mut self, node: &str) -> Result<&mut Host> {
+        self.hosts.iter_mut().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
+    }
+
+    /// Starts a kubelet that was killed.
+    pub fn start_kubelet(&mut self, node: &str) -> Result<()> {
+        let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
+        host.with_context(|| format!("no host {node}"))?.start_kubelet(self.testbed, &self.pki)
+    }
+
+    /// Gives a host another address.
+    pub fn move_host(&mut self, node: &str, address: Ipv4Addr) -> Result<()> {
+        let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
+        host.with_context(|| format!("no host {node}"))?.set_address(address, &self.pki)
+    }
+
+    /// Starts the API server again after it was killed, and waits until it is ready.
+    pub async fn restart_apiserver(&mut self) -> Result<()> {
+        self.control_plane.restart_apiserver(self.testbed, &self.pki, &self.api).await
+    }
+}
+
+fn specs(testbed: &Testbed) -> Vec<Spec> {
+    let mut specs = vec![Spec {
+        name: CLOUD_NODE.to_owned(),
+        address: CLOUD,
+        pod_cidr: POD_CIDR.to_owned(),
+        ns: testbed.cloud.clone(),
+        cgroup: testbed.cloud_cgroup.clone(),
+    }];
+    for (at, edge) in testbed.edges().iter().enumerate() {
+        specs.push(Spec {
+            name: edge.name.clone(),
+            address: edge.address,
+            pod_cidr: format!("10.72.{}.0/24", at + 1),
+            ns: edge.ns.clone(),
+            cgroup: testbed.edge_cgroup.clone(),
+        });
+    }
+    specs
+}

@@ -1,0 +1,33 @@
+//! What the end-to-end tests run on: network namespaces and cgroups wired into a cloud host and edges behind NAT, the
+//! real programs in them, and a real Kubernetes on top ([`cluster`]).
+//!
+//! A run is a process of its own ([`supervisor`]) that builds a [`Testbed`], moves itself into the cloud's cgroup and
+//! network namespace, and only then starts its runtime. So a plain `TcpStream::connect` in a scenario is exactly the
+//! cloud client that the redirect sees. However that process ends, its supervisor removes everything that carries the
+//! run's unique name.
+#![forbid(unsafe_code)]
+
+pub mod access_log;
+pub mod agent;
+pub mod authority;
+pub mod cgroup;
+pub mod client;
+pub mod cluster;
+pub mod id;
+pub mod inventory;
+pub mod load_target;
+pub mod metrics;
+pub mod netns;
+pub mod percentiles;
+pub mod process;
+pub mod prometheus;
+pub mod report;
+pub mod server;
+pub mod supervisor;
+pub mod sweep;
+pub mod target;
+pub mod tls;
+mod topology;
+pub mod wait;
+
+pub use topology::{CLOUD, Edge, NEIGHBOUR, POD, POD_CIDR, Shape, Testbed};

@@ -1,0 +1,134 @@
+//! Reading metrics in the text format of Prometheus and OpenMetrics.
+use std::collections::BTreeMap;
+use std::fmt;
+
+use anyhow::{Context as _, Result, bail};
+
+/// One line of /metrics.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// Name of the series.
+    pub name: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// Its value.
+    pub value: f64,
+}
+
+/// The samples of a /metrics page.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics(pub Vec<Sample>);
+
+impl Metrics {
+    /// Reads a page; an unreadable line is an error that shows it.
+    pub fn parse(page: &str) -> Result<Self> {
+        let lines = page.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let samples = lines.map(|line| sample(line).with_context(|| format!("metrics line {line:?}")));
+        samples.collect::<Result<_>>().map(Self)
+    }
+
+    /// The sum of a metric over all series with these labels; 0 when there are none.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.matching(name, labels).map(|sample| sample.value).sum()
+    }
+
+    /// An error that shows the metric's series unless their sum is `expected`.
+    pub fn expect(&self, name: &str, labels: &[(&str, &str)], expected: f64) -> Result<()> {
+        let sum = self.sum(name, labels);
+        // Counters and gauges of whole numbers: exact below 2^53.
+        if sum == expected {
+            return Ok(());
+        }
+        let series: Vec<String> =
+            self.0.iter().filter(|sample| sample.name == name).map(ToString::to_string).collect();
+        if series.is_empty() {
+            let mut names: Vec<&str> = self.0.iter().map(|sample| sample.name.as_str()).collect();
+            names.dedup();
+            bail!("there is no metric {name}, only {}", names.join(" "));
+        }
+        bail!("{name}{labels:?} is {sum}, expected {expected}:\n{}", series.join("\n"))
+    }
+
+    /// Whether the page has this metric.
+    pub fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|sample| sample.name == name)
+    }
+
+    fn matching<'a>(&'a self, name: &'a str, labels: &'a [(&str, &str)]) -> impl Iterator<Item = &'a Sample> {
+        self.0.iter().filter(move |sample| {
+            sample.name == name
+                && labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|have| have == value))
+        })
+    }
+}
+
+impl fmt::Display for Sample {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{:?} {}", self.name, self.labels, self.value)
+    }
+}
+
+fn sample(line: &str) -> Option<Sample> {
+    let (series, rest) = match line.find('{') {
+        Some(open) => {
+            let close = line.rfind('}')?;
+            ((&line[..open], labels(&line[open + 1..close])?), &line[close + 1..])
+        }
+        None => {
+            let (name, rest) = line.split_once(' ')?;
+            ((name, BTreeMap::new()), rest)
+        }
+    };
+    let value = rest.split_whitespace().next()?.parse().ok()?;
+    Some(Sample { name: series.0.to_owned(), labels: series.1, value })
+}
+
+fn labels(text: &str) -> Option<BTreeMap<String, String>> {
+    let mut found = BTreeMap::new();
+    let mut rest = text;
+    while !rest.is_empty() {
+        let (key, after) = rest.split_once("=\"")?;
+        let mut value = String::new();
+        let mut chars = after.char_indices();
+        let end = loop {
+            match chars.next()? {
+                (at, '"') => break at,
+                (_, '\\') => value.push(match chars.next()?.1 {
+                    'n' => '\n',
+                    other => other,
+                }),
+                (_, other) => value.push(other),
+            }
+        };
+        found.insert(key.to_owned(), value);
+        rest = after[end + 1..].trim_start_matches(',');
+    }
+    Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_read() {
+        let page = "# HELP a_total text\n# TYPE a counter\na_total{x=\"1\",y=\"q\\\"}u\"} 3\na_total{x=\"2\"} 4.5\nplain 7 1700000000\n# EOF\n";
+        let metrics = Metrics::parse(page).unwrap();
+        assert_eq!(metrics.sum("a_total", &[]), 7.5);
+        assert_eq!(metrics.sum("a_total", &[("x", "1")]), 3.0);
+        assert_eq!(metrics.sum("a_total", &[("y", "q\"}u")]), 3.0);
+        assert_eq!(metrics.sum("plain", &[]), 7.0);
+        metrics.expect("a_total", &[("x", "1")], 3.0).unwrap();
+        assert!(metrics.expect("a_total", &[], 3.0).unwrap_err().to_string().contains("7.5"));
+        assert!(metrics.expect("b_total", &[], 0.0).is_ok(), "a missing series counts as 0");
+        assert!(metrics.expect("b_total", &[], 1.0).unwrap_err().to_string().contains("no metric"));
+        assert!(metrics.has("plain") && !metrics.has("a"));
+    }
+
+    #[test]
+    fn an_unreadable_line_is_an_error() {
+        for line in ["name", "name{x=\"1\" 3", "name{x=1} 3", "name x"] {
+            assert!(Metrics::parse(line).is_err(), "{line}");
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Processes of a run: in a namespace and cgroup, in a process group of their own, with their output in a file.
+use std::fs::{self, OpenOptions};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::unistd::Pid;
+
+use crate::cgroup::Cgroup;
+use crate::netns::Namespace;
+use crate::wait::wait_for;
+
+/// The host that a process runs on.
+#[derive(Debug, Clone, Copy)]
+pub struct Placement<'a> {
+    /// Its network namespace.
+    pub ns: &'a Namespace,
+    /// Its cgroup.
+    pub cgroup: &'a Cgroup,
+}
+
+impl Placement<'_> {
+    /// A command on that host.
+    pub fn command(&self, program: &Path) -> Command {
+        // POSIX shells have no slices of "$@": `shift` does it. Most hosts start programs with 1,024 open files, and so
+        // do we, whatever the scenario's own limit is.
+        let mut command = Command::new("sh");
+        command
+            .args([
+                "-c",
+                r#"echo $$ > "$1" || exit 125; ulimit -S -n 1024; net="$2"; shift 2; exec nsenter --net="$net" -- "$@""#,
+                "sh",
+            ])
+            .arg(self.cgroup.path().join("cgroup.procs"))
+            .arg(self.ns.path())
+            .arg(program);
+        command
+    }
+}
+
+/// A running program. Dropping it kills its whole process group.
+#[derive(Debug)]
+pub struct Process {
+    name: String,
+    child: Child,
+    /// None: it writes to this program's own output.
+    log: Option<PathBuf>,
+    ended: Option<ExitStatus>,
+}
+
+impl Process {
+    /// Starts `command`; its output is appended to `logs/NAME.log` below the run's folder.
+    pub fn spawn(dir: &Path, name: &str, mut command: Command) -> Result<Self> {
+        let log = log_file(dir, name);
+        let out = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&log)
+            .with_context(|| format!("opening {}", log.display()))?;
+        let err = out.try_clone().context("duplicating the log's descriptor")?;
+        command.stdout(out).stderr(err);
+        Self::start(name, command, Some(log))
+    }
+
+    /// Starts `command` with this program's own output.
+    pub fn spawn_inheriting(name: &str, command: Command) -> Result<Self> {
+        Self::start(name, command, None)
+    }
+
+    fn start(name: &str, mut command: Command, log: Option<PathBuf>) -> Result<Self> {
+        let child = command.stdin(Stdio::null()).process_group(0).spawn();
+        let child = child.with_context(|| format!("starting {command:?}"))?;
+        Ok(Self { name: name.to_owned(), child, log, ended: None })
+    }
+
+    /// Its name in messages and of its log.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its process id (sh and nsenter replace themselves, so this is the program's own).
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it has logged so far.
+    pub fn output(&self) -> Result<String> {
+        let log = self.log.as_ref().with_context(|| format!("{} has no log", self.name))?;
+        let bytes = fs::read(log).with_context(|| format!("reading {}", log.display()))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Its exit status, if it has ended.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        if self.ended.is_none() {
+            self.ended = self.child.try_wait().with_context(|| format!("waiting for {}", self.name))?;
+        }
+        Ok(self.ended)
+    }
+
+    /// Sends a signal to the program itself.
+    pub fn signal(&mut self, signal: Signal) -> Result<()> {
+        ensure!(self.ended()?.is_none(), "{} has ended already: {:?}", self.name, self.ended);
+        kill(self.raw_pid(), signal).with_context(|| format!("sending {signal} to {}", self.name))
+    }
+
+    /// SIGKILL, as a crash.
+    pub async fn crash(&mut self) -> Result<()> {
+        self.signal(Signal::SIGKILL)?;
+        self.wait_exit(Duration::from_secs(10)).await.map(drop)
+    }
+
+    /// SIGTERM; returns the exit status.
+    pub async fn stop(&mut self) -> Result<ExitStatus> {
+        self.signal(Signal::SIGTERM)?;
+        self.wait_exit(Duration::from_secs(45)).await
+    }
+
+    /// Waits for its end.
+    pub async fn wait_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let name = self.name.clone();
+        wait_for(&format!("{name} to exit"), limit, async || self.ended()).await
+    }
+
+    /// Kills its process group with SIGKILL and waits for the end.
+    pub fn kill_group(&mut self) {
+        if self.ended.is_none() {
+            // It may be gone already.
+            killpg(self.raw_pid(), Signal::SIGKILL).ok();
+            self.ended = self.child.wait().ok();
+        }
+    }
+
+    /// Resident memory in bytes (VmRSS).
+    pub fn resident_bytes(&self) -> Result<u64> {
+        status_field(self.pid(), "VmRSS:").map(|kib| kib * 1024)
+    }
+
+    /// The most memory that it has had resident.
+    pub fn peak_resident_bytes(&self) -> Result<u64> {
+        status_field(self.pid(), "VmHWM:").map(|kib| kib * 1024)
+    }
+
+    fn raw_pid(&self) -> Pid {
+        Pid::from_raw(i32::try_from(self.child.id()).unwrap_or(i32::MAX))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill_group();
+    }
+}
+
+/// Where a process of a run writes its output.
+pub fn log_file(dir: &Path, name: &str) -> PathBuf {
+    dir.join("logs").join(format!("{name}.log"))
+}
+
+/// Threads of this process.
+pub fn thread_count() -> Result<u64> {
+    status_field(std::process::id(), "Threads:")
+}
+
+fn status_field(pid: u32, field: &str) -> Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status"))
+        .with_context(|| format!("reading /proc/{pid}/status"))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(field))
+        .with_context(|| format!("no {field} in /proc/{pid}/status"))?;
+    let number = line.split_whitespace().next().unwrap_or_default();
+    number.parse().with_context(|| format!("{field} {line:?}"))
+}
+
+/// A program built into the same folder as this one.
+pub fn program(name: &str) -> Result<PathBuf> {
+    let this = std::env::current_exe().context("where this program is")?;
+    let dir = this.parent().context("this program has no folder")?;
+    let path = dir.join(name);
+    ensure!(
+        path.exists(),
+        "{} is missing: build it first (`cargo build --workspace`), or use `cargo xtask test`",
+        path.display()
+    );
+    Ok(path)
+}

@@ -1,0 +1,251 @@
+//! The real tunnel-server on the cloud host.
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::access_log::{self, AccessLine};
+use crate::client;
+use crate::inventory::Inventory;
+use crate::metrics::Metrics;
+use crate::process::{self, Process};
+use crate::topology::{CLOUD, Testbed};
+use crate::wait::{wait_for, wait_until};
+
+/// How long a server may take until /readyz answers 200.
+pub const START: Duration = Duration::from_secs(20);
+/// The ports that the redirect of a testbed serves.
+pub const PORTS: &str = "10250,10255,9100,9101,9102,9103,9104,9105";
+const ADMIN: &str = "127.0.0.1:10265";
+
+/// What `tunnel-server token create -o json` prints.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Token {
+    /// ID and secret, `ID.SECRET`.
+    pub token: String,
+    /// Hash of the CA, `sha256:HEX`.
+    pub ca_hash: String,
+    /// The node it is for.
+    pub node: String,
+    /// When it expires (RFC 3339).
+    pub expires: String,
+    /// The agent's whole command line.
+    pub command: String,
+}
+
+/// A tunnel-server's command line.
+#[derive(Debug, Clone)]
+pub struct Builder<'a> {
+    testbed: &'a Testbed,
+    flags: Vec<String>,
+    ports: Option<String>,
+    name: String,
+    /// Reads the nodes from an API server instead of a file.
+    kubeconfig: Option<PathBuf>,
+}
+
+impl<'a> Builder<'a> {
+    /// A server of this testbed with the flags that every scenario needs.
+    pub fn new(testbed: &'a Testbed) -> Self {
+        let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
+        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None }
+    }
+
+    /// A server of a cluster; its ports are those of the cluster's ConfigMap.
+    pub fn in_cluster(testbed: &'a Testbed, kubeconfig: PathBuf) -> Self {
+        Self { ports: None, kubeconfig: Some(kubeconfig), ..Self::new(testbed) }
+    }
+
+    /// A further flag.
+    #[must_use]
+    pub fn flag(mut self, flag: impl Into<String>) -> Self {
+        self.flags.push(flag.into());
+        self
+    }
+
+    /// Sets the ports of the redirect.
+    #[must_use]
+    pub fn ports(mut self, ports: &str) -> Self {
+        self.ports = Some(ports.to_owned());
+        self
+    }
+
+    /// Writes the inventory if there is none, starts the server and waits until it is ready.
+    pub async fn start(self) -> Result<Server<'a>> {
+        if self.kubeconfig.is_none() && !self.testbed.dir().join("nodes.yaml").exists() {
+            Inventory::of(self.testbed)?;
+        }
+        let process = self.spawn()?;
+        let mut server = Server { builder: self, process };
+        server.wait_ready().await?;
+        Ok(server)
+    }
+
+    /// Starts the program, without waiting until it is ready.
+    pub fn spawn(&self) -> Result<Process> {
+        Process::spawn(self.testbed.dir(), &self.name, self.command()?)
+    }
+
+    fn command(&self) -> Result<Command> {
+        let dir = self.testbed.dir();
+        let mut command = self.testbed.on_cloud().command(&process::program("tunnel-server")?);
+        match &self.kubeconfig {
+            Some(kubeconfig) => command.arg(format!("--kubeconfig={}", kubeconfig.display())),
+            None => command.arg(format!("--inventory={}", dir.join("nodes.yaml").display())),
+        };
+        if let Some(ports) = &self.ports {
+            command.arg(format!("--redirect-ports={ports}"));
+        }
+        command
+            .arg(format!("--state-dir={}", dir.join("server").display()))
+            .arg(format!("--redirect-cgroup={}", self.testbed.cloud_cgroup.path().display()))
+            .arg("--log-format=json")
+            .args(&self.flags);
+        Ok(command)
+    }
+}
+
+/// A running tunnel-server.
+#[derive(Debug)]
+pub struct Server<'a> {
+    builder: Builder<'a>,
+    /// Its process.
+    pub process: Process,
+}
+
+impl<'a> Server<'a> {
+    /// Starts the server again after it has exited.
+    pub async fn start_again(&mut self) -> Result<()> {
+        ensure!(self.process.ended()?.is_some(), "the server still runs");
+        self.process = self.builder.spawn()?;
+        self.wait_ready().await
+    }
+
+    async fn wait_ready(&mut self) -> Result<()> {
+        wait_for("/readyz of the server to answer 200", START, async || {
+            if let Some(status) = self.process.ended()? {
+                bail!("tunnel-server ended with {status} instead of becoming ready");
+            }
+            Ok(matches!(get("/readyz").await, Ok((200, _))).then_some(()))
+        })
+        .await
+    }
+
+    /// An admin page: status and body.
+    pub async fn get(&self, path: &str) -> Result<(u16, String)> {
+        get(path).await
+    }
+
+    /// Its metrics.
+    pub async fn metrics(&self) -> Result<Metrics> {
+        let (status, body) = get("/metrics").await?;
+        ensure!(status == 200, "/metrics answered {status}: {body}");
+        Metrics::parse(&body)
+    }
+
+    /// Its /status page.
+    pub async fn status(&self) -> Result<Value> {
+        let (status, body) = get("/status").await?;
+        ensure!(status == 200, "/status answered {status}: {body}");
+        serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
+    }
+
+    /// Whether /status shows a live tunnel to `node`; an error when it does not know the node.
+    pub async fn is_connected(&self, node: &str) -> Result<bool> {
+        let status = self.status().await?;
+        let nodes =
+            status["nodes"].as_array().with_context(|| format!("no list `nodes` in /status: {status}"))?;
+        let entry = nodes.iter().find(|entry| entry["name"] == node);
+        let entry = entry.with_context(|| format!("/status does not know {node}: {status}"))?;
+        entry["connected"].as_bool().with_context(|| format!("no flag `connected` in {entry}"))
+    }
+
+    /// Waits until `node` has a live tunnel, or none.
+    pub async fn wait_connected(&self, node: &str, connected: bool, limit: Duration) -> Result<()> {
+        let what = format!("{node} to be {}", if connected { "connected" } else { "disconnected" });
+        wait_until(&what, limit, async || self.is_connected(node).await, |seen| *seen == connected).await?;
+        Ok(())
+    }
+
+    /// The access log so far.
+    pub fn access_log(&self) -> Result<Vec<AccessLine>> {
+        Ok(access_log::parse(&self.process.output()?))
+    }
+
+    /// Waits for an access line that `accept` takes; the error shows the last lines.
+    pub async fn wait_access(&self, what: &str, accept: impl Fn(&AccessLine) -> bool) -> Result<AccessLine> {
+        let lines = wait_until(
+            &format!("an access line: {what}"),
+            Duration::from_secs(10),
+            async || {
+                let mut lines = self.access_log()?;
+                let fits = lines.iter().position(&accept);
+                let shown = lines.len().saturating_sub(5);
+                Ok(match fits {
+                    Some(at) => (Some(lines.swap_remove(at)), Vec::new()),
+                    None => (None, lines.split_off(shown)),
+                })
+            },
+            |(found, _)| found.is_some(),
+        )
+        .await?;
+        lines.0.context("an accepted line")
+    }
+
+    /// Waits until its log contains `text`.
+    pub async fn wait_log(&self, text: &str) -> Result<()> {
+        wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
+            Ok(self.process.output()?.contains(text).then_some(()))
+        })
+        .await
+    }
+
+    /// An enrolment token for a node, from `tunnel-server token create`.
+    pub fn token(&self, node: &str) -> Result<Token> {
+        self.token_with(node, &[])
+    }
+
+    /// As [`Server::token`], with further flags.
+    pub fn token_with(&self, node: &str, flags: &[&str]) -> Result<Token> {
+        let mut args = vec!["token", "create", "--node", node, "-o", "json"];
+        args.extend(flags);
+        let text = self.run(&args)?;
+        serde_json::from_str(&text).with_context(|| format!("`token create -o json` printed {text:?}"))
+    }
+
+    /// Runs `tunnel-server ARGS --state-dir …`; an exit code other than 0 is an error.
+    pub fn run(&self, args: &[&str]) -> Result<String> {
+        let state = format!("--state-dir={}", self.builder.testbed.dir().join("server").display());
+        let output = run(self.builder.testbed, &[args, &[state.as_str()]].concat())?;
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        if !output.status.success() {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            bail!("tunnel-server {args:?} ended with {}: {stdout}{stderr}", output.status);
+        }
+        Ok(stdout)
+    }
+
+    /// The address that agents dial.
+    pub fn agent_address(&self) -> String {
+        format!("{CLOUD}:10262")
+    }
+
+    /// The testbed it runs on.
+    pub fn testbed(&self) -> &'a Testbed {
+        self.builder.testbed
+    }
+}
+
+/// Runs `tunnel-server ARGS` on the cloud host to its end.
+pub fn run(testbed: &Testbed, args: &[&str]) -> Result<Output> {
+    let mut command = testbed.on_cloud().command(&process::program("tunnel-server")?);
+    command.args(args).output().with_context(|| format!("running tunnel-server {args:?}"))
+}
+
+async fn get(path: &str) -> Result<(u16, String)> {
+    let address: std::net::SocketAddr = ADMIN.parse().context("the admin address")?;
+    client::http(client::connect(address).await?, "GET", path, "").await
+}

@@ -1,0 +1,129 @@
+//! A run works in a process of its own: this program, started again as a worker. Its supervisor waits for it, bounds it in
+//! time, and removes everything it made, however it ended.
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, ExitCode, ExitStatus};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use nix::unistd::Uid;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::id::Id;
+use crate::process::Process;
+use crate::sweep;
+use crate::topology::{Shape, Testbed};
+
+/// Lines of each log that a failure shows.
+const LINES_SHOWN: usize = 60;
+
+/// Fails unless this process runs as root.
+pub fn ensure_root(who: &str) -> Result<()> {
+    ensure!(
+        Uid::effective().is_root(),
+        "{who} needs root: it makes network namespaces and cgroups, attaches eBPF programs to those, and sets iptables rules in those. Run it with sudo."
+    );
+    Ok(())
+}
+
+/// This program again, with these arguments.
+pub fn this_program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Result<Command> {
+    let mut command = Command::new(std::env::current_exe().context("where this program is")?);
+    command.args(args);
+    Ok(command)
+}
+
+/// What a worker does first: dies with its supervisor, builds the testbed and moves onto the cloud host. No thread may
+/// run yet.
+pub fn enter_run(id: Id, shape: Shape) -> Result<Testbed> {
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("asking to die with the supervisor")?;
+    let testbed = Testbed::new(id, shape)?;
+    testbed.enter_cloud()?;
+    Ok(testbed)
+}
+
+/// Waits for SIGINT, SIGTERM or SIGHUP.
+pub async fn interrupted() -> Result<Signal> {
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let mut hang_up = signal(SignalKind::hangup())?;
+    Ok(tokio::select! {
+        _ = interrupt.recv() => Signal::SIGINT,
+        _ = terminate.recv() => Signal::SIGTERM,
+        _ = hang_up.recv() => Signal::SIGHUP,
+    })
+}
+
+enum End {
+    Exited(ExitStatus),
+    Interrupted(Signal),
+    TooLong,
+}
+
+/// Runs `command` as the worker of run `id`, with this program's own output, and removes everything afterwards; a run
+/// that succeeds stays up if `keep` says so.
+pub fn supervise(what: &str, id: &Id, command: Command, limit: Duration, keep: bool) -> Result<ExitCode> {
+    // xtask blocks SIGINT while it waits for this program, and a signal mask is inherited.
+    SigSet::all().thread_swap_mask(SigmaskHow::SIG_UNBLOCK).context("unblocking signals")?;
+    fs::create_dir_all(id.dir()).with_context(|| format!("creating {}", id.dir().display()))?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
+    let end = runtime.block_on(wait(what, command, limit));
+    let succeeded = matches!(&end, Ok(End::Exited(status)) if status.success());
+    if succeeded && keep {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let (logs, left) = (logs(&id.dir()), sweep::leftovers(id));
+    sweep::remove(id)?;
+    match end? {
+        End::Exited(_) if succeeded => {
+            let left = left?;
+            ensure!(left.is_empty(), "{what} left behind: {}", left.join(", "));
+            println!("everything is removed");
+            Ok(ExitCode::SUCCESS)
+        }
+        End::Exited(status) => {
+            bail!("{what} ended with {status}; everything is removed. The logs were:\n{logs}")
+        }
+        End::TooLong => {
+            bail!("{what} was not finished after {limit:?}; everything is removed. The logs were:\n{logs}")
+        }
+        End::Interrupted(signal) => {
+            println!("\n{signal}: everything is removed");
+            Ok(ExitCode::from(128_u8.saturating_add(u8::try_from(signal as i32).unwrap_or(127))))
+        }
+    }
+}
+
+async fn wait(what: &str, command: Command, limit: Duration) -> Result<End> {
+    // In a process group of its own: Ctrl-C reaches only this process, which then removes everything in order.
+    let mut worker = Process::spawn_inheriting(what, command)?;
+    tokio::select! {
+        exit = worker.wait_exit(limit) => match worker.ended()? {
+            Some(_) => Ok(End::Exited(exit?)),
+            None => Ok(End::TooLong),
+        },
+        signal = interrupted() => Ok(End::Interrupted(signal?)),
+    }
+}
+
+/// The end of every log of a run, the scenario's own last.
+pub fn logs(dir: &Path) -> String {
+    let Ok(entries) = fs::read_dir(dir.join("logs")) else { return String::new() };
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort_by_key(|path| (path.ends_with("scenario.log"), path.clone()));
+    let mut text = String::new();
+    for path in paths {
+        let bytes = fs::read(&path).unwrap_or_default();
+        let whole = String::from_utf8_lossy(&bytes);
+        let lines: Vec<&str> = whole.lines().collect();
+        let from = lines.len().saturating_sub(LINES_SHOWN);
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        text.push_str(&format!("--- {name}: last {} of {} lines\n", lines.len() - from, lines.len()));
+        for line in &lines[from..] {
+            text.extend(line.chars().take(500));
+            text.push('\n');
+        }
+    }
+    text
+}

@@ -1,0 +1,193 @@
+//! Servers on an edge host that the agent dials.
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{AbortHandle, JoinSet};
+
+use crate::client::{self, Pattern};
+use crate::netns::Namespace;
+
+/// What a target does with a connection.
+#[derive(Clone, Copy, Debug)]
+pub enum Behaviour {
+    /// Sends back what it reads, and ends after the client.
+    Echo,
+    /// Reads to the end, then answers `COUNT SHA256`.
+    Sink,
+    /// Sends [`Pattern`] of that seed and length, then ends.
+    Source(u64, u64),
+    /// Sends a greeting first, then echoes.
+    HelloFirst(&'static str),
+    /// Sends a greeting and ends its own sending, then reads to the client's end.
+    EndsFirst(&'static str),
+    /// Never reads.
+    NeverReads,
+    /// Waits, then echoes.
+    Slow(Duration),
+    /// Reads one byte, then resets the connection.
+    Resets,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    connections: AtomicU64,
+    open: AtomicU64,
+    bytes: AtomicU64,
+    resets: AtomicU64,
+    digest: std::sync::Mutex<Option<(u64, String)>>,
+}
+
+/// A running target; dropping it closes its connections.
+#[derive(Debug)]
+pub struct Target {
+    /// Its listen address.
+    pub address: SocketAddr,
+    seen: Arc<Seen>,
+    task: AbortHandle,
+}
+
+impl Target {
+    /// Listens on `address:port` in a namespace.
+    pub fn start(
+        ns: &Namespace,
+        address: impl Into<IpAddr>,
+        port: u16,
+        behaviour: Behaviour,
+    ) -> Result<Self> {
+        let address = SocketAddr::new(address.into(), port);
+        let listener = ns.run(|| {
+            std::net::TcpListener::bind(address).with_context(|| format!("listening on {address}"))
+        })?;
+        listener.set_nonblocking(true).context("non-blocking listener")?;
+        let listener = TcpListener::from_std(listener).context("listener for tokio")?;
+        let address = listener.local_addr().context("the target's address")?;
+        let seen = Arc::new(Seen::default());
+        let task = tokio::spawn(accept_all(listener, behaviour, Arc::clone(&seen))).abort_handle();
+        Ok(Self { address, seen, task })
+    }
+
+    /// Connections accepted so far.
+    pub fn connections(&self) -> u64 {
+        self.seen.connections.load(Ordering::SeqCst)
+    }
+
+    /// Connections open now.
+    pub fn open(&self) -> u64 {
+        self.seen.open.load(Ordering::SeqCst)
+    }
+
+    /// Bytes read so far.
+    pub fn bytes(&self) -> u64 {
+        self.seen.bytes.load(Ordering::SeqCst)
+    }
+
+    /// Connections that the client reset.
+    pub fn resets(&self) -> u64 {
+        self.seen.resets.load(Ordering::SeqCst)
+    }
+
+    /// What the last [`Behaviour::EndsFirst`] connection read: count and SHA-256.
+    pub fn digest(&self) -> Option<(u64, String)> {
+        self.seen.digest.lock().ok()?.clone()
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn accept_all(listener: TcpListener, behaviour: Behaviour, seen: Arc<Seen>) {
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let Ok((stream, _)) = accepted else { continue };
+                seen.connections.fetch_add(1, Ordering::SeqCst);
+                seen.open.fetch_add(1, Ordering::SeqCst);
+                let seen = Arc::clone(&seen);
+                connections.spawn(async move {
+                    if let Err(error) = serve(stream, behaviour, &seen).await {
+                        let reset = error.downcast_ref::<std::io::Error>();
+                        if reset.is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset) {
+                            seen.resets.fetch_add(1, Ordering::SeqCst);
+                        } else {
+                            eprintln!("target: {error:#}");
+                        }
+                    }
+                    seen.open.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Result<()> {
+    stream.set_nodelay(true)?;
+    match behaviour {
+        Behaviour::Echo => echo(stream, seen).await,
+        Behaviour::Sink => {
+            let (count, sum) = client::digest(&mut stream).await?;
+            seen.bytes.fetch_add(count, Ordering::SeqCst);
+            stream.write_all(format!("{count} {sum}").as_bytes()).await?;
+            stream.shutdown().await?;
+            Ok(())
+        }
+        Behaviour::Source(seed, length) => {
+            Pattern::new(seed, length).write_to(&mut stream).await?;
+            stream.shutdown().await?;
+            client::digest(&mut stream).await?;
+            Ok(())
+        }
+        Behaviour::HelloFirst(greeting) => {
+            stream.write_all(greeting.as_bytes()).await?;
+            echo(stream, seen).await
+        }
+        Behaviour::EndsFirst(greeting) => {
+            stream.write_all(greeting.as_bytes()).await?;
+            stream.shutdown().await?;
+            let result = client::digest(&mut stream).await?;
+            seen.bytes.fetch_add(result.0, Ordering::SeqCst);
+            if let Ok(mut digest) = seen.digest.lock() {
+                *digest = Some(result);
+            }
+            Ok(())
+        }
+        Behaviour::NeverReads => {
+            // Ends when the target is dropped.
+            std::future::pending::<()>().await;
+            drop(stream);
+            Ok(())
+        }
+        Behaviour::Slow(delay) => {
+            // The delay is the behaviour itself.
+            tokio::time::sleep(delay).await;
+            echo(stream, seen).await
+        }
+        Behaviour::Resets => {
+            stream.read_u8().await?;
+            socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
+            Ok(())
+        }
+    }
+}
+
+async fn echo(mut stream: TcpStream, seen: &Seen) -> Result<()> {
+    let mut buffer = vec![0; 16 * 1024];
+    loop {
+        let n = stream.read(&mut buffer).await?;
+        if n == 0 {
+            stream.shutdown().await?;
+            return Ok(());
+        }
+        seen.bytes.fetch_add(n as u64, Ordering::SeqCst);
+        stream.write_all(&buffer[..n]).await?;
+    }
+}

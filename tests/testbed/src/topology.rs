@@ -1,0 +1,284 @@
+//! A cloud host, a router with NAT and edge hosts behind it, made of network namespaces and cgroups.
+//!
+//! ```text
+//!  cloud 10.70.0.1 ──┐                        ┌── edge-1 192.168.50.2  (LAN of its own, NAT)
+//!  neighbour .0.2  ──┴ router 10.70.0.254 ────┼── edge-2 192.168.51.2
+//!  pod 10.71.0.2 (behind cloud)               └── …
+//! ```
+//! The router masquerades what the edges send and drops every new connection from the cloud's side. No namespace
+//! has a route out of the testbed.
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::cgroup::{self, Cgroup};
+use crate::id::Id;
+use crate::netns::Namespace;
+use crate::process::{self, Placement};
+use crate::sweep;
+
+/// The cloud host's address on its LAN.
+pub const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 1);
+/// Another machine on the cloud's LAN.
+pub const NEIGHBOUR: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 2);
+const ROUTER: &str = "10.70.0.254";
+/// The router of the twin's site.
+const TWIN_ROUTER: &str = "10.70.0.253";
+/// A pod on the cloud host.
+pub const POD: Ipv4Addr = Ipv4Addr::new(10, 71, 0, 2);
+/// The pods of the cloud host.
+pub const POD_CIDR: &str = "10.71.0.0/24";
+
+/// The hosts of a testbed.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Number of edge hosts.
+    pub edges: u8,
+    /// Whether there is one more with edge 1's addresses, in a site of its own behind its own NAT.
+    pub twin: bool,
+}
+
+/// One edge host.
+#[derive(Debug)]
+pub struct Edge {
+    /// The node's name, `edge-N`.
+    pub name: String,
+    /// Its IPv4 address on its LAN.
+    pub address: Ipv4Addr,
+    /// Its IPv6 address on its LAN.
+    pub address_v6: Ipv6Addr,
+    /// The router's interface towards it.
+    pub router_port: String,
+    /// Its network namespace.
+    pub ns: Namespace,
+}
+
+/// The namespaces, cgroups and files of one run. Dropping it removes the namespaces and cgroups; the folder with the
+/// logs stays until the supervisor removes it ([`sweep::remove`]).
+#[derive(Debug)]
+pub struct Testbed {
+    id: Id,
+    /// The cloud host.
+    pub cloud: Namespace,
+    /// The router between cloud and edges.
+    pub router: Namespace,
+    edges: Vec<Edge>,
+    /// Cgroup of everything on the cloud host: what the redirect is attached to.
+    pub cloud_cgroup: Cgroup,
+    /// Cgroup of everything else. Never the cloud's: the redirect must not see an agent's own connections.
+    pub edge_cgroup: Cgroup,
+    home_cgroup: PathBuf,
+    dir: PathBuf,
+}
+
+impl Testbed {
+    /// Builds the namespaces and cgroups. Must run before the process starts any thread if [`Testbed::enter_cloud`]
+    /// is to follow.
+    pub fn new(id: Id, shape: Shape) -> Result<Self> {
+        let dir = id.dir();
+        fs::create_dir_all(dir.join("logs")).with_context(|| format!("creating {}", dir.display()))?;
+        let mount = cgroup::unified_mount()?;
+        let home_cgroup = cgroup::of_this_process(&mount)?;
+        let parent = Cgroup::create(mount.join(id.to_string()))?;
+        let cloud_cgroup = Cgroup::create(parent.path().join("cloud"))?;
+        let edge_cgroup = Cgroup::create(parent.path().join("edge"))?;
+        let mut testbed = Self {
+            cloud: Namespace::create(&id, "cloud")?,
+            router: Namespace::create(&id, "router")?,
+            edges: Vec::new(),
+            cloud_cgroup,
+            edge_cgroup,
+            home_cgroup,
+            dir,
+            id,
+        };
+        testbed.wire_cloud()?;
+        let router = testbed.router.clone();
+        for number in 1..=shape.edges {
+            testbed.wire_edge(number, number, &router)?;
+        }
+        if shape.twin {
+            let router = testbed.wire_twin_router()?;
+            testbed.wire_edge(shape.edges + 1, 1, &router)?;
+        }
+        Ok(testbed)
+    }
+
+    /// The unique name of this run.
+    pub fn id(&self) -> &Id {
+        &self.id
+    }
+
+    /// Folder for state, logs and files of this run.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Edge number `n`, counted from 1 as in its name.
+    pub fn edge(&self, n: usize) -> &Edge {
+        &self.edges[n - 1]
+    }
+
+    /// All edges.
+    pub fn edges(&self) -> &[Edge] {
+        &self.edges
+    }
+
+    /// The placement of a process on the cloud host.
+    pub fn on_cloud(&self) -> Placement<'_> {
+        Placement { ns: &self.cloud, cgroup: &self.cloud_cgroup }
+    }
+
+    /// The placement of a process on edge `n`.
+    pub fn on_edge(&self, n: usize) -> Placement<'_> {
+        Placement { ns: &self.edge(n).ns, cgroup: &self.edge_cgroup }
+    }
+
+    /// Moves this process into the cloud's cgroup and network namespace. Only the calling thread changes its
+    /// namespace, so no other thread may exist yet.
+    pub fn enter_cloud(&self) -> Result<()> {
+        ensure!(process::thread_count()? == 1, "enter_cloud needs a process with a single thread");
+        self.cloud_cgroup.add(std::process::id())?;
+        self.cloud.enter()
+    }
+
+    fn wire_cloud(&self) -> Result<()> {
+        self.router.ip("link add cloud0 type bridge")?;
+        self.router.ip("link set cloud0 up")?;
+        self.router.ip(&format!("addr add {ROUTER}/24 dev cloud0"))?;
+        self.router.ip("-6 addr add fd70::fe/64 dev cloud0 nodad")?;
+        self.plug_into_cloud_lan(&self.cloud, "p-cloud", CLOUD)?;
+        self.cloud.ip("-6 addr add fd70::1/64 dev eth0 nodad")?;
+        self.cloud.ip("-6 route add default via fd70::fe")?;
+        self.cloud.write("/proc/sys/net/ipv4/ip_forward", "1")?;
+        self.router.write("/proc/sys/net/ipv4/ip_forward", "1")?;
+        self.router.write("/proc/sys/net/ipv6/conf/all/forwarding", "1")?;
+        filter_and_masquerade(&self.router)
+    }
+
+    fn wire_twin_router(&self) -> Result<Namespace> {
+        let router = Namespace::create(&self.id, "twin-router")?;
+        router.ip(&format!("link add cloud0 type veth peer name p-twin netns {}", self.router.name()))?;
+        router.ip("link set cloud0 up")?;
+        router.ip(&format!("addr add {TWIN_ROUTER}/24 dev cloud0"))?;
+        self.router.ip("link set p-twin master cloud0 up")?;
+        router.write("/proc/sys/net/ipv4/ip_forward", "1")?;
+        filter_and_masquerade(&router)?;
+        Ok(router)
+    }
+
+    fn plug_into_cloud_lan(&self, ns: &Namespace, port: &str, address: Ipv4Addr) -> Result<()> {
+        ns.ip(&format!("link add eth0 type veth peer name {port} netns {}", self.router.name()))?;
+        ns.ip(&format!("addr add {address}/24 dev eth0"))?;
+        ns.ip("link set eth0 up")?;
+        self.router.ip(&format!("link set {port} master cloud0 up"))?;
+        ns.ip(&format!("route add default via {ROUTER}"))
+    }
+
+    /// Adds edge `number` behind a router, with the addresses of edge `like`.
+    fn wire_edge(&mut self, number: u8, like: u8, router: &Namespace) -> Result<()> {
+        let name = format!("edge-{number}");
+        let ns = Namespace::create(&self.id, &name)?;
+        let net = 49 + like;
+        let router_port = format!("edge{number}");
+        ns.ip(&format!("link add eth0 type veth peer name {router_port} netns {}", router.name()))?;
+        ns.ip(&format!("addr add 192.168.{net}.2/24 dev eth0"))?;
+        ns.ip(&format!("-6 addr add fd50:{like}::2/64 dev eth0 nodad"))?;
+        ns.ip("link set eth0 up")?;
+        router.ip(&format!("addr add 192.168.{net}.1/24 dev {router_port}"))?;
+        router.ip(&format!("link set {router_port} up"))?;
+        ns.ip(&format!("route add default via 192.168.{net}.1"))?;
+        router.ip(&format!("-6 addr add fd50:{like}::1/64 dev {router_port} nodad"))?;
+        ns.ip(&format!("-6 route add default via fd50:{like}::1"))?;
+        self.edges.push(Edge {
+            name,
+            address: Ipv4Addr::new(192, 168, net, 2),
+            address_v6: Ipv6Addr::new(0xfd50, like.into(), 0, 0, 0, 0, 0, 2),
+            router_port,
+            ns,
+        });
+        Ok(())
+    }
+
+    /// Adds another machine to the cloud's LAN, at [`NEIGHBOUR`].
+    pub fn add_neighbour(&self) -> Result<Namespace> {
+        let ns = Namespace::create(&self.id, "neighbour")?;
+        self.plug_into_cloud_lan(&ns, "p-neighbour", NEIGHBOUR)?;
+        Ok(ns)
+    }
+
+    /// Adds a pod to the cloud host, at [`POD`], reached by a veth pair as a CNI plugin would make it.
+    pub fn add_pod(&self) -> Result<Namespace> {
+        let ns = Namespace::create(&self.id, "pod")?;
+        ns.ip(&format!("link add eth0 type veth peer name pod0 netns {}", self.cloud.name()))?;
+        ns.ip(&format!("addr add {POD}/24 dev eth0"))?;
+        ns.ip("link set eth0 up")?;
+        self.cloud.ip("addr add 10.71.0.1/24 dev pod0")?;
+        self.cloud.ip("link set pod0 up")?;
+        ns.ip("route add default via 10.71.0.1")?;
+        Ok(ns)
+    }
+
+    /// Cuts the link of edge `n`: the router drops its packets, and neither end is notified.
+    pub fn cut_link(&self, n: usize) -> Result<()> {
+        let port = &self.edge(n).router_port;
+        self.drop_at_router("-I", port)
+    }
+
+    /// Undoes [`Testbed::cut_link`].
+    pub fn restore_link(&self, n: usize) -> Result<()> {
+        let port = &self.edge(n).router_port;
+        self.drop_at_router("-D", port)
+    }
+
+    fn drop_at_router(&self, change: &str, port: &str) -> Result<()> {
+        for rule in
+            [format!("{change} FORWARD -i {port} -j DROP"), format!("{change} FORWARD -o {port} -j DROP")]
+        {
+            self.router.iptables(&rule)?;
+            self.router.ip6tables(&rule)?;
+        }
+        Ok(())
+    }
+
+    /// Makes edge `n` drop every packet for TCP `port`: a black hole for dials.
+    pub fn black_hole(&self, n: usize, port: u16) -> Result<()> {
+        self.edge(n).ns.iptables(&format!("-A INPUT -p tcp --dport {port} -j DROP"))
+    }
+}
+
+/// Lets the edges dial out and no one dial in.
+fn filter_and_masquerade(router: &Namespace) -> Result<()> {
+    // IPv6 as sites have it: no NAT.
+    router.ip6tables("-P FORWARD DROP")?;
+    router.ip6tables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
+    router.ip6tables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
+    router.ip6tables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
+    router.iptables("-P FORWARD DROP")?;
+    router.iptables("-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")?;
+    router.iptables("-A FORWARD -i edge+ -o cloud0 -j ACCEPT")?;
+    // The cloud's own LAN: kernels with br_netfilter send even bridged frames through FORWARD.
+    router.iptables("-A FORWARD -i cloud0 -o cloud0 -j ACCEPT")?;
+    router.iptables("-t nat -A POSTROUTING -s 192.168.0.0/16 -o cloud0 -j MASQUERADE")
+}
+
+impl Edge {
+    /// The IPv4 address as an [`IpAddr`].
+    pub fn ip(&self) -> IpAddr {
+        self.address.into()
+    }
+}
+
+impl Drop for Testbed {
+    fn drop(&mut self) {
+        // This process is in the cloud's cgroup itself and must leave before that can be emptied.
+        if let Err(error) = cgroup::move_to(&self.home_cgroup, std::process::id()) {
+            eprintln!("testbed: {error:#}");
+        }
+        if let Err(error) = sweep::namespaces_and_cgroups(&self.id) {
+            eprintln!("testbed: {error:#}");
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Waiting for a condition, with a deadline: polls, and never sleeps longer than the condition needs.
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+
+/// Between two checks of a condition.
+const PERIOD: Duration = Duration::from_millis(20);
+
+/// Waits until `condition` yields something. An error ends the wait immediately.
+pub async fn wait_for<T>(
+    what: &str,
+    limit: Duration,
+    mut condition: impl AsyncFnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let deadline = Instant::now() + limit;
+    loop {
+        if let Some(value) = condition().await? {
+            return Ok(value);
+        }
+        if Instant::now() >= deadline {
+            bail!("waited {limit:?} for {what}, in vain");
+        }
+        tokio::time::sleep(PERIOD).await;
+    }
+}
+
+/// Waits until `observe` yields something that `accept` takes. Errors are retried; the final one shows what was seen last.
+pub async fn wait_until<T: Debug>(
+    what: &str,
+    limit: Duration,
+    mut observe: impl AsyncFnMut() -> Result<T>,
+    accept: impl Fn(&T) -> bool,
+) -> Result<T> {
+    let mut last = None;
+    let accepted = wait_for(what, limit, async || {
+        last = match observe().await {
+            Ok(value) if accept(&value) => return Ok(Some(value)),
+            seen => Some(seen),
+        };
+        Ok(None)
+    })
+    .await;
+    accepted.with_context(|| format!("last seen: {last:?}"))
+}
