@@ -1,8 +1,11 @@
+//! The command line and what becomes of it.
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
 use tunnel_core::config::ConfigError;
+use tunnel_core::identity::ExposeSecret;
 use tunnel_core::logging;
 
 use super::Cli;
