@@ -261,7 +261,7 @@ async fn the_command_line_rotates_the_secret_and_the_servers_follow() {
     server.edit(SECRETS, NAME, |secret| {
         secret["metadata"]["annotations"] = json!({ACTIVATED: "2020-01-01T00:00:00Z"});
     });
-    assert!(run(&server, &["status"]).unwrap().contains("no certificate of it is in use"));
+    assert!(run(&server, &["status"]).unwrap().contains("none of its certificates is in use"));
     run(&server, &["retire"]).unwrap();
     assert_eq!(roots(&server), std::slice::from_ref(&new));
     eventually("the copy has only the new root", known(1)).await;
