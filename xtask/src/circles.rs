@@ -14,10 +14,12 @@ use anyhow::{Context as _, Result, ensure};
 use petgraph::algo::tarjan_scc;
 use petgraph::graphmap::DiGraphMap;
 use proc_macro2::{TokenStream, TokenTree};
-use syn::visit::Visit;
+use quote::ToTokens as _;
 use syn::{Attribute, Item, ItemUse, Meta, UseTree, Visibility};
 
 type ModulePath = Vec<String>;
+/// Who imports whom at one level, and the modules by which they do.
+type Imports = BTreeMap<(String, String), BTreeSet<String>>;
 
 /// What a module's file says of other modules.
 #[derive(Default)]
@@ -25,8 +27,6 @@ struct Module {
     children: BTreeSet<String>,
     /// Names that `use` brings, and the paths that they stand for.
     names: BTreeMap<String, Vec<String>>,
-    /// Paths of modules that are imported whole (`use path::*`).
-    globs: Vec<Vec<String>>,
     /// Paths that the code uses: private imports, and paths in expressions, types and macros.
     paths: BTreeSet<Vec<String>>,
 }
@@ -83,7 +83,7 @@ impl Modules {
                     module.children.insert(name);
                 }
                 Item::Use(import) if !is_test(&import.attrs) => module.add_import(import),
-                item => Paths(&mut module).visit_item(item),
+                item => paths_of_tokens(item.to_token_stream(), &mut module.paths),
             }
         }
         self.0.insert(path, module);
@@ -92,69 +92,33 @@ impl Modules {
 
     /// The module that `path`, as written in `from`, leads into. None: it is of another crate.
     fn resolve(&self, from: &[String], path: &[String], depth: usize) -> Option<ModulePath> {
-        let (first, rest) = path.split_first()?;
-        let (mut at, rest) = match first.as_str() {
-            "crate" => (ModulePath::new(), rest),
-            "self" => (from.to_vec(), rest),
-            "super" => {
-                let parent = from.split_last()?.1;
-                let mut again = vec!["self".to_owned()];
-                again.extend_from_slice(rest);
-                if rest.first().is_some_and(|next| next == "super") {
-                    return self.resolve(parent, rest, depth);
-                }
-                return self.resolve(parent, &again, depth);
-            }
-            name if self.0[from].children.contains(name) => (from.to_vec(), path),
-            name => {
-                let stands_for = self.0[from].names.get(name).filter(|_| depth > 0)?;
-                // A path such as `use x::x` would lead back here.
-                let full = [stands_for.as_slice(), rest].concat();
-                return self.resolve_from_import(from, &full, depth - 1);
-            }
-        };
-        for (position, name) in rest.iter().enumerate() {
+        let mut at = from.to_vec();
+        for (position, name) in path.iter().enumerate() {
             let module = &self.0[&at];
-            if module.children.contains(name) {
-                at.push(name.clone());
-                continue;
+            match name.as_str() {
+                "crate" => at.clear(),
+                "self" => {}
+                "super" => drop(at.pop()?),
+                name if module.children.contains(name) => at.push(name.to_owned()),
+                name => {
+                    // A path such as `use x::x` leads back here, hence the depth.
+                    let known = module.names.get(name).filter(|_| depth > 0).and_then(|stands_for| {
+                        let full = [stands_for.as_slice(), &path[position + 1..]].concat();
+                        self.resolve(&at, &full, depth - 1)
+                    });
+                    return known.or_else(|| (position > 0).then_some(at));
+                }
             }
-            if let Some(stands_for) = module.names.get(name).filter(|_| depth > 0) {
-                let full = [stands_for.as_slice(), &rest[position + 1..]].concat();
-                return self.resolve_from_import(&at, &full, depth - 1).or(Some(at));
-            }
-            if let Some(found) = self.in_globs(&at, name, depth) {
-                return Some(found);
-            }
-            break;
         }
         Some(at)
     }
 
-    fn resolve_from_import(&self, from: &[String], path: &[String], depth: usize) -> Option<ModulePath> {
-        let first = path.first()?;
-        let local =
-            matches!(first.as_str(), "crate" | "self" | "super") || self.0[from].children.contains(first);
-        if local { self.resolve(from, path, depth) } else { None }
-    }
-
-    fn in_globs(&self, at: &[String], name: &str, depth: usize) -> Option<ModulePath> {
-        let depth = depth.checked_sub(1)?;
-        self.0[at].globs.iter().find_map(|glob| {
-            let module = self.resolve_from_import(at, glob, depth)?;
-            self.0[&module].names.contains_key(name).then(|| {
-                let path = ["self".to_owned(), name.to_owned()];
-                self.resolve(&module, &path, depth).unwrap_or(module)
-            })
-        })
-    }
-
     /// Every circle, with the imports that make it.
     fn circles(&self) -> Vec<String> {
-        // For each level: who imports whom, and the modules by which they do.
-        let mut levels: BTreeMap<&[String], BTreeMap<(String, String), BTreeSet<String>>> = BTreeMap::new();
+        let mut levels: BTreeMap<&[String], Imports> = BTreeMap::new();
         for (from, module) in &self.0 {
-            for path in module.paths.iter().chain(&module.globs) {
+            // A single name is a local one, or the `crate` of `pub(crate)`.
+            for path in module.paths.iter().filter(|path| path.len() > 1) {
                 let Some(to) = self.resolve(from, path, 8).filter(|to| to != from) else { continue };
                 let common = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
                 let part = |path: &[String]| path.get(common).cloned().unwrap_or_else(|| "mod.rs".to_owned());
@@ -188,14 +152,10 @@ impl Module {
         let mut leaves = Vec::new();
         flatten(&import.tree, &mut Vec::new(), &mut leaves);
         for (path, name) in leaves {
-            let Some(name) = name else {
-                self.globs.push(path);
-                continue;
-            };
-            if matches!(import.vis, Visibility::Inherited) {
+            if name.is_none() || matches!(import.vis, Visibility::Inherited) {
                 self.paths.insert(path.clone());
             }
-            self.names.insert(name, path);
+            self.names.extend(name.map(|name| (name, path)));
         }
     }
 }
@@ -225,61 +185,24 @@ fn flatten(tree: &UseTree, prefix: &mut Vec<String>, into: &mut Vec<(Vec<String>
     }
 }
 
-/// Collects the paths that code uses.
-struct Paths<'a>(&'a mut Module);
-
-impl<'ast> Visit<'ast> for Paths<'_> {
-    fn visit_path(&mut self, path: &'ast syn::Path) {
-        let segments: Vec<String> = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
-        if segments.len() > 1 {
-            self.0.paths.insert(segments);
-        }
-        syn::visit::visit_path(self, path);
-    }
-
-    fn visit_macro(&mut self, call: &'ast syn::Macro) {
-        paths_of_tokens(&call.tokens, &mut self.0.paths);
-    }
-
-    fn visit_item_use(&mut self, import: &'ast ItemUse) {
-        self.0.add_import(import);
-    }
-}
-
-/// Paths among the tokens of a macro's call: names with `::` between them.
-fn paths_of_tokens(tokens: &TokenStream, into: &mut BTreeSet<Vec<String>>) {
+/// Paths among tokens: names with `::` between them.
+fn paths_of_tokens(tokens: TokenStream, into: &mut BTreeSet<Vec<String>>) {
     let mut path: Vec<String> = Vec::new();
     let mut colons = 0;
-    let mut end = |path: &mut Vec<String>| {
-        if path.len() > 1 {
-            into.insert(std::mem::take(path));
+    for token in tokens {
+        let is_colon = matches!(&token, TokenTree::Punct(punct) if punct.as_char() == ':');
+        let continues = is_colon || (colons == 2 && matches!(&token, TokenTree::Ident(_)));
+        if !continues {
+            into.insert(std::mem::take(&mut path));
         }
-        path.clear();
-    };
-    let mut groups = Vec::new();
-    for token in tokens.clone() {
+        colons = if is_colon { colons + 1 } else { 0 };
         match token {
-            TokenTree::Ident(name) => {
-                if colons != 2 {
-                    end(&mut path);
-                }
-                path.push(name.to_string());
-                colons = 0;
-            }
-            TokenTree::Punct(punct) if punct.as_char() == ':' => colons += 1,
-            token => {
-                end(&mut path);
-                colons = 0;
-                if let TokenTree::Group(group) = token {
-                    groups.push(group.stream());
-                }
-            }
+            TokenTree::Ident(name) => path.push(name.to_string()),
+            TokenTree::Group(group) => paths_of_tokens(group.stream(), into),
+            _ => {}
         }
     }
-    end(&mut path);
-    for group in groups {
-        paths_of_tokens(&group, into);
-    }
+    into.insert(path);
 }
 
 fn is_test(attributes: &[Attribute]) -> bool {
