@@ -24,18 +24,29 @@ pub(crate) fn build(packages: &[&str]) -> Result<()> {
     run(cargo().arg("build").args(packages.iter().flat_map(|package| ["-p", package])))
 }
 
-/// The packages that a plain `cargo test` tests: their names and folders.
-pub(crate) fn default_packages() -> Result<Vec<(String, PathBuf)>> {
+/// A package that a plain `cargo test` tests.
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) folder: PathBuf,
+    /// The integration tests: programs of their own below `tests/`.
+    pub(crate) tests: Vec<String>,
+}
+
+pub(crate) fn default_packages() -> Result<Vec<Package>> {
     let metadata = metadata()?;
-    let list = |key: &str| metadata[key].as_array().cloned().unwrap_or_default();
-    let default = list("workspace_default_members");
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let default = list(&metadata["workspace_default_members"]);
     let mut packages = Vec::new();
-    for package in list("packages").iter().filter(|package| default.contains(&package["id"])) {
-        let text = |key: &str| package[key].as_str().with_context(|| format!("cargo metadata has no {key}"));
-        let manifest = PathBuf::from(text("manifest_path")?);
-        let folder = manifest.parent().context("a manifest has a folder")?;
-        packages.push((text("name")?.to_owned(), folder.to_owned()));
+    for package in list(&metadata["packages"]).iter().filter(|package| default.contains(&package["id"])) {
+        let manifest = PathBuf::from(text(&package["manifest_path"]));
+        let folder = manifest.parent().context("cargo metadata has a package without a folder")?.to_owned();
+        let targets = list(&package["targets"]);
+        let tests = targets.iter().filter(|target| target["kind"][0] == "test");
+        let tests = tests.map(|target| text(&target["name"])).collect();
+        packages.push(Package { name: text(&package["name"]), folder, tests });
     }
+    ensure!(!packages.is_empty(), "cargo metadata names no default packages");
     Ok(packages)
 }
 

@@ -56,9 +56,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     run_scenarios(options, &scenarios, &mut tally)?;
     run_programs(&programs, &mut tally);
     if options.quick {
-        println!(
-            "\nleft out by --quick: kernel and doc tests, most scenarios (everything on the real Kubernetes), the demos, the benchmark's smoke run, fuzz targets"
-        );
+        println!("\n{}", left_out(&scenarios)?);
     } else {
         run_fuzz(options, &mut tally)?;
     }
@@ -71,16 +69,16 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
 fn tested_packages(options: &Options) -> Result<Vec<String>> {
     let parts: Vec<&str> = options.filter.iter().flat_map(|filter| filter.split("::")).collect();
     let mut found = Vec::new();
-    for (name, folder) in default_packages()? {
+    for package in default_packages()? {
         let mut text = String::new();
-        for file in files_below(&folder)? {
+        for file in files_below(&package.folder)? {
             if file.extension().is_some_and(|extension| extension == "rs") {
                 text += &file.to_string_lossy();
                 text += &fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
             }
         }
         if parts.iter().all(|part| text.contains(part)) {
-            found.push(name);
+            found.push(package.name);
         }
     }
     Ok(found)
@@ -99,6 +97,23 @@ fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(files)
+}
+
+/// What `--quick` does not run.
+fn left_out(quick: &Scenarios) -> Result<String> {
+    let all = Scenarios::list(&Options::default())?;
+    let tests: Vec<_> = default_packages()?
+        .into_iter()
+        .flat_map(|package| {
+            package.tests.into_iter().map(move |test| format!("{} of {}", test, package.name))
+        })
+        .collect();
+    Ok(format!(
+        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, the fuzz targets",
+        tests.join(", "),
+        all.names.len() - quick.names.len(),
+        all.names.len()
+    ))
 }
 
 fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Result<()> {

@@ -25,6 +25,8 @@ const OPEN_FILES: u64 = 20_000;
 const CONCURRENT: usize = 2;
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
+/// Held by a scenario with a cluster: two of them would take each other's processor time and time out.
+static CLUSTER: Mutex<()> = Mutex::new(());
 
 /// The `scenarios` program; `--run NAME --id ID` and `--target` are for the processes that it starts itself.
 pub(crate) fn main(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> ExitCode {
@@ -57,7 +59,9 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
     if !arguments.list {
         prepare()?;
     }
-    let trial = |scenario: &'static Scenario| Trial::test(scenario.name(), move || in_own_process(scenario));
+    let trial = |scenario: &'static Scenario| {
+        Trial::test(scenario.name(), move || in_own_process(scenario)).with_kind(scenario.kind)
+    };
     Ok(libtest_mimic::run(&arguments, scenarios.into_iter().map(trial).collect()).exit_code())
 }
 
@@ -89,6 +93,8 @@ fn work(scenario: &Scenario, id: Id) -> Result<()> {
 }
 
 fn in_own_process(scenario: &Scenario) -> Result<(), Failed> {
+    let needs_cluster = !scenario.kind.is_empty();
+    let _alone = needs_cluster.then(|| CLUSTER.lock().unwrap_or_else(PoisonError::into_inner));
     let id = Id::new(Kind::Test);
     lock().push(id.clone());
     let result = supervise(scenario, &id);

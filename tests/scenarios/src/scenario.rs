@@ -17,6 +17,8 @@ pub(crate) struct Scenario {
     pub(crate) quick: bool,
     /// Edge hosts that it needs.
     pub(crate) edges: u8,
+    /// What it needs that takes long to build; `cargo xtask test` reads it from `--list`.
+    pub(crate) kind: &'static str,
     /// Whether it needs one more with the address of edge 1, in a site of its own.
     pub(crate) twin: bool,
     /// When its process is killed.
@@ -27,7 +29,7 @@ pub(crate) struct Scenario {
 
 impl Scenario {
     pub(crate) const fn new(path: &'static str, run: for<'a> fn(&'a Testbed) -> Run<'a>) -> Self {
-        Self { path, quick: false, edges: 1, twin: false, limit: Duration::from_secs(120), run }
+        Self { path, quick: false, edges: 1, kind: "", twin: false, limit: Duration::from_secs(120), run }
     }
 
     /// `subject::function`.
@@ -42,6 +44,18 @@ impl Scenario {
 
     pub(crate) const fn edges(mut self, count: u8) -> Self {
         self.edges = count;
+        self
+    }
+
+    /// It runs on a real Kubernetes.
+    pub(crate) const fn cluster(mut self) -> Self {
+        self.kind = "cluster";
+        self
+    }
+
+    /// It runs the images on a real Kubernetes.
+    pub(crate) const fn images(mut self) -> Self {
+        self.kind = "images";
         self
     }
 

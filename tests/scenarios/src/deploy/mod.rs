@@ -20,8 +20,8 @@ mod rights;
 use migration::migration_from_yurttunnel_and_back;
 
 scenarios! {
-    manifests_run_unchanged(limit = 420),
-    migration_from_yurttunnel_and_back(limit = 420),
+    manifests_run_unchanged(images, limit = 420),
+    migration_from_yurttunnel_and_back(images, limit = 420),
 }
 
 const DOCUMENT: &str = include_str!("../../../../docs/kubernetes.md");

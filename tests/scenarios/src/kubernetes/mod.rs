@@ -19,9 +19,9 @@ use standalone::standalone;
 use two_sites::two_sites_with_one_address;
 
 scenarios! {
-    in_cluster(limit = 300),
-    failures(limit = 360),
-    outages(limit = 300),
-    two_sites_with_one_address(twin, limit = 240),
-    standalone(limit = 240),
+    in_cluster(cluster, limit = 300),
+    failures(cluster, limit = 360),
+    outages(cluster, limit = 300),
+    two_sites_with_one_address(cluster, twin, limit = 240),
+    standalone(cluster, limit = 240),
 }
