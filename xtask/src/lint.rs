@@ -30,3 +30,21 @@ fn deny() -> Result<()> {
     );
     run(cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::program;
+
+    #[test]
+    fn architecture_names_files_that_exist() {
+        let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+        let listed = program("git").args(["ls-files"]).output().unwrap().stdout;
+        let files = String::from_utf8(listed).unwrap();
+        let named = text.split(|c: char| !(c.is_ascii_alphanumeric() || "_/.-".contains(c)));
+        for name in named.filter(|word| word.len() > 3 && word.ends_with(".rs")) {
+            let exists = files.lines().any(|file| file == name || file.ends_with(&format!("/{name}")));
+            assert!(exists, "ARCHITECTURE.md names {name}");
+        }
+    }
+}
