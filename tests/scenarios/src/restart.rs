@@ -11,7 +11,8 @@ use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{CLOUD, Testbed};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
 
 use crate::common::{server_and_agent, skip, target};
 
@@ -31,16 +32,26 @@ scenarios! {
 /// A dead link must be noticed within 30 s; the rest is slack.
 const NOTICED: Duration = Duration::from_secs(33);
 
+async fn expect_reset_of(held: &mut TcpStream) -> Result<()> {
+    let end = client::end_of(held, client::PATIENCE).await?;
+    ensure!(end == End::Reset, "the held connection was not reset");
+    Ok(())
+}
+
+async fn wait_draining(server: &Server<'_>) -> Result<()> {
+    wait_for("/readyz to report that the server stops", client::PATIENCE, async || {
+        Ok(matches!(server.get("/readyz").await, Ok((503, _))).then_some(()))
+    })
+    .await
+}
+
 async fn agent_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut held = connect(on_edge.address).await?;
     echo(&mut held, b"before").await?;
     agent.process.crash().await?;
-    ensure!(
-        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
-        "the held connection was not reset"
-    );
+    expect_reset_of(&mut held).await?;
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
     expect_unreachable(on_edge.address).await?;
     server.wait_access("of the held connection", |line| line.text("outcome") == "tunnel_lost").await?;
@@ -70,10 +81,7 @@ async fn server_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     let mut held = connect(on_edge.address).await?;
     echo(&mut held, b"before").await?;
     server.process.crash().await?;
-    ensure!(
-        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
-        "the held connection was not reset"
-    );
+    expect_reset_of(&mut held).await?;
     // The eBPF programs are detached with their process: edge addresses are direct again, cloud addresses always were.
     expect_direct(on_edge.address).await?;
     visit(on_cloud.address).await?;
@@ -97,10 +105,7 @@ async fn link_cut_and_restored(testbed: &Testbed) -> Result<()> {
     let start = Instant::now();
     server.wait_connected("edge-1", false, NOTICED).await?;
     figure(&format!("a cut link is noticed after {:.1?}", start.elapsed()));
-    ensure!(
-        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
-        "the held connection was not reset"
-    );
+    expect_reset_of(&mut held).await?;
     expect_unreachable(on_edge.address).await?;
     visit(on_other.address).await.context("the other edge")?;
     testbed.restore_link(1)?;
@@ -125,7 +130,7 @@ async fn interface_down_and_up(testbed: &Testbed) -> Result<()> {
 }
 
 /// Starts a download: its first bytes are read, the rest waits for the reader.
-async fn begin_download(source: &Target) -> Result<tokio::net::TcpStream> {
+async fn begin_download(source: &Target) -> Result<TcpStream> {
     let mut stream = connect(source.address).await?;
     skip(&mut stream, 1_000_000).await?;
     Ok(stream)
@@ -133,18 +138,9 @@ async fn begin_download(source: &Target) -> Result<tokio::net::TcpStream> {
 
 const LENGTH: u64 = 60_000_000;
 
-async fn finish_download(stream: &mut tokio::net::TcpStream) -> Result<()> {
-    let mut left = LENGTH - 1_000_000;
-    let mut buffer = vec![0; 256 * 1024];
-    loop {
-        let n = tokio::time::timeout(client::PATIENCE, stream.read(&mut buffer))
-            .await
-            .context("no more bytes arrived")??;
-        if n == 0 {
-            break;
-        }
-        left = left.checked_sub(n as u64).context("more bytes than were sent")?;
-    }
+async fn finish_download(stream: &mut TcpStream) -> Result<()> {
+    let (got, _) = client::digest(stream).await?;
+    let left = (LENGTH - 1_000_000).checked_sub(got).context("more bytes than were sent")?;
     ensure!(left == 0, "a clean end {left} bytes early");
     // The connection is over only when the other direction has ended too.
     stream.shutdown().await.context("closing")
@@ -155,10 +151,7 @@ async fn server_stops_and_finishes_what_is_in_flight(testbed: &Testbed) -> Resul
     let source = target(testbed, 1, 9100, Behaviour::Source(21, LENGTH))?;
     let mut in_flight = begin_download(&source).await?;
     server.process.signal(Signal::SIGTERM)?;
-    wait_for("/readyz to report that the server stops", client::PATIENCE, async || {
-        Ok(matches!(server.get("/readyz").await, Ok((503, _))).then_some(()))
-    })
-    .await?;
+    wait_draining(&server).await?;
     // New connections are refused while the transfer goes on.
     let new = client::connect_error((testbed.edge(1).address, 9100), Duration::from_secs(5)).await?;
     ensure!(server.process.ended()?.is_none(), "the server ended with a transfer in flight");
@@ -177,19 +170,13 @@ async fn second_signal_ends_the_server_immediately(testbed: &Testbed) -> Result<
     let mut held = connect(on_edge.address).await?;
     echo(&mut held, b"held open").await?;
     server.process.signal(Signal::SIGTERM)?;
-    wait_for("/readyz to report that the server stops", client::PATIENCE, async || {
-        Ok(matches!(server.get("/readyz").await, Ok((503, _))).then_some(()))
-    })
-    .await?;
+    wait_draining(&server).await?;
     echo(&mut held, b"still carried while draining").await?;
     server.process.signal(Signal::SIGTERM)?;
     let start = Instant::now();
     server.process.wait_exit(Duration::from_secs(10)).await?;
     figure(&format!("ended {:.1?} after the second signal", start.elapsed()));
-    ensure!(
-        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
-        "the held connection was not reset"
-    );
+    expect_reset_of(&mut held).await?;
     Ok(())
 }
 
@@ -205,10 +192,7 @@ async fn drain_has_a_limit(testbed: &Testbed) -> Result<()> {
     ensure!(status.code() == Some(0), "the server ended with {status}");
     ensure!(took >= Duration::from_millis(1900), "ended after {took:?}, before the drain's limit");
     ensure!(took < Duration::from_secs(20), "ended only after {took:?}");
-    ensure!(
-        client::end_of(&mut held, client::PATIENCE).await? == End::Reset,
-        "the held connection was not reset"
-    );
+    expect_reset_of(&mut held).await?;
     Ok(())
 }
 
