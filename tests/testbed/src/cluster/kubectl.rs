@@ -47,12 +47,6 @@ impl Kubectl {
         Self { limit, ..self.clone() }
     }
 
-    /// The same with another user's credentials.
-    #[must_use]
-    pub fn with_kubeconfig(&self, kubeconfig: PathBuf) -> Self {
-        Self { kubeconfig, ..self.clone() }
-    }
-
     /// The program and its kubeconfig.
     pub fn files(&self) -> (&Path, &Path) {
         (&self.program, &self.kubeconfig)
