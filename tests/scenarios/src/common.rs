@@ -12,6 +12,7 @@ use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::task::JoinSet;
 
 /// Port of the healthy echo while something else goes wrong.
 pub(crate) const HEALTHY: u16 = 10255;
@@ -88,6 +89,25 @@ pub(crate) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
         ensure!(n > 0, "ended {left} bytes early");
         left -= n;
     }
+    Ok(())
+}
+
+/// Starts `count` tasks and waits for all of them.
+pub(crate) async fn at_once<T, F>(count: usize, mut start: impl FnMut() -> F) -> Result<Vec<T>>
+where
+    T: Send + 'static,
+    F: Future<Output = Result<T>> + Send + 'static,
+{
+    let mut tasks = JoinSet::new();
+    for _ in 0..count {
+        tasks.spawn(start());
+    }
+    tasks.join_all().await.into_iter().collect()
+}
+
+/// Work that only takes time.
+pub(crate) async fn pause(seconds: u64) -> Result<()> {
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
     Ok(())
 }
 

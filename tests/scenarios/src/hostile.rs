@@ -15,7 +15,7 @@ use rand::RngCore as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 
-use crate::common::{HEALTHY, alongside, expect_reset, never, server, server_and_agent, target};
+use crate::common::{HEALTHY, alongside, expect_reset, never, pause, server, server_and_agent, target};
 use crate::hostile_peer::{self, Behaviour as Hostility, Credentials, HostileAgent, Observed};
 
 scenarios! {
@@ -222,11 +222,7 @@ async fn flood_in_a_carried_connection(testbed: &Testbed) -> Result<()> {
         readers.push(connect((testbed.edge(2).ip(), 9100)).await?);
     }
     wait_observed("20 Carry calls", &flooder, |seen| seen.carried == 20).await?;
-    alongside("an agent that floods 20 carried connections", healthy.address, async {
-        tokio::time::sleep(Duration::from_secs(3)).await;
-        Ok(())
-    })
-    .await?;
+    alongside("an agent that floods 20 carried connections", healthy.address, pause(3)).await?;
     memory(&server, before)
 }
 

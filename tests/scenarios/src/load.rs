@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tunnel_core::link;
 
-use crate::common::{HEALTHY, alongside, expect_reset, server_and_agent, target};
+use crate::common::{HEALTHY, alongside, at_once, expect_reset, pause, server_and_agent, target};
 
 scenarios! {
     bulk_both_ways(limit = 180),
@@ -100,12 +100,7 @@ async fn healthy_traffic_with_a_stalled_reader(testbed: &Testbed) -> Result<()> 
     let source = target(testbed, 1, 9100, Behaviour::Source(5, length))?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let mut stalled = connect(source.address).await?;
-    alongside("a stalled reader", healthy.address, async {
-        // The reader stays stalled for a while.
-        tokio::time::sleep(Duration::from_secs(3)).await;
-        Ok(())
-    })
-    .await?;
+    alongside("a stalled reader", healthy.address, pause(3)).await?;
     // Once it reads again, everything arrives.
     let got = digest(&mut stalled).await?;
     ensure!(
@@ -122,14 +117,7 @@ async fn healthy_traffic_with_black_holed_dials(testbed: &Testbed) -> Result<()>
     let hole = SocketAddr::new(testbed.edge(1).ip(), 9105);
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let start = Instant::now();
-    alongside("ten black-holed dials", healthy.address, async {
-        let mut dials = JoinSet::new();
-        for _ in 0..10 {
-            dials.spawn(expect_reset(hole));
-        }
-        dials.join_all().await.into_iter().collect::<Result<Vec<_>>>()
-    })
-    .await?;
+    alongside("ten black-holed dials", healthy.address, at_once(10, || expect_reset(hole))).await?;
     figure(&format!("black-holed dials were given up after {:.1?}", start.elapsed()));
     server
         .wait_access("timed out", |line| {
@@ -145,11 +133,7 @@ async fn healthy_traffic_with_refused_dials(testbed: &Testbed) -> Result<()> {
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     alongside("500 refused dials", healthy.address, async {
         for _ in 0..50 {
-            let mut dials = JoinSet::new();
-            for _ in 0..10 {
-                dials.spawn(expect_reset(closed));
-            }
-            dials.join_all().await.into_iter().collect::<Result<Vec<_>>>()?;
+            at_once(10, || expect_reset(closed)).await?;
         }
         Ok(())
     })
@@ -160,14 +144,8 @@ async fn healthy_traffic_with_a_slow_target(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     let slow = target(testbed, 1, 9100, Behaviour::Slow(Duration::from_secs(2)))?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
-    alongside("20 connections to a slow target", healthy.address, async {
-        let mut visits = JoinSet::new();
-        for _ in 0..20 {
-            visits.spawn(visit(slow.address));
-        }
-        visits.join_all().await.into_iter().collect::<Result<Vec<_>>>()
-    })
-    .await?;
+    alongside("20 connections to a slow target", healthy.address, at_once(20, || visit(slow.address)))
+        .await?;
     Ok(())
 }
 
@@ -176,14 +154,8 @@ async fn healthy_traffic_with_bulk_downloads(testbed: &Testbed) -> Result<()> {
     let length = 50_000_000;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, length))?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
-    alongside("four bulk downloads", healthy.address, async {
-        let mut downloads = JoinSet::new();
-        for _ in 0..4 {
-            downloads.spawn(download(source.address, 3, length));
-        }
-        downloads.join_all().await.into_iter().collect::<Result<Vec<_>>>()
-    })
-    .await?;
+    alongside("four bulk downloads", healthy.address, at_once(4, || download(source.address, 3, length)))
+        .await?;
     Ok(())
 }
 
@@ -205,11 +177,7 @@ async fn hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
         |seen| *seen == 100,
     )
     .await?;
-    alongside("100 stalled readers of the same node", healthy.address, async {
-        tokio::time::sleep(Duration::from_secs(3)).await;
-        Ok(())
-    })
-    .await?;
+    alongside("100 stalled readers of the same node", healthy.address, pause(3)).await?;
     alongside("100 stalled readers of another node", other_node.address, async { Ok(()) }).await?;
     let megabytes = |bytes: u64| bytes / 1_000_000;
     let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
@@ -244,11 +212,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     let at = |port| SocketAddr::new(testbed.edge(1).ip(), port);
     let echo_at = at(load_target::ECHO);
     let mut open = connect(echo_at).await?;
-    let a_while = async || {
-        tokio::time::sleep(Duration::from_secs(2)).await;
-        Ok(())
-    };
-    alongside("nothing", echo_at, trips_alongside("nothing", &mut open, a_while())).await?;
+    alongside("nothing", echo_at, trips_alongside("nothing", &mut open, pause(2))).await?;
     let before = server.process.resident_bytes()?;
     let what = "500 readers of the same node that stop reading";
     let stalling = async {
@@ -284,7 +248,7 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     };
     let stalled = alongside(what, echo_at, trips_alongside(what, &mut open, stalling)).await?;
     let what = "those within the bound";
-    alongside(what, echo_at, trips_alongside(what, &mut open, a_while())).await?;
+    alongside(what, echo_at, trips_alongside(what, &mut open, pause(2))).await?;
 
     let held = server.process.peak_resident_bytes()?.saturating_sub(before);
     figure(&format!("500 stalled readers held {} MB of the server at most", held / 1_000_000));
@@ -361,11 +325,7 @@ async fn targets_that_never_read(testbed: &Testbed) -> Result<()> {
         }
         stuck.push(stream);
     }
-    alongside("30 targets that never read", healthy.address, async {
-        tokio::time::sleep(Duration::from_secs(2)).await;
-        Ok(())
-    })
-    .await?;
+    alongside("30 targets that never read", healthy.address, pause(2)).await?;
     let (server_now, agent_now) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
     figure(&format!(
         "30 targets that never read hold: server {} MB, agent {} MB",
