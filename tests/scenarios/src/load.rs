@@ -12,7 +12,7 @@ use postern_testbed::report::figure;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{Testbed, load_target};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tunnel_core::link;
@@ -65,10 +65,7 @@ async fn bulk_both_ways(testbed: &Testbed) -> Result<()> {
     let mut pattern = Pattern::new(12, BULK);
     pattern.write_to(&mut stream).await?;
     stream.shutdown().await?;
-    let mut answer = String::new();
-    tokio::time::timeout(client::PATIENCE, stream.read_to_string(&mut answer))
-        .await
-        .context("no checksum arrived")??;
+    let answer = client::text(&mut stream, "no checksum arrived").await?;
     ensure!(answer == format!("{BULK} {}", pattern.digest()), "uploaded bytes arrived as {answer}");
     figure(&format!("upload, generators and checksums included: {}", rate(BULK, start)));
 

@@ -142,10 +142,7 @@ async fn half_close_both_ways(testbed: &Testbed) -> Result<()> {
     let mut stream = connect(sink.address).await?;
     client::Pattern::new(1, length).write_to(&mut stream).await?;
     stream.shutdown().await?;
-    let mut answer = String::new();
-    tokio::time::timeout(client::PATIENCE, stream.read_to_string(&mut answer))
-        .await
-        .context("no answer after half-close")??;
+    let answer = client::text(&mut stream, "no answer after half-close").await?;
     ensure!(
         answer == format!("{length} {}", pattern_digest(1, length)),
         "the sink got something else: {answer}"
@@ -153,10 +150,7 @@ async fn half_close_both_ways(testbed: &Testbed) -> Result<()> {
     // The target ends first; the client goes on sending.
     let ends_first = target(testbed, 1, 9101, Behaviour::EndsFirst("goodbye"))?;
     let mut stream = connect(ends_first.address).await?;
-    let mut greeting = String::new();
-    tokio::time::timeout(client::PATIENCE, stream.read_to_string(&mut greeting))
-        .await
-        .context("the target did not end")??;
+    let greeting = client::text(&mut stream, "the target did not end").await?;
     ensure!(greeting == "goodbye", "greeting {greeting:?}");
     client::Pattern::new(2, length).write_to(&mut stream).await?;
     stream.shutdown().await?;
@@ -270,10 +264,7 @@ async fn many_small_writes(testbed: &Testbed) -> Result<()> {
         stream.write_all(chunk).await?;
     }
     stream.shutdown().await?;
-    let mut answer = String::new();
-    tokio::time::timeout(client::PATIENCE, stream.read_to_string(&mut answer))
-        .await
-        .context("no answer")??;
+    let answer = client::text(&mut stream, "no answer").await?;
     ensure!(answer == format!("50000 {}", sent.digest()), "the sink got {answer}");
     Ok(())
 }

@@ -147,6 +147,13 @@ pub async fn digest(stream: &mut (impl AsyncRead + Unpin)) -> Result<(u64, Strin
     }
 }
 
+/// Reads text to a clean end; `missing` is what to say when the end does not come.
+pub async fn text(stream: &mut (impl AsyncRead + Unpin), missing: &'static str) -> Result<String> {
+    let mut text = String::new();
+    timeout(PATIENCE, stream.read_to_string(&mut text)).await.context(missing)??;
+    Ok(text)
+}
+
 /// Bytes determined by a seed, which do not repeat.
 #[derive(Debug)]
 pub struct Pattern {
