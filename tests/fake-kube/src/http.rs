@@ -353,8 +353,6 @@ fn watch(
                 seen = number;
                 match order {
                     Order::Run => {}
-                    Order::Bookmark if bookmarks => drop(lines.send(Ok(bookmark(at))).await),
-                    Order::Bookmark => {}
                     Order::End => return,
                     Order::Gone => return drop(lines.send(Ok(gone())).await),
                     Order::Cut => {

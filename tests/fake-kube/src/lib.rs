@@ -63,8 +63,6 @@ enum Order {
     Gone,
     /// Not a byte more; the connection stays open.
     Freeze,
-    /// A BOOKMARK now.
-    Bookmark,
 }
 
 pub(crate) struct Shared {
@@ -244,11 +242,6 @@ impl ApiServer {
     /// The watches that are open send nothing more and stay open; later ones work.
     pub fn freeze_watches(&self) {
         self.order(Order::Freeze);
-    }
-
-    /// The watches that are open get a BOOKMARK.
-    pub fn bookmark_watches(&self) {
-        self.order(Order::Bookmark);
     }
 
     /// Forgets the changes until now: a watch from before gets 410.
