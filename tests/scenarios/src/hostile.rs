@@ -132,10 +132,7 @@ async fn certificate_of_another_node(testbed: &Testbed) -> Result<()> {
         seen.refused.iter().any(|reason| reason.contains("edge-2"))
     })
     .await?;
-    wait_for("the impostor's connection to end", client::PATIENCE, async || {
-        Ok(impostor.ended().then_some(()))
-    })
-    .await?;
+    impostor.wait_ended("the impostor's connection to end", client::PATIENCE).await?;
     visit(on_edge.address).await?;
     agent.process.crash().await?;
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
@@ -176,10 +173,7 @@ async fn flood_of_events(testbed: &Testbed) -> Result<()> {
     let before = server.process.resident_bytes()?;
     alongside("an agent that floods events", healthy.address, async {
         let flooder = serve(&server, 2, &own, "edge-2", u64::MAX - 1, Hostility::FloodsEvents).await?;
-        wait_for("the flooder to be disconnected", client::PATIENCE, async || {
-            Ok(flooder.ended().then_some(()))
-        })
-        .await
+        flooder.wait_ended("the flooder to be disconnected", client::PATIENCE).await
     })
     .await?;
     server.metrics().await?.expect("postern_agent_sessions_refused_total", &[("result", "flood")], 1.0)?;
@@ -231,10 +225,7 @@ async fn agent_without_hello(testbed: &Testbed) -> Result<()> {
     let own = stolen(&server, 2).await?;
     let silent = serve(&server, 2, &own, "edge-2", 1, Hostility::NoHello).await?;
     let start = Instant::now();
-    wait_for("the silent agent to be disconnected", Duration::from_secs(30), async || {
-        Ok(silent.ended().then_some(()))
-    })
-    .await?;
+    silent.wait_ended("the silent agent to be disconnected", Duration::from_secs(30)).await?;
     figure(&format!("an agent without a Hello is disconnected after {:.1?}", start.elapsed()));
     ensure!(!server.is_connected("edge-2").await?, "it is attached");
     Ok(())

@@ -11,6 +11,7 @@ use hyper_util::service::TowerToHyperService;
 use postern_testbed::client::{PATIENCE, connect_from};
 use postern_testbed::netns::Namespace;
 use postern_testbed::tls::{self, Identity};
+use postern_testbed::wait::wait_for;
 use rustls::RootCertStore;
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
@@ -109,9 +110,9 @@ impl HostileAgent {
         Self { observed, connection }
     }
 
-    /// Whether the server has ended the connection.
-    pub(crate) fn ended(&self) -> bool {
-        self.connection.is_finished()
+    /// Waits until the server has ended the connection.
+    pub(crate) async fn wait_ended(&self, what: &str, limit: Duration) -> Result<()> {
+        wait_for(what, limit, async || Ok(self.connection.is_finished().then_some(()))).await
     }
 
     /// Reads what the server has sent so far.

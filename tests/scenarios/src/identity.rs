@@ -235,10 +235,7 @@ async fn expired_certificate_is_refused(testbed: &Testbed) -> Result<()> {
     let dialled = credentials.dial(&testbed.edge(1).ns, address).await;
     if let Ok(stream) = dialled {
         let expired = HostileAgent::serve(stream, "edge-1", u64::MAX, Hostility::Quiet);
-        wait_for("the server to end the connection", client::PATIENCE, async || {
-            Ok(expired.ended().then_some(()))
-        })
-        .await?;
+        expired.wait_ended("the server to end the connection", client::PATIENCE).await?;
         ensure!(expired.observed(|seen| seen.attached) == 0, "attached with an expired certificate");
     }
     Ok(())
