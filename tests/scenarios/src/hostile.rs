@@ -37,9 +37,7 @@ const MEMORY: u64 = 300_000_000;
 /// Enrols an agent on edge `n` and stops it, so that its certificate can be misused.
 async fn stolen(server: &Server<'_>, n: usize) -> Result<Credentials> {
     let mut agent = Agent::enrol(server, n).await?;
-    agent.process.crash().await?;
-    let name = server.testbed().edge(n).name.clone();
-    server.wait_connected(&name, false, client::PATIENCE).await?;
+    agent.crash(server).await?;
     Credentials::of_agent(&agent.state_dir())
 }
 
@@ -134,8 +132,7 @@ async fn certificate_of_another_node(testbed: &Testbed) -> Result<()> {
     .await?;
     impostor.wait_ended("the impostor's connection to end", client::PATIENCE).await?;
     visit(on_edge.address).await?;
-    agent.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    agent.crash(&server).await?;
     let impostor = serve(&server, 2, &own, "edge-1", u64::MAX, Hostility::Quiet).await?;
     wait_observed("the impostor to be refused", &impostor, |seen| !seen.refused.is_empty()).await?;
     ensure!(

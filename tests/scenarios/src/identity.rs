@@ -46,10 +46,8 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
     let mode = fs::metadata(&key).context("agent.key")?.permissions().mode() & 0o777;
     ensure!(mode == 0o600, "agent.key has mode {mode:o}");
     let before = fs::read(&key)?;
-    agent.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
-    agent.start_again()?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    agent.crash(&server).await?;
+    agent.return_to(&server).await?;
     ensure!(fs::read(&key)? == before, "a restart made another key");
     // The secret is neither in a log nor in the server's files.
     let (_, secret) = secret.split_once('.').context("ID.SECRET")?;
@@ -128,8 +126,7 @@ async fn bad_tokens_are_refused(testbed: &Testbed) -> Result<()> {
     let token = server.token("edge-1")?;
     let mut first = Builder::new(&server, 1).named("agent-first").token(token.clone()).spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
-    first.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    first.crash(&server).await?;
     refused(&server, Builder::new(&server, 1).named("agent-second").token(token), "already used").await?;
     let metrics = server.metrics().await?;
     metrics.expect("postern_enrollments_total", &[("outcome", "issued")], 1.0)?;
@@ -181,14 +178,12 @@ fn replace_certificate(testbed: &Testbed, agent: &Agent<'_>, valid: Range<System
 async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    agent.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    agent.crash(&server).await?;
     // Certificates begin 300 s before they are issued; of this one's 100 s, 75 are over: 80 % is 5 s away.
     let now = SystemTime::now();
     let old =
         replace_certificate(testbed, &agent, now - Duration::from_secs(375)..now + Duration::from_secs(25))?;
-    agent.start_again()?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    agent.return_to(&server).await?;
     let mut held = connect(on_edge.address).await?;
     echo(&mut held, b"under the old certificate").await?;
     let file = agent.state_dir().join("agent.crt");
@@ -205,10 +200,8 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
         Ok(!server.is_connected("edge-1").await? || echo(&mut held, b"still").await.is_err())
     })
     .await?;
-    agent.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
-    agent.start_again()?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    agent.crash(&server).await?;
+    agent.return_to(&server).await?;
     let metrics = server.metrics().await?;
     ensure!(
         metrics.sum("postern_enrollments_total", &[("call", "renew"), ("outcome", "issued")]) >= 1.0,
@@ -219,8 +212,7 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
 
 async fn expired_certificate_is_refused(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
-    agent.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    agent.crash(&server).await?;
     let hour = Duration::from_secs(3600);
     replace_certificate(testbed, &agent, SystemTime::now() - 2 * hour..SystemTime::now() - hour)?;
     agent.start_again()?;
@@ -285,10 +277,8 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
     )
     .await?;
     echo(&mut held, b"after the retirement").await?;
-    first.process.crash().await?;
-    server.wait_connected("edge-1", false, client::PATIENCE).await?;
-    first.start_again()?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    first.crash(&server).await?;
+    first.return_to(&server).await?;
     visit(on_edge.address).await?;
     ensure!(server.is_connected("edge-2").await?, "edge-2 was lost");
     Ok(())

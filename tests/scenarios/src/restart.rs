@@ -56,8 +56,7 @@ async fn agent_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     expect_unreachable(on_edge.address).await?;
     server.wait_access("of the held connection", |line| line.text("outcome") == "tunnel_lost").await?;
     let start = Instant::now();
-    agent.start_again()?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    agent.return_to(&server).await?;
     figure(&format!("a restarted agent is back after {:.1?}", start.elapsed()));
     visit(on_edge.address).await?;
     Ok(())
@@ -206,8 +205,7 @@ async fn agent_stops_and_finishes_what_is_in_flight(testbed: &Testbed) -> Result
     finish_download(&mut in_flight).await?;
     let status = agent.process.wait_exit(Duration::from_secs(20)).await?;
     ensure!(status.code() == Some(0), "the agent ended with {status}");
-    agent.start_again()?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    agent.return_to(&server).await?;
     begin_download(&source).await?;
     Ok(())
 }

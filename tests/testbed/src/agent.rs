@@ -135,6 +135,18 @@ impl<'a> Agent<'a> {
         Ok(())
     }
 
+    /// Kills the agent, and waits until the server has noticed.
+    pub async fn crash(&mut self, server: &Server<'_>) -> Result<()> {
+        self.process.crash().await?;
+        server.wait_connected(&self.builder.node, false, client::PATIENCE).await
+    }
+
+    /// Starts the agent again and waits for its tunnel.
+    pub async fn return_to(&mut self, server: &Server<'_>) -> Result<()> {
+        self.start_again()?;
+        server.wait_connected(&self.builder.node, true, START).await
+    }
+
     /// An admin page: status and body.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let ns = &self.builder.testbed.edge(self.builder.edge).ns;
