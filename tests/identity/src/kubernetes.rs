@@ -3,16 +3,20 @@
 mod enrolment;
 mod servers;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use postern_fake_kube::{ApiServer, eventually};
+use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_agent::identity::{CsrEnrolment, Pace};
 use tunnel_agent::kube::{ApiServer as AgentApi, DEFAULT_SERVICE, KubeOptions};
+use tunnel_agent::metrics::Metrics;
+use tunnel_agent::policy::Policy;
+use tunnel_agent::session::{Announced, Attached, EpochSource, Shared};
 use tunnel_kube::{ClientSettings, Health};
 use tunnel_server::kube::write::csr;
 use tunnel_server::kube::{KubeContext, ObjectNames};
@@ -48,6 +52,23 @@ async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolmen
     let state_dir = api.dir().join(state);
     let enrolment = CsrEnrolment::new(agent_api(api).await, node(name), state_dir.clone(), PACE);
     (Arc::new(enrolment), state_dir)
+}
+
+/// What the links of edge-1 share.
+fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
+    let (bundles, announced) = mpsc::channel(16);
+    let shared = Shared {
+        node: node("edge-1"),
+        epochs: EpochSource::open(state_dir.join("epoch")).unwrap(),
+        policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
+        addresses: watch::channel(Arc::new(Vec::new())).1,
+        bundles,
+        attached: Attached::default(),
+        metrics: Metrics::new(&mut Registry::default()),
+        draining: CancellationToken::new(),
+        forced: CancellationToken::new(),
+    };
+    (Arc::new(shared), announced)
 }
 
 /// The server's signer. It leads only between [`Signer::answer`]'s two halves: before, the test says who asked, which a

@@ -10,22 +10,18 @@ use postern_fake_kube::{ApiServer, Fault, eventually};
 use rustls_pki_types::CertificateSigningRequestDer;
 use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
-use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, recover,
 };
-use tunnel_agent::metrics::Metrics;
-use tunnel_agent::policy::Policy;
-use tunnel_agent::session::{Attached, EpochSource, LinkSet, Shared};
+use tunnel_agent::session::LinkSet;
 use tunnel_core::identity::{
     AgentIdentity, CsrKey, create_csr, generate_key, pem_of_certificates, public_key_of_csr,
 };
 use tunnel_server::pki::CaState;
 
 use super::servers::Port;
-use super::{CSRS, Signer, enrolment, open};
+use super::{CSRS, Signer, enrolment, open, shared};
 use crate::harness::{DEADLINE, Session, TestServer, log, mode, node};
 
 async fn done(
@@ -189,23 +185,6 @@ async fn files_that_are_of_no_use_are_replaced() {
         assert_ne!(next.chain, identity.chain);
         identity = next;
     }
-}
-
-fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<tunnel_agent::session::Announced>) {
-    let (bundles, announced) = mpsc::channel(16);
-    let addresses = watch::channel(Arc::new(Vec::new())).1;
-    let shared = Shared {
-        node: node("edge-1"),
-        epochs: EpochSource::open(state_dir.join("epoch")).unwrap(),
-        policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
-        addresses,
-        bundles,
-        attached: Attached::default(),
-        metrics: Metrics::new(&mut prometheus_client::registry::Registry::default()),
-        draining: CancellationToken::new(),
-        forced: CancellationToken::new(),
-    };
-    (Arc::new(shared), announced)
 }
 
 /// The server's CA was replaced by another one: neither side takes the other's certificate, and no token can help.

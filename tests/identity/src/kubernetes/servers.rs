@@ -16,9 +16,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{IdentityKeeper, IdentityMetrics};
 use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
-use tunnel_agent::metrics::Metrics;
-use tunnel_agent::policy::Policy;
-use tunnel_agent::session::{Attached, EpochSource, LinkPhase, LinkSet, Shared};
+use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_server::agent_port::{AgentPort, LinkContext};
 use tunnel_server::pki::{EnrollService, PkiMetrics};
@@ -26,7 +24,7 @@ use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{Sessions, Workers};
 use tunnel_server::settings::Settings;
 
-use super::agent_api;
+use super::{agent_api, shared};
 use crate::harness::{TestServer, node};
 
 const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
@@ -119,18 +117,7 @@ impl Agent {
             identity.with_bundle(identity.bundle.clone()),
             IdentityMetrics::default(),
         );
-        let (bundles, announced) = mpsc::channel(16);
-        let shared = Arc::new(Shared {
-            node: node("edge-1"),
-            epochs: EpochSource::open(state_dir.join("epoch")).unwrap(),
-            policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
-            addresses: watch::channel(Arc::new(Vec::new())).1,
-            bundles,
-            attached: Attached::default(),
-            metrics: Metrics::new(&mut Registry::default()),
-            draining: CancellationToken::new(),
-            forced: CancellationToken::new(),
-        });
+        let (shared, announced) = shared(state_dir);
         let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
         tokio::spawn(links.clone().follow(discovery.servers()));
         Self { discovery, links, shared, _keeper: keeper, _announced: announced }
