@@ -96,6 +96,14 @@ fn key_of(request: &Value) -> CsrKey {
     public_key_of_csr(&CertificateSigningRequestDer::from_pem_slice(&pem.0).unwrap()).unwrap()
 }
 
+/// Gives a request this certificate (PEM), as a signer does.
+fn sign(api: &ApiServer, request: &Value, pem: String) {
+    let certificate = ByteString(pem.into_bytes());
+    api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
+        csr["status"] = json!({"certificate": certificate});
+    });
+}
+
 /// A signer that is not ours must not make the agent trust it with another node or key.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
@@ -125,11 +133,9 @@ async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
     let enrolling = ask(&agent);
     for (answer, reason) in answers {
         let request = eventually("a request", || open(&api)).await;
-        let certificate = ByteString(answer(&key_of(&request)).into_bytes());
+        let certificate = answer(&key_of(&request));
         let before = log().len();
-        api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
-            csr["status"] = json!({"certificate": certificate});
-        });
+        sign(&api, &request, certificate);
         let line = eventually(reason, || {
             let log = log();
             let new = log[before..].lines();
@@ -143,10 +149,7 @@ async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
     }
     // And one that is right is.
     let request = eventually("a request", || open(&api)).await;
-    let right = ByteString((issue(&ours, NODE, &key_of(&request)) + &roots).into_bytes());
-    api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
-        csr["status"] = json!({"certificate": right});
-    });
+    sign(&api, &request, issue(&ours, NODE, &key_of(&request)) + &roots);
     assert_eq!(done(enrolling).await.unwrap().bundle, *ours.bundle());
 }
 
@@ -261,9 +264,7 @@ async fn a_new_enrolment_ends_when_there_is_no_need_for_it_any_more() {
     let key = key_of(&request);
     let late =
         pem_of_certificates(&old.ca.state().unwrap().issue_agent(&node("edge-1"), &key).unwrap().chain);
-    api.edit(CSRS, request["metadata"]["name"].as_str().unwrap(), |csr| {
-        csr["status"] = json!({"certificate": ByteString(late.into_bytes())});
-    });
+    sign(&api, &request, late);
     assert_eq!(keeper.current().chain, chain);
     // It is on disk with its own key, whichever one was pending.
     let stored = tunnel_agent::identity::ensure_identity(&config).await.unwrap();
