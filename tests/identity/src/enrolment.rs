@@ -34,11 +34,11 @@ async fn an_agent_enrols_once_and_then_lives_on_its_files() {
     assert!(!file("agent.key.next").exists());
     assert_eq!(server.metrics.enrollments("enroll", "issued"), 1);
 
-    // Without a token, a hash or a server that could be reached.
+    // Without a token, a hash or a reachable server.
     let again =
         EnrollConfig { servers: vec!["127.0.0.1:1".into()], token: None, ca_hash: None, ..config.clone() };
     assert_eq!(enroll(&again).await.unwrap().chain, identity.chain);
-    // Even with a wrong token: it is not looked at.
+    // Even with a wrong token, which is not used.
     let again = EnrollConfig { token: Some("x".into()), ..again };
     assert_eq!(enroll(&again).await.unwrap().chain, identity.chain);
 
@@ -156,7 +156,7 @@ async fn an_ended_certificate_needs_a_token_again() {
     let (config, identity) = server.enrolled("edge-1").await;
     eventually("the certificate ends", async || identity.validity().is_over(SystemTime::now()).then_some(()))
         .await;
-    // To the second, which is what a certificate is exact to.
+    // Certificates are exact to the second.
     eventually("the server refuses the ended certificate", async || {
         Session::open(&server.address, &identity).await.is_err().then_some(())
     })
@@ -201,9 +201,9 @@ async fn broken_files_are_named_and_kept() {
     assert!(enroll(&config).await.unwrap_err().to_string().contains("ca.crt: there is no such file"));
 }
 
-/// A crash between writing the certificate and taking over its key.
+/// A crash between writing the certificate and renaming its key.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_half_done_renewal_is_finished_at_the_next_start() {
+async fn an_unfinished_renewal_is_finished_at_the_next_start() {
     let server = TestServer::start().await;
     let (config, identity) = server.enrolled("edge-1").await;
     let (key, next) = (config.state_dir.join("agent.key"), config.state_dir.join("agent.key.next"));

@@ -1,5 +1,5 @@
-//! A server as the tunnel-server makes it of its parts: accept, TLS, then gRPC under `h2` and an echo under
-//! `postern/1` that stands for a session.
+//! A server built from the tunnel-server's parts: accept, TLS, then gRPC under `h2` and an echo under `postern/1` in
+//! place of a session.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -77,7 +77,7 @@ pub(crate) struct TestServer {
     pub(crate) certificate: ServerCertificate,
     pub(crate) metrics: PkiMetrics,
     pub(crate) address: String,
-    /// So many answers are lost on their way from now on.
+    /// How many of the next answers are lost on their way.
     pub(crate) lose_answers: Arc<AtomicUsize>,
     /// Why handshakes failed.
     pub(crate) refused: Arc<Mutex<Vec<String>>>,

@@ -1,4 +1,4 @@
-//! Servers that are not the server, and agents that are not the agent.
+//! Impostors of the server and of agents.
 
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,7 +37,7 @@ struct Impostor {
     heard: Arc<Mutex<Vec<u8>>>,
 }
 
-/// Accepts TLS with this chain and key and keeps whatever the client says.
+/// Accepts TLS with this chain and key and keeps what the client sends.
 async fn impostor(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Impostor {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])
@@ -68,7 +68,7 @@ async fn impostor(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'stati
     Impostor { address, failed, heard }
 }
 
-/// The agent keeps trying (the right server may come back) but never says a word to the impostor.
+/// The agent keeps trying (the right server may come back) but sends the impostor nothing.
 async fn assert_never_trusted(server: &TestServer, impostor: &Impostor) {
     let mut config = server.agent("edge-1", "victim", Some(&server.token("edge-1")));
     config.servers = vec![impostor.address.clone()];
@@ -196,7 +196,7 @@ async fn clients_of_any_other_shape_are_refused_with_the_reason() {
     let authority = agent(|params| params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained));
     let authority = authority.signed_by(&key, &issuer).unwrap().der().clone();
     refused(&server, client_with(&server, vec![authority], &key)).await;
-    // The very same way with nothing changed is accepted: the test refuses for the right reasons.
+    // Unchanged, the certificate is accepted: the others are refused for the right reasons.
     let good = agent(|_| {}).signed_by(&key, &issuer).unwrap().der().clone();
     let mut stream = connect(&server.address, client_with(&server, vec![good], &key)).await.unwrap();
     stream.write_all(b"!").await.unwrap();

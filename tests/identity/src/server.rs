@@ -44,14 +44,14 @@ async fn its_names_follow_the_configuration() {
     for name in [SERVER_NAME, "cloud.example", "192.0.2.7", "127.0.0.1"] {
         assert!(found.iter().any(|found| found == name), "{name} is not in {found:?}");
     }
-    // A name that cannot be: the present certificate stays.
+    // An invalid name: the current certificate stays.
     let bad = ServerNames { dns: vec!["not a name".into()], ..ServerNames::default() };
     assert!(server.certificate.set_names(bad).unwrap_err().to_string().contains("not a name"));
     assert_eq!(names().await, found);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_ca_file_changes_nothing_until_it_is_mended() {
+async fn a_broken_ca_file_changes_nothing_until_it_is_repaired() {
     let server = TestServer::start().await;
     let (_, identity) = server.enrolled("edge-1").await;
     let path = server.state_dir().join("ca/ca.crt");

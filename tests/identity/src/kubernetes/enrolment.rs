@@ -45,7 +45,7 @@ async fn an_agent_enrols_by_csr_and_then_lives_on_its_files() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
     let signer = Signer::start(&api, server.certificate.ca()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
-    // The API server is away at first, and fails while the agent waits.
+    // The API server is down at first, and fails while the agent waits.
     api.down();
     let enrolling = ask(&agent);
     api.up();
@@ -68,7 +68,7 @@ async fn an_agent_enrols_by_csr_and_then_lives_on_its_files() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refusal_is_said_and_asked_again_and_a_request_that_vanished_is_made_again() {
+async fn a_refused_request_is_logged_and_repeated_and_a_deleted_one_is_made_again() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
     let signer = Signer::start(&api, server.certificate.ca()).await;
     let (agent, state_dir) = enrolment(&api, "edge-7", "agent").await;
@@ -104,10 +104,10 @@ fn sign(api: &ApiServer, request: &Value, pem: String) {
     });
 }
 
-/// A signer that is not ours must not make the agent trust it with another node or key.
+/// A foreign signer cannot give the agent a certificate for another node or key.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
-    // No other test's, so that the log's lines are ours.
+async fn a_certificate_other_than_the_requested_one_is_not_used() {
+    // Used by no other test, so that the log lines are this test's.
     const NODE: &str = "edge-untaken";
     let (api, server) = (ApiServer::start(), TestServer::start().await);
     let (agent, state_dir) = enrolment(&api, NODE, "agent").await;
@@ -147,13 +147,13 @@ async fn a_certificate_that_is_not_what_was_asked_for_is_not_taken() {
         assert!(line.contains(reason), "not {reason:?}: {line}");
         assert!(!state_dir.join("agent.crt").exists());
     }
-    // And one that is right is.
+    // The right one is used.
     let request = eventually("a request", || open(&api)).await;
     sign(&api, &request, issue(&ours, NODE, &key_of(&request)) + &roots);
     assert_eq!(done(enrolling).await.unwrap().bundle, *ours.bundle());
 }
 
-/// Puts an identity of this CA that has ended into the state directory.
+/// Puts an expired identity of this CA into the state directory.
 async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
     let (key, ca) = (generate_key().unwrap(), server.ca.state().unwrap());
     let asked = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
@@ -166,7 +166,7 @@ async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn files_that_are_of_no_use_are_replaced() {
+async fn unusable_files_are_replaced() {
     let (api, server) = (ApiServer::start(), TestServer::start().await);
     let signer = Signer::start(&api, server.certificate.ca()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
@@ -190,9 +190,9 @@ async fn files_that_are_of_no_use_are_replaced() {
     }
 }
 
-/// The server's CA was replaced by another one: neither side takes the other's certificate, and no token can help.
+/// The server's CA was replaced: neither side accepts the other's certificate, and no token can help.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_no_server_takes_enrols_again() {
+async fn an_agent_that_no_server_accepts_enrols_again() {
     let (api, old, new) = (ApiServer::start(), TestServer::start().await, TestServer::start().await);
     let signer = Signer::start(&api, old.certificate.ca()).await;
     let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
@@ -233,9 +233,9 @@ async fn an_agent_that_no_server_takes_enrols_again() {
     shared.forced.cancel();
 }
 
-/// The server takes the agent again before anybody has answered: the request is dropped, and the keys are free.
+/// The server accepts the agent again before the request is answered: the request is dropped, and the keys are free.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_new_enrolment_ends_when_there_is_no_need_for_it_any_more() {
+async fn a_new_enrolment_ends_when_it_is_no_longer_needed() {
     let (api, old, new) = (ApiServer::start(), TestServer::start().await, TestServer::start().await);
     let (config, identity) = old.enrolled("edge-1").await;
     let port = Port::of(&new, "server-1").await;

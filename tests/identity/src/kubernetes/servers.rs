@@ -94,7 +94,7 @@ impl Port {
     }
 }
 
-/// The parts of an agent that are about servers.
+/// The parts of an agent that deal with servers.
 struct Agent {
     discovery: Discovery,
     links: Arc<LinkSet>,
@@ -161,11 +161,11 @@ async fn agent(api: &ApiServer) -> (TestServer, AgentIdentity, std::path::PathBu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_moves_to_the_servers_that_the_service_leads_to() {
+async fn an_agent_moves_to_the_servers_of_the_service() {
     let api = ApiServer::start();
     let (server, identity, state_dir) = agent(&api).await;
     let (a, b) = (Port::of(&server, "server-a").await, Port::of(&server, "server-b").await);
-    // No Service yet: the agent waits, and says for what.
+    // No Service yet: the agent waits, and reports for what.
     let agent = Agent::start(&api, &server, &identity, &state_dir).await;
     let trouble = eventually("it says what is missing", || agent.discovery.trouble()).await;
     assert!(trouble.contains("Service kube-system/x-tunnel-server-svc: there is none"), "{trouble}");
@@ -178,7 +178,7 @@ async fn an_agent_moves_to_the_servers_that_the_service_leads_to() {
     agent.until(&[&b]).await;
     eventually("the old one knows", || a.sessions.live().is_empty().then_some(())).await;
 
-    // What the API server says or does not say takes the tunnel away in no case.
+    // Nothing that the API server reports, and no outage of it, ends the tunnel.
     api.edit(SERVICES, SERVICE, |service| service["status"]["loadBalancer"]["ingress"] = json!([]));
     let trouble = eventually("it says so", || agent.discovery.trouble()).await;
     assert!(trouble.contains("no address yet"), "{trouble}");
@@ -191,7 +191,7 @@ async fn an_agent_moves_to_the_servers_that_the_service_leads_to() {
         .await;
     assert_eq!(agent.attached_to(), std::slice::from_ref(&b.address));
 
-    // A restart while the API server is away.
+    // A restart while the API server is down.
     drop(agent);
     let agent = Agent::start(&api, &server, &identity, &state_dir).await;
     agent.until(&[&b]).await;
@@ -201,7 +201,7 @@ async fn an_agent_moves_to_the_servers_that_the_service_leads_to() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_that_leads_nowhere_does_not_end_the_tunnel_that_works() {
+async fn an_address_without_a_server_does_not_end_a_working_tunnel() {
     let api = ApiServer::start();
     let (server, identity, state_dir) = agent(&api).await;
     let a = Port::of(&server, "server-a").await;
@@ -220,7 +220,7 @@ async fn an_address_that_leads_nowhere_does_not_end_the_tunnel_that_works() {
     assert_eq!(agent.attached_to(), std::slice::from_ref(&a.address));
     assert!(a.has_edge_1());
 
-    // Another address of the very same server: it is taken over, and not tried in turns.
+    // Another address of the same server: the agent moves there once and does not alternate.
     let forward = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other = forward.local_addr().unwrap().port();
     let target = a.address.clone();
@@ -296,7 +296,7 @@ async fn a_node_port_leads_to_every_ready_server() {
     eventually("both again", || (addresses(&agent) == both).then_some(())).await;
 }
 
-/// What the default policy allows is known after a restart while the API server is away.
+/// What the default policy allows is known after a restart while the API server is down.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server() {
     const NODES: &str = "/api/v1/nodes";
@@ -318,7 +318,7 @@ async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server()
     assert_eq!(expected.len(), 2);
     following.abort();
     api.down();
-    // A file is never a way around what the API server could not say.
+    // The file cannot grant more than the API server could.
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, format!("{text}0.0.0.0/0\nnonsense\n")).unwrap();
     let pods = Arc::<ArcSwap<Vec<_>>>::default();
