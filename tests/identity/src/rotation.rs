@@ -1,4 +1,4 @@
-//! Changing the CA under agents that are connected, asleep, or new.
+//! Changing the CA under agents that are connected, down, or new.
 
 use std::fs;
 use std::time::Duration;
@@ -55,7 +55,7 @@ async fn a_rotation_loses_no_agent() {
     let fresh = Session::open(&server.address, &awake.current()).await.unwrap();
     assert!(awake.install_bundle(&pem, &fresh.server_chain).await.unwrap());
     signed_by(&awake, &new).await;
-    // One that slept since before the introduction knows only the old root, and still gets in.
+    // An agent that was down since before the introduction knows only the old root, and still connects.
     assert_eq!(sleepy.bundle.hashes(), std::slice::from_ref(&old));
     let woken = Session::open(&server.address, &sleepy).await.unwrap();
     // An early token carries the old root's hash.
@@ -76,7 +76,7 @@ async fn a_rotation_loses_no_agent() {
         assert_eq!(keeper.current().bundle.hashes(), std::slice::from_ref(&new));
         Session::open(&server.address, &keeper.current()).await.unwrap();
     }
-    // The old certificate is dead although it has not ended, and the very first session never broke.
+    // The old certificate is refused although it has not expired, and the first session never broke.
     let old_certificate = before.with_bundle(awake.current().bundle.clone());
     assert!(Session::open(&server.address, &old_certificate).await.is_err());
     session.echo().await.unwrap();
@@ -125,7 +125,7 @@ async fn a_retired_root_cannot_renew_on_an_old_connection() {
     .await;
 }
 
-/// The certificate on disk has long to live, but no server of today takes it.
+/// The certificate on disk is valid for long, but no current server accepts it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_new_token_replaces_the_identity_of_a_ca_that_is_gone() {
     let server = TestServer::start().await;
