@@ -18,7 +18,6 @@ pub(crate) const DISTURBANCES: [(&str, &str); 6] = [
     ("bulk-4", "four bulk downloads"),
 ];
 
-/// Every line of a group.
 pub(crate) fn lines(group: Group) -> Vec<Line> {
     let line = |id: &str, title: &str, unit| Line::new(group, id, title, unit);
     match group {

@@ -26,7 +26,6 @@ const PERF: Duration = Duration::from_secs(10);
 /// The tracepoint at the start of every system call.
 const EVENT: &str = "raw_syscalls:sys_enter";
 
-/// Measures all lines of the group.
 pub(crate) async fn measure(
     testbed: &Testbed,
     peer: Peer,

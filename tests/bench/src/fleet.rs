@@ -48,7 +48,6 @@ pub(crate) fn write_inventory(testbed: &Testbed, nodes: usize) -> Result<()> {
     inventory.write()
 }
 
-/// Starts the program on an edge.
 pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Process> {
     let dir = testbed.dir().join("fleet");
     let mut command = testbed.on_edge(edge).command(&process::program("bench")?);

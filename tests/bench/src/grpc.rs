@@ -85,7 +85,6 @@ struct CloseRequest {
     connect_id: i64,
 }
 
-/// A carried connection.
 #[derive(Debug)]
 pub(crate) struct Tunnelled {
     send: SendStream<Bytes>,

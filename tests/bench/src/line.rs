@@ -103,7 +103,6 @@ pub(crate) enum Group {
     Counts,
     /// Round trips and new connections during a disturbance.
     Beside,
-    /// connect() alone.
     Connect,
     /// Many agents, many nodes, many connections; Postern alone.
     Scale,
@@ -182,14 +181,12 @@ impl Group {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Better {
-    /// Rates.
     Higher,
     /// Times, memory.
     Lower,
 }
 
 impl Better {
-    /// For a table.
     pub(crate) fn arrow(self) -> &'static str {
         match self {
             Self::Higher => "↑",
@@ -203,11 +200,8 @@ impl Better {
 pub(crate) struct Line {
     /// Stable identifier in JSON.
     pub(crate) id: String,
-    /// Its table.
     pub(crate) group: Group,
-    /// Its title in the report.
     pub(crate) title: String,
-    /// Unit of the values.
     pub(crate) unit: &'static str,
     /// Whether higher or lower values are better.
     pub(crate) better: Better,

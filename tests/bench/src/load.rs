@@ -57,7 +57,6 @@ impl Effort {
 /// Connections that were opened, used and closed.
 #[derive(Debug)]
 pub(crate) struct Visits {
-    /// How many.
     pub(crate) count: u64,
     /// How long all took.
     pub(crate) elapsed: Duration,
@@ -66,7 +65,6 @@ pub(crate) struct Visits {
 }
 
 impl Visits {
-    /// Per second.
     pub(crate) fn rate(&self) -> f64 {
         as_f64(self.count) / self.elapsed.as_secs_f64()
     }
@@ -161,16 +159,12 @@ pub(crate) async fn round_trips(
 /// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// From the edge.
     Down,
-    /// To the edge.
     Up,
 }
 
-/// A complete transfer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Transfer {
-    /// Of all streams together.
     pub(crate) bytes: u64,
     /// From the first request to the last byte.
     pub(crate) elapsed: Duration,

@@ -13,13 +13,10 @@ use crate::options::Options;
 /// The machine and the versions of everything that ran.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
-    /// The CPU's model name.
     pub(crate) cpu: String,
-    /// Logical CPUs.
     pub(crate) cpus: usize,
     /// In GB.
     pub(crate) memory: f64,
-    /// Release.
     pub(crate) kernel: String,
     /// Load average of the last minute at the start of the run.
     pub(crate) load_at_start: String,
@@ -30,7 +27,6 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Reads them.
     pub(crate) fn read(testbed: &Testbed, options: &Options) -> Result<Self> {
         let cpuinfo = read("/proc/cpuinfo")?;
         let memory = read("/proc/meminfo")?;

@@ -35,7 +35,6 @@ use options::Options;
 
 /// Edge 1 is behind NAT, edge 2 can be dialled.
 const EDGES: u8 = 2;
-/// The longest run.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
 
 /// See [`Options`]; `--run ID …`, `--target`, `--fleet …` and `--tonic-… …` are for the processes that it starts itself.
@@ -67,7 +66,6 @@ fn supervise(args: &[OsString]) -> Result<ExitCode> {
     supervisor::supervise("the run", &id, command, LIMIT, false)
 }
 
-/// The worker.
 fn work(args: &[OsString]) -> Result<()> {
     let id = args.first().and_then(|id| id.to_str()).context("--run ID")?.parse()?;
     let options = Options::parse(args[1..].iter().cloned())?;

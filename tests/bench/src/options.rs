@@ -19,11 +19,8 @@ pub(crate) struct Options {
     pub(crate) smoke: bool,
     /// Seed of the order of peers.
     pub(crate) seed: u64,
-    /// The report's folder.
     pub(crate) out: PathBuf,
-    /// The command that was typed.
     pub(crate) command: String,
-    /// The other peers' programs.
     pub(crate) programs: Programs,
     groups: Vec<Group>,
     peers: Vec<Peer>,
@@ -86,12 +83,10 @@ impl Options {
         Ok(())
     }
 
-    /// Whether a group is to be measured.
     pub(crate) fn wants_group(&self, group: Group) -> bool {
         self.groups.is_empty() || self.groups.contains(&group)
     }
 
-    /// Whether a peer is to be measured.
     pub(crate) fn wants_peer(&self, peer: Peer) -> bool {
         self.peers.is_empty() || self.peers.contains(&peer)
     }

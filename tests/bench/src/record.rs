@@ -19,14 +19,11 @@ pub(crate) struct Cell {
     pub(crate) reasons: BTreeSet<String>,
 }
 
-/// The summary of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Summary {
     /// The median; of an even number of values the mean of the two in the middle.
     pub(crate) median: f64,
-    /// The least.
     pub(crate) min: f64,
-    /// The greatest.
     pub(crate) max: f64,
 }
 
@@ -46,19 +43,16 @@ impl Cell {
     }
 }
 
-/// All values of a run.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Record {
     cells: BTreeMap<(String, Peer), Cell>,
 }
 
 impl Record {
-    /// Records a value.
     pub(crate) fn value(&mut self, line: &str, peer: Peer, value: f64) {
         self.cell_mut(line, peer).values.push(value);
     }
 
-    /// Records a lower bound of a value.
     pub(crate) fn at_least(&mut self, line: &str, peer: Peer, bound: f64, reason: String) {
         let cell = self.cell_mut(line, peer);
         cell.values.push(bound);
@@ -80,12 +74,10 @@ impl Record {
         }
     }
 
-    /// The cell of a line and peer.
     pub(crate) fn cell(&self, line: &str, peer: Peer) -> Option<&Cell> {
         self.cells.get(&(line.to_owned(), peer))
     }
 
-    /// The median.
     pub(crate) fn median(&self, line: &str, peer: Peer) -> Option<f64> {
         Some(self.cell(line, peer)?.summary()?.median)
     }

@@ -32,7 +32,6 @@ pub(crate) struct Bench<'a> {
     targets: Vec<Target<'a>>,
     /// The host with the iptables rules.
     neighbour: Namespace,
-    /// The values so far.
     pub(crate) record: Record,
 }
 

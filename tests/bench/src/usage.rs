@@ -10,23 +10,17 @@ use crate::load::as_f64;
 /// The host that a program runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// The cloud host.
     Cloud,
-    /// The edge node.
     Edge,
 }
 
-/// A program of a peer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
-    /// The host that it runs on.
     pub(crate) side: Side,
-    /// Its process id.
     pub(crate) pid: u32,
 }
 
 impl Part {
-    /// A process as a part.
     pub(crate) fn new(side: Side, process: &Process) -> Self {
         Self { side, pid: process.pid() }
     }

@@ -20,7 +20,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Lines shown of a long output.
 const LINES: usize = 16;
 
-/// Everything that runs.
 pub(super) struct Running<'a> {
     cluster: Cluster<'a>,
     server: Server<'a>,
@@ -192,7 +191,6 @@ async fn show_first(cluster: &Cluster<'_>, args: &[&str], wanted: &str) -> Resul
     Ok(())
 }
 
-/// A process's command line.
 fn command_line(process: &Process) -> Result<String> {
     let text = std::fs::read(format!("/proc/{}/cmdline", process.pid())).context("reading a command line")?;
     let text = String::from_utf8_lossy(&text);

@@ -18,7 +18,6 @@ use postern_testbed::{Shape, supervisor, sweep};
 /// The longest run; the demos take about a minute.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The two demos.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Demo {
     Prometheus,
@@ -65,7 +64,6 @@ fn prepare() -> Result<()> {
     Ok(())
 }
 
-/// Removes every demo that is up.
 fn remove() -> Result<()> {
     let runs = sweep::dead_runs(Kind::Demo)?;
     if runs.is_empty() {
@@ -87,7 +85,6 @@ fn supervise(demo: Demo, keep: bool) -> Result<ExitCode> {
     supervisor::supervise("the demo", &id, command, LIMIT, keep)
 }
 
-/// The worker.
 fn work(demo: Demo, id: &str, keep: bool) -> Result<()> {
     let edges = if demo == Demo::Kubernetes { 1 } else { 2 };
     let testbed = supervisor::enter_run(id.parse()?, Shape { edges, twin: false })?;

@@ -14,7 +14,6 @@ use postern_testbed::{CLOUD, Testbed};
 const STEPS: usize = 8;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Everything that runs.
 pub(super) struct Running<'a> {
     server: Server<'a>,
     agents: Vec<Agent<'a>>,

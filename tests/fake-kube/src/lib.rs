@@ -172,7 +172,6 @@ impl ApiServer {
         });
     }
 
-    /// Changes an object that is there.
     pub fn edit(&self, collection: &str, name: &str, edit: impl FnOnce(&mut Value)) {
         let collection = Collection::parse(collection).unwrap();
         self.shared.change(|store| {
@@ -219,7 +218,6 @@ impl ApiServer {
         self.shared.rules.lock().unwrap().is_empty()
     }
 
-    /// Removes the faults that are left.
     pub fn heal(&self) {
         self.shared.rules.lock().unwrap().clear();
     }

@@ -38,7 +38,6 @@ pub(crate) fn node(name: &str) -> NodeName {
     name.parse().unwrap()
 }
 
-/// Waits until the condition yields something.
 pub(crate) async fn eventually<T>(what: &str, mut condition: impl AsyncFnMut() -> Option<T>) -> T {
     wait_for(what, DEADLINE, async || Ok(condition().await)).await.unwrap()
 }
@@ -162,7 +161,6 @@ impl TestServer {
     }
 }
 
-/// [`ensure_identity`] with a deadline.
 pub(crate) async fn enroll(config: &EnrollConfig) -> Result<AgentIdentity, EnrollError> {
     tokio::time::timeout(DEADLINE, ensure_identity(config)).await.expect("neither enrolled nor gave up")
 }

@@ -17,19 +17,16 @@ use tokio::task::JoinSet;
 /// Port of the healthy echo while something else goes wrong.
 pub(crate) const HEALTHY: u16 = 10255;
 
-/// A server with the default flags.
 pub(crate) async fn server(testbed: &Testbed) -> Result<Server<'_>> {
     Builder::new(testbed).start().await
 }
 
-/// A server, and an agent on edge 1.
 pub(crate) async fn server_and_agent(testbed: &Testbed) -> Result<(Server<'_>, Agent<'_>)> {
     let server = server(testbed).await?;
     let agent = Agent::enrol(&server, 1).await?;
     Ok((server, agent))
 }
 
-/// A target on edge `n`.
 pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviour) -> Result<Target> {
     let edge = testbed.edge(n);
     Target::start(&edge.ns, edge.address, port, behaviour)

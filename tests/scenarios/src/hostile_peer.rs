@@ -61,7 +61,6 @@ pub(crate) enum Behaviour {
     Quiet,
     /// Sends Hello and then load reports as fast as it can.
     FloodsEvents,
-    /// Never sends Hello.
     NoHello,
     /// Answers every Carry with endless bytes.
     FloodsCarry,
@@ -70,17 +69,13 @@ pub(crate) enum Behaviour {
 /// What the server sent.
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
-    /// Attach calls.
     pub(crate) attached: usize,
-    /// Carry calls.
     pub(crate) carried: usize,
     /// Reasons in Refused notices.
     pub(crate) refused: Vec<String>,
-    /// Replaced notices.
     pub(crate) replaced: usize,
 }
 
-/// A session of a hostile agent.
 #[derive(Debug)]
 pub(crate) struct HostileAgent {
     observed: Arc<Mutex<Observed>>,

@@ -16,18 +16,15 @@ impl AccessLine {
         }
     }
 
-    /// A field as a number.
     pub fn number(&self, field: &str) -> Result<u64> {
         let text = self.text(field);
         text.parse().with_context(|| format!("field {field} of the access line {:?}", self.0))
     }
 
-    /// Bytes sent to the node.
     pub fn bytes_to_node(&self) -> Result<u64> {
         self.number("to_node")
     }
 
-    /// Bytes received from the node.
     pub fn bytes_from_node(&self) -> Result<u64> {
         self.number("from_node")
     }

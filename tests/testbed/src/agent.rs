@@ -14,7 +14,6 @@ use crate::topology::Testbed;
 /// How long an agent may take to enrol and attach.
 pub const START: Duration = Duration::from_secs(20);
 
-/// A tunnel-agent's command line.
 #[derive(Debug, Clone)]
 pub struct Builder<'a> {
     testbed: &'a Testbed,
@@ -65,14 +64,12 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// A further flag.
     #[must_use]
     pub fn flag(mut self, flag: impl Into<String>) -> Self {
         self.flags.push(flag.into());
         self
     }
 
-    /// Its state folder.
     pub fn state_dir(&self) -> PathBuf {
         self.testbed.dir().join(&self.name)
     }
@@ -102,11 +99,9 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// A running tunnel-agent.
 #[derive(Debug)]
 pub struct Agent<'a> {
     builder: Builder<'a>,
-    /// Its process.
     pub process: Process,
 }
 
@@ -156,21 +151,18 @@ impl<'a> Agent<'a> {
         client::http(stream, "GET", path, "").await
     }
 
-    /// Its metrics.
     pub async fn metrics(&self) -> Result<Metrics> {
         let (status, body) = self.get("/metrics").await?;
         ensure!(status == 200, "/metrics answered {status}: {body}");
         Metrics::parse(&body)
     }
 
-    /// Its /status page.
     pub async fn status(&self) -> Result<Value> {
         let (status, body) = self.get("/status").await?;
         ensure!(status == 200, "/status answered {status}: {body}");
         serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
     }
 
-    /// Its state folder.
     pub fn state_dir(&self) -> PathBuf {
         self.builder.state_dir()
     }

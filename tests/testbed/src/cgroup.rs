@@ -8,20 +8,17 @@ use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// A cgroup of this run.
 #[derive(Debug, Clone)]
 pub struct Cgroup {
     path: PathBuf,
 }
 
 impl Cgroup {
-    /// Makes the cgroup.
     pub fn create(path: PathBuf) -> Result<Self> {
         fs::create_dir(&path).with_context(|| format!("creating cgroup {} (needs root)", path.display()))?;
         Ok(Self { path })
     }
 
-    /// Its folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -31,7 +28,6 @@ impl Cgroup {
         move_to(&self.path, pid)
     }
 
-    /// The processes in it.
     pub fn members(&self) -> Result<Vec<u32>> {
         members(&self.path).with_context(|| format!("reading {}", self.path.display()))
     }

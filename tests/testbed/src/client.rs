@@ -48,7 +48,6 @@ pub fn is_unreachable(error: &io::Error) -> bool {
     error.raw_os_error() == Some(nix::libc::EHOSTUNREACH)
 }
 
-/// Connects from another namespace.
 pub fn connect_from(ns: &Namespace, address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
     let stream = ns.run(|| Ok(std::net::TcpStream::connect_timeout(&address, limit)));
     let stream = stream.map_err(io::Error::other)??;
@@ -107,7 +106,6 @@ pub async fn visit(address: SocketAddr) -> Result<Duration> {
 pub enum End {
     /// A clean end of file, after that many bytes.
     Eof(usize),
-    /// A reset.
     Reset,
 }
 
@@ -163,7 +161,6 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// `length` bytes.
     pub fn new(seed: u64, length: u64) -> Self {
         Self { rng: StdRng::seed_from_u64(seed), left: length, hash: Sha256::new() }
     }
@@ -180,7 +177,6 @@ impl Pattern {
         Some(&buffer[..n])
     }
 
-    /// Writes all of it.
     pub async fn write_to(&mut self, stream: &mut (impl AsyncWrite + Unpin)) -> Result<()> {
         let mut buffer = vec![0; 128 * 1024];
         while let Some(chunk) = self.chunk(&mut buffer) {
@@ -198,7 +194,6 @@ impl Pattern {
     }
 }
 
-/// SHA-256 of a whole pattern.
 pub fn pattern_digest(seed: u64, length: u64) -> String {
     let mut pattern = Pattern::new(seed, length);
     let mut buffer = vec![0; 128 * 1024];

@@ -33,12 +33,10 @@ impl Id {
         Self { kind, owner: std::process::id(), unique: rand::rng().random() }
     }
 
-    /// The folder of this run.
     pub fn dir(&self) -> PathBuf {
         std::env::temp_dir().join(self.to_string())
     }
 
-    /// What the run is for.
     pub fn kind(&self) -> Kind {
         self.kind
     }

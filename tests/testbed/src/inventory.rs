@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 
 use crate::topology::{CLOUD, POD_CIDR, Testbed};
 
-/// A Node object.
 pub fn node(name: &str, edge: bool, addresses: &[IpAddr], pod_cidrs: &[&str]) -> Value {
     let mut labels = json!({ "kubernetes.io/hostname": name });
     if edge {
@@ -50,7 +49,6 @@ impl Inventory {
         Ok(inventory)
     }
 
-    /// The file's path.
     pub fn path(&self) -> &PathBuf {
         &self.path
     }

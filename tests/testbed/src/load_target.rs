@@ -174,7 +174,6 @@ impl<'a> Target<'a> {
         stream.read_u64().await.context("asking the target")
     }
 
-    /// Waits until no connection is open.
     pub async fn settle(&self, limit: Duration) -> Result<()> {
         let what = "the target's connections to be closed";
         wait_until(what, limit, async || self.open().await, |open| *open == 0).await?;

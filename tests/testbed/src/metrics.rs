@@ -7,11 +7,8 @@ use anyhow::{Context as _, Result, bail};
 /// One line of /metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Name of the series.
     pub name: String,
-    /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// Its value.
     pub value: f64,
 }
 
@@ -49,7 +46,6 @@ impl Metrics {
         bail!("{name}{labels:?} is {sum}, expected {expected}:\n{}", series.join("\n"))
     }
 
-    /// Whether the page has this metric.
     pub fn has(&self, name: &str) -> bool {
         self.0.iter().any(|sample| sample.name == name)
     }

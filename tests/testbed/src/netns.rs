@@ -9,7 +9,6 @@ use nix::sched::{CloneFlags, setns};
 
 use crate::id::Id;
 
-/// A named network namespace.
 #[derive(Debug, Clone)]
 pub struct Namespace {
     name: String,
@@ -34,7 +33,6 @@ impl Namespace {
         PathBuf::from("/run/netns").join(&self.name)
     }
 
-    /// A command that runs inside.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net={}", self.path().display())).arg("--").arg(program);

@@ -6,12 +6,10 @@ use std::time::Duration;
 pub struct Times(pub Vec<Duration>);
 
 impl Times {
-    /// Adds one.
     pub fn add(&mut self, time: Duration) {
         self.0.push(time);
     }
 
-    /// How many there are.
     pub fn count(&self) -> usize {
         self.0.len()
     }

@@ -16,14 +16,11 @@ use crate::wait::wait_for;
 /// The host that a process runs on.
 #[derive(Debug, Clone, Copy)]
 pub struct Placement<'a> {
-    /// Its network namespace.
     pub ns: &'a Namespace,
-    /// Its cgroup.
     pub cgroup: &'a Cgroup,
 }
 
 impl Placement<'_> {
-    /// A command on that host.
     pub fn command(&self, program: &Path) -> Command {
         // POSIX shells have no slices of "$@": `shift` does it. Most hosts start programs with 1,024 open files, and so
         // do we, whatever the scenario's own limit is.
@@ -86,14 +83,12 @@ impl Process {
         self.child.id()
     }
 
-    /// What it has logged so far.
     pub fn output(&self) -> Result<String> {
         let log = self.log.as_ref().with_context(|| format!("{} has no log", self.name))?;
         let bytes = fs::read(log).with_context(|| format!("reading {}", log.display()))?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Its exit status, if it has ended.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
         if self.ended.is_none() {
             self.ended = self.child.try_wait().with_context(|| format!("waiting for {}", self.name))?;
@@ -119,7 +114,6 @@ impl Process {
         self.wait_exit(Duration::from_secs(45)).await
     }
 
-    /// Waits for its end.
     pub async fn wait_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
         let name = self.name.clone();
         wait_for(&format!("{name} to exit"), limit, async || self.ended()).await
@@ -160,7 +154,6 @@ pub fn log_file(dir: &Path, name: &str) -> PathBuf {
     dir.join("logs").join(format!("{name}.log"))
 }
 
-/// Threads of this process.
 pub fn thread_count() -> Result<u64> {
     status_field(std::process::id(), "Threads:")
 }

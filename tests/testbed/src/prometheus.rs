@@ -58,14 +58,12 @@ impl Series {
         self.labels[name].as_str().unwrap_or("")
     }
 
-    /// Its value.
     pub fn number(&self) -> f64 {
         // Prometheus writes numbers that f64 reads, NaN and +Inf included.
         self.value.parse().unwrap_or(f64::NAN)
     }
 }
 
-/// An instant query.
 pub async fn query(expression: &str) -> Result<Vec<Series>> {
     let answer = get(&format!("/api/v1/query?query={}", encoded(expression))).await?;
     let result = answer["data"]["result"].as_array().with_context(|| format!("no result in {answer}"))?;
@@ -79,9 +77,7 @@ pub async fn query(expression: &str) -> Result<Vec<Series>> {
 /// What Prometheus scrapes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScrapeTarget {
-    /// The job's name.
     pub job: String,
-    /// The URL that is scraped.
     pub url: String,
     /// `up`, or the last error.
     pub health: String,

@@ -5,7 +5,6 @@ pub const FIGURE: &str = "figure: ";
 /// Begins a line that is shown while the scenario runs.
 pub const PROGRESS: &str = "progress: ";
 
-/// Reports a measured value.
 pub fn figure(text: &str) {
     println!("{FIGURE}{text}");
 }

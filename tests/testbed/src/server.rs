@@ -28,7 +28,6 @@ pub struct Token {
     pub token: String,
     /// Hash of the CA, `sha256:HEX`.
     pub ca_hash: String,
-    /// The node it is for.
     pub node: String,
     /// When it expires (RFC 3339).
     pub expires: String,
@@ -36,7 +35,6 @@ pub struct Token {
     pub command: String,
 }
 
-/// A tunnel-server's command line.
 #[derive(Debug, Clone)]
 pub struct Builder<'a> {
     testbed: &'a Testbed,
@@ -59,14 +57,12 @@ impl<'a> Builder<'a> {
         Self { ports: None, kubeconfig: Some(kubeconfig), ..Self::new(testbed) }
     }
 
-    /// A further flag.
     #[must_use]
     pub fn flag(mut self, flag: impl Into<String>) -> Self {
         self.flags.push(flag.into());
         self
     }
 
-    /// Sets the ports of the redirect.
     #[must_use]
     pub fn ports(mut self, ports: &str) -> Self {
         self.ports = Some(ports.to_owned());
@@ -108,11 +104,9 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// A running tunnel-server.
 #[derive(Debug)]
 pub struct Server<'a> {
     builder: Builder<'a>,
-    /// Its process.
     pub process: Process,
 }
 
@@ -139,14 +133,12 @@ impl<'a> Server<'a> {
         get(path).await
     }
 
-    /// Its metrics.
     pub async fn metrics(&self) -> Result<Metrics> {
         let (status, body) = get("/metrics").await?;
         ensure!(status == 200, "/metrics answered {status}: {body}");
         Metrics::parse(&body)
     }
 
-    /// Its /status page.
     pub async fn status(&self) -> Result<Value> {
         let (status, body) = get("/status").await?;
         ensure!(status == 200, "/status answered {status}: {body}");
@@ -170,7 +162,6 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// The access log so far.
     pub fn access_log(&self) -> Result<Vec<AccessLine>> {
         Ok(access_log::parse(&self.process.output()?))
     }
@@ -195,7 +186,6 @@ impl<'a> Server<'a> {
         lines.0.context("an accepted line")
     }
 
-    /// Waits until its log contains `text`.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
             Ok(self.process.output()?.contains(text).then_some(()))
@@ -233,7 +223,6 @@ impl<'a> Server<'a> {
         format!("{CLOUD}:10262")
     }
 
-    /// The testbed it runs on.
     pub fn testbed(&self) -> &'a Testbed {
         self.builder.testbed
     }

@@ -25,7 +25,6 @@ pub enum Behaviour {
     HelloFirst(&'static str),
     /// Sends a greeting and ends its own sending, then reads to the client's end.
     EndsFirst(&'static str),
-    /// Never reads.
     NeverReads,
     /// Waits, then echoes.
     Slow(Duration),
@@ -45,7 +44,6 @@ struct Seen {
 /// A running target; dropping it closes its connections.
 #[derive(Debug)]
 pub struct Target {
-    /// Its listen address.
     pub address: SocketAddr,
     seen: Arc<Seen>,
     task: AbortHandle,
@@ -76,7 +74,6 @@ impl Target {
         self.seen.connections.load(Ordering::SeqCst)
     }
 
-    /// Connections open now.
     pub fn open(&self) -> u64 {
         self.seen.open.load(Ordering::SeqCst)
     }

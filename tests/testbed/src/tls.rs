@@ -19,7 +19,6 @@ use crate::client::PATIENCE;
 pub struct Identity(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 impl Identity {
-    /// Reads both (PEM).
     pub fn read(certificate: &Path, key: &Path) -> Result<Self> {
         let key = PrivateKeyDer::from_pem_file(key).with_context(|| format!("reading {}", key.display()))?;
         Ok(Self(certificates(certificate)?, key))

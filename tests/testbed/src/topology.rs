@@ -31,16 +31,13 @@ pub const POD: Ipv4Addr = Ipv4Addr::new(10, 71, 0, 2);
 /// The pods of the cloud host.
 pub const POD_CIDR: &str = "10.71.0.0/24";
 
-/// The hosts of a testbed.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Number of edge hosts.
     pub edges: u8,
     /// Whether there is one more with edge 1's addresses, in a site of its own behind its own NAT.
     pub twin: bool,
 }
 
-/// One edge host.
 #[derive(Debug)]
 pub struct Edge {
     /// The node's name, `edge-N`.
@@ -51,7 +48,6 @@ pub struct Edge {
     pub address_v6: Ipv6Addr,
     /// The router's interface towards it.
     pub router_port: String,
-    /// Its network namespace.
     pub ns: Namespace,
 }
 
@@ -60,7 +56,6 @@ pub struct Edge {
 #[derive(Debug)]
 pub struct Testbed {
     id: Id,
-    /// The cloud host.
     pub cloud: Namespace,
     /// The router between cloud and edges.
     pub router: Namespace,
@@ -121,7 +116,6 @@ impl Testbed {
         &self.edges[n - 1]
     }
 
-    /// All edges.
     pub fn edges(&self) -> &[Edge] {
         &self.edges
     }
@@ -265,7 +259,6 @@ fn filter_and_masquerade(router: &Namespace) -> Result<()> {
 }
 
 impl Edge {
-    /// The IPv4 address as an [`IpAddr`].
     pub fn ip(&self) -> IpAddr {
         self.address.into()
     }

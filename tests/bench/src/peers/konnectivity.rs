@@ -16,7 +16,6 @@ use crate::usage::Side;
 pub(crate) enum Frontend {
     /// `ProxyService` over gRPC.
     Grpc,
-    /// HTTP CONNECT.
     HttpConnect,
 }
 

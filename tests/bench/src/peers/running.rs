@@ -22,12 +22,10 @@ pub(crate) const OPEN: usize = 2;
 /// Where a client on the cloud host reaches peers that listen there.
 pub(crate) const LOOPBACK: Ipv4Addr = Ipv4Addr::LOCALHOST;
 
-/// A running peer.
 #[derive(Debug)]
 pub(crate) struct Running<'a> {
     /// The way through it.
     pub(crate) dialer: Dialer,
-    /// Its programs.
     pub(crate) parts: Vec<Part>,
     /// The edge that it leads to.
     pub(crate) edge: usize,

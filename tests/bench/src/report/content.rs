@@ -13,7 +13,6 @@ pub(super) const COMPARED: [(Peer, &str); 4] = [
     (Peer::Direct, "direct"),
 ];
 
-/// One table of the report.
 pub(super) struct Table {
     pub(super) group: Group,
     pub(super) lines: Vec<Line>,

@@ -5,14 +5,12 @@ use crate::catalogue::NODES;
 use crate::line::Peer;
 use crate::record::Record;
 
-/// One target.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Target {
     /// What it requires.
     pub(super) asks: String,
     /// The measured value; None when a value is missing.
     pub(super) measured: Option<f64>,
-    /// Whether it is met.
     pub(super) met: Option<bool>,
 }
 
@@ -22,7 +20,6 @@ enum Bound {
     AtMost(f64),
 }
 
-/// All of them.
 pub(super) fn check(record: &Record) -> Vec<Target> {
     use Bound::{AtLeast, AtMost};
     let ratio = |line: &str, to: Peer| record.ratio(line, Peer::Postern, to);

@@ -90,7 +90,6 @@ async fn a_refused_request_is_logged_and_repeated_and_a_deleted_one_is_made_agai
     Session::open(&server.address, &identity).await.unwrap();
 }
 
-/// The key that a request is for.
 fn key_of(request: &Value) -> CsrKey {
     let pem: ByteString = serde_json::from_value(request["spec"]["request"].clone()).unwrap();
     public_key_of_csr(&CertificateSigningRequestDer::from_pem_slice(&pem.0).unwrap()).unwrap()

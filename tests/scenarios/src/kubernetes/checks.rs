@@ -25,7 +25,6 @@ impl Checks {
         Self { only, ..Self::default() }
     }
 
-    /// Runs a check.
     pub(super) async fn run(&mut self, name: &str, check: impl Future<Output = Result<()>>) {
         self.run_within(LIMIT, name, check).await;
     }

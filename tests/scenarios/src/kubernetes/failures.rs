@@ -50,7 +50,6 @@ async fn link_away(cluster: &Cluster<'_>) -> Result<()> {
     following.next(60).await
 }
 
-/// Three crashes in a row.
 async fn agent_crashes(cluster: &Cluster<'_>, server: &Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
     for _ in 0..3 {
         let following = Following::start(&cluster.kubectl).await?;

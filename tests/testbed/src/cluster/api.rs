@@ -49,12 +49,10 @@ impl Api {
         }
     }
 
-    /// Creates an object.
     pub async fn create(&self, path: &str, object: &Value) -> Result<Value> {
         self.send(Method::POST, path, "application/json", object).await
     }
 
-    /// Replaces an object or subresource.
     pub async fn replace(&self, path: &str, object: &Value) -> Result<Value> {
         self.send(Method::PUT, path, "application/json", object).await
     }

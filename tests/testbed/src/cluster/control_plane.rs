@@ -18,7 +18,6 @@ use crate::wait::wait_for;
 const START: Duration = Duration::from_secs(60);
 const ETCD: &str = "http://127.0.0.1:2379";
 
-/// The running programs.
 #[derive(Debug)]
 pub struct ControlPlane {
     _etcd: Process,
@@ -34,7 +33,6 @@ impl ControlPlane {
         Ok(Self { _etcd: etcd, apiserver, others: Vec::new() })
     }
 
-    /// Waits until the API server is ready.
     pub async fn wait_ready(&mut self, api: &Api) -> Result<()> {
         wait_for("kube-apiserver's /readyz", START, async || {
             if let Some(status) = self.apiserver.ended()? {
@@ -75,7 +73,6 @@ impl ControlPlane {
         Ok(text.split('\0').filter(|word| word.starts_with("--kubelet-")).map(str::to_owned).collect())
     }
 
-    /// Kills the API server, as a crash.
     pub async fn kill_apiserver(&mut self) -> Result<()> {
         self.apiserver.crash().await
     }

@@ -24,22 +24,17 @@ const START: Duration = Duration::from_secs(60);
 /// A machine and what identifies it.
 #[derive(Debug, Clone)]
 pub struct Spec {
-    /// The node's name.
     pub name: String,
     /// Its address on its LAN.
     pub address: Ipv4Addr,
     /// The addresses of its pods, a /24.
     pub pod_cidr: String,
-    /// Its network namespace.
     pub ns: Namespace,
-    /// Its cgroup (v2).
     pub cgroup: cgroup::Cgroup,
 }
 
-/// A running machine.
 #[derive(Debug)]
 pub struct Host {
-    /// Its name, addresses and place.
     pub spec: Spec,
     /// Credentials of its kubelet.
     pub kubeconfig: PathBuf,

@@ -35,19 +35,16 @@ impl Kubectl {
         Self { program, kubeconfig, home, transport: Transport::WebSocket, limit: LIMIT }
     }
 
-    /// The same with another transport.
     #[must_use]
     pub fn over(&self, transport: Transport) -> Self {
         Self { transport, ..self.clone() }
     }
 
-    /// The same with another limit.
     #[must_use]
     pub fn within(&self, limit: Duration) -> Self {
         Self { limit, ..self.clone() }
     }
 
-    /// The program and its kubeconfig.
     pub fn files(&self) -> (&Path, &Path) {
         (&self.program, &self.kubeconfig)
     }

@@ -22,7 +22,6 @@ impl Manifests {
         Ok(Self(objects.context("what kubectl rendered")?))
     }
 
-    /// The object of that kind and name.
     pub fn object(&self, kind: &str, name: &str) -> Result<&Value> {
         self.0
             .iter()

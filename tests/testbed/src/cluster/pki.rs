@@ -13,7 +13,6 @@ use rcgen::{
 /// A certificate and its key, as files.
 #[derive(Debug, Clone)]
 pub struct Pair {
-    /// The certificate, PEM.
     pub certificate: PathBuf,
     /// The key, PEM (PKCS#8).
     pub key: PathBuf,

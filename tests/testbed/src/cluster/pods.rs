@@ -63,7 +63,6 @@ pub async fn wait_ready(api: &Api, name: &str) -> Result<Value> {
     api.wait(&format!("pod {name} to be ready"), &path, START, |pod| is_true(pod, "Ready")).await
 }
 
-/// A pod's address.
 pub async fn address(api: &Api, name: &str) -> Result<String> {
     let pod = api.get(&format!("{PODS}/{name}")).await?;
     Ok(pod["status"]["podIP"].as_str().with_context(|| format!("pod {name} has no address"))?.to_owned())

@@ -20,21 +20,16 @@ const NODE_READY: Duration = Duration::from_secs(90);
 
 /// A running cluster. Dropping it kills every process; the testbed removes the rest.
 pub struct Cluster<'a> {
-    /// What it runs on.
     pub testbed: &'a Testbed,
     /// Its API, as the administrator.
     pub api: Api,
     /// kubectl, as the administrator.
     pub kubectl: Kubectl,
-    /// Its certificates.
     pub pki: Pki,
-    /// Its control plane.
     pub control_plane: ControlPlane,
     /// The cloud's node first, then edge 1, and so on.
     pub hosts: Vec<Host>,
-    /// The test image.
     pub image: PathBuf,
-    /// The API server's URL.
     pub server: String,
 }
 
@@ -109,7 +104,6 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Waits until a node is ready.
     pub async fn wait_ready(&self, node: &str) -> Result<()> {
         let path = format!("/api/v1/nodes/{node}");
         let ready = |node: &serde_json::Value| is_true(node, "Ready");
@@ -117,12 +111,10 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// The host of a node.
     pub fn host(&self, node: &str) -> Result<&Host> {
         self.hosts.iter().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
     }
 
-    /// The host of a node, mutable.
     pub fn host_mut(&mut self, node: &str) -> Result<&mut Host> {
         self.hosts.iter_mut().find(|host| host.spec.name == node).with_context(|| format!("no host {node}"))
     }

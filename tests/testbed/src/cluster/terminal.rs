@@ -17,7 +17,6 @@ pub struct Terminal {
     controller: OwnedFd,
     shown: Receiver<Vec<u8>>,
     text: String,
-    /// The program.
     pub child: Child,
 }
 
@@ -56,7 +55,6 @@ impl Terminal {
         resize(&self.controller, rows, columns)
     }
 
-    /// Types `text`.
     pub fn write(&self, text: &str) -> Result<()> {
         rustix::io::write(&self.controller, text.as_bytes()).context("writing to the terminal")?;
         Ok(())
