@@ -165,12 +165,10 @@ async fn start_agents<'a>(server: &Server<'a>, testbed: &'a Testbed) -> Result<V
 async fn show_figures(testbed: &Testbed) -> Result<()> {
     let edges = testbed.edges().len();
     let wait = format!("{edges} edges to be up in Prometheus");
-    wait_until(
-        &wait,
-        PATIENCE,
-        async || query("sum_over_time(up[1m])").await,
-        |series| series.len() == edges && series.iter().all(|one| one.number() >= 5.0),
-    )
+    let series = async || query("sum_over_time(up[1m])").await;
+    wait_until(&wait, PATIENCE, series, |series| {
+        series.len() == edges && series.iter().all(|one| one.number() >= 5.0)
+    })
     .await?;
     for edge in testbed.edges() {
         let instance = format!("{}:9100", edge.address);

@@ -102,12 +102,10 @@ async fn bad_tokens_are_refused(testbed: &Testbed) -> Result<()> {
     let server = server(testbed).await?;
     // Expired.
     let expired = server.token_with("edge-1", &["--ttl", "1s"])?;
-    wait_until(
-        "the token to expire",
-        client::PATIENCE,
-        async || tokens(&server),
-        |list| list.iter().any(|token| token["state"] == "expired"),
-    )
+    let listed = async || tokens(&server);
+    wait_until("the token to expire", client::PATIENCE, listed, |list| {
+        list.iter().any(|token| token["state"] == "expired")
+    })
     .await?;
     refused(&server, Builder::new(&server, 1).named("agent-expired").token(expired), "expired").await?;
     // Revoked.
@@ -187,13 +185,8 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     let mut held = connect(on_edge.address).await?;
     echo(&mut held, b"under the old certificate").await?;
     let file = agent.state_dir().join("agent.crt");
-    wait_until(
-        "a renewed certificate on disk",
-        Duration::from_secs(30),
-        async || Ok(fs::read_to_string(&file)?),
-        |now| *now != old,
-    )
-    .await?;
+    let stored = async || Ok(fs::read_to_string(&file)?);
+    wait_until("a renewed certificate on disk", Duration::from_secs(30), stored, |now| *now != old).await?;
     echo(&mut held, b"across the renewal").await?;
     // The old certificate expires, without effect.
     never("a break after the old certificate expired", Duration::from_secs(25), async || {
@@ -246,12 +239,10 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
     let before = certificates("agent.crt")?;
 
     server.run(&["ca", "introduce"])?;
-    wait_until(
-        "both agents to trust two roots",
-        Duration::from_secs(30),
-        async || certificates("ca.crt"),
-        |roots| roots.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 2),
-    )
+    let trusted = async || certificates("ca.crt");
+    wait_until("both agents to trust two roots", Duration::from_secs(30), trusted, |roots| {
+        roots.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 2)
+    })
     .await?;
     server.run(&["ca", "activate"])?;
     wait_until(
@@ -269,12 +260,10 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
     let nodes = retiring.context("no retiring root")?["nodes"].as_array().context("nodes")?.len();
     ensure!(nodes == 0, "{nodes} nodes still hold certificates of the old root: {status}");
     server.run(&["ca", "retire"])?;
-    wait_until(
-        "both agents to trust one root",
-        Duration::from_secs(30),
-        async || certificates("ca.crt"),
-        |roots| roots.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 1),
-    )
+    let trusted = async || certificates("ca.crt");
+    wait_until("both agents to trust one root", Duration::from_secs(30), trusted, |roots| {
+        roots.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 1)
+    })
     .await?;
     echo(&mut held, b"after the retirement").await?;
     first.crash(&server).await?;

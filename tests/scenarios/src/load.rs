@@ -167,13 +167,8 @@ async fn hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<()> {
     for _ in 0..100 {
         stalled.push(connect(source.address).await?);
     }
-    wait_until(
-        "100 connections at the target",
-        client::PATIENCE,
-        async || Ok(source.connections()),
-        |seen| *seen == 100,
-    )
-    .await?;
+    let seen = async || Ok(source.connections());
+    wait_until("100 connections at the target", client::PATIENCE, seen, |seen| *seen == 100).await?;
     alongside("100 stalled readers of the same node", healthy.address, pause(3)).await?;
     alongside("100 stalled readers of another node", other_node.address, async { Ok(()) }).await?;
     let megabytes = |bytes: u64| bytes / 1_000_000;
@@ -220,13 +215,8 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
             }
             // The agent's bound on pending dials is not what is tested here.
             let all = stalled.len() as u64;
-            wait_until(
-                "the connections at the target",
-                client::PATIENCE,
-                async || target.open().await,
-                |n| *n >= all,
-            )
-            .await?;
+            let seen = async || target.open().await;
+            wait_until("the connections at the target", client::PATIENCE, seen, |n| *n >= all).await?;
         }
         for stream in &mut stalled {
             stream.write_u64(LENGTH as u64).await.context("asking for bytes")?;
@@ -371,19 +361,12 @@ async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
         echo(stream, b"still there").await?;
     }
     drop(open);
-    wait_until(
-        "all connections to be closed",
-        client::PATIENCE,
-        async || Ok(on_edge.open()),
-        |open| *open == 0,
-    )
-    .await?;
-    wait_until(
-        "the server to count none",
-        client::PATIENCE,
-        async || server.metrics().await,
-        |metrics| metrics.sum("postern_connections_active", &[]) == 0.0,
-    )
+    let open = async || Ok(on_edge.open());
+    wait_until("all connections to be closed", client::PATIENCE, open, |open| *open == 0).await?;
+    let metrics = async || server.metrics().await;
+    wait_until("the server to count none", client::PATIENCE, metrics, |metrics| {
+        metrics.sum("postern_connections_active", &[]) == 0.0
+    })
     .await?;
     Ok(())
 }

@@ -60,15 +60,11 @@ async fn by_edge_address(testbed: &Testbed) -> Result<()> {
         ensure!(line.text("client") == client.to_string(), "client of {line:?}, expected {client}");
         let length = format!("hello {}", edge.name).len() as u64;
         ensure!(line.bytes_to_node()? == length && line.bytes_from_node()? == length, "bytes of {line:?}");
-        wait_until(
-            "the agent's metrics to count it",
-            client::PATIENCE,
-            async || agent.metrics().await,
-            |metrics| {
-                metrics.sum("postern_agent_connections_total", &[("outcome", "ok")]) == 1.0
-                    && metrics.sum("postern_agent_connections_active", &[]) == 0.0
-            },
-        )
+        let metrics = async || agent.metrics().await;
+        wait_until("the agent's metrics to count it", client::PATIENCE, metrics, |metrics| {
+            metrics.sum("postern_agent_connections_total", &[("outcome", "ok")]) == 1.0
+                && metrics.sum("postern_agent_connections_active", &[]) == 0.0
+        })
         .await?;
     }
     let metrics = server.metrics().await?;
@@ -155,13 +151,9 @@ async fn half_close_both_ways(testbed: &Testbed) -> Result<()> {
     client::Pattern::new(2, length).write_to(&mut stream).await?;
     stream.shutdown().await?;
     let want = (length, pattern_digest(2, length));
-    wait_until(
-        "the target to have read it all",
-        client::PATIENCE,
-        async || Ok(ends_first.digest()),
-        |seen| seen.as_ref() == Some(&want),
-    )
-    .await?;
+    let read = async || Ok(ends_first.digest());
+    wait_until("the target to have read it all", client::PATIENCE, read, |seen| seen.as_ref() == Some(&want))
+        .await?;
     Ok(())
 }
 
@@ -183,12 +175,10 @@ async fn refused_is_a_reset_and_never_eof(testbed: &Testbed) -> Result<()> {
     expect_reset(address).await?;
     expect_reset(address).await?;
     server.wait_access("refused", of_connection("edge-1", &address.to_string(), "refused")).await?;
-    wait_until(
-        "two refusals in the agent's metrics",
-        client::PATIENCE,
-        async || agent.metrics().await,
-        |metrics| metrics.sum("postern_agent_dials_total", &[("outcome", "refused")]) == 2.0,
-    )
+    let metrics = async || agent.metrics().await;
+    wait_until("two refusals in the agent's metrics", client::PATIENCE, metrics, |metrics| {
+        metrics.sum("postern_agent_dials_total", &[("outcome", "refused")]) == 2.0
+    })
     .await?;
     Ok(())
 }
@@ -210,13 +200,8 @@ async fn resets_travel_both_ways(testbed: &Testbed) -> Result<()> {
     echo(&mut stream, b"up to here").await?;
     socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
     drop(stream);
-    wait_until(
-        "the target to see a reset",
-        client::PATIENCE,
-        async || Ok(on_edge.resets()),
-        |seen| *seen == 1,
-    )
-    .await?;
+    let resets = async || Ok(on_edge.resets());
+    wait_until("the target to see a reset", client::PATIENCE, resets, |seen| *seen == 1).await?;
     server
         .wait_access("client's reset", of_connection("edge-1", &on_edge.address.to_string(), "client_reset"))
         .await?;

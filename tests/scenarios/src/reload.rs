@@ -49,14 +49,10 @@ async fn wait_way(address: SocketAddr, way: Way) -> Result<()> {
 
 /// Visits until one succeeds: an agent re-reads its host's addresses every 10 s.
 async fn wait_visit(address: SocketAddr) -> Result<()> {
-    wait_until(
-        &format!("the agent to dial {address}, its node's new address"),
-        2 * SOON,
-        async || visit(address).await,
-        |_| true,
-    )
-    .await
-    .map(drop)
+    let visited = async || visit(address).await;
+    wait_until(&format!("the agent to dial {address}, its node's new address"), 2 * SOON, visited, |_| true)
+        .await
+        .map(drop)
 }
 
 async fn nodes_come_go_and_move(testbed: &Testbed) -> Result<()> {

@@ -137,12 +137,7 @@ async fn node_moves(cluster: &mut Cluster<'_>, server: &Server<'_>) -> Result<()
 /// Waits until a plain `kubectl logs` works.
 async fn logs_of(cluster: &Cluster<'_>, pod: &str) -> Result<()> {
     let kubectl = cluster.kubectl.within(Duration::from_secs(10));
-    wait_until(
-        &format!("kubectl logs {pod} to work"),
-        LINK,
-        async || kubectl.run(&["logs", pod, "--tail=1"]).await,
-        |logs| logs.starts_with("line "),
-    )
-    .await?;
+    let logs = async || kubectl.run(&["logs", pod, "--tail=1"]).await;
+    wait_until(&format!("kubectl logs {pod} to work"), LINK, logs, |logs| logs.starts_with("line ")).await?;
     Ok(())
 }
