@@ -36,7 +36,6 @@ pub enum Behaviour {
 struct Seen {
     connections: AtomicU64,
     open: AtomicU64,
-    bytes: AtomicU64,
     resets: AtomicU64,
     digest: std::sync::Mutex<Option<(u64, String)>>,
 }
@@ -76,11 +75,6 @@ impl Target {
 
     pub fn open(&self) -> u64 {
         self.seen.open.load(Ordering::SeqCst)
-    }
-
-    /// Bytes read so far.
-    pub fn bytes(&self) -> u64 {
-        self.seen.bytes.load(Ordering::SeqCst)
     }
 
     /// Connections that the client reset.
@@ -129,10 +123,9 @@ async fn accept_all(listener: TcpListener, behaviour: Behaviour, seen: Arc<Seen>
 async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Result<()> {
     stream.set_nodelay(true)?;
     match behaviour {
-        Behaviour::Echo => echo(stream, seen).await,
+        Behaviour::Echo => echo(stream).await,
         Behaviour::Sink => {
             let (count, sum) = client::digest(&mut stream).await?;
-            seen.bytes.fetch_add(count, Ordering::SeqCst);
             stream.write_all(format!("{count} {sum}").as_bytes()).await?;
             stream.shutdown().await?;
             Ok(())
@@ -145,13 +138,12 @@ async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Resu
         }
         Behaviour::HelloFirst(greeting) => {
             stream.write_all(greeting.as_bytes()).await?;
-            echo(stream, seen).await
+            echo(stream).await
         }
         Behaviour::EndsFirst(greeting) => {
             stream.write_all(greeting.as_bytes()).await?;
             stream.shutdown().await?;
             let result = client::digest(&mut stream).await?;
-            seen.bytes.fetch_add(result.0, Ordering::SeqCst);
             if let Ok(mut digest) = seen.digest.lock() {
                 *digest = Some(result);
             }
@@ -166,7 +158,7 @@ async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Resu
         Behaviour::Slow(delay) => {
             // The delay is the behaviour itself.
             tokio::time::sleep(delay).await;
-            echo(stream, seen).await
+            echo(stream).await
         }
         Behaviour::Resets => {
             stream.read_u8().await?;
@@ -176,7 +168,7 @@ async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Resu
     }
 }
 
-async fn echo(mut stream: TcpStream, seen: &Seen) -> Result<()> {
+async fn echo(mut stream: TcpStream) -> Result<()> {
     let mut buffer = vec![0; 16 * 1024];
     loop {
         let n = stream.read(&mut buffer).await?;
@@ -184,7 +176,6 @@ async fn echo(mut stream: TcpStream, seen: &Seen) -> Result<()> {
             stream.shutdown().await?;
             return Ok(());
         }
-        seen.bytes.fetch_add(n as u64, Ordering::SeqCst);
         stream.write_all(&buffer[..n]).await?;
     }
 }

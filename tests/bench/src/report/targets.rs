@@ -80,14 +80,10 @@ fn ms(micros: f64) -> f64 {
 }
 
 fn target(what: &str, measured: Option<f64>, bound: Bound) -> Target {
-    let (sign, limit) = match bound {
-        Bound::AtLeast(limit) => ("≥", limit),
-        Bound::AtMost(limit) => ("≤", limit),
+    let (sign, limit, met) = match bound {
+        Bound::AtLeast(limit) => ("≥", limit, measured.map(|measured| measured >= limit)),
+        Bound::AtMost(limit) => ("≤", limit, measured.map(|measured| measured <= limit)),
     };
-    let met = measured.map(|measured| match bound {
-        Bound::AtLeast(limit) => measured >= limit,
-        Bound::AtMost(limit) => measured <= limit,
-    });
     Target { asks: format!("{what} {sign} {limit}"), measured, met }
 }
 
