@@ -89,6 +89,13 @@ pub(crate) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
     Ok(())
 }
 
+/// Connects, echoes, and leaves the connection open.
+pub(crate) async fn hold(address: SocketAddr, text: &[u8]) -> Result<TcpStream> {
+    let mut stream = client::connect(address).await?;
+    client::echo(&mut stream, text).await?;
+    Ok(stream)
+}
+
 /// Starts `count` tasks and waits for all of them.
 pub(crate) async fn at_once<T, F>(count: usize, mut start: impl FnMut() -> F) -> Result<Vec<T>>
 where

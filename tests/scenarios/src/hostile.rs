@@ -15,7 +15,7 @@ use rand::RngCore as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 
-use crate::common::{HEALTHY, alongside, expect_reset, never, pause, server, server_and_agent, target};
+use crate::common::{HEALTHY, alongside, expect_reset, hold, never, pause, server, server_and_agent, target};
 use crate::hostile_peer::{self, Behaviour as Hostility, Credentials, HostileAgent, Observed};
 
 scenarios! {
@@ -272,8 +272,7 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let neighbour = testbed.add_neighbour()?;
-    let mut held = connect(healthy.address).await?;
-    echo(&mut held, b"before").await?;
+    let mut held = hold(healthy.address, b"before").await?;
     let before = server.process.resident_bytes()?;
     let sockets = testbed.cloud.output("ss", "-Hltn")?;
     let ports: Vec<u16> = sockets

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent, Builder};
 use postern_testbed::authority::Authority;
-use postern_testbed::client::{self, connect, echo, visit};
+use postern_testbed::client::{self, echo, visit};
 use postern_testbed::process::{Process, program};
 use postern_testbed::server::Server;
 use postern_testbed::target::Behaviour;
@@ -17,7 +17,7 @@ use postern_testbed::wait::{wait_for, wait_until};
 use rcgen::KeyPair;
 use serde_json::Value;
 
-use crate::common::{never, server, server_and_agent, target};
+use crate::common::{hold, never, server, server_and_agent, target};
 use crate::hostile_peer::{Behaviour as Hostility, Credentials, HostileAgent};
 
 scenarios! {
@@ -73,8 +73,7 @@ async fn printed_command_works_unchanged(testbed: &Testbed) -> Result<()> {
     let mut agent = Process::spawn(testbed.dir(), "tunnel-agent-printed", command)?;
     server.wait_connected("edge-1", true, agent::START).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"held").await?;
+    let mut held = hold(on_edge.address, b"held").await?;
     // The server has several addresses: the agent's sessions must not replace each other.
     never("a break", Duration::from_secs(15), async || {
         Ok(!server.is_connected("edge-1").await? || echo(&mut held, b"still").await.is_err())
@@ -182,8 +181,7 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
     let old =
         replace_certificate(testbed, &agent, now - Duration::from_secs(375)..now + Duration::from_secs(25))?;
     agent.return_to(&server).await?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"under the old certificate").await?;
+    let mut held = hold(on_edge.address, b"under the old certificate").await?;
     let file = agent.state_dir().join("agent.crt");
     let stored = async || Ok(fs::read_to_string(&file)?);
     wait_until("a renewed certificate on disk", Duration::from_secs(30), stored, |now| *now != old).await?;
@@ -230,8 +228,7 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
     let (server, mut first) = server_and_agent(testbed).await?;
     let second = Agent::enrol(&server, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"under the first root").await?;
+    let mut held = hold(on_edge.address, b"under the first root").await?;
     let agents = [first.state_dir(), second.state_dir()];
     let certificates = |file: &str| -> Result<Vec<String>> {
         agents.iter().map(|dir| Ok(fs::read_to_string(dir.join(file))?)).collect()

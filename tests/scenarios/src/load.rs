@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tunnel_core::link;
 
-use crate::common::{HEALTHY, alongside, at_once, expect_reset, pause, server_and_agent, target};
+use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, pause, server_and_agent, target};
 
 scenarios! {
     bulk_both_ways(limit = 180),
@@ -333,11 +333,7 @@ async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
     let mut open = Vec::new();
     for number in 0..COUNT {
         let address = on_edge.address;
-        opening.spawn(async move {
-            let mut stream = connect(address).await?;
-            echo(&mut stream, format!("connection {number}").as_bytes()).await?;
-            anyhow::Ok(stream)
-        });
+        opening.spawn(async move { hold(address, format!("connection {number}").as_bytes()).await });
         // The target's backlog and the agent's bound on pending dials are not what is tested here.
         if opening.len() >= 100 {
             open.extend(opening.join_next().await.transpose()?.transpose()?);

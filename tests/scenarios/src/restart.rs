@@ -14,7 +14,7 @@ use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
-use crate::common::{server_and_agent, skip, target};
+use crate::common::{hold, server_and_agent, skip, target};
 
 scenarios! {
     agent_killed_and_started_again(quick),
@@ -48,8 +48,7 @@ async fn wait_draining(server: &Server<'_>) -> Result<()> {
 async fn agent_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     let (server, mut agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"before").await?;
+    let mut held = hold(on_edge.address, b"before").await?;
     agent.process.crash().await?;
     expect_reset_of(&mut held).await?;
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
@@ -77,8 +76,7 @@ async fn server_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let on_cloud = Target::start(&testbed.cloud, CLOUD, 9100, Behaviour::Echo)?;
     visit(on_edge.address).await?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"before").await?;
+    let mut held = hold(on_edge.address, b"before").await?;
     server.process.crash().await?;
     expect_reset_of(&mut held).await?;
     // The eBPF programs are detached with their process: edge addresses are direct again, cloud addresses always were.
@@ -98,8 +96,7 @@ async fn link_cut_and_restored(testbed: &Testbed) -> Result<()> {
     let _other = Agent::enrol(&server, 2).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let on_other = target(testbed, 2, 10250, Behaviour::Echo)?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"before").await?;
+    let mut held = hold(on_edge.address, b"before").await?;
     testbed.cut_link(1)?;
     let start = Instant::now();
     server.wait_connected("edge-1", false, NOTICED).await?;
@@ -166,8 +163,7 @@ async fn server_stops_and_finishes_what_is_in_flight(testbed: &Testbed) -> Resul
 async fn second_signal_ends_the_server_immediately(testbed: &Testbed) -> Result<()> {
     let (mut server, _agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"held open").await?;
+    let mut held = hold(on_edge.address, b"held open").await?;
     server.process.signal(Signal::SIGTERM)?;
     wait_draining(&server).await?;
     echo(&mut held, b"still carried while draining").await?;
@@ -183,8 +179,7 @@ async fn drain_has_a_limit(testbed: &Testbed) -> Result<()> {
     let mut server = Builder::new(testbed).flag("--drain-timeout=2s").start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
-    let mut held = connect(on_edge.address).await?;
-    echo(&mut held, b"held open").await?;
+    let mut held = hold(on_edge.address, b"held open").await?;
     let start = Instant::now();
     let status = server.process.stop().await?;
     let took = start.elapsed();
