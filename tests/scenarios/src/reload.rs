@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, expect_unreachable, visit};
 use postern_testbed::inventory::{Inventory, node};
-use postern_testbed::server::Builder;
+use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{NEIGHBOUR, Testbed};
@@ -138,6 +138,15 @@ async fn broken_file_is_refused(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
+async fn expect_conflict(server: &Server<'_>) -> Result<()> {
+    let metrics = server.metrics().await?;
+    ensure!(
+        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
+        "the conflict is not counted: {metrics:?}"
+    );
+    Ok(())
+}
+
 async fn two_nodes_with_one_address(testbed: &Testbed) -> Result<()> {
     let mut inventory = Inventory::of(testbed)?;
     let shared = testbed.edge(1).ip();
@@ -149,11 +158,7 @@ async fn two_nodes_with_one_address(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     // Either could be meant: connect() fails rather than reaching the wrong site.
     expect_unreachable(on_edge.address).await?;
-    let metrics = server.metrics().await?;
-    ensure!(
-        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
-        "the conflict is not counted: {metrics:?}"
-    );
+    expect_conflict(&server).await?;
     let logged = server
         .process
         .output()?
@@ -182,11 +187,7 @@ async fn cloud_and_edge_with_one_address(testbed: &Testbed) -> Result<()> {
     visit(on_neighbour.address).await?;
     ensure!(on_neighbour.connections() == 1, "the cloud node's address went elsewhere");
     visit(on_edge.address).await?;
-    let metrics = server.metrics().await?;
-    ensure!(
-        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
-        "the conflict is not counted: {metrics:?}"
-    );
+    expect_conflict(&server).await?;
     server.wait_log(&NEIGHBOUR.to_string()).await
 }
 
@@ -198,11 +199,7 @@ async fn edge_inside_an_excluded_range(testbed: &Testbed) -> Result<()> {
     visit(on_first.address).await?;
     let on_second = target(testbed, 2, 10250, Behaviour::Echo)?;
     ensure!(way_to(on_second.address).await? == Way::Direct, "an excluded address is redirected");
-    let metrics = server.metrics().await?;
-    ensure!(
-        metrics.sum("postern_inventory_conflicts", &[]) >= 1.0,
-        "the conflict is not counted: {metrics:?}"
-    );
+    expect_conflict(&server).await?;
     server.wait_log("192.168.51.").await?;
     ensure!(client::connect(on_first.address).await.is_ok(), "the other node");
     Ok(())
