@@ -37,26 +37,16 @@ impl super::Running for Running<'_> {
         Ok(())
     }
 
-    fn how_to_look_around(&self) {
-        let testbed = self.cluster.testbed;
+    const SHELL: &'static str = "A shell on the cloud host:";
+
+    fn print_examples(&self, bin: &str) {
         let (program, kubeconfig) = self.cluster.kubectl.files();
-        let bin = std::env::current_exe().unwrap_or_default();
-        let bin = bin.parent().unwrap_or(&bin).display();
-        println!("\nEverything stays up. A shell on the cloud host:");
-        println!(
-            "  sudo sh -c 'echo $$ > {}/cgroup.procs; exec nsenter --net={} bash'",
-            testbed.cloud_cgroup.path().display(),
-            testbed.cloud.path().display()
-        );
-        println!("in which for example:");
         println!("  export KUBECONFIG={}; alias kubectl={}", kubeconfig.display(), program.display());
         println!("  kubectl logs -f talker");
         println!("  kubectl exec -it idle -- sh");
         println!("  kubectl describe node {EDGE_NODE}");
         println!("  {bin}/tunnel-server status");
         println!("  curl -s 'http://127.0.0.1:9090/api/v1/query?query=up'");
-        println!("Logs: {}/logs", testbed.dir().display());
-        println!("To remove it: cargo xtask demo --remove");
     }
 }
 

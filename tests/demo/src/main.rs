@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use postern_testbed::id::{Id, Kind};
-use postern_testbed::{Shape, supervisor, sweep};
+use postern_testbed::{Shape, Testbed, supervisor, sweep};
 
 /// The longest run; the demos take about a minute.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -95,8 +95,8 @@ fn work(demo: Demo, id: &str, keep: bool) -> Result<()> {
         .context("runtime")?;
     runtime.block_on(async {
         match demo {
-            Demo::Prometheus => finish(prometheus::run(&testbed).await?, keep).await?,
-            Demo::Kubernetes => finish(kubernetes::run(&testbed).await?, keep).await?,
+            Demo::Prometheus => finish(&testbed, prometheus::run(&testbed).await?, keep).await?,
+            Demo::Kubernetes => finish(&testbed, kubernetes::run(&testbed).await?, keep).await?,
         }
         if keep {
             fs::write(testbed.dir().join(sweep::KEPT), "").context("marking the demo as kept")?;
@@ -112,16 +112,28 @@ fn work(demo: Demo, id: &str, keep: bool) -> Result<()> {
 
 /// Programs that a demo leaves running.
 trait Running {
-    /// Prints what to type after `--keep`.
-    fn how_to_look_around(&self);
+    /// Introduces the shell that is printed after `--keep`.
+    const SHELL: &'static str;
+
+    /// Prints what to type in that shell; `bin` is the folder of our programs.
+    fn print_examples(&self, bin: &str);
 
     /// Stops gracefully: both programs exit with 0 on SIGTERM.
     async fn stop(self) -> Result<()>;
 }
 
-async fn finish(running: impl Running, keep: bool) -> Result<()> {
+async fn finish<R: Running>(testbed: &Testbed, running: R, keep: bool) -> Result<()> {
     if keep {
-        running.how_to_look_around();
+        // A shell must be in the cloud's cgroup to be redirected.
+        let (cgroup, ns) = (testbed.cloud_cgroup.path(), testbed.cloud.path());
+        let (cgroup, ns) = (cgroup.display(), ns.display());
+        println!("\nEverything stays up. {}", R::SHELL);
+        println!("  sudo sh -c 'echo $$ > {cgroup}/cgroup.procs; exec nsenter --net={ns} bash'");
+        println!("in which for example:");
+        let bin = std::env::current_exe().unwrap_or_default();
+        running.print_examples(&bin.parent().unwrap_or(&bin).to_string_lossy());
+        println!("Logs: {}/logs", testbed.dir().display());
+        println!("To remove it: cargo xtask demo --remove");
         // Dropping a process kills it.
         std::mem::forget(running);
         return Ok(());

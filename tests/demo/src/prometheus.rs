@@ -21,20 +21,11 @@ pub(super) struct Running<'a> {
 }
 
 impl super::Running for Running<'_> {
-    fn how_to_look_around(&self) {
+    const SHELL: &'static str =
+        "A shell on the cloud host (its cgroup too, which the redirect is attached to):";
+
+    fn print_examples(&self, bin: &str) {
         let testbed = self.server.testbed();
-        // A shell must be in the cloud's cgroup to be redirected.
-        let cgroup = testbed.cloud_cgroup.path().display();
-        let bin = std::env::current_exe().unwrap_or_default();
-        let bin = bin.parent().unwrap_or(&bin).display();
-        println!(
-            "\nEverything stays up. A shell on the cloud host (its cgroup too, which the redirect is attached to):"
-        );
-        println!(
-            "  sudo sh -c 'echo $$ > {cgroup}/cgroup.procs; exec nsenter --net={} bash'",
-            testbed.cloud.path().display()
-        );
-        println!("in which for example:");
         for edge in testbed.edges() {
             println!("  curl -s http://{}:9100/metrics | grep node_uname_info", edge.address);
         }
@@ -45,8 +36,6 @@ impl super::Running for Running<'_> {
         for edge in testbed.edges() {
             println!("  sudo nsenter --net={} bash", edge.ns.path().display());
         }
-        println!("Logs: {}/logs", testbed.dir().display());
-        println!("To remove it: cargo xtask demo --remove");
     }
 
     async fn stop(mut self) -> Result<()> {
