@@ -1,9 +1,9 @@
 //! Impostors of the server and of agents.
 
-use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use postern_testbed::authority::Authority;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose as Usage, IsCa, Issuer, KeyPair,
 };
@@ -152,17 +152,7 @@ async fn refused(server: &TestServer, tls: Arc<ClientConfig>) -> String {
 async fn clients_of_any_other_shape_are_refused_with_the_reason() {
     let server = TestServer::start().await;
     let other = TestServer::start().await;
-    let ca_of = |server: &TestServer| {
-        let directory = server.state_dir().join("ca");
-        let key = fs::read_dir(directory)
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .find(|path| path.extension().is_some_and(|extension| extension == "key"))
-            .unwrap();
-        let key = KeyPair::from_pem(&fs::read_to_string(key).unwrap()).unwrap();
-        let certificate = server.ca.state().unwrap().bundle().roots()[0].clone();
-        Issuer::from_ca_cert_der(&certificate, key).unwrap()
-    };
+    let ca_of = |server: &TestServer| Authority::open(server.state_dir()).unwrap().0;
     let agent = |change: fn(&mut CertificateParams)| {
         let mut params = CertificateParams::default();
         params.distinguished_name = agent_distinguished_name(&node("edge-1"));

@@ -11,7 +11,7 @@ use rcgen::{
 
 /// The CA in a server's state folder.
 #[derive(Debug)]
-pub struct Authority(Issuer<'static, KeyPair>);
+pub struct Authority(pub Issuer<'static, KeyPair>);
 
 impl Authority {
     /// Opens the CA, which must have only one root.
