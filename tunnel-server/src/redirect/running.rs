@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use ipnet::IpNet;
 
@@ -12,7 +13,6 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::desired::Desired;
 use super::error::RedirectError;
-use super::health::Health;
 use super::load::{ProgramInfo, Programs};
 use super::map_contents::{HostContext, MapContents};
 use super::maps::Maps;
@@ -28,6 +28,19 @@ pub struct Applied {
     pub writes: usize,
     /// Entries removed.
     pub deletes: usize,
+}
+
+/// State of the redirect as of its last verification.
+#[derive(Clone, Debug, Default)]
+pub struct Health {
+    /// What does not work, if anything.
+    pub problem: Option<String>,
+    /// Why the kernel's routes are not the current ones, if so.
+    pub stale: Option<String>,
+    /// When it last worked.
+    pub verified: Option<Instant>,
+    /// How often something lost had to be restored.
+    pub restored: u64,
 }
 
 /// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the token route.
