@@ -67,7 +67,6 @@ enum CaAction {
     },
 }
 
-/// Where the CA is kept.
 enum Store {
     Files(Ca),
     Secret(Box<CaSecret>),

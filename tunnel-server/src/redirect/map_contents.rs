@@ -25,7 +25,6 @@ pub(super) struct MapContents {
     pub(super) any_port: bool,
 }
 
-/// One map write or delete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Exclude(IpNet),

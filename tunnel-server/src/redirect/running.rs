@@ -26,7 +26,6 @@ use super::self_test_addresses::{SelfTestAddresses, reserved_tokens, reserved_to
 pub struct Applied {
     /// Entries inserted or replaced.
     pub writes: usize,
-    /// Entries removed.
     pub deletes: usize,
 }
 
@@ -165,7 +164,6 @@ impl Redirect {
         self.lock().programs.info()
     }
 
-    /// State as of the last verification.
     pub fn health(&self) -> Health {
         self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -235,13 +233,11 @@ impl Inner {
     }
 }
 
-/// The token ranges in use.
 pub(super) fn token_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
     let v6 = ipv6.then(|| IpNet::V6(config.token_range_v6.trunc()));
     [Some(IpNet::V4(config.token_range.trunc())), v6].into_iter().flatten().collect()
 }
 
-/// The network namespace of this thread.
 pub(super) fn this_netns() -> Result<File, RedirectError> {
     let path = "/proc/thread-self/ns/net";
     File::open(path).map_err(|source| RedirectError::Io { what: format!("cannot open {path}"), source })

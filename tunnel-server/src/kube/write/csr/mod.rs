@@ -121,7 +121,6 @@ async fn work(reconciler: Arc<CsrReconciler>) {
     done.for_each(|_| async {}).await;
 }
 
-/// What to do with a request now.
 #[derive(Debug)]
 enum Step {
     Approve(Approved),
