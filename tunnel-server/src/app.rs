@@ -218,7 +218,6 @@ impl Bound {
     }
 }
 
-/// A server that serves.
 struct Running {
     agent_port: Arc<AgentPort>,
     redirect: Option<Arc<Redirect>>,

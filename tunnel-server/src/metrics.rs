@@ -109,12 +109,10 @@ impl Metrics {
         self.sessions_refused.get_or_create(&[("result", result)]).inc();
     }
 
-    /// Connections that `door` carries now.
     pub fn active_at(&self, door: &'static str) -> i64 {
         self.active.get_or_create(&[("door", door)]).get()
     }
 
-    /// Connections of `door` that have ended.
     pub fn ended_at(&self, door: &'static str) -> u64 {
         Outcome::ALL
             .iter()

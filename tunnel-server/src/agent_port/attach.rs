@@ -56,7 +56,6 @@ pub struct LinkContext {
     pub drain_timeout: Duration,
 }
 
-/// Why a link ended.
 #[derive(Debug, thiserror::Error)]
 enum End {
     #[error("link lost: {}", link::reason(.0))]

@@ -25,12 +25,10 @@ use crate::pki::{EnrollService, PeerAddress, PeerCertificate};
 const MAX_MESSAGE: usize = 64 << 10;
 /// Connections at a time. Their clients need no certificate, which is what enrolment is for.
 const CONNECTIONS: usize = 512;
-/// Streams at a time on a connection.
 const MAX_STREAMS: u32 = 4;
 /// HTTP/2 windows of a connection, in bytes.
 const WINDOW: u32 = 64 << 10;
 const MAX_HEADERS: u32 = 16 << 10;
-/// How long a connection may last.
 const LIFETIME: Duration = Duration::from_secs(30);
 
 /// The Enrollment service, with its limits.
@@ -64,7 +62,6 @@ impl EnrollConnections {
         Self { routes: enroll_routes(service), places: Semaphore::new(CONNECTIONS), metrics, draining }
     }
 
-    /// Serves a connection to its end.
     pub(super) async fn serve(
         &self,
         stream: TlsStream<TcpStream>,

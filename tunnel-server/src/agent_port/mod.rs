@@ -27,7 +27,6 @@ const HANDSHAKES: u32 = 4096;
 /// Handshakes at a time from one address; a site's agents share one behind their NAT.
 const HANDSHAKES_PER_SOURCE: u32 = 256;
 
-/// Accepts agents.
 pub struct AgentPort {
     tls: Arc<ServerTls>,
     workers: Arc<Workers>,

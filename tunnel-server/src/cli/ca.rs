@@ -67,7 +67,6 @@ enum CaAction {
     },
 }
 
-/// Where the CA is kept.
 enum Store {
     Files(Ca),
     Secret(Box<CaSecret>),
@@ -149,27 +148,18 @@ impl CaCommand {
     }
 
     fn status_of_files(&self, ca: &Ca, out: &mut dyn Write) -> Result<(), PkiError> {
-        let state = ca.state()?;
         let ledger = IssuedLedger::new(ca.state_dir());
-        let mut rows = Vec::new();
-        let mut text = String::new();
-        for root in state.roots() {
+        self.print_status(out, String::new(), json!({}), &ca.state()?, |root, role, row| {
             let nodes: Vec<_> =
                 ledger.live_of_root(&root.hash)?.into_iter().map(|issued| issued.node).collect();
-            let (mut row, line) = describe(&state, root)?;
-            text += &format!("{line}, {} node(s)", nodes.len());
-            if state.role(root) == Role::Retiring && !nodes.is_empty() {
+            let mut text = format!(", {} node(s)", nodes.len());
+            if role == Role::Retiring && !nodes.is_empty() {
                 let names: Vec<_> = nodes.iter().take(20).map(NodeName::as_str).collect();
                 text += &format!(": {}{}", names.join(", "), if nodes.len() > 20 { ", …" } else { "" });
             }
-            text.push('\n');
             row["nodes"] = json!(nodes);
-            rows.push(row);
-        }
-        match self.common.output {
-            Output::Text => print(out, &text),
-            Output::Json => print_json(out, &json!({ "roots": rows })),
-        }
+            Ok(text)
+        })
     }
 
     async fn status_of_secret(
@@ -179,34 +169,43 @@ impl CaCommand {
         out: &mut dyn Write,
     ) -> anyhow::Result<()> {
         let held = secret.read().await?;
-        let state = held.state(lifetimes)?;
-        let mut rows = Vec::new();
-        let mut text = format!("Secret {secret}\n");
-        for root in state.roots() {
-            let (mut row, line) = describe(&state, root)?;
-            text += &line;
-            if state.role(root) == Role::Retiring {
-                let at = held.retirable(lifetimes);
-                text += &match at {
-                    Some(at) if at <= Timestamp::now() => ", none of its certificates is in use".to_owned(),
-                    Some(at) => format!(", its certificates may be in use until {at:.0}"),
-                    None => ", unknown since when it has not signed".to_owned(),
-                };
-                row["retirable"] = json!(at);
+        let json = json!({ "secret": secret.to_string(), "activated": held.activated });
+        let heading = format!("Secret {secret}\n");
+        self.print_status(out, heading, json, &held.state(lifetimes)?, |_, role, row| {
+            if role != Role::Retiring {
+                return Ok(String::new());
             }
-            text.push('\n');
+            let at = held.retirable(lifetimes);
+            row["retirable"] = json!(at);
+            Ok(match at {
+                Some(at) if at <= Timestamp::now() => ", none of its certificates is in use".to_owned(),
+                Some(at) => format!(", its certificates may be in use until {at:.0}"),
+                None => ", unknown since when it has not signed".to_owned(),
+            })
+        })?;
+        Ok(())
+    }
+
+    /// `usage` says, and adds to a root's JSON, what uses the root.
+    fn print_status(
+        &self,
+        out: &mut dyn Write,
+        mut text: String,
+        mut json: Value,
+        state: &CaState,
+        usage: impl Fn(&Root, Role, &mut Value) -> Result<String, PkiError>,
+    ) -> Result<(), PkiError> {
+        let mut rows = Vec::new();
+        for root in state.roots() {
+            let (mut row, line) = describe(state, root)?;
+            text += &format!("{line}{}\n", usage(root, state.role(root), &mut row)?);
             rows.push(row);
         }
+        json["roots"] = rows.into();
         match self.common.output {
-            Output::Text => print(out, &text)?,
-            Output::Json => {
-                print_json(
-                    out,
-                    &json!({ "secret": secret.to_string(), "activated": held.activated, "roots": rows }),
-                )?;
-            }
+            Output::Text => print(out, &text),
+            Output::Json => print_json(out, &json),
         }
-        Ok(())
     }
 }
 

@@ -20,7 +20,6 @@ use crate::inventory::Selector;
 use crate::kube::KubeOptions;
 use crate::redirect::RedirectConfig;
 
-/// Default of `--admin-address`.
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
 /// Default of `--token-range`: RFC 2544's benchmarking range, never routed on the Internet.
 pub const DEFAULT_TOKEN_RANGE: &str = "198.18.0.0/15";

@@ -74,12 +74,10 @@ impl AccessLogGuard {
         Traffic::part_of(vec![session.carried.clone(), self.metrics.carried.clone()])
     }
 
-    /// Records the bytes that were carried.
     pub(super) fn carried(&mut self, traffic: &Traffic) {
         (self.to_node, self.from_node) = (traffic.from_socket(), traffic.to_socket());
     }
 
-    /// Records how the connection ended.
     pub(super) fn end(mut self, outcome: Outcome, detail: &dyn Display) {
         self.outcome = outcome;
         self.detail = detail.to_string();

@@ -25,7 +25,6 @@ pub enum Parsed {
     Hello(Option<String>),
 }
 
-/// Why bytes are not a ClientHello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
     #[error("not TLS")]

@@ -18,7 +18,6 @@ use super::preface::{PrefaceError, answer, read_preface, timed_out};
 use super::resolve::resolve;
 use crate::route::Router;
 
-/// Bytes of a request's head.
 const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
 const SCHEME: &str = "http://";

@@ -64,19 +64,13 @@ async fn receive<D: Door>(
 ) {
     // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
     if let Err(error) = prepare_socket(&socket) {
-        context.metrics.turned_away(D::NAME);
-        tracing::warn!(door = D::NAME, %client, reason = %error, "client turned away");
-        return;
+        return turned_away::<D>(&context, client, &error);
     }
     let request = match door.open(&mut socket, &context.router).await {
         Ok(request) => request,
         // A reset could overtake the end of the self-test's connect().
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
-        Err(error) => {
-            context.metrics.turned_away(D::NAME);
-            tracing::warn!(door = D::NAME, %client, reason = %error, "client turned away");
-            return;
-        }
+        Err(error) => return turned_away::<D>(&context, client, &error),
     };
     let record = AccessLogGuard::new(D::NAME, client, &request, &context, place);
     let Some(session) = context.sessions.get(&request.node) else {
@@ -93,6 +87,11 @@ async fn receive<D: Door>(
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
+}
+
+fn turned_away<D: Door>(context: &DoorContext, client: SocketAddr, reason: &dyn std::fmt::Display) {
+    context.metrics.turned_away(D::NAME);
+    tracing::warn!(door = D::NAME, %client, %reason, "client turned away");
 }
 
 async fn carry<D: Door>(

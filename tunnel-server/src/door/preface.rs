@@ -13,11 +13,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a client that is turned away may take to read why.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Why there is no preface.
 pub(super) enum PrefaceError<E> {
-    /// It is not what this door takes.
     Invalid(E),
-    /// It was not whole in time.
     TimedOut,
     /// The socket failed, or was closed before.
     Lost(OpenError),

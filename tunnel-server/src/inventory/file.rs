@@ -24,7 +24,6 @@ const POLL: Duration = Duration::from_secs(10);
 
 type Digest = [u8; 32];
 
-/// What `status` shows of the source.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceStatus {
     /// The file's path, or `API server`.
@@ -35,7 +34,6 @@ pub struct SourceStatus {
     pub last_error: Option<String>,
 }
 
-/// A watched inventory file.
 #[derive(Debug)]
 pub struct FileSource {
     path: PathBuf,

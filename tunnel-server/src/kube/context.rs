@@ -47,7 +47,6 @@ pub struct ObjectNames {
     pub service: String,
     /// Service for components in the cloud.
     pub internal_service: String,
-    /// Secret with the CA.
     pub ca_secret: String,
     /// Lease of the server that writes.
     pub lease: String,
@@ -84,6 +83,5 @@ pub struct KubeContext {
     /// The ConfigMap's ports. They are not known before the first change.
     pub settings: watch::Receiver<Arc<Settings>>,
     pub health: Health,
-    /// Ends every part.
     pub stop: CancellationToken,
 }

@@ -163,7 +163,6 @@ fn publish_nodes(
     }
 }
 
-/// Keeps the router's ports in sync with the ConfigMap.
 async fn follow_ports(
     router: Arc<Router>,
     mut settings: watch::Receiver<Arc<Settings>>,

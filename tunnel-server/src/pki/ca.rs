@@ -114,7 +114,6 @@ impl Ca {
         Ok(CaMaterial::new(roots, keys))
     }
 
-    /// Reads the roots and their keys.
     pub fn state(&self) -> Result<CaState, PkiError> {
         self.material()?.state(self.lifetimes).map_err(|error| self.located(error))
     }

@@ -22,7 +22,6 @@ const DAY: Duration = Duration::from_secs(86_400);
 /// Longer than machines last: replacing a root is up to the operator.
 const ROOT_LIFE: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// Lifetimes of the certificates that the CA signs.
 #[derive(Clone, Copy, Debug)]
 pub struct Lifetimes {
     pub agent: Duration,
@@ -64,7 +63,6 @@ impl Lifetimes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// It signs.
     Issuing,
     /// Newer than the one that signs: trusted, and to be activated.
     Introduced,
@@ -132,7 +130,6 @@ impl Root {
     }
 }
 
-/// A certificate that the CA has signed.
 pub struct IssuedCertificate {
     /// Leaf first, as it is sent to the peer.
     pub chain: Vec<CertificateDer<'static>>,

@@ -49,7 +49,6 @@ struct Inner {
     permits: Arc<Semaphore>,
 }
 
-/// Why a call was not answered with a certificate.
 #[derive(Debug, thiserror::Error)]
 enum EnrollError {
     #[error("too many failed enrolments from this address; try again later")]

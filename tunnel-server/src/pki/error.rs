@@ -23,7 +23,6 @@ pub enum PkiError {
     Token,
     #[error("no token with id {0:?}; `tunnel-server token list` shows those that there are")]
     NoSuchToken(String),
-    /// An unusable duration.
     #[error("{text:?}: {reason}; want for example 24h, 90m or 2d")]
     Duration { text: String, reason: String },
     /// A text of the CA that cannot be used; [`Ca`](super::Ca) turns it into [`PkiError::File`].
@@ -35,12 +34,7 @@ pub enum PkiError {
     },
     /// A file that exists but is unusable. It is never overwritten.
     #[error("{path}: {reason}; {fix}", path = .path.display())]
-    File {
-        path: PathBuf,
-        reason: String,
-        /// What the operator can do about it.
-        fix: String,
-    },
+    File { path: PathBuf, reason: String, fix: String },
     #[error("{path}: {source}", path = .path.display())]
     Io { path: PathBuf, source: std::io::Error },
 }

@@ -34,7 +34,6 @@ impl FailureLimit {
         debt <= REFILL * (BURST - 1)
     }
 
-    /// Counts a failure of the address.
     pub(super) fn failed(&mut self, address: IpAddr, now: Instant) {
         let address = source_key(address);
         if self.clear_at.len() >= MAX_ADDRESSES && !self.clear_at.contains_key(&address) {

@@ -11,7 +11,6 @@ use super::error::PkiError;
 
 /// Name of the text that has the roots.
 pub(crate) const ROOTS: &str = "ca.crt";
-/// Suffix of a key's name.
 pub(crate) const KEY_SUFFIX: &str = ".key";
 
 /// The CA as named texts, the form that its directory and its Secret have in common: `ca.crt` has the roots, the one
@@ -59,7 +58,6 @@ impl CaMaterial {
         &self.roots
     }
 
-    /// The texts of the keys by name.
     pub fn keys(&self) -> &BTreeMap<String, String> {
         &self.keys
     }

@@ -1,21 +1,14 @@
 //! Metrics of the CA and of enrolment.
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct EnrollmentLabels {
-    call: &'static str,
-    outcome: &'static str,
-}
-
 /// Metrics of the CA and of enrolment. A clone counts into the same metrics.
 #[derive(Clone, Debug, Default)]
 pub struct PkiMetrics {
-    enrollments: Family<EnrollmentLabels, Counter>,
+    enrollments: Family<[(&'static str, &'static str); 2], Counter>,
     server_not_after: Gauge,
     roots: Gauge,
 }
@@ -42,12 +35,12 @@ impl PkiMetrics {
     }
 
     pub(crate) fn count(&self, call: &'static str, outcome: &'static str) {
-        self.enrollments.get_or_create(&EnrollmentLabels { call, outcome }).inc();
+        self.enrollments.get_or_create(&[("call", call), ("outcome", outcome)]).inc();
     }
 
     /// How often a call (`enroll`, `renew`, `csr`) had an outcome (`issued`, `unknown_token`, …).
     pub fn enrollments(&self, call: &'static str, outcome: &'static str) -> u64 {
-        self.enrollments.get_or_create(&EnrollmentLabels { call, outcome }).get()
+        self.enrollments.get_or_create(&[("call", call), ("outcome", outcome)]).get()
     }
 
     pub(super) fn set_server_not_after(&self, seconds: i64) {

@@ -55,7 +55,6 @@ pub use server_file::{ServerFile, agent_addresses};
 pub use token::{Token, parse_ttl};
 pub use token_store::{TokenRecord, TokenRefusal, TokenState, TokenStore};
 
-/// Default of --state-dir.
 pub const DEFAULT_STATE_DIR: &str = "/var/lib/postern/server";
 
 const LOCK: &str = "lock";

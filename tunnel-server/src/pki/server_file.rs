@@ -25,7 +25,6 @@ pub struct ServerFile {
 impl ServerFile {
     const NAME: &str = "server.json";
 
-    /// Replaces the file.
     pub fn write(&self, state_dir: &Path) -> Result<(), PkiError> {
         let path = state_dir.join(Self::NAME);
         let json = serde_json::to_vec(self).map_err(|error| PkiError::file(&path, &error, "report this"))?;

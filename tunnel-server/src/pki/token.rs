@@ -27,7 +27,6 @@ pub struct Token {
 }
 
 impl Token {
-    /// A random one.
     pub fn generate() -> Self {
         Self { id: random_text(ID_LENGTH), secret: random_text(SECRET_LENGTH).into() }
     }

@@ -62,7 +62,6 @@ impl TokenRecord {
 /// Why a token was not accepted. All but the first are reported only to a client that knows the secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenRefusal {
-    /// There is no such token, or its secret differs.
     #[error("unknown token: it was never made here, was revoked, or is mistyped")]
     Unknown,
     #[error("the token expired at {0}")]

@@ -53,7 +53,6 @@ impl AttachType {
     }
 }
 
-/// The programs at one hook.
 pub(super) struct Attached {
     pub(super) ids: Vec<u32>,
     flags: u32,
@@ -128,7 +127,6 @@ pub(super) struct Other {
     pub(super) certain: bool,
 }
 
-/// Another Postern server in this network namespace.
 pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<Other>> {
     let ids = attached(netns, AttachType::SkLookup)?.ids;
     let mut others = ids.into_iter().filter(|id| Some(*id) != own).filter_map(|id| match is_server(id) {

@@ -7,7 +7,6 @@ use super::error::RedirectError;
 use super::running::Redirect;
 use super::{load, preflight};
 
-/// Outcome of one check.
 #[derive(Clone, Debug)]
 pub struct Check {
     pub name: &'static str,

@@ -10,7 +10,6 @@ use ipnet::IpNet;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RedirectError {
-    /// The binary carries no usable object.
     #[error(
         "this tunnel-server was built without its BPF programs ({reason}): run `cargo xtask build-ebpf` and build it \
          again, or start it with --redirect=off"
@@ -57,7 +56,6 @@ pub enum RedirectError {
         /// The process's own.
         own: PathBuf,
     },
-    /// Another program is attached exclusively.
     #[error(
         "EPERM: program {program} (id {id}) is attached to {hook} of {} without BPF_F_ALLOW_MULTI, which forbids every \
          other program there: detach it (`bpftool cgroup detach {} {hook} id {id}`) or upgrade what attached it \
@@ -70,13 +68,10 @@ pub enum RedirectError {
         hook: &'static str,
         program: String,
         id: u32,
-        /// Where it is attached.
         path: PathBuf,
     },
-    /// A system call of the loader was not permitted.
     #[error("EPERM at {operation}: {fix}")]
     NotPermitted { operation: String, fix: &'static str },
-    /// The verifier or the kernel refused a program.
     #[error(
         "the kernel refused the program {program}: {reason}; please report this with the kernel's version, and start with --redirect=off meanwhile"
     )]
@@ -94,20 +89,12 @@ pub enum RedirectError {
         "map {map}: {reason}; the tables stay as they were up to this entry, and the next change tries again"
     )]
     Map { map: &'static str, reason: String },
-    /// More entries than a map holds.
     #[error(
         "{wanted} {what} do not fit: the kernel's table holds {capacity}; aggregate them into larger networks"
     )]
     Full { what: &'static str, wanted: usize, capacity: usize },
-    /// An impossible route.
     #[error("route {net} -> {token}: {reason}; nothing was changed")]
-    Route {
-        /// The edge network.
-        net: IpNet,
-        token: IpAddr,
-        reason: String,
-    },
-    /// An unusable token range.
+    Route { net: IpNet, token: IpAddr, reason: String },
     #[error("{key}={range}: {reason}")]
     TokenRange {
         /// The flag.
@@ -121,10 +108,8 @@ pub enum RedirectError {
     Listener { operation: &'static str, source: io::Error },
     #[error("the redirect does not work: {0}")]
     SelfTest(#[from] SelfTestError),
-    /// After [`Redirect::stop`](super::Redirect::stop).
     #[error("the redirect has been stopped")]
     Stopped,
-    /// Another server of this network namespace uses the token route.
     #[error("another tunnel-server (program id {id}) redirects in this network namespace: stop it first")]
     InUse {
         /// Its sk_lookup program.
@@ -138,7 +123,6 @@ pub enum RedirectError {
 /// How the server's connection to itself through the hooks failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SelfTestError {
-    /// The connect hook did not redirect our own connect.
     #[error(
         "a connect of this process was not redirected by {hook} of {cgroup}: the process must run inside that cgroup, \
          and the program must be attached (`bpftool cgroup tree`)"
@@ -146,21 +130,17 @@ pub enum SelfTestError {
     NotRedirected {
         /// `connect4` or `connect6`.
         hook: &'static str,
-        /// Where it is attached.
         cgroup: String,
     },
-    /// The redirected connect did not reach the listener.
     #[error(
         "a redirected connect to {token} did not reach the listener ({reason}): check the route `local <token range> dev lo`, the sk_lookup program (`bpftool net`), and firewall rules for loopback"
     )]
     NotSteered { token: IpAddr, reason: String },
-    /// The client saw another peer than the one that it asked for.
     #[error("getpeername() says {found} instead of {expected}: the {hook} program is not in effect")]
     WrongPeer {
         /// `getpeername4` or `getpeername6`.
         hook: &'static str,
         expected: SocketAddr,
-        /// What the socket says.
         found: String,
     },
     /// The server is not serving, so the connect must fail, and it did not.

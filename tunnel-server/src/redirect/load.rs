@@ -37,7 +37,6 @@ pub(super) fn embedded() -> Result<&'static [u8], RedirectError> {
 pub struct ProgramInfo {
     /// Where it is attached, such as `connect4`.
     pub hook: &'static str,
-    /// The kernel's id.
     pub id: u32,
     /// Instructions that the verifier walked (5.16).
     pub verified_instructions: Option<u32>,
@@ -173,7 +172,6 @@ impl Programs {
         }
     }
 
-    /// Detaches everything.
     pub(super) fn detach(&mut self) {
         self.release();
         self.detach_cgroup(|_| true);

@@ -25,7 +25,6 @@ pub(super) struct MapContents {
     pub(super) any_port: bool,
 }
 
-/// One map write or delete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Exclude(IpNet),
@@ -218,39 +217,19 @@ impl MapContents {
 
     /// Applies a change that was written.
     pub(super) fn record(&mut self, change: &Change) {
-        match *change {
-            Change::Exclude(net) => {
-                self.excluded.insert(net);
-            }
-            Change::Include(net) => {
-                self.excluded.remove(&net);
-            }
-            Change::Admit(net) => {
-                self.clients.insert(net);
-            }
-            Change::Dismiss(net) => {
-                self.clients.remove(&net);
-            }
-            Change::OpenPort(port) => {
-                self.ports.insert(port);
-            }
-            Change::ClosePort(port) => {
-                self.ports.remove(&port);
-            }
-            Change::Route(net, target) => {
-                self.routes.insert(net, target);
-            }
-            Change::Unroute(net) => {
-                self.routes.remove(&net);
-            }
-            Change::Origin(block, net) => {
-                self.origins.insert(block, net);
-            }
-            Change::Forget(block) => {
-                self.origins.remove(&block);
-            }
-            Change::AnyPort(any) => self.any_port = any,
-        }
+        let _ = match *change {
+            Change::Exclude(net) => self.excluded.insert(net),
+            Change::Include(net) => self.excluded.remove(&net),
+            Change::Admit(net) => self.clients.insert(net),
+            Change::Dismiss(net) => self.clients.remove(&net),
+            Change::OpenPort(port) => self.ports.insert(port),
+            Change::ClosePort(port) => self.ports.remove(&port),
+            Change::Route(net, target) => self.routes.insert(net, target).is_some(),
+            Change::Unroute(net) => self.routes.remove(&net).is_some(),
+            Change::Origin(block, net) => self.origins.insert(block, net).is_some(),
+            Change::Forget(block) => self.origins.remove(&block).is_some(),
+            Change::AnyPort(any) => std::mem::replace(&mut self.any_port, any),
+        };
     }
 }
 

@@ -115,7 +115,6 @@ impl Maps {
         Ok(values.iter().sum())
     }
 
-    /// All counters with their names.
     pub(super) fn counters(&self) -> Result<Vec<(&'static str, u64)>, RedirectError> {
         (0_u32..).zip(counter::NAMES).map(|(index, name)| Ok((name, self.counter(index)?))).collect()
     }

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::thread;
 
 use futures_util::TryStreamExt;
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use ipnet::IpNet;
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::route::{RouteMessage, RouteProtocol, RouteScope, RouteType};
 use nix::libc;
@@ -46,61 +46,53 @@ where
 /// `local <range> dev lo`: every address of the range belongs to this host.
 fn message(range: IpNet) -> RouteMessage {
     match range {
-        IpNet::V4(range) => message_v4(range),
-        IpNet::V6(range) => message_v6(range),
+        IpNet::V4(range) => {
+            let route = RouteMessageBuilder::<Ipv4Addr>::new();
+            local(route.destination_prefix(range.network(), range.prefix_len()), RouteScope::Host)
+        }
+        IpNet::V6(range) => {
+            let route = RouteMessageBuilder::<Ipv6Addr>::new();
+            local(route.destination_prefix(range.network(), range.prefix_len()), RouteScope::Universe)
+        }
     }
 }
 
-fn message_v4(range: Ipv4Net) -> RouteMessage {
-    RouteMessageBuilder::<Ipv4Addr>::new()
-        .destination_prefix(range.network(), range.prefix_len())
+fn local<T>(route: RouteMessageBuilder<T>, scope: RouteScope) -> RouteMessage {
+    route
         .output_interface(LOOPBACK_IFINDEX)
         .table_id(u32::from(libc::RT_TABLE_LOCAL))
         .protocol(RouteProtocol::Boot)
-        .scope(RouteScope::Host)
-        .kind(RouteType::Local)
-        .build()
-}
-
-fn message_v6(range: Ipv6Net) -> RouteMessage {
-    RouteMessageBuilder::<Ipv6Addr>::new()
-        .destination_prefix(range.network(), range.prefix_len())
-        .output_interface(LOOPBACK_IFINDEX)
-        .table_id(u32::from(libc::RT_TABLE_LOCAL))
-        .protocol(RouteProtocol::Boot)
-        .scope(RouteScope::Universe)
+        .scope(scope)
         .kind(RouteType::Local)
         .build()
 }
 
 /// Adds the token route. False: it was there, left by a killed server, and is taken over.
 pub(super) async fn add_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
-    match handle.route().add(message(range)).execute().await {
-        Ok(()) => Ok(true),
-        Err(error) if errno(&error) == Some(libc::EEXIST) => Ok(false),
-        Err(error) => Err(RedirectError::Netlink {
-            operation: format!("add the route `local {range} dev lo`"),
-            reason: error.to_string(),
-        }),
-    }
+    changed(handle.route().add(message(range)).execute().await, libc::EEXIST, "add", range)
 }
 
 /// Removes the token route. False: it was not there.
 pub(super) async fn remove_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
-    match handle.route().del(message(range)).execute().await {
-        Ok(()) => Ok(true),
-        Err(error) if errno(&error) == Some(libc::ESRCH) => Ok(false),
-        Err(error) => Err(RedirectError::Netlink {
-            operation: format!("remove the route `local {range} dev lo`"),
-            reason: error.to_string(),
-        }),
-    }
+    changed(handle.route().del(message(range)).execute().await, libc::ESRCH, "remove", range)
 }
 
-fn errno(error: &rtnetlink::Error) -> Option<i32> {
-    match error {
-        rtnetlink::Error::NetlinkError(message) => message.to_io().raw_os_error(),
-        _ => None,
+/// False when the error is `needless`: there was nothing to change.
+fn changed(
+    result: Result<(), rtnetlink::Error>,
+    needless: i32,
+    verb: &str,
+    range: IpNet,
+) -> Result<bool, RedirectError> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(rtnetlink::Error::NetlinkError(message)) if message.to_io().raw_os_error() == Some(needless) => {
+            Ok(false)
+        }
+        Err(error) => Err(RedirectError::Netlink {
+            operation: format!("{verb} the route `local {range} dev lo`"),
+            reason: error.to_string(),
+        }),
     }
 }
 

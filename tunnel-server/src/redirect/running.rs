@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use ipnet::IpNet;
 
@@ -12,7 +13,6 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::desired::Desired;
 use super::error::RedirectError;
-use super::health::Health;
 use super::load::{ProgramInfo, Programs};
 use super::map_contents::{HostContext, MapContents};
 use super::maps::Maps;
@@ -26,8 +26,20 @@ use super::self_test_addresses::{SelfTestAddresses, reserved_tokens, reserved_to
 pub struct Applied {
     /// Entries inserted or replaced.
     pub writes: usize,
-    /// Entries removed.
     pub deletes: usize,
+}
+
+/// State of the redirect as of its last verification.
+#[derive(Clone, Debug, Default)]
+pub struct Health {
+    /// What does not work, if anything.
+    pub problem: Option<String>,
+    /// Why the kernel's routes are not the current ones, if so.
+    pub stale: Option<String>,
+    /// When it last worked.
+    pub verified: Option<Instant>,
+    /// How often something lost had to be restored.
+    pub restored: u64,
 }
 
 /// The running redirect. Dropping it, or [`stop`](Self::stop), detaches the programs and removes the token route.
@@ -152,7 +164,6 @@ impl Redirect {
         self.lock().programs.info()
     }
 
-    /// State as of the last verification.
     pub fn health(&self) -> Health {
         self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -222,13 +233,11 @@ impl Inner {
     }
 }
 
-/// The token ranges in use.
 pub(super) fn token_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
     let v6 = ipv6.then(|| IpNet::V6(config.token_range_v6.trunc()));
     [Some(IpNet::V4(config.token_range.trunc())), v6].into_iter().flatten().collect()
 }
 
-/// The network namespace of this thread.
 pub(super) fn this_netns() -> Result<File, RedirectError> {
     let path = "/proc/thread-self/ns/net";
     File::open(path).map_err(|source| RedirectError::Io { what: format!("cannot open {path}"), source })

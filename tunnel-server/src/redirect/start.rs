@@ -11,13 +11,12 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::desired::Desired;
 use super::error::RedirectError;
-use super::health::Health;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
 use super::maps::Maps;
 use super::preflight;
 use super::program_log::{self, ProgramLog};
-use super::running::{Inner, Redirect, this_netns};
+use super::running::{Health, Inner, Redirect, this_netns};
 use super::self_test_addresses::SelfTestAddresses;
 
 /// Pairs of self-test addresses that are tried: another server may have taken the same one.

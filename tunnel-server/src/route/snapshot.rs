@@ -29,7 +29,6 @@ pub enum ByAddress {
     Unknown,
 }
 
-/// The routes at one moment.
 #[derive(Debug, Default)]
 pub struct Snapshot {
     pub(super) inventory: Arc<Inventory>,

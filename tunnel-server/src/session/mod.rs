@@ -48,7 +48,6 @@ pub struct Session {
     pub rtt: Rtt,
     /// Bounds what is held for clients that do not read.
     pub stalls: StallBound,
-    /// Connections carried now.
     pub connections: AtomicU32,
     /// Bytes carried, from clients to the node and back.
     pub carried: Totals,

@@ -57,17 +57,14 @@ impl Sessions {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The node's live session.
     pub fn get(&self, node: &NodeName) -> Option<Arc<Session>> {
         self.live.read().unwrap_or_else(PoisonError::into_inner).get(node).cloned()
     }
 
-    /// Every live session.
     pub fn all(&self) -> Vec<Arc<Session>> {
         self.live.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    /// The nodes that have a live session.
     pub fn live(&self) -> Vec<NodeName> {
         self.live.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
     }

@@ -45,7 +45,6 @@ pub struct SessionStatus {
     /// None before the first PING.
     pub rtt_ms: Option<f64>,
     pub agent_version: String,
-    /// Connections carried now.
     pub connections: u32,
     /// Those whose receiver is not reading at present.
     pub stalled: usize,
@@ -91,7 +90,6 @@ pub enum RedirectState {
     Degraded,
 }
 
-/// A loaded BPF program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramStatus {
     /// The hook, such as `connect4`.

@@ -54,35 +54,26 @@ pub(crate) struct Fixture {
     pub(crate) api: ApiServer,
     pub(crate) context: KubeContext,
     pub(crate) events: Events,
-    pub(crate) leader: watch::Sender<bool>,
-    pub(crate) inventory: watch::Sender<Arc<Inventory>>,
-    pub(crate) settings: watch::Sender<Arc<Settings>>,
+    pub(crate) inputs: Inputs,
 }
 
 impl Fixture {
     pub(crate) async fn new(leads: bool) -> Self {
         let api = ApiServer::start();
-        let (context, Inputs { leader, inventory, settings }) = context(&api, leads).await;
+        let (context, inputs) = context(&api, leads).await;
         let events = Events::start(context.client.clone(), "server-a", context.stop.clone());
-        Self { api, context, events, leader, inventory, settings }
+        Self { api, context, events, inputs }
     }
 
     pub(crate) fn nodes(&self, edge: &[&str], cloud: &[&str]) {
-        self.inventory.send_replace(inventory(edge, cloud));
+        self.inputs.inventory.send_replace(inventory(edge, cloud));
     }
 
     /// Another server of the cluster, which does not lead.
-    pub(crate) fn other(&self) -> (KubeContext, watch::Sender<bool>, watch::Sender<Arc<Inventory>>) {
-        let (leader, leads) = watch::channel(false);
-        let (inventory, nodes) = watch::channel(Arc::default());
-        let context = KubeContext {
-            identity: "server-b".into(),
-            leader: leads,
-            inventory: nodes,
-            health: Health::default(),
-            ..self.context.clone()
-        };
-        (context, leader, inventory)
+    pub(crate) async fn other(&self) -> (KubeContext, Inputs) {
+        let (context, inputs) = context(&self.api, false).await;
+        let stop = self.context.stop.clone();
+        (KubeContext { identity: "server-b".into(), stop, ..context }, inputs)
     }
 
     pub(crate) fn internal_service(&self, cluster_ip: &str, ports: &Value) {

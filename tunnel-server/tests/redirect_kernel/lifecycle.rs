@@ -2,10 +2,9 @@
 
 use std::fs::File;
 use std::net::TcpStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use aya::programs::loaded_programs;
 use nix::libc;
@@ -236,63 +235,24 @@ fn budget() {
 }
 
 fn program_log() {
-    let lines = Lines::install();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter("tunnel_ebpf=trace")
+        .with_ansi(false)
+        .with_writer(Mutex::new(file.reopen().unwrap()))
+        .finish();
+    tracing::subscriber::set_global_default(subscriber).unwrap();
+    let logged = |words: &str| {
+        eventually(words, || std::fs::read_to_string(file.path()).unwrap().contains(words));
+    };
     let world = World::start(&desired(&[EDGE, EDGE_V6]));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let cancel = tokio_util::sync::CancellationToken::new();
     let watching = runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
     ask(at(EDGE.0, PORT)).unwrap();
     ask(at(EDGE_V6.0, PORT)).unwrap();
-    lines.expect("connect to 10.8.0.7:10250 redirected to 198.18.0.7");
-    lines.expect("IPv6 connect to port 10250 redirected");
+    logged("connect to 10.8.0.7:10250 redirected to 198.18.0.7");
+    logged("IPv6 connect to port 10250 redirected");
     cancel.cancel();
     runtime.block_on(watching).unwrap();
-}
-
-/// A tracing subscriber that keeps the programs' lines.
-#[derive(Clone, Default)]
-struct Lines(Arc<std::sync::Mutex<Vec<String>>>);
-
-impl Lines {
-    fn install() -> Self {
-        let lines = Self::default();
-        tracing::subscriber::set_global_default(lines.clone()).unwrap();
-        lines
-    }
-
-    fn expect(&self, words: &str) {
-        let begun = Instant::now();
-        while !self.0.lock().unwrap().iter().any(|line| line.contains(words)) {
-            assert!(
-                begun.elapsed() < Duration::from_secs(15),
-                "{words:?} not in {:?}",
-                self.0.lock().unwrap()
-            );
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-impl tracing::Subscriber for Lines {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target() == "tunnel_ebpf"
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Text(String);
-        impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 = format!("{value:?}");
-            }
-        }
-        let mut text = Text(String::new());
-        event.record(&mut text);
-        self.0.lock().unwrap().push(text.0);
-    }
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
 }

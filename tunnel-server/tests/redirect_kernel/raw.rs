@@ -38,32 +38,14 @@ pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
     // r0 = 1; exit
     let program: [u64; 2] = [0x0000_0001_0000_00b7, 0x0000_0000_0000_0095];
     let license = c"GPL";
-    let [program_low, program_high] = split(program.as_ptr().cast());
-    let [license_low, license_high] = split(license.as_ptr().cast());
     let mut name = [0_u8; 16];
     name[..10].copy_from_slice(b"old_cilium");
-    let name: Vec<u32> =
-        name.chunks(4).map(|part| u32::from_le_bytes(part.try_into().expect("four bytes"))).collect();
-    let words = [
-        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        2,
-        program_low,
-        program_high,
-        license_low,
-        license_high,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        name[0],
-        name[1],
-        name[2],
-        name[3],
-        0,
-        CONNECT4,
-    ];
+    let mut words =
+        [[BPF_PROG_TYPE_CGROUP_SOCK_ADDR, 2], split(program.as_ptr().cast()), split(license.as_ptr().cast())]
+            .concat();
+    words.resize(12, 0);
+    words.extend(name.chunks(4).map(|part| u32::from_le_bytes(part.try_into().expect("four bytes"))));
+    words.extend([0, CONNECT4]);
     let fd = bpf(BPF_PROG_LOAD, &words).expect("load");
     // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };

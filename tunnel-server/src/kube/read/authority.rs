@@ -32,10 +32,8 @@ const RETRY: Duration = Duration::from_secs(2);
 /// How often it is logged that the start waits.
 const REMIND: Duration = Duration::from_secs(60);
 
-/// Why the CA in the Secret cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthorityError {
-    /// The files.
     #[error(transparent)]
     Pki(#[from] PkiError),
     /// The Secret is there, and is no CA.
@@ -49,7 +47,6 @@ pub enum AuthorityError {
         /// What is wrong with it, and under which key.
         reason: String,
     },
-    /// The Secret is not there.
     #[error(
         "there is no Secret {0}; the first tunnel-server to start makes it (or fix --namespace or --ca-secret)"
     )]
@@ -57,7 +54,6 @@ pub enum AuthorityError {
     /// It has changed since it was read, or another server made it first.
     #[error("Secret {0} was changed at the same moment; check `tunnel-server ca status` and repeat")]
     Conflict(String),
-    /// The API server.
     #[error("{action} Secret {secret}: {reason}")]
     Api {
         /// Such as `reading`.
@@ -72,7 +68,6 @@ pub enum AuthorityError {
     Stopped(String),
 }
 
-/// The Secret with the CA.
 #[derive(Clone)]
 pub struct CaSecret {
     api: Api<Secret>,
@@ -88,7 +83,6 @@ impl fmt::Display for CaSecret {
 }
 
 impl CaSecret {
-    /// The Secret of this name.
     pub fn new(client: Client, namespace: &str, name: &str) -> Self {
         let api = Api::namespaced(client, namespace);
         Self { api, namespace: namespace.to_owned(), name: name.to_owned() }
@@ -149,7 +143,6 @@ impl CaSecret {
         Ok(())
     }
 
-    /// The CA in the Secret.
     pub async fn read(&self) -> Result<Held, AuthorityError> {
         let secret = self.get().await?.ok_or_else(|| AuthorityError::Missing(self.to_string()))?;
         let material = self.material(&secret)?;
@@ -225,7 +218,6 @@ impl CaSecret {
     }
 }
 
-/// What a Secret holds.
 pub struct Held {
     secret: Secret,
     material: CaMaterial,
@@ -234,7 +226,6 @@ pub struct Held {
 }
 
 impl Held {
-    /// The CA.
     pub fn state(&self, lifetimes: Lifetimes) -> Result<CaState, PkiError> {
         self.material.state(lifetimes)
     }

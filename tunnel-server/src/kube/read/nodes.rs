@@ -56,7 +56,6 @@ pub async fn run(
     }
 }
 
-/// The Nodes so far.
 struct Nodes {
     selector: Selector,
     known: BTreeMap<String, Known>,

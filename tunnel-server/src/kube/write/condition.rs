@@ -21,7 +21,6 @@ use self::leader_term::{LeaderTerm, Want};
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::partial_node::PartialNode;
 
-/// The condition's type.
 pub const CONDITION: &str = "PosternTunnel";
 
 /// At most ten writes a second.
@@ -203,7 +202,6 @@ async fn list(api: &Api<ConditionNode>) -> Result<HashMap<NodeName, String>, Req
     }
 }
 
-/// A Node with nothing but its conditions.
 type ConditionNode = PartialNode<IgnoredAny, NodeConditions>;
 
 #[derive(Clone, Debug, Deserialize)]

@@ -19,7 +19,6 @@ use crate::inventory::Inventory;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::reconcile::{self, Reconcile, changes};
 
-/// The key in the ConfigMap.
 pub const KEY: &str = "tunnel-nodes";
 
 /// Changes within this time are written as one.

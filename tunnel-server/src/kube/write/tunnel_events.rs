@@ -53,7 +53,6 @@ struct Tunnel {
     live: bool,
     /// Since when it is live, or is not.
     since: Instant,
-    /// Whether it was last reported as up.
     reported_up: bool,
     reported_down: Option<Instant>,
 }
@@ -73,7 +72,6 @@ impl Tunnel {
 }
 
 impl Tunnels {
-    /// Notes which nodes have a tunnel.
     fn observe(&mut self, now: Instant, live: &HashSet<NodeName>) {
         for (node, tunnel) in &mut self.0 {
             let is = live.contains(node);

@@ -244,31 +244,16 @@ fn with_a_used_up_token_range_connects_fail() {
     assert_eq!(router.snapshot().conflicts().iter().filter(|c| c.kind == ConflictKind::NoToken).count(), 2);
 }
 
-/// Collects what is logged by this thread.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[test]
 fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let writer = Mutex::new(file.reopen().unwrap());
+    let subscriber = tracing_subscriber::fmt().with_writer(writer).with_ansi(false).finish();
+    let text = || std::fs::read_to_string(file.path()).unwrap();
     tracing::subscriber::with_default(subscriber, || {
         let (router, _) = router();
         let twins = || vec![node("a", true, &["10.8.0.7"]), node("b", true, &["10.8.0.7"])];
-        let count = || {
-            let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
-            text.matches("several edge nodes have it").count()
-        };
+        let count = || text().matches("several edge nodes have it").count();
         router.set_inventory(inventory(twins()));
         router.set_inventory(inventory(twins()));
         let mut third = twins();
@@ -283,7 +268,7 @@ fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
             (0..2000).map(|i| node(&format!("n{i}"), true, &[&format!("10.9.{}.{}", i / 512, i / 2 % 256)]));
         router.set_inventory(inventory(many.collect()));
         assert_eq!(count(), 2 + MAX_LOGGED);
-        let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        let text = text();
         assert!(text.contains("980 more conflicts"), "{text}");
     });
 }

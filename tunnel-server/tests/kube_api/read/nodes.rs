@@ -105,10 +105,11 @@ impl Following {
         eventually("the watch works", || self.is_synced().then_some(())).await;
     }
 
-    fn metrics(&self) -> String {
+    #[track_caller]
+    fn has_metric(&self, line: &str) {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.registry).unwrap();
-        text
+        assert!(text.contains(line), "{text}");
     }
 }
 
@@ -252,18 +253,10 @@ async fn an_api_server_may_start_later() {
     let following = Following::start(&server).await;
     let error = eventually("an error", || following.last_error()).await;
     assert!(error.contains("onnection refused"), "{error}");
-    assert!(
-        following.metrics().contains("postern_kube_watch_synced{resource=\"nodes\"} 0"),
-        "{}",
-        following.metrics()
-    );
+    following.has_metric("postern_kube_watch_synced{resource=\"nodes\"} 0");
     assert_eq!(following.count(), 0);
     server.up();
     following.until("the inventory", Instant::now(), |inventory| inventory.nodes.len() == 1).await;
     following.synced().await;
-    assert!(
-        following.metrics().contains("postern_kube_watch_synced{resource=\"nodes\"} 1"),
-        "{}",
-        following.metrics()
-    );
+    following.has_metric("postern_kube_watch_synced{resource=\"nodes\"} 1");
 }

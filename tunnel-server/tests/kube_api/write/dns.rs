@@ -79,8 +79,8 @@ async fn only_the_leader_writes() {
     let fixture = Fixture::new(true).await;
     fixture.internal_service("10.96.0.9", &json!([]));
     // Another server with other nodes, which sees every write.
-    let (other, leader, nodes) = fixture.other();
-    nodes.send_replace(inventory(&["edge-9"], &[]));
+    let (other, theirs) = fixture.other().await;
+    theirs.inventory.send_replace(inventory(&["edge-9"], &[]));
     tokio::spawn(dns::run(other, fixture.events.clone()));
     tokio::spawn(dns::run(fixture.context.clone(), fixture.events.clone()));
     for edge in ["edge-1", "edge-2", "edge-3"] {
@@ -88,8 +88,8 @@ async fn only_the_leader_writes() {
         fixture.has_records(&format!("10.96.0.9\t{edge}")).await;
     }
     assert_eq!(fixture.api.writes(NAME), 3, "{:?}", fixture.api.all_requests());
-    fixture.leader.send_replace(false);
-    leader.send_replace(true);
+    fixture.inputs.leader.send_replace(false);
+    theirs.leader.send_replace(true);
     fixture.has_records("10.96.0.9\tedge-9").await;
 }
 

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
-use tokio::sync::watch;
 use tunnel_server::kube::read::configmap;
 use tunnel_server::kube::write::service;
 use tunnel_server::settings::{Doors, InternalDoor, Settings};
@@ -20,7 +19,7 @@ fn port(name: &str, number: u16, target: u16) -> Value {
 impl Fixture {
     fn configured(&self, ports: &[(u16, InternalDoor)]) {
         let internal = ports.iter().copied().collect();
-        self.settings.send_replace(Arc::new(Settings { internal, ..Settings::default() }));
+        self.inputs.settings.send_replace(Arc::new(Settings { internal, ..Settings::default() }));
     }
 
     async fn has_ports(&self, expected: &Value) {
@@ -81,7 +80,7 @@ async fn ports_that_were_unconfigured_while_no_server_ran_are_removed() {
         fixture.context.clone(),
         fixture.events.clone(),
         DOORS,
-        fixture.settings.clone(),
+        fixture.inputs.settings.clone(),
     ));
     fixture.has_ports(&json!([https])).await;
 }
@@ -91,10 +90,8 @@ async fn only_the_leader_writes() {
     let fixture = Fixture::new(true).await;
     fixture.internal_service("10.96.0.9", &json!([port("https", 10250, 10263)]));
     // Another server with another ConfigMap, which sees every write.
-    let (mut other, leader, _nodes) = fixture.other();
-    let (settings, theirs) = watch::channel(Arc::default());
-    other.settings = theirs;
-    settings.send_replace(Arc::new(Settings::default()));
+    let (other, theirs) = fixture.other().await;
+    theirs.settings.send_replace(Arc::new(Settings::default()));
     tokio::spawn(service::run(other, DOORS));
     tokio::spawn(service::run(fixture.context.clone(), DOORS));
     for number in [9100, 9200, 9300] {
@@ -103,8 +100,8 @@ async fn only_the_leader_writes() {
         fixture.has_ports(&json!([port("https", 10250, 10263), dnat])).await;
     }
     assert_eq!(fixture.api.writes(INTERNAL), 3, "{:?}", fixture.api.all_requests());
-    fixture.leader.send_replace(false);
-    leader.send_replace(true);
+    fixture.inputs.leader.send_replace(false);
+    theirs.leader.send_replace(true);
     fixture.has_ports(&json!([port("https", 10250, 10263)])).await;
 }
 

@@ -159,7 +159,7 @@ async fn only_the_leader_writes_conditions_and_every_server_reports_its_tunnels(
     let note = eventually("an Event", || fixture.notes("default", "TunnelDown", "edge-1").pop()).await;
     assert!(note.contains("server-a"), "{note}");
     sessions.set(&["edge-1"]);
-    fixture.leader.send_replace(true);
+    fixture.inputs.leader.send_replace(true);
     eventually("the condition", || fixture.status("edge-1")).await;
     assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
 }

@@ -111,7 +111,6 @@ impl LeaderTerm {
         (due, claims.filter(|claim| *claim > now).min())
     }
 
-    /// Notes a write.
     pub(super) fn wrote(&mut self, node: &NodeName, want: Want) {
         match want.status() {
             Some(status) => self.present.insert(node.clone(), status.to_owned()),

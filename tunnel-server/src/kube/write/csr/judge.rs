@@ -27,7 +27,6 @@ const DIGITAL_SIGNATURE: &str = "digital signature";
 const MAX_REQUEST: usize = 8192;
 const MAX_MESSAGE: usize = 1000;
 
-/// What to do with a request.
 #[derive(Debug)]
 pub(super) enum Verdict {
     /// The requester is this node, and asks for exactly what it may have.
@@ -38,11 +37,9 @@ pub(super) enum Verdict {
         reason: &'static str,
         message: String,
     },
-    /// It is another signer's.
     NotOurs,
 }
 
-/// What to sign.
 #[derive(Debug)]
 pub(super) struct Approved {
     /// The node, which the requester is.

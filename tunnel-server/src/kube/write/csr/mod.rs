@@ -121,7 +121,6 @@ async fn work(reconciler: Arc<CsrReconciler>) {
     done.for_each(|_| async {}).await;
 }
 
-/// What to do with a request now.
 #[derive(Debug)]
 enum Step {
     Approve(Approved),
@@ -194,6 +193,10 @@ fn with_condition(
     csr
 }
 
+fn warn(csr: &str, user: &str, outcome: &str, reason: &str, what: &str) {
+    tracing::warn!(call = CALL, csr, user, outcome, reason, "{what}");
+}
+
 struct CsrReconciler {
     context: KubeContext,
     api: Api<CertificateSigningRequest>,
@@ -246,28 +249,15 @@ impl CsrReconciler {
                     tracing::info!(call = CALL, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
                 Step::Deny { reason, message } => {
-                    tracing::warn!(
-                        call = CALL,
-                        csr = name,
-                        user,
-                        outcome = reason,
-                        reason = message,
-                        "enrolment refused"
-                    );
+                    warn(&name, &user, reason, &message, "enrolment refused");
                     let denied = with_condition(csr, DENIED, reason, message);
                     csr = self.api.replace_subresource("approval", &name, &write, &denied).await?;
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "denied");
                 }
                 Step::Fail { reason, message } => {
-                    tracing::warn!(
-                        call = CALL,
-                        csr = name,
-                        user,
-                        outcome = reason,
-                        reason = message,
-                        "a request that must not be signed was approved; marking it as failed"
-                    );
+                    let what = "a request that must not be signed was approved; marking it as failed";
+                    warn(&name, &user, reason, &message, what);
                     let failed = with_condition(csr, FAILED, reason, message);
                     csr = self.api.replace_status(&name, &write, &failed).await?;
                     self.answered().insert(uid.clone());

@@ -120,11 +120,7 @@ async fn retry_after_is_respected() {
     assert!(started.elapsed() >= Duration::from_secs(2), "asked again after {:?}", started.elapsed());
     let error = following.last_error().unwrap();
     assert_eq!(error, "the API server asks to wait for 2 s (429 TooManyRequests)");
-    assert!(
-        following.metrics().contains("postern_kube_errors_total{resource=\"nodes\"} 1"),
-        "{}",
-        following.metrics()
-    );
+    following.has_metric("postern_kube_errors_total{resource=\"nodes\"} 1");
 }
 
 /// A restored API server counts from an older version: it reports the unknown version like any other error.
