@@ -72,9 +72,15 @@ pub(crate) fn program(name: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// The cargo that runs this xtask.
+/// The cargo that runs this xtask. What it has set for xtask alone is removed: ring's build script watches some of it, and
+/// would rebuild ring, and most of the tree with it, whenever `cargo build` and `cargo xtask` alternate.
 pub(crate) fn cargo() -> Command {
-    program(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    let mut command = program(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let own = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+    for (name, _) in env::vars_os().filter(|(name, _)| name.to_str().is_some_and(own)) {
+        command.env_remove(name);
+    }
+    command
 }
 
 /// Shows the command, runs it to its end; anything but success is an error.
