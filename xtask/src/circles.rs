@@ -4,8 +4,8 @@
 //! must import one another without a circle. A module's own file may declare and re-export its children: that is what it
 //! is for, and counts as no import. Tests are left out.
 //!
-//! `cargo modules dependencies --acyclic` asks more (a file that re-exports a child is already a circle there) and takes
-//! ten minutes to build; `cargo cycles` does not follow `super::`.
+//! `cargo modules dependencies --acyclic` counts every child that uses its parent as a circle, since its graph has the edge
+//! from a parent to its child; `cargo cycles` does not follow `super::`.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
