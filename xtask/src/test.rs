@@ -27,7 +27,7 @@ pub(crate) struct Options {
     /// Only unit tests and a handful of scenarios; says what it leaves out.
     #[arg(long)]
     quick: bool,
-    /// Only tests whose name contains this, such as `path::` or `https::a_kubelet_is_reached_by_name`.
+    /// Only tests whose name contains this, such as `path::` or `https::tls_ends_at_the_edge`.
     filter: Option<String>,
 }
 
