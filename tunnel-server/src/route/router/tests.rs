@@ -250,6 +250,9 @@ fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
     let writer = Mutex::new(file.reopen().unwrap());
     let subscriber = tracing_subscriber::fmt().with_writer(writer).with_ansi(false).finish();
     let text = || std::fs::read_to_string(file.path()).unwrap();
+    // While there is one dispatcher only, tracing asks the subscriber of the thread that meets a call first,
+    // which may be another test's, and caches its "never".
+    let _second = tracing::Dispatch::new(tracing_subscriber::registry());
     tracing::subscriber::with_default(subscriber, || {
         let (router, _) = router();
         let twins = || vec![node("a", true, &["10.8.0.7"]), node("b", true, &["10.8.0.7"])];
