@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use tunnel_core::admin::{Admin, Serving, register_process_metrics};
+use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_core::config::ConfigError;
 use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
@@ -59,6 +59,9 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     raise_open_files();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
+    let postern = registry.sub_registry_with_prefix("postern");
+    postern.register_collector(Box::new(log.lost().clone()));
+    register_tasks(postern, vec![Handle::current()]);
     let metrics = Metrics::new(&mut registry);
     let identity_metrics = IdentityMetrics::register(&mut registry);
     let readiness = Readiness::new();
@@ -86,7 +89,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     enrolling.ready();
 
     let addresses = NodeAddresses::start(config.node_ip, servers.known()).await;
-    let epochs = EpochSource::open(config.state_dir.join("epoch")).context("session numbers")?;
+    let epochs = EpochSource::open(config.state_dir.join("epoch"));
     Ok(Bound {
         config,
         metrics,

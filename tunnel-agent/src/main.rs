@@ -2,13 +2,12 @@
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::Context;
 use tunnel_agent::app;
 use tunnel_agent::cli::{Cli, Command};
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::Shutdown;
+use tunnel_core::lifecycle::{Shutdown, block_on};
 use tunnel_core::logging;
 
 /// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
@@ -16,27 +15,16 @@ use tunnel_core::logging;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// How long to wait at the end for other threads, such as one that is resolving a name.
-const THREADS_END: Duration = Duration::from_secs(1);
-
 fn main() -> ExitCode {
     let cli = match parse_command_line::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,
     };
-    match run(cli) {
+    // One thread is enough for an edge node's connections, and leaves the rest to the workload.
+    match block_on(command(cli)) {
         Ok(()) => ExitCode::from(exit::OK),
         Err(error) => ExitCode::from(report_error("tunnel-agent", error.as_ref())),
     }
-}
-
-fn run(cli: Cli) -> anyhow::Result<()> {
-    // One thread is enough for an edge node's connections, and leaves the rest to the workload.
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().context("creating the runtime")?;
-    let result = runtime.block_on(command(cli));
-    runtime.shutdown_timeout(THREADS_END);
-    result
 }
 
 async fn command(cli: Cli) -> anyhow::Result<()> {
@@ -44,7 +32,7 @@ async fn command(cli: Cli) -> anyhow::Result<()> {
         Some(Command::Status(command)) => Ok(command.run().await?),
         None => {
             let config = cli.run.to_config()?;
-            let log = logging::init(config.log_format, config.log_level)?;
+            let (log, _written) = logging::init(config.log_format, config.log_level)?;
             tracing::info!(
                 version = env!("CARGO_PKG_VERSION"),
                 flags = shell_line(&config.flags()),

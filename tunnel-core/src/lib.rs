@@ -12,6 +12,7 @@ pub mod identity;
 pub mod lifecycle;
 pub mod link;
 pub mod log_once;
+mod log_queue;
 pub mod logging;
 pub mod net;
 pub mod outcome;

@@ -17,8 +17,21 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
+/// How long the end of a program waits for threads that wait for something else, such as a name to be resolved.
+const THREADS_END: Duration = Duration::from_secs(1);
 /// The usual soft limit.
 const USUAL_OPEN_FILES: u32 = 1024;
+
+/// Runs a program on this thread. Once it has ended, so does the process, whatever a thread for blocking calls waits for.
+///
+/// # Errors
+/// The program's, or the runtime cannot be made.
+pub fn block_on<T, E: From<io::Error>>(program: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let result = runtime.block_on(program);
+    runtime.shutdown_timeout(THREADS_END);
+    result
+}
 
 /// When to stop: `draining` means take nothing new and finish what is in flight, `forced` means end immediately. Forcing
 /// implies draining. Clones share the state.
@@ -312,6 +325,18 @@ mod tests {
         let started = tokio::time::Instant::now();
         assert_eq!(drain.finish(Duration::from_secs(30)).await, Drained::Forced { left: 1 });
         assert_eq!(started.elapsed(), Duration::from_secs(1));
+    }
+
+    #[test]
+    fn a_call_that_never_returns_does_not_keep_the_program() {
+        let (held, _open) = std::io::pipe().unwrap();
+        let started = std::time::Instant::now();
+        let ended = block_on(async {
+            tokio::task::spawn_blocking(move || io::Read::read(&mut { held }, &mut [0]));
+            io::Result::Ok("ended")
+        });
+        assert_eq!(ended.unwrap(), "ended");
+        assert!(started.elapsed() < Duration::from_secs(20));
     }
 
     #[tokio::test]

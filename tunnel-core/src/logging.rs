@@ -1,4 +1,5 @@
-//! Logging: text or JSON on standard error, with a level that can be changed at run time.
+//! Logging: text or JSON on standard error, with a level that can be changed at run time. A thread of its own writes:
+//! no other waits for standard error.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -9,6 +10,9 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, fmt as fmt_layer, reload};
+
+use crate::log_queue;
+pub use crate::log_queue::{LogGuard, LostLines};
 
 /// The format of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -133,6 +137,7 @@ type Apply = dyn Fn(Targets) -> Result<(), LoggingError> + Send + Sync;
 pub struct Handle {
     level: Arc<Mutex<Level>>,
     apply: Arc<Apply>,
+    lost: LostLines,
 }
 
 impl fmt::Debug for Handle {
@@ -144,7 +149,16 @@ impl fmt::Debug for Handle {
 impl Handle {
     /// A handle without a logger, for tests and one-shot commands.
     pub fn detached() -> Self {
-        Self { level: Arc::new(Mutex::new(Level::Off)), apply: Arc::new(|_| Ok(())) }
+        Self {
+            level: Arc::new(Mutex::new(Level::Off)),
+            apply: Arc::new(|_| Ok(())),
+            lost: LostLines::default(),
+        }
+    }
+
+    /// How many lines were not written.
+    pub fn lost(&self) -> &LostLines {
+        &self.lost
     }
 
     pub fn level(&self) -> Level {
@@ -164,14 +178,22 @@ impl Handle {
     }
 }
 
-/// Installs the process's logger, on standard error.
+/// Installs the process's logger, on standard error; panics are logged too. The guard is dropped last: it writes what
+/// still waits.
 ///
 /// # Errors
 /// The process has one already.
-pub fn init(format: Format, level: Level) -> Result<Handle, LoggingError> {
-    let (layer, handle) = layered(format, level, std::io::stderr, std::io::stderr().is_terminal());
+pub fn init(format: Format, level: Level) -> Result<(Handle, LogGuard), LoggingError> {
+    let (queue, guard, lost) = log_queue::start(std::io::stderr());
+    let (layer, handle) = layered(format, level, queue, std::io::stderr().is_terminal());
     tracing_subscriber::registry().with(layer).try_init().map_err(|_| LoggingError::Installed)?;
-    Ok(handle)
+    // The default hook writes to standard error itself, from the thread that panicked.
+    std::panic::set_hook(Box::new(|panic| {
+        let backtrace = std::backtrace::Backtrace::capture();
+        let captured = backtrace.status() == std::backtrace::BacktraceStatus::Captured;
+        tracing::error!(backtrace = captured.then(|| tracing::field::display(&backtrace)), "{panic}");
+    }));
+    Ok((Handle { lost, ..handle }, guard))
 }
 
 /// The layer that [`init`] installs; separate, so that a test can have its own writer and scope.
@@ -188,6 +210,7 @@ where
     let handle = Handle {
         level: Arc::new(Mutex::new(level)),
         apply: Arc::new(move |filter| reload.reload(filter).map_err(|_| LoggingError::Gone)),
+        lost: LostLines::default(),
     };
     (layer.with_filter(filter), handle)
 }

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::admin::{Admin, Serving, register_process_metrics};
+use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
@@ -64,6 +65,9 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
     let pki_metrics = PkiMetrics::register(&mut registry);
     let postern = registry.sub_registry_with_prefix("postern");
+    postern.register_collector(Box::new(log.lost().clone()));
+    let workers = Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?;
+    register_tasks(postern, [&[Handle::current()], workers.runtimes()].concat());
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(config.router(), postern));
     let lifetimes = Lifetimes::from_environment()?;
@@ -98,10 +102,12 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         let bound = Admin { registry, readiness, status, log }.bind("--admin-address", address)?;
         admin = Some(bound.serve()?);
     }
-    let workers = Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?;
     if let Some(listener) = &listeners.agents {
         let agent_addresses = agent_addresses(&config.server_names(), listener.local_addr()?);
-        ServerFile { agent_addresses }.write(&config.state_dir)?;
+        // A disk that is full or read-only must not keep a server that has its CA from starting.
+        if let Err(error) = (ServerFile { agent_addresses }).write(&config.state_dir) {
+            tracing::error!(%error, "`token create` will not know this server's addresses");
+        }
     }
     Ok(Bound {
         config,

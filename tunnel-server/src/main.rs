@@ -1,12 +1,11 @@
 //! `tunnel-server`: see `--help`.
 #![forbid(unsafe_code)]
 
-use std::future::Future;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::Shutdown;
+use tunnel_core::lifecycle::{Shutdown, block_on};
 use tunnel_core::logging;
 use tunnel_server::app;
 use tunnel_server::cli::{Cli, Command, RunArgs};
@@ -36,23 +35,15 @@ fn main() -> ExitCode {
 
 fn run(args: &RunArgs) -> anyhow::Result<()> {
     let config = args.config()?;
-    let log = logging::init(config.log_format, config.log_level)?;
+    let (log, _written) = logging::init(config.log_format, config.log_level)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         flags = shell_line(&config.flags()),
         "tunnel-server starts"
     );
+    // The data path has threads of its own; this one accepts connections and runs everything else.
     block_on(async {
         let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
         app::build(config, log).await?.run(shutdown).await
     })
-}
-
-/// The data path has threads of its own; this one accepts connections and runs everything else.
-fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("making the runtime")?
-        .block_on(work)
 }

@@ -12,6 +12,7 @@ mod image;
 mod lint;
 mod packages;
 mod peers;
+mod soak;
 mod tally;
 mod test;
 
@@ -51,6 +52,8 @@ enum Command {
     Bench(bench::Options),
     /// Runs fuzz targets.
     Fuzz(fuzz::Options),
+    /// Mixed load with faults for hours; fails if memory, sockets, tasks or map entries grow (root).
+    Soak(soak::Options),
 }
 
 fn main() -> ExitCode {
@@ -82,5 +85,6 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Image(options) => image::run_image(&options),
         Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
+        Command::Soak(options) => soak::run_soak(&options),
     }
 }

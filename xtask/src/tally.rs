@@ -78,7 +78,9 @@ impl Tally {
             let line = line.context("reading the tests' output")?;
             let line = String::from_utf8_lossy(&line);
             println!("{line}");
-            if let Some(result) = result_line(&line) {
+            if is_passed_check(&line) {
+                self.passed += 1;
+            } else if let Some(result) = result_line(&line) {
                 self.passed += result.passed;
                 failed += result.failed;
                 if result.ignored > 0 {
@@ -111,6 +113,13 @@ fn clock(time: Duration) -> String {
     format!("{}:{:02} min", seconds / 60, seconds % 60)
 }
 
+/// Whether the line reports one of the checks that a scenario of a cluster makes. One that failed fails its scenario.
+fn is_passed_check(line: &str) -> bool {
+    let progress = line.strip_prefix("  [").and_then(|line| line.split_once(" s] "));
+    let text = progress.and_then(|(_, rest)| rest.split_once(": "));
+    text.is_some_and(|(_, text)| text.starts_with("ok      "))
+}
+
 fn failed_name(rest: &str) -> Option<&str> {
     let (name, result) = rest.rsplit_once(" ... ")?;
     result.contains("FAILED").then_some(name.trim())
@@ -141,6 +150,16 @@ mod tests {
         assert_eq!(result_line(line), Some(ResultLine { passed: 12, failed: 3, ignored: 1 }));
         assert_eq!(result_line("test result: nonsense"), None);
         assert_eq!(result_line("test a ... ok"), None);
+    }
+
+    #[test]
+    fn checks_of_clusters_are_counted() {
+        assert!(is_passed_check("  [ 12.3 s] kubernetes::outages: ok      port lists are followed (1.2s)"));
+        assert!(!is_passed_check(
+            "  [ 12.3 s] kubernetes::outages: FAILED  port lists are followed (1.2s): no"
+        ));
+        assert!(!is_passed_check("  [ 12.3 s] kubernetes::outages: the cluster runs"));
+        assert!(!is_passed_check("test path::half_close ... ok"));
     }
 
     #[test]

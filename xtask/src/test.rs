@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{build, built, cargo, default_packages, is_root, program};
+use crate::command::{build, built, cargo, default_packages, is_root, program, run};
 use crate::demo::PROGRAMS;
 use crate::tally::Tally;
 use crate::{bench, build_ebpf, demo, fuzz, image, packages, peers};
@@ -32,6 +32,10 @@ pub(crate) struct Options {
 }
 
 impl Options {
+    fn runs_everything(&self) -> bool {
+        !self.quick && self.filter.is_none()
+    }
+
     fn selects(&self, name: &str) -> bool {
         self.filter.as_ref().is_none_or(|filter| name.contains(filter))
     }
@@ -42,19 +46,28 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
     packages::install(&[packages::TESTBED])?;
 
-    tally.heading("building the scenarios");
-    build(&["postern-scenarios"])?;
+    if options.runs_everything() {
+        // At once: built one by one, packages have other features, and the libraries are compiled several times.
+        tally.heading("building everything");
+        build_ebpf::run()?;
+        run(cargo().args(["build", "--all-targets"]))?;
+    } else {
+        tally.heading("building the scenarios");
+        build(&["postern-scenarios"])?;
+    }
     let scenarios = Scenarios::list(options)?;
     let packages = tested_packages(options)?;
     let programs: Vec<_> = if options.quick { Vec::new() } else { whole_programs(options) };
-    if !scenarios.names.is_empty() || !programs.is_empty() || packages.contains(&"tunnel-server".to_owned()) {
+    let needed =
+        !scenarios.names.is_empty() || !programs.is_empty() || packages.contains(&"tunnel-server".to_owned());
+    if needed && !options.runs_everything() {
         tally.heading("building the eBPF programs and the two programs");
         build_ebpf::run()?;
         build(PROGRAMS)?;
     }
     run_units(options, &packages, &mut tally)?;
     run_scenarios(options, &scenarios, &mut tally)?;
-    run_programs(&programs, &mut tally);
+    run_programs(options, &programs, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
     } else {
@@ -207,13 +220,13 @@ fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
     programs.into_iter().filter(|(name, _)| options.selects(name)).collect()
 }
 
-fn run_programs(programs: &[(&str, Run)], tally: &mut Tally) {
+fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) {
     for (name, run) in programs {
         tally.heading(name);
         let prepared = match *name {
             "bench::smoke" => Ok(()),
             _ => packages::install(&[packages::DEMO, packages::CLUSTER])
-                .and_then(|()| build(&["postern-demo"])),
+                .and_then(|()| if options.runs_everything() { Ok(()) } else { build(&["postern-demo"]) }),
         };
         let result = prepared.and_then(|()| run()).and_then(|code| {
             ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");

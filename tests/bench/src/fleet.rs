@@ -78,7 +78,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             let policy = Policy::new(Vec::new(), Arc::new(ArcSwap::from_pointee(vec![own])), Arc::default());
             let shared = Arc::new(Shared {
                 node: identity.node.clone(),
-                epochs: EpochSource::open(dir.join(n.to_string())).context("session numbers")?,
+                epochs: EpochSource::open(dir.join(n.to_string())),
                 policy: Arc::new(policy),
                 addresses,
                 bundles: bundles.clone(),

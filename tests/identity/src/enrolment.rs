@@ -162,9 +162,9 @@ async fn an_ended_certificate_needs_a_token_again() {
     })
     .await;
     let without = EnrollConfig { token: None, ..config.clone() };
-    let error = enroll(&without).await.unwrap_err();
-    assert!(matches!(error, EnrollError::Expired { .. }));
-    assert!(error.to_string().contains("tunnel-server token create --node edge-1"), "{error}");
+    // It may be this node's clock that is wrong.
+    assert_eq!(enroll(&without).await.unwrap().chain, identity.chain);
+    assert!(log().contains("tunnel-server token create --node edge-1"));
     // The used token is bound to the first key, and the hash is not needed again.
     assert!(enroll(&config).await.unwrap_err().to_string().contains("already used"));
     let token = server.token("edge-1");

@@ -59,7 +59,7 @@ fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
     let (bundles, announced) = mpsc::channel(16);
     let shared = Shared {
         node: node("edge-1"),
-        epochs: EpochSource::open(state_dir.join("epoch")).unwrap(),
+        epochs: EpochSource::open(state_dir.join("epoch")),
         policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
         addresses: watch::channel(Arc::new(Vec::new())).1,
         bundles,

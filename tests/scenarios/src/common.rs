@@ -1,6 +1,6 @@
 //! Steps that several scenarios share.
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
@@ -32,7 +32,12 @@ pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviou
     Target::start(&edge.ns, edge.address, port, behaviour)
 }
 
-/// Visits `address` repeatedly while `work` runs; every visit must succeed. Reports their latencies.
+/// A visit takes milliseconds. One that waits for a disturbance takes as long as that lasts: the agent's dial of a host
+/// that does not answer ends after 5 s, a session whose agent is silent after 12.
+const STALL: Duration = Duration::from_secs(4);
+
+/// Visits `address` repeatedly while `work` runs. Every visit must succeed, none may stall, also the one that is in
+/// flight when the work ends; and unless the work is short one must begin and end during it. Reports their latencies.
 pub(crate) async fn alongside<T>(
     what: &str,
     address: SocketAddr,
@@ -40,23 +45,39 @@ pub(crate) async fn alongside<T>(
 ) -> Result<T> {
     let mut work = std::pin::pin!(work);
     let mut latencies = Times::default();
-    loop {
+    let begin = Instant::now();
+    let steady = async || {
+        let latency = visit(address).await.with_context(|| format!("healthy traffic alongside {what}"))?;
+        ensure!(latency < STALL, "healthy traffic stood still for {latency:.1?} alongside {what}");
+        Ok(latency)
+    };
+    let mut visiting = Box::pin(steady());
+    let result = loop {
         tokio::select! {
             biased;
-            result = &mut work => {
-                let result = result?;
-                // At least a few visits, however short the work was.
-                while latencies.count() < 20 {
-                    latencies.add(visit(address).await.with_context(|| format!("healthy traffic after {what}"))?);
-                }
-                figure(&format!("healthy traffic alongside {what}: {} visits, {}", latencies.count(), latencies.summary()));
-                return Ok(result);
-            }
-            latency = visit(address) => {
-                latencies.add(latency.with_context(|| format!("healthy traffic alongside {what}"))?);
+            result = &mut work => break result?,
+            latency = &mut visiting => {
+                latencies.add(latency?);
+                visiting = Box::pin(steady());
             }
         }
+    };
+    let took = begin.elapsed();
+    ensure!(
+        latencies.count() > 0 || took < Duration::from_secs(1),
+        "no visit ended while {what} lasted ({took:.1?})"
+    );
+    latencies.add(visiting.await?);
+    // At least a few visits, however short the work was.
+    while latencies.count() < 20 {
+        latencies.add(steady().await?);
     }
+    figure(&format!(
+        "healthy traffic alongside {what}: {} visits, {}",
+        latencies.count(),
+        latencies.summary()
+    ));
+    Ok(result)
 }
 
 /// Connects, and expects a reset without data. It may arrive before connect() has returned.

@@ -8,6 +8,7 @@ mod scenario;
 
 mod common;
 mod deploy;
+mod disks;
 mod docs;
 mod hostile;
 mod hostile_peer;
@@ -16,12 +17,14 @@ mod https;
 mod identity;
 mod kubernetes;
 mod load;
+mod logs;
 mod operating;
 mod path;
 mod redirect;
 mod reload;
 mod restart;
 mod runner;
+mod soak;
 mod testbed;
 
 use scenario::Scenario;
@@ -42,6 +45,9 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         reload::SCENARIOS,
         hostile::SCENARIOS,
         operating::SCENARIOS,
+        logs::SCENARIOS,
+        disks::SCENARIOS,
+        soak::SCENARIOS,
         deploy::SCENARIOS,
         docs::SCENARIOS,
         redirect::SCENARIOS,

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -18,11 +18,15 @@ use postern_testbed::{Shape, load_target, supervisor, sweep};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::scenario::Scenario;
+use crate::soak;
 
 /// Limit of open files of a scenario and of the programs that it starts.
 const OPEN_FILES: u64 = 20_000;
 /// Scenarios that run concurrently: most of their time is waiting.
 const CONCURRENT: usize = 2;
+
+/// When the scenario of this process is killed.
+static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
 /// Held by a scenario with a cluster: two of them would take each other's processor time and time out.
@@ -81,8 +85,19 @@ fn prepare() -> Result<()> {
     remove_everything_on_signals()
 }
 
+/// When a scenario's process is killed; a long soak needs longer.
+fn limit(scenario: &Scenario) -> Duration {
+    scenario.limit + soak::asked().unwrap_or_default()
+}
+
+/// What is left of the time of this process's scenario.
+pub(crate) fn time_left() -> Duration {
+    KILLED_AT.get().map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()))
+}
+
 /// The process of one scenario.
 fn work(scenario: &Scenario, id: Id) -> Result<()> {
+    KILLED_AT.get_or_init(|| Instant::now() + limit(scenario));
     // Thousands of connections have two ends in this process.
     setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES).context("raising the limit of open files")?;
     let testbed = supervisor::enter_run(id, Shape { edges: scenario.edges, twin: scenario.twin })?;
@@ -115,7 +130,7 @@ fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
     runtime()?.block_on(async {
         tokio::select! {
             // Whether it ended or the limit came first is asked below.
-            _ = worker.wait_exit(scenario.limit) => {}
+            _ = worker.wait_exit(limit(scenario)) => {}
             never = shown.follow() => match never {},
         }
     });
@@ -129,7 +144,7 @@ fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
         Some(status) => {
             bail!("ended with {status} after {:.1?}\n{}", start.elapsed(), supervisor::logs(&dir))
         }
-        None => bail!("not finished after {:?}, killed\n{}", scenario.limit, supervisor::logs(&dir)),
+        None => bail!("not finished after {:?}, killed\n{}", limit(scenario), supervisor::logs(&dir)),
     }
     for line in fs::read_to_string(&log).unwrap_or_default().lines() {
         if let Some(figure) = line.strip_prefix(FIGURE) {

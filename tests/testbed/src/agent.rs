@@ -1,5 +1,7 @@
 //! The real tunnel-agent on an edge host.
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -24,6 +26,9 @@ pub struct Builder<'a> {
     kubeconfig: Option<PathBuf>,
     token: Option<Token>,
     flags: Vec<String>,
+    stderr: Option<Arc<OwnedFd>>,
+    /// A process whose mounts the agent sees.
+    mounts_of: Option<u32>,
 }
 
 impl<'a> Builder<'a> {
@@ -40,7 +45,18 @@ impl<'a> Builder<'a> {
     fn on_edge(testbed: &'a Testbed, edge: usize) -> Self {
         let node = testbed.edge(edge).name.clone();
         let name = format!("tunnel-agent-{edge}");
-        Self { testbed, edge, node, name, server: None, kubeconfig: None, token: None, flags: Vec::new() }
+        Self {
+            testbed,
+            edge,
+            node,
+            name,
+            server: None,
+            kubeconfig: None,
+            token: None,
+            flags: Vec::new(),
+            stderr: None,
+            mounts_of: None,
+        }
     }
 
     /// Sets the node's name, which defaults to the edge's.
@@ -70,6 +86,20 @@ impl<'a> Builder<'a> {
         self
     }
 
+    /// Where its log goes instead of the run's folder.
+    #[must_use]
+    pub fn stderr(mut self, stderr: impl Into<OwnedFd>) -> Self {
+        self.stderr = Some(Arc::new(stderr.into()));
+        self
+    }
+
+    /// The agent sees the mounts of the process `pid`.
+    #[must_use]
+    pub fn mounts_of(mut self, pid: u32) -> Self {
+        self.mounts_of = Some(pid);
+        self
+    }
+
     pub fn state_dir(&self) -> PathBuf {
         self.testbed.dir().join(&self.name)
     }
@@ -81,7 +111,15 @@ impl<'a> Builder<'a> {
     }
 
     fn process(&self) -> Result<Process> {
-        let mut command = self.testbed.on_edge(self.edge).command(&process::program("tunnel-agent")?);
+        let (host, program) = (self.testbed.on_edge(self.edge), process::program("tunnel-agent")?);
+        let mut command = match self.mounts_of {
+            Some(pid) => {
+                let mut command = host.command("nsenter".as_ref());
+                command.arg(format!("--mount=/proc/{pid}/ns/mnt")).arg("--").arg(program);
+                command
+            }
+            None => host.command(&program),
+        };
         if let Some(server) = &self.server {
             command.arg(format!("--server={server}"));
         }
@@ -95,7 +133,10 @@ impl<'a> Builder<'a> {
             command.arg(format!("--token={}", token.token)).arg(format!("--ca-hash={}", token.ca_hash));
         }
         command.args(&self.flags);
-        Process::spawn(self.testbed.dir(), &self.name, command)
+        match &self.stderr {
+            Some(stderr) => Process::spawn_with_stderr(&self.name, command, stderr),
+            None => Process::spawn(self.testbed.dir(), &self.name, command),
+        }
     }
 }
 

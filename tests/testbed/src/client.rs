@@ -1,6 +1,7 @@
 //! A client on the cloud host: connects, exchanges bytes, checks how a connection ended; and HTTP for the admin pages.
 use std::io;
 use std::net::SocketAddr;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -23,10 +24,19 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// How long the kernel's routes may lag behind a session's start or end; milliseconds in practice.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// Connects, with a deadline. EHOSTUNREACH is retried for [`SETTLE`].
+/// When the routes have caught up with what the test last saw begin.
+static SETTLED: Mutex<Option<Instant>> = Mutex::new(None);
+
+/// A session has just been seen to begin: for [`SETTLE`] a connect() may still find no route.
+pub(crate) fn session_began() {
+    *SETTLED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + SETTLE);
+}
+
+/// Connects, with a deadline. EHOSTUNREACH is retried only right after a session has begun: at any other time it is a
+/// route that was lost.
 pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
     let address = address.into();
-    let settled = Instant::now() + SETTLE;
+    let settled = SETTLED.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or_else(Instant::now);
     // Not `wait_for`, whose future cannot be spawned.
     loop {
         match attempt(address, PATIENCE).await {

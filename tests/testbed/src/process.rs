@@ -1,5 +1,6 @@
 //! Processes of a run: in a namespace and cgroup, in a process group of their own, with their output in a file.
 use std::fs::{self, OpenOptions};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -60,6 +61,13 @@ impl Process {
         let err = out.try_clone().context("duplicating the log's descriptor")?;
         command.stdout(out).stderr(err);
         Self::start(name, command, Some(log))
+    }
+
+    /// Starts `command` with its standard error in `stderr`, such as a pipe.
+    pub fn spawn_with_stderr(name: &str, mut command: Command, stderr: &OwnedFd) -> Result<Self> {
+        let stderr = stderr.try_clone().context("duplicating the descriptor")?;
+        command.stdout(Stdio::null()).stderr(stderr);
+        Self::start(name, command, None)
     }
 
     /// Starts `command` with this program's own output.

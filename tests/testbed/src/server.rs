@@ -1,6 +1,8 @@
 //! The real tunnel-server on the cloud host.
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -43,13 +45,14 @@ pub struct Builder<'a> {
     name: String,
     /// Reads the nodes from an API server instead of a file.
     kubeconfig: Option<PathBuf>,
+    stderr: Option<Arc<OwnedFd>>,
 }
 
 impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
-        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None }
+        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None, stderr: None }
     }
 
     /// A server of a cluster; its ports are those of the cluster's ConfigMap.
@@ -60,6 +63,13 @@ impl<'a> Builder<'a> {
     #[must_use]
     pub fn flag(mut self, flag: impl Into<String>) -> Self {
         self.flags.push(flag.into());
+        self
+    }
+
+    /// Where its log goes instead of the run's folder.
+    #[must_use]
+    pub fn stderr(mut self, stderr: impl Into<OwnedFd>) -> Self {
+        self.stderr = Some(Arc::new(stderr.into()));
         self
     }
 
@@ -82,7 +92,10 @@ impl<'a> Builder<'a> {
 
     /// Starts the program, without waiting until it is ready.
     pub fn spawn(&self) -> Result<Process> {
-        Process::spawn(self.testbed.dir(), &self.name, self.command()?)
+        match &self.stderr {
+            Some(stderr) => Process::spawn_with_stderr(&self.name, self.command()?, stderr),
+            None => Process::spawn(self.testbed.dir(), &self.name, self.command()?),
+        }
     }
 
     fn command(&self) -> Result<Command> {
@@ -159,6 +172,9 @@ impl<'a> Server<'a> {
     pub async fn wait_connected(&self, node: &str, connected: bool, limit: Duration) -> Result<()> {
         let what = format!("{node} to be {}", if connected { "connected" } else { "disconnected" });
         wait_until(&what, limit, async || self.is_connected(node).await, |seen| *seen == connected).await?;
+        if connected {
+            client::session_began();
+        }
         Ok(())
     }
 

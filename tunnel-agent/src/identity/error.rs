@@ -24,14 +24,6 @@ pub enum EnrollError {
          `tunnel-server token create --node {node}` prints both"
     )]
     NoCaHash { node: NodeName },
-    /// The certificate on disk has expired, and there is no token.
-    #[error(
-        "{path}: the certificate has expired: run `tunnel-server token create --node {node}` on the server and start \
-         this agent once with the --token and --ca-hash that it prints (if this node's clock is wrong, fix that \
-         instead)",
-        path = .path.display()
-    )]
-    Expired { path: PathBuf, node: NodeName },
     /// The identity on disk is another node's.
     #[error(
         "{path}: the identity is node {found}'s, but this agent is for node {expected}: fix --node-name, or give \

@@ -62,7 +62,9 @@ impl IdentityFiles {
         let of_key = |key: &str| AgentIdentity::from_pem(&chain, key, bundle.clone());
         let next = files::read_optional_private(&self.next_key())?;
         if let Some(identity) = next.as_deref().and_then(|key| of_key(key).ok()) {
-            self.promote_next_key()?;
+            if let Err(error) = self.promote_next_key() {
+                tracing::warn!(%error, "the key stays in the file for the next one until the directory can be written");
+            }
             return Ok(Stored::Identity(Box::new(identity)));
         }
         let key_path = self.key();
@@ -85,6 +87,18 @@ impl IdentityFiles {
         let key = generate_key()?;
         files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE_FILE)?;
         Ok(key)
+    }
+
+    /// [`IdentityFiles::pending_key`], or one that is only in memory while the directory cannot be written. Not for what
+    /// can be asked for only once, as with a token.
+    pub(crate) fn pending_key_or_unsaved(&self) -> Result<KeyPair, IdentityError> {
+        match self.pending_key() {
+            Err(error @ IdentityError::Io { .. }) => {
+                tracing::warn!(%error, "the key for the new certificate is not stored");
+                generate_key()
+            }
+            key => key,
+        }
     }
 
     /// Stores an identity. Its key is written first, unless it is [`IdentityFiles::pending_key`]: after a crash between

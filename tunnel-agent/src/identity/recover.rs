@@ -50,14 +50,11 @@ pub async fn recover(
             }
         };
         // Not part of the select: files and memory must change together.
-        let stored = match obtained {
+        match obtained {
             Ok(identity) => keeper.replace(identity).await,
-            Err(error) => Err(error),
-        };
-        drop(pending_key);
-        if let Err(error) = stored {
-            tracing::error!(%error, "the new identity cannot be stored");
+            Err(error) => tracing::error!(%error, "cannot enrol again"),
         }
+        drop(pending_key);
         tokio::time::sleep(pace.again).await;
     }
 }

@@ -22,6 +22,8 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(600);
 const JITTER_SHARE: u32 = 20;
 /// After a rotation every agent renews soon; this spreads them.
 const ROTATION_JITTER: Duration = Duration::from_secs(60);
+/// How often it is tried to store what a full or read-only disk did not take.
+const STORE_AGAIN: Duration = Duration::from_secs(10);
 /// When a renewal did not bring a certificate of the newest root: no sooner again than this.
 const ROTATION_RETRY: Duration = Duration::from_secs(300);
 
@@ -29,7 +31,7 @@ const ROTATION_RETRY: Duration = Duration::from_secs(300);
 /// and installs the roots that servers announce. Open sessions go on; new connections use the identity published last.
 pub struct IdentityKeeper {
     renewer: Arc<Renewer>,
-    _task: AbortOnDropHandle<()>,
+    _tasks: [AbortOnDropHandle<()>; 2],
 }
 
 /// How an agent gets out when its certificate cannot be used any more.
@@ -47,8 +49,9 @@ struct Renewer {
     servers: Mutex<Vec<String>>,
     files: IdentityFiles,
     current: watch::Sender<Arc<AgentIdentity>>,
-    /// Held while files and `current` change together.
-    storing: AsyncMutex<()>,
+    /// Held while files and `current` change together. Whether the files are older than `current`, because the disk is
+    /// full or read-only: then that alone is in use.
+    storing: AsyncMutex<bool>,
     /// Held from reading the pending key until what was issued for it is stored. Taken before `storing`.
     pending_key: AsyncMutex<()>,
     metrics: IdentityMetrics,
@@ -79,8 +82,9 @@ impl IdentityKeeper {
             recovery,
             metrics,
         });
-        let task = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&renewer).run()));
-        Self { renewer, _task: task }
+        let tasks =
+            [tokio::spawn(Arc::clone(&renewer).run()), tokio::spawn(Arc::clone(&renewer).store_again())];
+        Self { renewer, _tasks: tasks.map(AbortOnDropHandle::new) }
     }
 
     /// The identity to use for the next connection.
@@ -114,23 +118,24 @@ impl IdentityKeeper {
     /// present ones. `server_chain` is what that server presented in its TLS handshake, leaf first.
     ///
     /// # Errors
-    /// The text is no bundle, or does not verify the very server that sent it; or the file cannot be written. The
-    /// present roots stay then.
+    /// The text is no bundle, or does not verify the very server that sent it. The present roots stay then.
     pub async fn install_bundle(
         &self,
         pem: &str,
         server_chain: &[CertificateDer<'_>],
     ) -> Result<bool, EnrollError> {
         let bundle = TrustBundle::from_pem(pem)?;
-        let _storing = self.renewer.storing.lock().await;
+        let mut unsaved = self.renewer.storing.lock().await;
         let current = self.current();
         if current.bundle == bundle {
             return Ok(false);
         }
         bundle.verify_server(server_chain)?;
         let identity = current.with_bundle(bundle);
-        let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
-        run_blocking(move || files.store_bundle(&bundle)).await?;
+        if !*unsaved {
+            let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
+            *unsaved = is_unsaved(run_blocking(move || files.store_bundle(&bundle)).await);
+        }
         tracing::info!(roots = ?identity.bundle.hashes(), "the server's trusted roots have changed");
         if is_orphaned(&identity) && self.renewer.recovery == Recovery::Token {
             tracing::error!(
@@ -152,14 +157,22 @@ impl IdentityKeeper {
 
     /// Switches to the identity, and the roots, of a new enrolment. [`IdentityKeeper::hold_pending_key`] must have been
     /// held since the pending key was read.
-    ///
-    /// # Errors
-    /// The files cannot be written; the present identity stays then.
-    pub async fn replace(&self, identity: AgentIdentity) -> Result<(), EnrollError> {
-        let _storing = self.renewer.storing.lock().await;
-        self.renewer.store(identity).await?;
-        Ok(())
+    pub async fn replace(&self, identity: AgentIdentity) {
+        let mut unsaved = self.renewer.storing.lock().await;
+        self.renewer.store(identity, &mut unsaved).await;
     }
+}
+
+/// Whether storing failed, which is logged.
+fn is_unsaved(stored: Result<(), IdentityError>) -> bool {
+    if let Err(error) = &stored {
+        tracing::error!(
+            %error,
+            "the new certificate or roots are in use but not stored, and a restart would use the old ones: make the \
+             state directory writable (disk full or read-only?); it is tried again"
+        );
+    }
+    stored.is_err()
 }
 
 /// An edge's disk may be slow to sync.
@@ -237,28 +250,44 @@ impl Renewer {
         let _pending_key = self.pending_key.lock().await;
         let old = Arc::clone(&self.current.borrow());
         let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
-        let key = self.files.pending_key().map_err(AttemptError::transient)?;
+        let key = self.files.pending_key_or_unsaved().map_err(AttemptError::transient)?;
         let csr = create_csr(&key).map_err(AttemptError::transient)?;
         let mut connection = Connection::open(server, &tls).await?;
         let response = connection.client.renew(RenewRequest { csr }).await?;
         let mut identity = connection.issued_identity(&response.into_inner(), &key, &self.config.node)?;
-        let _storing = self.storing.lock().await;
+        let mut unsaved = self.storing.lock().await;
         // Roots that were announced meanwhile are newer than the answer's.
         let present = self.current.borrow().bundle.clone();
         if present != old.bundle {
             identity = identity.with_bundle(present);
         }
-        self.store(identity).await.map_err(AttemptError::transient)
+        Ok(self.store(identity, &mut unsaved).await)
     }
 
-    /// `storing` must be held.
-    async fn store(&self, identity: AgentIdentity) -> Result<Arc<AgentIdentity>, IdentityError> {
+    /// Uses the identity from now on. `unsaved` is that of `storing`.
+    async fn store(&self, identity: AgentIdentity, unsaved: &mut bool) -> Arc<AgentIdentity> {
         let identity = Arc::new(identity);
-        let (files, stored) = (self.files.clone(), Arc::clone(&identity));
-        run_blocking(move || files.store(&stored)).await?;
+        *unsaved = is_unsaved(self.write(&identity).await);
         self.metrics.set_not_after(identity.not_after());
         self.current.send_replace(Arc::clone(&identity));
-        Ok(identity)
+        identity
+    }
+
+    async fn store_again(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(STORE_AGAIN).await;
+            let mut unsaved = self.storing.lock().await;
+            let identity = Arc::clone(&self.current.borrow());
+            if *unsaved && self.write(&identity).await.is_ok() {
+                *unsaved = false;
+                tracing::info!("the certificate and the roots are stored");
+            }
+        }
+    }
+
+    async fn write(&self, identity: &Arc<AgentIdentity>) -> Result<(), IdentityError> {
+        let (files, identity) = (self.files.clone(), Arc::clone(identity));
+        run_blocking(move || files.store(&identity)).await
     }
 }
 

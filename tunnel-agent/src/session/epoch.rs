@@ -6,15 +6,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tunnel_core::identity::write_atomically;
-
-/// The epoch file cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum EpochError {
-    #[error("{path}: {source}; the state directory must be readable and writable", path = path.display())]
-    Io { path: PathBuf, source: io::Error },
-    #[error("{path}: {value:?} is not a session number; remove the file, and a new one is created", path = path.display())]
-    Malformed { path: PathBuf, value: String },
-}
+use tunnel_core::log_once::LogOnce;
+use tunnel_core::text::printable;
 
 /// Gives every session of this node a number higher than all before.
 ///
@@ -24,37 +17,51 @@ pub enum EpochError {
 pub struct EpochSource {
     path: PathBuf,
     last: Mutex<u64>,
+    /// Why the last one is not on disk.
+    unsaved: Mutex<LogOnce>,
 }
 
 impl EpochSource {
-    /// Reads the last epoch.
-    ///
-    /// # Errors
-    /// The file exists but cannot be read, or holds no number.
-    pub fn open(path: PathBuf) -> Result<Self, EpochError> {
+    /// Reads the last epoch. A file that cannot be used is replaced with the next: no more is lost than with a new state
+    /// directory.
+    pub fn open(path: PathBuf) -> Self {
         let last = match std::fs::read_to_string(&path) {
-            Ok(text) => {
-                let value = text.trim().to_owned();
-                value.parse().map_err(|_| EpochError::Malformed { path: path.clone(), value })?
-            }
+            Ok(text) => text.trim().parse().unwrap_or_else(|_| {
+                let (path, value) = (path.display(), printable(text.trim(), 40));
+                tracing::warn!(%path, value, "not a session number; the clock gives the next one");
+                0
+            }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            Err(source) => return Err(EpochError::Io { path, source }),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "the last session's number is not known; the clock gives the next one");
+                0
+            }
         };
-        Ok(Self { path, last: Mutex::new(last) })
+        Self { path, last: Mutex::new(last), unsaved: Mutex::default() }
     }
 
-    /// The next epoch, on disk before it is used.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn next(&self) -> Result<u64, EpochError> {
+    /// The next epoch, on disk before it is used; a disk that is full or read-only does not keep the agent away.
+    pub fn next(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
-        write_atomically(&self.path, format!("{next}\n").as_bytes(), 0o600)
-            .map_err(|source| EpochError::Io { path: self.path.clone(), source })?;
-        *last = next;
-        Ok(next)
+        *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
+        let mut unsaved = self.unsaved.lock().unwrap_or_else(PoisonError::into_inner);
+        match write_atomically(&self.path, format!("{last}\n").as_bytes(), 0o600) {
+            Ok(()) => {
+                if unsaved.clear() {
+                    tracing::info!(path = %self.path.display(), "the session's number is stored again");
+                }
+            }
+            Err(error) if unsaved.is_new(&error) => {
+                tracing::error!(
+                    path = %self.path.display(), %error,
+                    "the session's number is not stored, which does harm only if this node's clock is set back before a \
+                     restart: make the state directory writable (disk full or read-only?)"
+                );
+            }
+            Err(_) => {}
+        }
+        *last
     }
 }
 
@@ -66,15 +73,28 @@ mod tests {
     fn epochs_grow_across_restarts_and_clocks_set_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("epoch");
-        let first = EpochSource::open(path.clone()).unwrap().next().unwrap();
-        let source = EpochSource::open(path.clone()).unwrap();
-        let second = source.next().unwrap();
-        assert!(second > first && source.next().unwrap() > second);
+        let first = EpochSource::open(path.clone()).next();
+        let source = EpochSource::open(path.clone());
+        let second = source.next();
+        assert!(second > first && source.next() > second);
         // As if the clock had been far ahead once.
         let ahead = u64::MAX / 2;
         std::fs::write(&path, ahead.to_string()).unwrap();
-        assert_eq!(EpochSource::open(path.clone()).unwrap().next().unwrap(), ahead + 1);
-        std::fs::write(&path, "x").unwrap();
-        assert!(EpochSource::open(path).unwrap_err().to_string().contains("\"x\" is not a session number"));
+        assert_eq!(EpochSource::open(path).next(), ahead + 1);
+    }
+
+    #[test]
+    fn an_unusable_file_is_replaced_and_an_unwritable_one_stops_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("epoch");
+        for content in ["", "x", "-1", "18446744073709551616"] {
+            std::fs::write(&path, content).unwrap();
+            let next = EpochSource::open(path.clone()).next();
+            assert!(next > 1_700_000_000_000, "{next}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{next}\n"));
+        }
+        let source = EpochSource::open(dir.path().join("gone/epoch"));
+        let first = source.next();
+        assert!(source.next() > first);
     }
 }

@@ -242,7 +242,7 @@ impl LinkLoop {
         }
         let shared = self.shared.clone();
         let next = tokio::task::spawn_blocking(move || shared.epochs.next()).await;
-        next.map_err(std::io::Error::other)?.map_err(std::io::Error::other)
+        next.map_err(std::io::Error::other)
     }
 
     fn yielded(&self) -> MutexGuard<'_, Option<u64>> {

@@ -13,7 +13,7 @@ mod shared;
 mod state;
 
 pub use bundles::install_bundles;
-pub use epoch::{EpochError, EpochSource};
+pub use epoch::EpochSource;
 pub use link_loop::{LinkLoop, LinkPhase, LinkStatus};
 pub use link_set::LinkSet;
 pub use shared::{Announced, Attached, Shared};

@@ -12,7 +12,7 @@ pub mod client;
 mod process;
 mod show;
 
-pub use process::register_process_metrics;
+pub use process::{register_process_metrics, register_tasks};
 pub use show::{Show, ShowError};
 
 use std::fmt;

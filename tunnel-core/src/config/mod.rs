@@ -12,10 +12,16 @@ pub use parse::{
 };
 pub use target::{PortSet, TargetNet, TargetRule, parse_target_rules};
 
-use std::io;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use crate::error::{causes, chain};
+
+/// How long the end of the process waits for its last line to be written.
+const LAST_WRITE: Duration = Duration::from_secs(1);
 
 /// Exit codes of both programs.
 pub mod exit {
@@ -68,10 +74,19 @@ pub fn report_clap_error(error: &clap::Error) -> u8 {
     if error.use_stderr() { exit::CONFIG } else { exit::OK }
 }
 
-/// Prints an error and its causes on one line. Returns the exit code: [`exit::CONFIG`] if one of them is a
+/// Prints an error and its causes on one line, unless standard error is a pipe that stays full. Returns the exit code: [`exit::CONFIG`] if one of them is a
 /// [`ConfigError`], else [`exit::FAILED`].
 pub fn report_error(program: &str, error: &(dyn std::error::Error + 'static)) -> u8 {
-    eprintln!("{program}: {}", chain(error));
+    let line = format!("{program}: {}\n", chain(error));
+    let (written, done) = mpsc::channel();
+    let writer = thread::Builder::new().spawn(move || {
+        // There is nowhere to report a failure.
+        io::stderr().write_all(line.as_bytes()).ok();
+        written.send(()).ok();
+    });
+    if writer.is_ok() {
+        done.recv_timeout(LAST_WRITE).ok();
+    }
     if causes(error).any(|cause| cause.is::<ConfigError>()) { exit::CONFIG } else { exit::FAILED }
 }
 

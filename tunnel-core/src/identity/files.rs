@@ -103,13 +103,15 @@ impl DirectoryLock {
     /// Waits for the lock file `name` in `directory`. Blocks the thread; holders keep it for a few file operations.
     pub fn acquire(directory: &Path, name: &str) -> Result<Self, IdentityError> {
         let path = directory.join(name);
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(PRIVATE_FILE)
-            .open(&path)
-            .map_err(|error| IdentityError::io(&path, error))?;
+        let file = OpenOptions::new().create(true).truncate(false).write(true).mode(PRIVATE_FILE).open(&path);
+        // On a disk that has become read-only, one that is there can still be locked.
+        let file = match file {
+            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                File::open(&path).map_err(|_| error)
+            }
+            file => file,
+        };
+        let file = file.map_err(|error| IdentityError::io(&path, error))?;
         file.lock().map_err(|error| IdentityError::io(&path, error))?;
         Ok(Self { _file: file })
     }

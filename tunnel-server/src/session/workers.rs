@@ -42,6 +42,11 @@ impl Workers {
         Ok(workers)
     }
 
+    /// The runtimes of all threads.
+    pub fn runtimes(&self) -> &[Handle] {
+        &self.handles
+    }
+
     /// The thread for the next link, in turn.
     pub fn next(&self) -> &Handle {
         let turn = self.next.fetch_add(1, Ordering::Relaxed);

@@ -4,8 +4,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use postern_testbed::report::progress;
 
+use crate::runner::time_left;
+
 /// Runs only checks whose name contains one of these (comma-separated).
 const ONLY: &str = "POSTERN_CHECKS";
+/// Left at the end of the scenario's time for the summary, and for what is removed.
+const RESERVE: Duration = Duration::from_secs(10);
 /// How long one check may take by default.
 const LIMIT: Duration = Duration::from_secs(90);
 
@@ -41,6 +45,8 @@ impl Checks {
             return;
         }
         let start = Instant::now();
+        // Killed with the whole scenario, a check would take the summary with it.
+        let limit = limit.min(time_left().saturating_sub(RESERVE));
         let result = match tokio::time::timeout(limit, check).await {
             Ok(result) => result.map_err(|error| format!("{error:#}")),
             Err(_) => Err(format!("not finished after {limit:?}")),

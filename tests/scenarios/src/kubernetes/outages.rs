@@ -113,8 +113,12 @@ async fn api_down(cluster: &mut Cluster<'_>, server: &Server<'_>, agent: &mut Ag
 async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tunnel-server");
     let records = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
+    // Of an edge node: an earlier check has made it a cloud node for a while, which may not have been written back yet.
+    let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
+    let service = cluster.api.get(&service).await?;
+    let record = format!("{}\t{EDGE_NODE}", service["spec"]["clusterIP"].as_str().context("clusterIP")?);
     let is_written = |records: &Value| {
-        records["data"]["tunnel-nodes"].as_str().is_some_and(|text| text.contains(&format!("\t{EDGE_NODE}")))
+        records["data"]["tunnel-nodes"].as_str().is_some_and(|text| text.lines().any(|line| line == record))
     };
     let before = cluster.api.wait("the DNS records", &records, PATIENCE, is_written).await?;
     let lease = cluster.api.get(&path).await?;

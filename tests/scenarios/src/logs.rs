@@ -1,0 +1,98 @@
+//! Standard error that nobody reads, that is closed, or that fails: no tunnel waits for it.
+use std::fs::OpenOptions;
+use std::io::{self, BufRead as _, BufReader};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::fcntl::{FcntlArg, fcntl};
+use postern_testbed::Testbed;
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::visit;
+use postern_testbed::metrics::Metrics;
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::target::Behaviour;
+
+use crate::common::{at_once, target};
+
+scenarios! {
+    nobody_reads_standard_error(limit = 240),
+    standard_error_fails,
+}
+
+/// One page, the least that a pipe can hold.
+const PIPE: i32 = 4096;
+/// A visit takes milliseconds; those that wait for a log line take forever.
+const LIMIT: Duration = Duration::from_secs(120);
+
+fn small_pipe() -> Result<(io::PipeReader, io::PipeWriter)> {
+    let (reader, writer) = io::pipe()?;
+    fcntl(&writer, FcntlArg::F_SETPIPE_SZ(PIPE)).context("shrinking a pipe")?;
+    Ok((reader, writer))
+}
+
+async fn with_output<'a>(
+    testbed: &'a Testbed,
+    server: io::PipeWriter,
+    agent: io::PipeWriter,
+) -> Result<(Server<'a>, Agent<'a>)> {
+    let server = Builder::new(testbed).flag("--log-level=debug").stderr(server).start().await?;
+    let token = server.token("edge-1")?;
+    let agent =
+        agent::Builder::new(&server, 1).token(token).flag("--log-level=trace").stderr(agent).spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    Ok((server, agent))
+}
+
+fn lost(metrics: &Metrics, reason: &str) -> f64 {
+    metrics.sum("postern_log_lines_lost_total", &[("reason", reason)])
+}
+
+async fn nobody_reads_standard_error(testbed: &Testbed) -> Result<()> {
+    let ((of_server, server), (of_agent, agent)) = (small_pipe()?, small_pipe()?);
+    let (mut server, mut agent) = with_output(testbed, server, agent).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let begin = Instant::now();
+    loop {
+        at_once(100, || async move { visit(on_edge.address).await }).await?;
+        ensure!(server.get("/healthz").await?.0 == 200, "/healthz");
+        let (of_server, of_agent) = (server.metrics().await?, agent.metrics().await?);
+        if lost(&of_server, "queue_full") > 0.0 && lost(&of_agent, "queue_full") > 0.0 {
+            break;
+        }
+        ensure!(begin.elapsed() < LIMIT, "no line was dropped: {of_server:?} {of_agent:?}");
+    }
+    ensure!(server.is_connected("edge-1").await?, "the tunnel was lost");
+    // Somebody reads again, and is told.
+    let told = tokio::task::spawn_blocking(move || {
+        let mut lines = BufReader::new(of_server).lines();
+        lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("log lines were lost"))).is_some()
+    });
+    ensure!(tokio::time::timeout(LIMIT, told).await.context("nothing was told")??, "the log ended");
+    visit(on_edge.address).await?;
+    // The agent's pipe is full to the end; the server's has no reader any more.
+    let status = agent.process.stop().await?;
+    ensure!(status.success(), "the agent ended with {status}");
+    let status = server.process.stop().await?;
+    ensure!(status.success(), "the server ended with {status}");
+    drop(of_agent);
+    Ok(())
+}
+
+async fn standard_error_fails(testbed: &Testbed) -> Result<()> {
+    let (reader, closed) = small_pipe()?;
+    drop(reader);
+    let full = || OpenOptions::new().write(true).open("/dev/full").context("/dev/full");
+    let mut server = Builder::new(testbed).stderr(full()?).start().await?;
+    let token = server.token("edge-1")?;
+    let mut agent = agent::Builder::new(&server, 1).token(token).stderr(closed).spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    visit(target(testbed, 1, 10250, Behaviour::Echo)?.address).await?;
+    for metrics in [server.metrics().await?, agent.metrics().await?] {
+        ensure!(lost(&metrics, "write_failed") > 0.0, "failed writes are not counted: {metrics:?}");
+    }
+    for process in [&mut agent.process, &mut server.process] {
+        let status = process.stop().await?;
+        ensure!(status.success(), "{} ended with {status}", process.name());
+    }
+    Ok(())
+}

@@ -1,0 +1,205 @@
+//! The queue between the threads that log and the one that writes: a standard error that nobody reads, or that fails,
+//! holds up no other thread. What finds no room is dropped and counted.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
+
+/// Lines that wait at most: some 2 MiB.
+const LINES: usize = 4096;
+/// How long the end of the process waits for the lines before it to be written.
+const LAST_WRITE: Duration = Duration::from_millis(1500);
+
+/// Writes the lines that still wait when it is dropped, as far as somebody reads them.
+#[derive(Debug)]
+#[must_use = "dropping it ends the log"]
+pub struct LogGuard(Option<WorkerGuard>);
+
+impl Drop for LogGuard {
+    fn drop(&mut self) {
+        let worker = self.0.take();
+        let (written, done) = mpsc::channel();
+        // In a thread of its own: a worker that is stuck is reported on standard output, which may be stuck as well.
+        let flush = thread::Builder::new().name("log-end".into()).spawn(move || {
+            drop(worker);
+            written.send(()).ok();
+        });
+        if flush.is_ok() {
+            done.recv_timeout(LAST_WRITE).ok();
+        }
+    }
+}
+
+/// Log lines that were not written, by the reason. Clones share the numbers.
+#[derive(Clone, Debug, Default)]
+pub struct LostLines(Arc<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    /// The queue's own, known once it is made.
+    dropped: OnceLock<ErrorCounter>,
+    failed: AtomicU64,
+}
+
+impl LostLines {
+    /// Those that found the queue full.
+    pub fn dropped(&self) -> u64 {
+        self.0.dropped.get().map_or(0, |dropped| dropped.dropped_lines() as u64)
+    }
+
+    /// Those whose writing failed, for example because the disk is full.
+    pub fn failed(&self) -> u64 {
+        self.0.failed.load(Ordering::Relaxed)
+    }
+}
+
+impl Collector for LostLines {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let help = "Log lines that were not written, by reason";
+        let mut family = encoder.encode_descriptor("log_lines_lost", help, None, MetricType::Counter)?;
+        for (reason, lines) in [("queue_full", self.dropped()), ("write_failed", self.failed())] {
+            ConstCounter::new(lines).encode(family.encode_family(&[("reason", reason)])?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Starts the thread that writes to `to`.
+pub(crate) fn start(to: impl Write + Send + 'static) -> (NonBlocking, LogGuard, LostLines) {
+    start_with(to, LINES)
+}
+
+fn start_with(to: impl Write + Send + 'static, lines: usize) -> (NonBlocking, LogGuard, LostLines) {
+    let lost = LostLines::default();
+    let output = Output { to, lost: lost.clone(), told: 0 };
+    let (queue, guard) = NonBlockingBuilder::default()
+        .lossy(true)
+        .buffered_lines_limit(lines)
+        .thread_name("log")
+        .finish(output);
+    // Just made, so it is not set yet.
+    lost.0.dropped.set(queue.error_counter()).ok();
+    (queue, LogGuard(Some(guard)), lost)
+}
+
+/// The stream as the writing thread sees it.
+struct Output<W> {
+    to: W,
+    lost: LostLines,
+    /// Lost lines that were reported.
+    told: u64,
+}
+
+impl<W: Write> Write for Output<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.to.write(bytes)
+    }
+
+    /// A whole line.
+    fn write_all(&mut self, line: &[u8]) -> io::Result<()> {
+        self.to.write_all(line).inspect_err(|_| {
+            self.lost.0.failed.fetch_add(1, Ordering::Relaxed);
+        })
+    }
+
+    /// Called when the queue is empty: there is room for a line about those that were lost.
+    fn flush(&mut self) -> io::Result<()> {
+        self.to.flush()?;
+        let lost = self.lost.dropped() + self.lost.failed();
+        if lost > self.told {
+            tracing::warn!(
+                lines = lost - self.told,
+                "log lines were lost: standard error was not read fast enough, or could not be written"
+            );
+            self.told = lost;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::OwnedFd;
+    use std::sync::Mutex;
+    use std::time::Instant;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    fn wait_until(mut condition: impl FnMut() -> bool) {
+        let deadline = Instant::now() + LIMIT;
+        while !condition() {
+            assert!(Instant::now() < deadline, "the condition did not come");
+            thread::yield_now();
+        }
+    }
+
+    /// Writes `count` lines of 100 bytes.
+    fn log(queue: &NonBlocking, count: usize) {
+        let mut queue = queue.clone();
+        for number in 0..count {
+            queue.write_all(format!("{number:099}\n").as_bytes()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_reads_blocks_nobody() {
+        let (reader, writer) = io::pipe().unwrap();
+        let (queue, guard, lost) = start_with(std::fs::File::from(OwnedFd::from(writer)), 8);
+        // The pipe holds 64 KiB.
+        log(&queue, 2000);
+        wait_until(|| lost.dropped() > 0);
+        assert_eq!(lost.failed(), 0);
+        let started = Instant::now();
+        drop(guard);
+        assert!(started.elapsed() < LIMIT, "the end waits for a bounded time");
+        drop(reader);
+    }
+
+    #[test]
+    fn lost_lines_are_told_once_there_is_room() {
+        let (reader, writer) = io::pipe().unwrap();
+        let (queue, _guard, lost) = start_with(std::fs::File::from(OwnedFd::from(writer)), 8);
+        let subscriber = tracing_subscriber::fmt().with_writer(queue.clone()).with_ansi(false).finish();
+        // The writing thread reports to the process's subscriber; this process has no other.
+        tracing::subscriber::set_global_default(subscriber).unwrap();
+        log(&queue, 2000);
+        wait_until(|| lost.dropped() > 0);
+        let mut lines = io::BufRead::lines(io::BufReader::new(reader));
+        let told =
+            lines.find(|line| line.as_ref().unwrap().contains("log lines were lost")).unwrap().unwrap();
+        assert!(told.contains("WARN") && told.contains("lines="), "{told}");
+    }
+
+    #[test]
+    fn failed_writes_are_counted_and_do_not_end_the_log() {
+        /// A disk that is full for the first two lines.
+        struct Disk(usize, Arc<Mutex<Vec<u8>>>);
+        impl Write for Disk {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                if self.0 > 0 {
+                    self.0 -= 1;
+                    return Err(io::ErrorKind::StorageFull.into());
+                }
+                self.1.lock().unwrap().write(bytes)
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let written = Arc::default();
+        let (queue, guard, lost) = start(Disk(2, Arc::clone(&written)));
+        log(&queue, 3);
+        drop(guard);
+        assert_eq!(lost.failed(), 2);
+        assert_eq!(written.lock().unwrap().len(), 100);
+    }
+}
