@@ -1,5 +1,6 @@
 //! The direction from the stream to the socket.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
 use std::net::Shutdown;
@@ -15,46 +16,60 @@ use tokio::net::tcp::WriteHalf;
 
 use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
-use super::frame::Deframer;
+use super::frame::{Deframer, FrameError};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::text::printable;
 
-/// Chunks shorter than this (bytes) are gathered while the socket is blocked: each costs h2 some 250 bytes of bookkeeping.
-const SMALL_CHUNK: usize = 4 << 10;
+/// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes some 250 bytes of
+/// bookkeeping, and keeps the whole buffer alive that it was read into.
+const SMALL_PIECE: usize = 16 << 10;
+/// Bytes up to which small pieces are copied together. Flow control is returned for them as a whole.
+const RUN: usize = 64 << 10;
 
-/// Bytes that came from the stream and are not written yet.
+/// Bytes that came from the stream and are not written yet, in their order.
 #[derive(Default)]
 struct Inbox {
     deframer: Deframer,
-    /// The data of the chunk that is being written.
-    pieces: Vec<Bytes>,
-    /// The data of small chunks that came while the socket was blocked.
-    backlog: BytesMut,
-    /// Flow control to return to the sender for the backlog, in bytes.
+    held: VecDeque<Held>,
+    /// Bytes of data in `held`, and in what was taken from it and is being written.
+    bytes: usize,
+    /// Flow control to return to the sender for what has been written, in bytes.
     owed: usize,
-    /// A large chunk that came after them.
-    next: Option<Bytes>,
     ended: bool,
 }
 
+struct Held {
+    data: Data,
+    /// Flow control to return once it is written.
+    owed: usize,
+}
+
+enum Data {
+    /// As h2 read it.
+    Piece(Bytes),
+    /// Small pieces, copied.
+    Run(BytesMut),
+}
+
+impl std::ops::Deref for Data {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Piece(piece) => piece,
+            Self::Run(run) => run,
+        }
+    }
+}
+
 impl Inbox {
-    /// Takes small chunks out of h2 while the socket is blocked, and notices a reset. Their flow control is kept, so that
-    /// a window of one-byte writes takes one window of memory instead of twenty.
+    /// Takes everything out of h2 while the socket is blocked, and notices a reset. Its flow control is kept, so that a
+    /// window of one-byte writes takes one window of memory instead of twenty.
     fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), RelayError> {
-        while self.next.is_none() && !self.ended {
+        while !self.ended {
             match stream.poll_data(cx) {
-                Poll::Ready(Some(chunk)) => {
-                    let mut chunk = chunk?;
-                    if chunk.len() >= SMALL_CHUNK {
-                        self.next = Some(chunk);
-                        continue;
-                    }
-                    self.owed += chunk.len();
-                    while let Some(data) = self.deframer.next(&mut chunk)? {
-                        self.backlog.extend_from_slice(&data);
-                    }
-                }
+                Poll::Ready(Some(chunk)) => self.take(chunk?, true)?,
                 Poll::Ready(None) => self.ended = true,
                 Poll::Pending => break,
             }
@@ -62,9 +77,30 @@ impl Inbox {
         Ok(())
     }
 
-    /// The gathered bytes, and the flow control to return once they are written.
-    fn gathered(&mut self) -> (Bytes, usize) {
-        (std::mem::take(&mut self.backlog).freeze(), std::mem::take(&mut self.owed))
+    /// Takes one chunk. What is written at once is not copied.
+    fn take(&mut self, mut chunk: Bytes, blocked: bool) -> Result<(), FrameError> {
+        let owed = chunk.len();
+        while let Some(data) = self.deframer.next(&mut chunk)? {
+            self.bytes += data.len();
+            let small = data.len() < SMALL_PIECE;
+            match self.held.back_mut() {
+                Some(Held { data: Data::Run(run), .. }) if small && run.len() + data.len() <= RUN => {
+                    run.extend_from_slice(&data);
+                    continue;
+                }
+                Some(_) if small => {}
+                None if small && blocked => {}
+                _ => {
+                    self.held.push_back(Held { data: Data::Piece(data), owed: 0 });
+                    continue;
+                }
+            }
+            self.held.push_back(Held { data: Data::Run(BytesMut::from(&data[..])), owed: 0 });
+        }
+        // A chunk may hold nothing but a part of a header.
+        let account = self.held.back_mut().map_or(&mut self.owed, |last| &mut last.owed);
+        *account += owed;
+        Ok(())
     }
 }
 
@@ -85,29 +121,18 @@ impl Inward<'_> {
     ) -> Result<(), RelayError> {
         let mut inbox = Inbox::default();
         loop {
-            let (gathered, owed) = inbox.gathered();
-            if owed > 0 {
-                self.write_all(&mut socket, &gathered, &mut inbox, &mut stream).await?;
-                stream.flow_control().release_capacity(owed)?;
-                continue;
-            }
-            let chunk = match inbox.next.take() {
-                Some(chunk) => Some(chunk),
-                None if inbox.ended => None,
-                None => stream.data().await.transpose()?,
-            };
-            let Some(mut chunk) = chunk else { break };
-            let held = chunk.len();
-            // Deframed before anything is written: chunks gathered meanwhile come after it.
-            let mut pieces = std::mem::take(&mut inbox.pieces);
-            while let Some(data) = inbox.deframer.next(&mut chunk)? {
-                pieces.push(data);
-            }
-            for data in pieces.drain(..) {
+            while let Some(Held { data, owed }) = inbox.held.pop_front() {
                 self.write_all(&mut socket, &data, &mut inbox, &mut stream).await?;
+                stream.flow_control().release_capacity(owed + std::mem::take(&mut inbox.owed))?;
             }
-            inbox.pieces = pieces;
-            stream.flow_control().release_capacity(held)?;
+            if inbox.owed > 0 {
+                stream.flow_control().release_capacity(std::mem::take(&mut inbox.owed))?;
+            }
+            if inbox.ended {
+                break;
+            }
+            let Some(chunk) = stream.data().await.transpose()? else { break };
+            inbox.take(chunk, false)?;
         }
         inbox.deframer.finish()?;
         if self.side == Side::Server {
@@ -154,6 +179,7 @@ impl Inward<'_> {
                 return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
             }
             data = &data[written..];
+            inbox.bytes -= written;
             self.traffic.count_to_socket(written);
         }
         Ok(())

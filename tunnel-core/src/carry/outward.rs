@@ -28,6 +28,8 @@ const LARGE_READ: usize = (256 << 10) - HEADER_LEN - FRAME_HEADER_LEN;
 const FRAME_HEADER_LEN: usize = 9;
 /// Bytes that are sent before the agent has connected. The agent holds them, for each pending dial.
 const EARLY_BYTES: usize = 64 << 10;
+/// What a segment counts for among them at least: the bookkeeping of the agent's h2 for a frame.
+const EARLY_SEGMENT: usize = 256;
 
 /// Relays from the socket to the stream.
 pub(super) struct Outward<'a> {
@@ -76,7 +78,7 @@ impl Outward<'_> {
                 return self.end(&socket, send).await;
             }
             size = next_size(size, read);
-            early = early.saturating_add(read);
+            early = early.saturating_add(read.max(EARLY_SEGMENT));
             if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
                 return Ok(sent);
             }
