@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tunnel_core::carry::{
-    Abort, Relay, RelayError, Side, StallBound, Traffic, header, prepare_socket, reset_on_drop,
+    Abort, Relay, RelayError, Side, StallBound, Traffic, flushed, header, prepare_socket, reset_on_drop,
 };
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
@@ -156,6 +156,61 @@ async fn a_reset_by_the_target_is_a_reset_for_the_client() {
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     assert_eq!(within(end).await.unwrap().0, Err(Outcome::TargetReset));
     assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)));
+}
+
+/// What a target had sent when it reset the connection arrives first, however late the client reads it.
+#[tokio::test]
+async fn what_a_target_sent_before_its_reset_arrives() {
+    let mut link = link().await;
+    let (mut client, end) = carry(&link.send, stalls(), b"").await;
+    let (mut target, _) = within(link.targets.accept()).await.unwrap();
+    // More than the kernel holds for the client, less than a window.
+    let data = pattern(900 << 10, 5);
+    within(target.write_all(&data)).await.unwrap();
+    within(flushed(&target)).await;
+    reset_on_drop(&target);
+    drop(target);
+    assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)));
+    assert_reset_after(&mut client, &data).await;
+    assert_eq!(within(end).await.unwrap(), (Err(Outcome::TargetReset), 0, data.len() as u64));
+}
+
+/// As an HTTP server that refuses a large upload: it answers, and closes while the client is still sending.
+#[tokio::test]
+async fn an_answer_to_an_upload_that_is_not_read_arrives() {
+    for ends_first in [false, true] {
+        let mut link = link().await;
+        let (client, end) = carry(&link.send, stalls(), b"").await;
+        let (mut target, _) = within(link.targets.accept()).await.unwrap();
+        let data = pattern(900 << 10, 6);
+        let (mut read, mut write) = client.into_split();
+        let upload = tokio::spawn(async move {
+            let piece = vec![0; 64 << 10];
+            while write.write_all(&piece).await.is_ok() {}
+            write.forget();
+        });
+        within(target.read_u8()).await.unwrap();
+        within(target.write_all(&data)).await.unwrap();
+        if ends_first {
+            target.shutdown().await.unwrap();
+        }
+        within(flushed(&target)).await;
+        reset_on_drop(&target);
+        drop(target);
+        assert_eq!(within(link.agent_ends.recv()).await, Some(Err(Outcome::TargetReset)), "{ends_first}");
+        let mut got = vec![0; data.len()];
+        within(read.read_exact(&mut got)).await.unwrap();
+        assert!(got == data, "the answer differs");
+        within(upload).await.unwrap();
+        assert_eq!(within(end).await.unwrap().0, Err(Outcome::TargetReset), "{ends_first}");
+    }
+}
+
+async fn assert_reset_after(client: &mut TcpStream, data: &[u8]) {
+    let mut got = Vec::new();
+    let error = within(client.read_to_end(&mut got)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(got == data, "{} of {} bytes, or others", got.len(), data.len());
 }
 
 #[tokio::test]

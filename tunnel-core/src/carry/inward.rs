@@ -14,9 +14,10 @@ use socket2::SockRef;
 use tokio::io::AsyncWrite;
 use tokio::net::tcp::WriteHalf;
 
-use super::GRPC_STATUS;
+use super::{GRPC_STATUS, TARGET_RESET};
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
+use super::outward::Answer;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::text::printable;
@@ -110,19 +111,33 @@ pub(super) struct Inward<'a> {
     pub(super) stalls: &'a StallBound,
     pub(super) abort: &'a Arc<Abort>,
     pub(super) traffic: &'a Traffic,
+    pub(super) answer: &'a Answer,
 }
 
 impl Inward<'_> {
     /// Runs until the stream's end has been passed on as a half-close.
-    pub(super) async fn run(
-        self,
-        mut socket: WriteHalf<'_>,
-        mut stream: RecvStream,
-    ) -> Result<(), RelayError> {
+    pub(super) async fn run(self, socket: WriteHalf<'_>, mut stream: RecvStream) -> Result<(), RelayError> {
+        match self.relay(socket, &mut stream).await {
+            // What the target sent before its socket failed is still to be read, and the other direction tells how it
+            // ended. Nobody takes the rest of the request.
+            Err(RelayError::Socket(error)) if self.side == Side::Agent => {
+                let _ = self.answer.broken.set(error.kind());
+                while let Some(Ok(chunk)) = stream.data().await {
+                    if stream.flow_control().release_capacity(chunk.len()).is_err() {
+                        break;
+                    }
+                }
+                std::future::pending().await
+            }
+            ended => ended,
+        }
+    }
+
+    async fn relay(&self, mut socket: WriteHalf<'_>, stream: &mut RecvStream) -> Result<(), RelayError> {
         let mut inbox = Inbox::default();
         loop {
             while let Some(Held { data, owed }) = inbox.held.pop_front() {
-                self.write_all(&mut socket, &data, &mut inbox, &mut stream).await?;
+                self.write_all(&mut socket, &data, &mut inbox, stream).await?;
                 stream.flow_control().release_capacity(owed + std::mem::take(&mut inbox.owed))?;
             }
             if inbox.owed > 0 {
@@ -139,6 +154,7 @@ impl Inward<'_> {
             let trailers = stream.trailers().await?.unwrap_or_default();
             match trailers.get(GRPC_STATUS) {
                 Some(status) if status == "0" => {}
+                Some(status) if status == TARGET_RESET => return Err(RelayError::TargetReset),
                 Some(status) => {
                     return Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32)));
                 }
