@@ -57,7 +57,9 @@ impl RelayError {
             Self::Reset(Reason::ENHANCE_YOUR_CALM) => Outcome::Stalled,
             Self::Reset(Reason::CONNECT_ERROR) => other,
             // NO_ERROR: it took no more after its whole answer.
-            Self::TargetReset | Self::Reset(Reason::NO_ERROR) if matches!(side, Side::Server) => Outcome::TargetReset,
+            Self::TargetReset | Self::Reset(Reason::NO_ERROR) if matches!(side, Side::Server) => {
+                Outcome::TargetReset
+            }
             Self::TargetReset => Outcome::Protocol,
             Self::Reset(Reason::PROTOCOL_ERROR) | Self::Frame(_) | Self::Status(_) => Outcome::Protocol,
             // An agent or a server that stops cancels what it carries.

@@ -14,12 +14,12 @@ use socket2::SockRef;
 use tokio::io::AsyncWrite;
 use tokio::net::tcp::WriteHalf;
 
-use super::{GRPC_STATUS, TARGET_RESET};
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
 use super::outward::Answer;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
+use super::{GRPC_STATUS, TARGET_RESET};
 use crate::text::printable;
 
 /// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes some 250 bytes of

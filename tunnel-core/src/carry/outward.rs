@@ -14,10 +14,10 @@ use tokio::net::tcp::ReadHalf;
 use tokio::sync::SetOnce;
 use tokio_util::io::poll_read_buf;
 
-use super::{GRPC_STATUS, TARGET_RESET};
 use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::traffic::Traffic;
+use super::{GRPC_STATUS, TARGET_RESET};
 
 /// Bytes that a connection reads at a time while it is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
