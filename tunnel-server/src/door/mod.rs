@@ -7,6 +7,7 @@ mod access_log;
 pub mod client_hello;
 mod context;
 mod http;
+pub mod http_head;
 mod https;
 mod preface;
 mod redirect;
