@@ -41,8 +41,8 @@ pub enum RelayError {
     #[error("{1}")]
     Dial(Outcome, String),
     /// Ended by [`super::Abort`].
-    #[error("ended by this end: {0}")]
-    Aborted(Outcome),
+    #[error("{1}")]
+    Aborted(Outcome, &'static str),
 }
 
 impl RelayError {
@@ -68,7 +68,7 @@ impl RelayError {
                 Side::Agent => Outcome::ClientReset,
             },
             Self::Link(_) => Outcome::TunnelLost,
-            Self::Dial(outcome, _) | Self::Aborted(outcome) => *outcome,
+            Self::Dial(outcome, _) | Self::Aborted(outcome, _) => *outcome,
         }
     }
 }

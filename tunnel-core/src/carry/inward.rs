@@ -17,6 +17,7 @@ use tokio::net::tcp::WriteHalf;
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
 use super::outward::Answer;
+use super::socket::sent_nothing_for;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
@@ -33,7 +34,7 @@ const RUN: usize = 64 << 10;
 struct Inbox {
     deframer: Deframer,
     held: VecDeque<Held>,
-    /// Bytes of data in `held`, and in what was taken from it and is being written.
+    /// Flow control that was not returned, in bytes: what is held, and what is being written, which is freed as a whole.
     bytes: usize,
     /// Flow control to return to the sender for what has been written, in bytes.
     owed: usize,
@@ -78,11 +79,20 @@ impl Inbox {
         Ok(())
     }
 
+    /// Returns flow control for `written` bytes.
+    fn release(&mut self, written: usize, stream: &mut RecvStream) -> Result<(), RelayError> {
+        let bytes = written + std::mem::take(&mut self.owed);
+        self.bytes -= bytes;
+        if bytes > 0 {
+            stream.flow_control().release_capacity(bytes)?;
+        }
+        Ok(())
+    }
+
     /// Takes one chunk. What is written at once is not copied.
     fn take(&mut self, mut chunk: Bytes, blocked: bool) -> Result<(), FrameError> {
         let owed = chunk.len();
         while let Some(data) = self.deframer.next(&mut chunk)? {
-            self.bytes += data.len();
             let small = data.len() < SMALL_PIECE;
             match self.held.back_mut() {
                 Some(Held { data: Data::Run(run), .. }) if small && run.len() + data.len() <= RUN => {
@@ -101,6 +111,7 @@ impl Inbox {
         // A chunk may hold nothing but a part of a header.
         let account = self.held.back_mut().map_or(&mut self.owed, |last| &mut last.owed);
         *account += owed;
+        self.bytes += owed;
         Ok(())
     }
 }
@@ -138,11 +149,9 @@ impl Inward<'_> {
         loop {
             while let Some(Held { data, owed }) = inbox.held.pop_front() {
                 self.write_all(&mut socket, &data, &mut inbox, stream).await?;
-                stream.flow_control().release_capacity(owed + std::mem::take(&mut inbox.owed))?;
+                inbox.release(owed, stream)?;
             }
-            if inbox.owed > 0 {
-                stream.flow_control().release_capacity(std::mem::take(&mut inbox.owed))?;
-            }
+            inbox.release(0, stream)?;
             if inbox.ended {
                 break;
             }
@@ -183,11 +192,16 @@ impl Inward<'_> {
                     Poll::Ready(written.map_err(RelayError::Socket))
                 }
                 Poll::Pending => {
-                    ticket.get_or_insert_with(|| self.stalls.enter(self.abort));
-                    match inbox.gather(stream, cx) {
-                        Ok(()) => Poll::Pending,
-                        Err(error) => Poll::Ready(Err(error)),
+                    if let Err(error) = inbox.gather(stream, cx) {
+                        return Poll::Ready(Err(error));
                     }
+                    match &mut ticket {
+                        None => ticket = Some(self.stalls.enter(self.abort, cx.waker(), inbox.bytes)),
+                        Some(ticket) => {
+                            ticket.update(cx.waker(), inbox.bytes, || sent_nothing_for(socket.as_ref()))
+                        }
+                    }
+                    Poll::Pending
                 }
             })
             .await?;
@@ -195,7 +209,6 @@ impl Inward<'_> {
                 return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
             }
             data = &data[written..];
-            inbox.bytes -= written;
             self.traffic.count_to_socket(written);
         }
         Ok(())

@@ -4,6 +4,7 @@
 mod error;
 mod frame;
 mod inward;
+mod memory;
 mod outward;
 mod relay;
 mod socket;
@@ -15,7 +16,7 @@ pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use outward::{SMALL_READ, next_size};
 pub use relay::Relay;
 pub use socket::{end_on_drop, flushed, prepare_socket, reset_on_drop};
-pub use stall::{Abort, StallBound, StallTicket};
+pub use stall::{Abort, StallBound, StallBudget, StallTicket};
 pub use traffic::{Totals, Traffic};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).

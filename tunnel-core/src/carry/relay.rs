@@ -51,7 +51,7 @@ impl Relay<'_> {
             let answer = Answer::default();
             tokio::select! {
                 biased;
-                outcome = abort.triggered() => Err(RelayError::Aborted(outcome)),
+                (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
                 // Built where they are polled: moving a future doubles its memory.
                 ended = async {
                     tokio::try_join!(Outward { side, traffic, answer: &answer }.run(read, send, prefix), async {
@@ -75,10 +75,14 @@ impl Relay<'_> {
             // A reset of the socket would discard what it has not sent.
             Err(error @ (RelayError::TargetReset | RelayError::Reset(Reason::NO_ERROR))) => {
                 send.send_reset(error.outcome(side).reset_reason());
-                tokio::select! {
-                    () = flushed(socket) => {}
-                    _ = abort.triggered() => {}
-                }
+                // Boxed: few connections end like this, and all would hold its memory.
+                Box::pin(async {
+                    tokio::select! {
+                        () = flushed(socket) => {}
+                        _ = abort.triggered() => {}
+                    }
+                })
+                .await;
             }
             Err(error) => send.send_reset(error.outcome(side).reset_reason()),
         }

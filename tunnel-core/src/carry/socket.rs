@@ -71,6 +71,19 @@ pub async fn flushed(socket: &TcpStream) {
     }
 }
 
+/// For how long the kernel has sent no byte to the peer. While some wait to be sent, that is how long the peer has not read.
+pub(super) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
+    let info = getsockopt(socket, OldTcpInfo).ok()?;
+    Some(Duration::from_millis(info[LAST_DATA_SENT].into()))
+}
+
+/// `struct tcp_info` as far as every kernel has it, in words.
+#[derive(Clone, Copy, Debug)]
+struct OldTcpInfo;
+getsockopt_impl!(OldTcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 26], GetStruct<[u32; 26]>);
+/// `tcpi_last_data_sent`, in milliseconds.
+const LAST_DATA_SENT: usize = 11;
+
 /// `struct tcp_info` up to `tcpi_min_rtt`, in words (Linux 4.9).
 #[derive(Clone, Copy, Debug)]
 struct TcpInfo;

@@ -138,7 +138,7 @@ async fn carry<D: Door>(
     }
     match ended {
         Ok(()) => record.end(Outcome::Ok, &""),
-        Err(error @ RelayError::Aborted(_)) => record.end(error.outcome(Side::Server), &""),
+        Err(RelayError::Aborted(outcome, reason)) => record.end(outcome, &reason),
         Err(broken) => record.end(broken.outcome(Side::Server), &broken),
     }
 }
