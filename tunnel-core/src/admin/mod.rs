@@ -10,11 +10,13 @@
 
 pub mod client;
 mod process;
+mod serve;
 mod show;
 
 pub use process::{register_process_metrics, register_tasks};
 pub use show::{Show, ShowError};
 
+use std::convert::Infallible;
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -111,11 +113,13 @@ impl Bound {
             runtime.block_on(async move {
                 let served = async {
                     let listener = tokio::net::TcpListener::from_std(listener)?;
-                    axum::serve(listener, admin.router()).await
+                    serve::answer(&listener, &admin.router()).await
                 };
                 tokio::select! {
                     () = stopped.cancelled() => {}
-                    Err(error) = served => tracing::error!(%address, %error, "the admin endpoints have failed"),
+                    Err::<Infallible, io::Error>(error) = served => {
+                        tracing::error!(%address, %error, "the admin endpoints have failed");
+                    }
                 }
             });
         })?;
@@ -179,8 +183,15 @@ async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
     if request.method() != Method::PUT {
         return (StatusCode::NOT_ACCEPTABLE, "unrecognized http method; use PUT\n").into_response();
     }
+    if let Err(reason) = serve::own_page(request.headers()) {
+        return (StatusCode::FORBIDDEN, format!("{reason}\n")).into_response();
+    }
     let bad = |reason: String| (StatusCode::BAD_REQUEST, format!("{reason}\n")).into_response();
-    let Ok(body) = to_bytes(request.into_body(), MAX_LEVEL_BYTES).await else {
+    let body = tokio::time::timeout(serve::READ_TIMEOUT, to_bytes(request.into_body(), MAX_LEVEL_BYTES));
+    let Ok(body) = body.await else {
+        return (StatusCode::REQUEST_TIMEOUT, "the body did not come in time\n").into_response();
+    };
+    let Ok(body) = body else {
         return bad(format!("the body is not a log level: longer than {MAX_LEVEL_BYTES} bytes"));
     };
     let Ok(value) = std::str::from_utf8(&body).map(str::trim) else {
@@ -280,6 +291,58 @@ mod tests {
             assert_eq!(ask(&serving, method, path, "5").await.status, StatusCode::NOT_ACCEPTABLE);
         }
         assert_eq!(log.level(), logging::Level::Warn);
+    }
+
+    /// Sends `request`, and reads until the endpoint closes.
+    async fn send(serving: &Serving, request: &[u8]) -> String {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        let mut stream = tokio::net::TcpStream::connect(serving.address()).await.unwrap();
+        stream.write_all(request).await.unwrap();
+        let mut answer = Vec::new();
+        let limit = serve::READ_TIMEOUT * 2;
+        // A reset is as good an end as any.
+        let _ =
+            tokio::time::timeout(limit, stream.read_to_end(&mut answer)).await.expect("it closes in time");
+        String::from_utf8(answer).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_head_that_never_ends_is_closed() {
+        let (serving, _, _) = serve();
+        let answers =
+            tokio::join!(send(&serving, b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: "), send(&serving, b""));
+        assert!(!answers.0.contains(" 200 ") && !answers.1.contains(" 200 "), "{answers:?}");
+    }
+
+    #[tokio::test]
+    async fn a_head_larger_than_its_bound_is_refused() {
+        let (serving, _, _) = serve();
+        let request =
+            |size| format!("GET /healthz HTTP/1.1\r\nConnection: close\r\nX: {}\r\n\r\n", "x".repeat(size));
+        assert!(send(&serving, request(15_000).as_bytes()).await.starts_with("HTTP/1.1 200 "));
+        assert!(send(&serving, request(17_000).as_bytes()).await.starts_with("HTTP/1.1 431 "));
+    }
+
+    #[tokio::test]
+    async fn a_foreign_page_does_not_change_the_log_level() {
+        let (serving, _, log) = serve();
+        let before = log.level();
+        let put = async |headers: &str| {
+            let request = format!(
+                "PUT /debug/flags/v HTTP/1.1\r\n{headers}\r\nContent-Length: 1\r\nConnection: close\r\n\r\n5"
+            );
+            send(&serving, request.as_bytes()).await
+        };
+        for foreign in ["Host: evil.example:10265", "Host: 127.0.0.1\r\nOrigin: http://evil.example"] {
+            let answer = put(foreign).await;
+            assert!(
+                answer.starts_with("HTTP/1.1 403 ") && answer.contains("may not change anything"),
+                "{answer}"
+            );
+        }
+        assert_eq!(log.level(), before);
+        assert!(put("Host: localhost:10265").await.starts_with("HTTP/1.1 200 "));
+        assert_eq!(log.level(), logging::Level::Debug);
     }
 
     #[tokio::test]

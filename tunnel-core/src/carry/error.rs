@@ -25,6 +25,9 @@ pub enum RelayError {
     /// The other end reset the stream.
     #[error("the other end of the tunnel reset the stream ({0})")]
     Reset(Reason),
+    /// The target reset the connection after what has arrived from it.
+    #[error("the target reset the connection")]
+    TargetReset,
     /// The whole link failed.
     #[error("tunnel lost: {}", crate::link::reason(.0))]
     Link(#[source] h2::Error),
@@ -38,8 +41,8 @@ pub enum RelayError {
     #[error("{1}")]
     Dial(Outcome, String),
     /// Ended by [`super::Abort`].
-    #[error("ended by this end: {0}")]
-    Aborted(Outcome),
+    #[error("{1}")]
+    Aborted(Outcome, &'static str),
 }
 
 impl RelayError {
@@ -53,6 +56,11 @@ impl RelayError {
             Self::Socket(_) => own,
             Self::Reset(Reason::ENHANCE_YOUR_CALM) => Outcome::Stalled,
             Self::Reset(Reason::CONNECT_ERROR) => other,
+            // NO_ERROR: it took no more after its whole answer.
+            Self::TargetReset | Self::Reset(Reason::NO_ERROR) if matches!(side, Side::Server) => {
+                Outcome::TargetReset
+            }
+            Self::TargetReset => Outcome::Protocol,
             Self::Reset(Reason::PROTOCOL_ERROR) | Self::Frame(_) | Self::Status(_) => Outcome::Protocol,
             // An agent or a server that stops cancels what it carries.
             Self::Reset(_) => match side {
@@ -60,7 +68,7 @@ impl RelayError {
                 Side::Agent => Outcome::ClientReset,
             },
             Self::Link(_) => Outcome::TunnelLost,
-            Self::Dial(outcome, _) | Self::Aborted(outcome) => *outcome,
+            Self::Dial(outcome, _) | Self::Aborted(outcome, _) => *outcome,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The direction from the stream to the socket.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
 use std::net::Shutdown;
@@ -13,48 +14,64 @@ use socket2::SockRef;
 use tokio::io::AsyncWrite;
 use tokio::net::tcp::WriteHalf;
 
-use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
-use super::frame::Deframer;
+use super::frame::{Deframer, FrameError};
+use super::outward::Answer;
+use super::socket::sent_nothing_for;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
+use super::{GRPC_STATUS, TARGET_RESET};
 use crate::text::printable;
 
-/// Chunks shorter than this (bytes) are gathered while the socket is blocked: each costs h2 some 250 bytes of bookkeeping.
-const SMALL_CHUNK: usize = 4 << 10;
+/// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes some 250 bytes of
+/// bookkeeping, and keeps the whole buffer alive that it was read into.
+const SMALL_PIECE: usize = 16 << 10;
+/// Bytes up to which small pieces are copied together. Flow control is returned for them as a whole.
+const RUN: usize = 64 << 10;
 
-/// Bytes that came from the stream and are not written yet.
+/// Bytes that came from the stream and are not written yet, in their order.
 #[derive(Default)]
 struct Inbox {
     deframer: Deframer,
-    /// The data of the chunk that is being written.
-    pieces: Vec<Bytes>,
-    /// The data of small chunks that came while the socket was blocked.
-    backlog: BytesMut,
-    /// Flow control to return to the sender for the backlog, in bytes.
+    held: VecDeque<Held>,
+    /// Flow control that was not returned, in bytes: what is held, and what is being written, which is freed as a whole.
+    bytes: usize,
+    /// Flow control to return to the sender for what has been written, in bytes.
     owed: usize,
-    /// A large chunk that came after them.
-    next: Option<Bytes>,
     ended: bool,
 }
 
+struct Held {
+    data: Data,
+    /// Flow control to return once it is written.
+    owed: usize,
+}
+
+enum Data {
+    /// As h2 read it.
+    Piece(Bytes),
+    /// Small pieces, copied.
+    Run(BytesMut),
+}
+
+impl std::ops::Deref for Data {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Piece(piece) => piece,
+            Self::Run(run) => run,
+        }
+    }
+}
+
 impl Inbox {
-    /// Takes small chunks out of h2 while the socket is blocked, and notices a reset. Their flow control is kept, so that
-    /// a window of one-byte writes takes one window of memory instead of twenty.
+    /// Takes everything out of h2 while the socket is blocked, and notices a reset. Its flow control is kept, so that a
+    /// window of one-byte writes takes one window of memory instead of twenty.
     fn gather(&mut self, stream: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), RelayError> {
-        while self.next.is_none() && !self.ended {
+        while !self.ended {
             match stream.poll_data(cx) {
-                Poll::Ready(Some(chunk)) => {
-                    let mut chunk = chunk?;
-                    if chunk.len() >= SMALL_CHUNK {
-                        self.next = Some(chunk);
-                        continue;
-                    }
-                    self.owed += chunk.len();
-                    while let Some(data) = self.deframer.next(&mut chunk)? {
-                        self.backlog.extend_from_slice(&data);
-                    }
-                }
+                Poll::Ready(Some(chunk)) => self.take(chunk?, true)?,
                 Poll::Ready(None) => self.ended = true,
                 Poll::Pending => break,
             }
@@ -62,9 +79,40 @@ impl Inbox {
         Ok(())
     }
 
-    /// The gathered bytes, and the flow control to return once they are written.
-    fn gathered(&mut self) -> (Bytes, usize) {
-        (std::mem::take(&mut self.backlog).freeze(), std::mem::take(&mut self.owed))
+    /// Returns flow control for `written` bytes.
+    fn release(&mut self, written: usize, stream: &mut RecvStream) -> Result<(), RelayError> {
+        let bytes = written + std::mem::take(&mut self.owed);
+        self.bytes -= bytes;
+        if bytes > 0 {
+            stream.flow_control().release_capacity(bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Takes one chunk. What is written at once is not copied.
+    fn take(&mut self, mut chunk: Bytes, blocked: bool) -> Result<(), FrameError> {
+        let owed = chunk.len();
+        while let Some(data) = self.deframer.next(&mut chunk)? {
+            let small = data.len() < SMALL_PIECE;
+            match self.held.back_mut() {
+                Some(Held { data: Data::Run(run), .. }) if small && run.len() + data.len() <= RUN => {
+                    run.extend_from_slice(&data);
+                    continue;
+                }
+                Some(_) if small => {}
+                None if small && blocked => {}
+                _ => {
+                    self.held.push_back(Held { data: Data::Piece(data), owed: 0 });
+                    continue;
+                }
+            }
+            self.held.push_back(Held { data: Data::Run(BytesMut::from(&data[..])), owed: 0 });
+        }
+        // A chunk may hold nothing but a part of a header.
+        let account = self.held.back_mut().map_or(&mut self.owed, |last| &mut last.owed);
+        *account += owed;
+        self.bytes += owed;
+        Ok(())
     }
 }
 
@@ -74,46 +122,48 @@ pub(super) struct Inward<'a> {
     pub(super) stalls: &'a StallBound,
     pub(super) abort: &'a Arc<Abort>,
     pub(super) traffic: &'a Traffic,
+    pub(super) answer: &'a Answer,
 }
 
 impl Inward<'_> {
     /// Runs until the stream's end has been passed on as a half-close.
-    pub(super) async fn run(
-        self,
-        mut socket: WriteHalf<'_>,
-        mut stream: RecvStream,
-    ) -> Result<(), RelayError> {
+    pub(super) async fn run(self, socket: WriteHalf<'_>, mut stream: RecvStream) -> Result<(), RelayError> {
+        match self.relay(socket, &mut stream).await {
+            // What the target sent before its socket failed is still to be read, and the other direction tells how it
+            // ended. Nobody takes the rest of the request.
+            Err(RelayError::Socket(error)) if self.side == Side::Agent => {
+                let _ = self.answer.broken.set(error.kind());
+                while let Some(Ok(chunk)) = stream.data().await {
+                    if stream.flow_control().release_capacity(chunk.len()).is_err() {
+                        break;
+                    }
+                }
+                std::future::pending().await
+            }
+            ended => ended,
+        }
+    }
+
+    async fn relay(&self, mut socket: WriteHalf<'_>, stream: &mut RecvStream) -> Result<(), RelayError> {
         let mut inbox = Inbox::default();
         loop {
-            let (gathered, owed) = inbox.gathered();
-            if owed > 0 {
-                self.write_all(&mut socket, &gathered, &mut inbox, &mut stream).await?;
-                stream.flow_control().release_capacity(owed)?;
-                continue;
+            while let Some(Held { data, owed }) = inbox.held.pop_front() {
+                self.write_all(&mut socket, &data, &mut inbox, stream).await?;
+                inbox.release(owed, stream)?;
             }
-            let chunk = match inbox.next.take() {
-                Some(chunk) => Some(chunk),
-                None if inbox.ended => None,
-                None => stream.data().await.transpose()?,
-            };
-            let Some(mut chunk) = chunk else { break };
-            let held = chunk.len();
-            // Deframed before anything is written: chunks gathered meanwhile come after it.
-            let mut pieces = std::mem::take(&mut inbox.pieces);
-            while let Some(data) = inbox.deframer.next(&mut chunk)? {
-                pieces.push(data);
+            inbox.release(0, stream)?;
+            if inbox.ended {
+                break;
             }
-            for data in pieces.drain(..) {
-                self.write_all(&mut socket, &data, &mut inbox, &mut stream).await?;
-            }
-            inbox.pieces = pieces;
-            stream.flow_control().release_capacity(held)?;
+            let Some(chunk) = stream.data().await.transpose()? else { break };
+            inbox.take(chunk, false)?;
         }
         inbox.deframer.finish()?;
         if self.side == Side::Server {
             let trailers = stream.trailers().await?.unwrap_or_default();
             match trailers.get(GRPC_STATUS) {
                 Some(status) if status == "0" => {}
+                Some(status) if status == TARGET_RESET => return Err(RelayError::TargetReset),
                 Some(status) => {
                     return Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32)));
                 }
@@ -142,11 +192,16 @@ impl Inward<'_> {
                     Poll::Ready(written.map_err(RelayError::Socket))
                 }
                 Poll::Pending => {
-                    ticket.get_or_insert_with(|| self.stalls.enter(self.abort));
-                    match inbox.gather(stream, cx) {
-                        Ok(()) => Poll::Pending,
-                        Err(error) => Poll::Ready(Err(error)),
+                    if let Err(error) = inbox.gather(stream, cx) {
+                        return Poll::Ready(Err(error));
                     }
+                    match &mut ticket {
+                        None => ticket = Some(self.stalls.enter(self.abort, cx.waker(), inbox.bytes)),
+                        Some(ticket) => {
+                            ticket.update(cx.waker(), inbox.bytes, || sent_nothing_for(socket.as_ref()))
+                        }
+                    }
+                    Poll::Pending
                 }
             })
             .await?;

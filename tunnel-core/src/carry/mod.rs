@@ -4,6 +4,7 @@
 mod error;
 mod frame;
 mod inward;
+mod memory;
 mod outward;
 mod relay;
 mod socket;
@@ -14,8 +15,8 @@ pub use error::{RelayError, Side};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use outward::{SMALL_READ, next_size};
 pub use relay::Relay;
-pub use socket::{end_on_drop, prepare_socket, reset_on_drop};
-pub use stall::{Abort, StallBound, StallTicket};
+pub use socket::{end_on_drop, flushed, prepare_socket, reset_on_drop};
+pub use stall::{Abort, StallBound, StallBudget, StallTicket};
 pub use traffic::{Totals, Traffic};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
@@ -25,3 +26,6 @@ pub const TARGET_HEADER: &str = "postern-target";
 
 /// gRPC's status, in the trailers of a stream that ended well.
 const GRPC_STATUS: http::HeaderName = http::HeaderName::from_static("grpc-status");
+/// The status of a stream whose target reset the connection: ABORTED. It comes after everything that the target had sent,
+/// which RST_STREAM would discard.
+const TARGET_RESET: &str = "10";

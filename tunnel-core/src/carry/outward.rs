@@ -14,10 +14,10 @@ use tokio::net::tcp::ReadHalf;
 use tokio::sync::SetOnce;
 use tokio_util::io::poll_read_buf;
 
-use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::traffic::Traffic;
+use super::{GRPC_STATUS, TARGET_RESET};
 
 /// Bytes that a connection reads at a time while it is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
@@ -28,6 +28,8 @@ const LARGE_READ: usize = (256 << 10) - HEADER_LEN - FRAME_HEADER_LEN;
 const FRAME_HEADER_LEN: usize = 9;
 /// Bytes that are sent before the agent has connected. The agent holds them, for each pending dial.
 const EARLY_BYTES: usize = 64 << 10;
+/// What a segment counts for among them at least: the bookkeeping of the agent's h2 for a frame.
+const EARLY_SEGMENT: usize = 256;
 
 /// Relays from the socket to the stream.
 pub(super) struct Outward<'a> {
@@ -69,14 +71,20 @@ impl Outward<'_> {
             }
             let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
             segment.put_bytes(0, HEADER_LEN);
-            let Some(read) = read_now(&mut socket, &mut segment).await.map_err(RelayError::Socket)? else {
-                continue;
+            let read = match read_now(&mut socket, &mut segment).await {
+                Ok(Some(read)) => read,
+                Ok(None) => continue,
+                Err(error) => return Err(self.broken(send, error)),
             };
             if read == 0 {
+                // A failed write has taken the error, and what is left looks like an end.
+                if let Some(error) = self.answer.broken.get() {
+                    return Err(self.broken(send, (*error).into()));
+                }
                 return self.end(&socket, send).await;
             }
             size = next_size(size, read);
-            early = early.saturating_add(read);
+            early = early.saturating_add(read.max(EARLY_SEGMENT));
             if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
                 return Ok(sent);
             }
@@ -97,6 +105,7 @@ impl Outward<'_> {
         tokio::select! {
             biased;
             _ = self.answer.ended.wait() => Ok(Sent::All),
+            error = self.answer.broken.wait() => Err(RelayError::Socket((*error).into())),
             reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(RelayError::from, RelayError::Reset) {
                 // The answer has the reason.
                 RelayError::Reset(Reason::NO_ERROR) => Ok(Sent::All),
@@ -104,6 +113,17 @@ impl Outward<'_> {
             },
             error = self.client_lost(socket.as_ref()) => Err(error),
         }
+    }
+
+    /// On the agent: a target that resets the connection has sent what was read before, and that is to arrive. The status
+    /// comes after it; dropping the stream sends both and then resets what is left of the request.
+    fn broken(&self, send: &mut SendStream<Bytes>, error: io::Error) -> RelayError {
+        if self.side == Side::Agent {
+            let status = (GRPC_STATUS, HeaderValue::from_static(TARGET_RESET));
+            // It fails only when the stream has been reset, which says more.
+            let _ = send.send_trailers(HeaderMap::from_iter([status]));
+        }
+        RelayError::Socket(error)
     }
 
     async fn send_segment(
@@ -160,6 +180,8 @@ impl Outward<'_> {
 pub(super) struct Answer {
     pub(super) begun: SetOnce<()>,
     pub(super) ended: SetOnce<()>,
+    /// On the agent: writing to the target has failed.
+    pub(super) broken: SetOnce<io::ErrorKind>,
 }
 
 /// How far the outward direction came.

@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use super::error::{RelayError, Side};
 use super::inward::Inward;
 use super::outward::{Answer, Outward, Sent};
-use super::socket::end_on_drop;
+use super::socket::{end_on_drop, flushed};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 
@@ -51,13 +51,13 @@ impl Relay<'_> {
             let answer = Answer::default();
             tokio::select! {
                 biased;
-                outcome = abort.triggered() => Err(RelayError::Aborted(outcome)),
+                (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
                 // Built where they are polled: moving a future doubles its memory.
                 ended = async {
                     tokio::try_join!(Outward { side, traffic, answer: &answer }.run(read, send, prefix), async {
                         let stream = inbound.await?;
                         let _ = answer.begun.set(());
-                        Inward { side, stalls, abort, traffic }.run(write, stream).await?;
+                        Inward { side, stalls, abort, traffic, answer: &answer }.run(write, stream).await?;
                         let _ = answer.ended.set(());
                         Ok(())
                     })
@@ -70,6 +70,20 @@ impl Relay<'_> {
         };
         match &ended {
             Ok(()) => end_on_drop(socket),
+            // A status has been sent, and RST_STREAM would discard what is queued before it.
+            Err(RelayError::Socket(_)) if side == Side::Agent => {}
+            // A reset of the socket would discard what it has not sent.
+            Err(error @ (RelayError::TargetReset | RelayError::Reset(Reason::NO_ERROR))) => {
+                send.send_reset(error.outcome(side).reset_reason());
+                // Boxed: few connections end like this, and all would hold its memory.
+                Box::pin(async {
+                    tokio::select! {
+                        () = flushed(socket) => {}
+                        _ = abort.triggered() => {}
+                    }
+                })
+                .await;
+            }
             Err(error) => send.send_reset(error.outcome(side).reset_reason()),
         }
         ended

@@ -7,6 +7,7 @@ mod access_log;
 pub mod client_hello;
 mod context;
 mod http;
+pub mod http_head;
 mod https;
 mod preface;
 mod redirect;
@@ -137,7 +138,7 @@ async fn carry<D: Door>(
     }
     match ended {
         Ok(()) => record.end(Outcome::Ok, &""),
-        Err(error @ RelayError::Aborted(_)) => record.end(error.outcome(Side::Server), &""),
+        Err(RelayError::Aborted(outcome, reason)) => record.end(outcome, &reason),
         Err(broken) => record.end(broken.outcome(Side::Server), &broken),
     }
 }
@@ -158,10 +159,10 @@ mod tests {
     }
 
     /// Every connection holds this much until its end. Moving a future into another one doubles its memory, which shows
-    /// here. Measured: 3224 and 3360 bytes.
+    /// here. Measured: 3456 and 3592 bytes.
     #[test]
     fn the_future_of_a_connection_stays_small() {
         let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Http>)];
-        assert!(sizes.iter().all(|size| *size < 3584), "{sizes:?}");
+        assert!(sizes.iter().all(|size| *size < 3712), "{sizes:?}");
     }
 }
