@@ -15,6 +15,7 @@ mod http;
 mod https;
 mod identity;
 mod kubernetes;
+mod limits;
 mod load;
 mod operating;
 mod path;
@@ -41,6 +42,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         https::SCENARIOS,
         reload::SCENARIOS,
         hostile::SCENARIOS,
+        limits::SCENARIOS,
         operating::SCENARIOS,
         deploy::SCENARIOS,
         docs::SCENARIOS,
