@@ -148,7 +148,6 @@ impl Drop for Turn {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::HashMap;
     use std::pin::Pin;
     use std::task::{Context, Poll, Waker};
 

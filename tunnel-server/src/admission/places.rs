@@ -172,7 +172,7 @@ impl<K: Ord + Hash + Clone> Place<K> {
     }
 
     #[cfg(test)]
-    fn is_evicted(&self) -> bool {
+    pub(crate) fn is_evicted(&self) -> bool {
         self.evicted.is_cancelled()
     }
 }

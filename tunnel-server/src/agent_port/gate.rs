@@ -69,3 +69,45 @@ impl Certified {
         self.sources.remember(&self.node, self.address);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn strangers(gate: &Gate) -> Vec<Place<IpAddr>> {
+        (0..100_000u32).filter_map(|n| gate.handshake([192, 0, 2, (n % 16) as u8].into())).collect()
+    }
+
+    #[test]
+    fn a_thousand_agents_of_one_site_come_back_beside_strangers() {
+        let gate = Gate::new(&Budget::of(20_000));
+        let site = IpAddr::from([10, 0, 0, 1]);
+        let node: NodeName = "edge-1".parse().unwrap();
+        gate.certified(&node, site).unwrap().attached();
+        let _strangers = strangers(&gate);
+        let (mut left, mut rounds) = (1000, 0);
+        while left > 0 {
+            let held: Vec<_> = (0..left).map_while(|_| gate.handshake(site)).collect();
+            assert!(held.iter().all(|place| !place.is_evicted()));
+            left -= held.len();
+            rounds += 1;
+            assert!(rounds <= 3, "{left} of 1000 are left after three attempts of each");
+        }
+    }
+
+    #[test]
+    fn strangers_leave_places_to_certificates_and_to_other_enrolments() {
+        let gate = Gate::new(&Budget::of(2_000));
+        let _handshakes = strangers(&gate);
+        let _enrolments: Vec<_> =
+            (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();
+        let newcomer = IpAddr::from([10, 0, 0, 1]);
+        assert!(gate.handshake(newcomer).is_some());
+        assert!(gate.enrolment(newcomer).is_some());
+        // One node's certificate cannot take the places of the others' either.
+        let copied: NodeName = "edge-1".parse().unwrap();
+        let held: Vec<_> = (0..100).filter_map(|_| gate.certified(&copied, newcomer)).collect();
+        assert_eq!(held.len(), PER_NODE as usize);
+        assert!(gate.certified(&"edge-2".parse().unwrap(), newcomer).is_some());
+    }
+}
