@@ -130,7 +130,7 @@ async fn be_strange(source: Ipv4Addr, server: SocketAddr, stranger: Stranger, op
             match &stranger {
                 Stranger::Silent => {
                     opened.fetch_add(1, Ordering::Relaxed);
-                    stream.read(&mut byte).await?;
+                    while stream.read(&mut byte).await? > 0 {}
                 }
                 Stranger::Idle(roots) => {
                     let mut stream =

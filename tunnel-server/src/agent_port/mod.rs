@@ -85,7 +85,7 @@ impl AgentPort {
                     port.context.metrics.handshake(error.label());
                     match error {
                         Error::Failed(_) => {
-                            tracing::info!(%peer, %error, "handshake failed on the agent port")
+                            tracing::info!(%peer, %error, "handshake failed on the agent port");
                         }
                         // Strangers can have as many of these as they like.
                         _ => tracing::debug!(%peer, %error, "connection to the agent port closed"),
