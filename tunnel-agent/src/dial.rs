@@ -8,19 +8,22 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderValue};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::time::Instant;
 use tonic::Code;
 use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
 use crate::policy::Policy;
+use crate::turns::Turns;
 
 /// A dial's deadline when the server names none.
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
 /// The longest deadline that a server may name.
 const LONGEST_DEADLINE: Duration = Duration::from_secs(60);
 /// Dials that may be pending at a time for one server: a black hole behind the node must not hold unbounded state.
-const MAX_PENDING: usize = 512;
+const MAX_PENDING: usize = 1024;
+/// Dials that may wait for their turn; each has its client's connection and a stream.
+const MAX_WAITING: usize = 8192;
 
 /// Why a target was not connected.
 #[derive(Debug, thiserror::Error)]
@@ -29,8 +32,10 @@ pub(crate) enum DialError {
     NotAnAddress(String),
     #[error("{target} may not be dialled here: {reason}")]
     Denied { target: SocketAddr, reason: String },
-    #[error("{MAX_PENDING} dials are pending already")]
+    #[error("{MAX_WAITING} dials wait for their turn already")]
     Busy,
+    #[error("the dial of {target} had no turn within {} s: too many are pending", after.as_secs_f32())]
+    NoTurn { target: SocketAddr, after: Duration },
     #[error("{target} timed out after {} s", after.as_secs_f32())]
     TimedOut { target: SocketAddr, after: Duration },
     #[error("connection refused by {0}")]
@@ -45,7 +50,7 @@ impl DialError {
         match self {
             Self::NotAnAddress(_) => Code::InvalidArgument,
             Self::Denied { .. } => Outcome::Denied.code(),
-            Self::Busy => Outcome::Busy.code(),
+            Self::Busy | Self::NoTurn { .. } => Outcome::Busy.code(),
             Self::TimedOut { .. } => Outcome::TimedOut.code(),
             Self::Refused(_) => Outcome::Refused.code(),
             Self::Unreachable { .. } => Outcome::Unreachable.code(),
@@ -96,17 +101,17 @@ impl DialRequest {
 /// Dials targets for one server.
 pub(crate) struct Dialler {
     policy: Arc<Policy>,
-    permits: Semaphore,
+    turns: Turns,
 }
 
 impl Dialler {
     pub(crate) fn new(policy: Arc<Policy>) -> Self {
-        Self { policy, permits: Semaphore::new(MAX_PENDING) }
+        Self { policy, turns: Turns::new(MAX_PENDING, MAX_WAITING) }
     }
 
     /// Dials under way.
     pub(crate) fn pending(&self) -> usize {
-        MAX_PENDING - self.permits.available_permits()
+        self.turns.under_way()
     }
 
     /// `loopback_ports` are those that the server has named.
@@ -119,8 +124,12 @@ impl Dialler {
         self.policy
             .check(target, loopback_ports)
             .map_err(|denied| DialError::Denied { target, reason: denied.to_string() })?;
-        let _permit = self.permits.try_acquire().map_err(|_| DialError::Busy)?;
-        let socket = tokio::time::timeout(deadline, TcpStream::connect(target))
+        let deadline_at = Instant::now() + deadline;
+        let _turn = tokio::time::timeout_at(deadline_at, self.turns.take(target))
+            .await
+            .map_err(|_| DialError::NoTurn { target, after: deadline })?
+            .ok_or(DialError::Busy)?;
+        let socket = tokio::time::timeout_at(deadline_at, TcpStream::connect(target))
             .await
             .map_err(|_| DialError::TimedOut { target, after: deadline })?
             .map_err(|error| DialError::from_io(target, deadline, error))?;

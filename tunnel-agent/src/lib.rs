@@ -13,3 +13,4 @@ pub mod policy;
 mod servers;
 pub mod session;
 pub mod status;
+mod turns;

@@ -20,7 +20,7 @@ pub enum Outcome {
     Unreachable,
     /// The agent's policy does not allow the target.
     Denied,
-    /// Too many dials were pending at the agent.
+    /// A bound was reached: that of a door, or of the dials under way at the agent.
     Busy,
     /// The link was lost while the connection was open.
     TunnelLost,

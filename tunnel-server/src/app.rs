@@ -13,7 +13,7 @@ use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_task
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
-use crate::admission::Admission;
+use crate::admission::{Budget, Shares};
 use crate::agent_port::{AgentPort, LinkContext};
 use crate::config::Config;
 use crate::door::{self, DoorContext, Http, Https, Redirected};
@@ -186,30 +186,30 @@ impl Bound {
             drain_timeout: config.drain_timeout,
         };
         let enroll = EnrollService::new(certificate.ca(), &config.state_dir, pki_metrics);
-        let agent_port = AgentPort::new(certificate.tls(), Arc::new(self.workers), enroll, links);
+        let budget = Budget::of(self.open_files);
+        let agent_port = AgentPort::new(certificate.tls(), Arc::new(self.workers), enroll, links, &budget);
         let drain = Drain::new(shutdown.clone());
         let context = DoorContext { router, sessions, metrics, drain: drain.clone() };
-        // The https door may be open to anyone: leave file descriptors for agents and for clients on this host.
-        let limit = Admission::new(self.open_files / 4, self.open_files / 8);
         let Listeners { agents, https, http, redirected } = self.listeners;
         if let Some(listener) = agents {
             tasks.spawn(agent_port.clone().serve(listener));
         }
         if let Some(listener) = https {
-            tasks.spawn(door::serve(Https, listener, context.clone(), Some(limit.clone())));
+            tasks.spawn(door::serve(Https, listener, context.clone(), Shares::new(budget.https)));
         }
         if let Some(listener) = http {
-            tasks.spawn(door::serve(Http, listener, context.clone(), Some(limit)));
+            tasks.spawn(door::serve(Http, listener, context.clone(), Shares::new(budget.http)));
         }
         if let Some(redirect) = &redirect {
+            let shares = Shares::new(budget.redirect);
             for listener in redirected {
                 let door = Redirected { redirect: redirect.clone() };
-                tasks.spawn(door::serve(door, listener, context.clone(), None));
+                tasks.spawn(door::serve(door, listener, context.clone(), shares.clone()));
             }
         }
         tasks.close();
         self.starting.ready();
-        tracing::info!(server_id, "serving");
+        tracing::info!(server_id, open_files = self.open_files, ?budget, "serving");
         Running {
             agent_port,
             redirect,

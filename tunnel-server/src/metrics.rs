@@ -10,6 +10,8 @@ use prometheus_client::registry::{Registry, Unit};
 use tunnel_core::carry::Totals;
 use tunnel_core::outcome::Outcome;
 
+use crate::admission::Full;
+
 /// Metrics by labels: their names and values.
 type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;
 
@@ -19,10 +21,12 @@ pub struct Metrics {
     connections: By<2, Counter>,
     active: By<1, Gauge>,
     refused: By<1, Counter>,
+    busy: By<2, Counter>,
     dial_seconds: Histogram,
     connection_seconds: Histogram,
     handshakes: By<1, Counter>,
     sessions_refused: By<1, Counter>,
+    enrolments: By<2, Counter>,
     /// Payload bytes, counted as they pass.
     pub carried: Totals,
     /// Live sessions.
@@ -39,11 +43,13 @@ impl Metrics {
             connections: Family::default(),
             active: Family::default(),
             refused: Family::default(),
+            busy: Family::default(),
             carried,
             dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
             connection_seconds: Histogram::new(exponential_buckets(0.001, 8.0, 8)),
             handshakes: Family::default(),
             sessions_refused: Family::default(),
+            enrolments: Family::default(),
             tunnels: Gauge::default(),
         };
         let m = metrics.clone();
@@ -51,6 +57,8 @@ impl Metrics {
         registry.register("connections_active", "Connections carried now, by door", m.active);
         let help = "Clients that a door turned away before a node was known";
         registry.register("callers_refused", help, m.refused);
+        let help = "Connections refused at a bound of a door, by what has too many open: the door, the source or the node";
+        registry.register("connections_over_limit", help, m.busy);
         registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
         let help = "Time until the agent answered a dial";
         registry.register_with_unit("dial", help, Unit::Seconds, m.dial_seconds);
@@ -63,13 +71,20 @@ impl Metrics {
         registry.register("agent_handshakes", "Connections to the agent port, by result", m.handshakes);
         let help = "Sessions refused after their handshake, by reason";
         registry.register("agent_sessions_refused", help, m.sessions_refused);
+        let help = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
+        registry.register("enrollment_connections", help, m.enrolments);
         registry.register("tunnels", "Agents attached now", m.tunnels);
         // Series start at zero, so that rates work from the first event on.
-        for result in ["attached", "grpc", "failed", "turned_away"] {
+        for result in ["attached", "grpc", "failed", "turned_away", "silent", "evicted"] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
         for result in ["impostor", "flood", "older"] {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
+        }
+        for client in ["certified", "stranger"] {
+            for result in ["answered", "left", "idle", "slow", "evicted", "refused", "draining"] {
+                let _ = metrics.enrolments.get_or_create(&[("client", client), ("result", result)]);
+            }
         }
         metrics
     }
@@ -81,6 +96,9 @@ impl Metrics {
         }
         let _ = self.active.get_or_create(&[("door", door)]);
         let _ = self.refused.get_or_create(&[("door", door)]);
+        for reason in Full::LABELS {
+            let _ = self.busy.get_or_create(&[("door", door), ("reason", reason)]);
+        }
     }
 
     pub(crate) fn opened(&self, door: &'static str) {
@@ -95,6 +113,14 @@ impl Metrics {
 
     pub(crate) fn turned_away(&self, door: &'static str) {
         self.refused.get_or_create(&[("door", door)]).inc();
+    }
+
+    pub(crate) fn over_limit(&self, door: &'static str, reason: &Full) {
+        self.busy.get_or_create(&[("door", door), ("reason", reason.label())]).inc();
+    }
+
+    pub(crate) fn enrolment(&self, client: &'static str, result: &'static str) {
+        self.enrolments.get_or_create(&[("client", client), ("result", result)]).inc();
     }
 
     pub(crate) fn dialled(&self, took: Duration) {

@@ -38,7 +38,17 @@ impl Credentials {
 
     /// Dials the server's agent port with these credentials.
     pub(crate) async fn dial(&self, ns: &Namespace, server: SocketAddr) -> Result<TlsStream<TcpStream>> {
-        dial(ns, server, self.roots.clone(), Some(&self.identity), b"postern/1").await
+        self.dial_for(ns, server, b"postern/1").await
+    }
+
+    /// The same for another protocol.
+    pub(crate) async fn dial_for(
+        &self,
+        ns: &Namespace,
+        server: SocketAddr,
+        alpn: &[u8],
+    ) -> Result<TlsStream<TcpStream>> {
+        dial(ns, server, self.roots.clone(), Some(&self.identity), alpn).await
     }
 }
 

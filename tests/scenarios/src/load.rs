@@ -334,7 +334,7 @@ async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
     for number in 0..COUNT {
         let address = on_edge.address;
         opening.spawn(async move { hold(address, format!("connection {number}").as_bytes()).await });
-        // The target's backlog and the agent's bound on pending dials are not what is tested here.
+        // The target's backlog is not what is tested here.
         if opening.len() >= 100 {
             open.extend(opening.join_next().await.transpose()?.transpose()?);
         }

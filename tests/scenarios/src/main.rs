@@ -16,6 +16,7 @@ mod http;
 mod https;
 mod identity;
 mod kubernetes;
+mod limits;
 mod load;
 mod logs;
 mod operating;
@@ -44,6 +45,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         https::SCENARIOS,
         reload::SCENARIOS,
         hostile::SCENARIOS,
+        limits::SCENARIOS,
         operating::SCENARIOS,
         logs::SCENARIOS,
         disks::SCENARIOS,

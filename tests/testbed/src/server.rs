@@ -1,6 +1,6 @@
 //! The real tunnel-server on the cloud host.
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,13 +46,15 @@ pub struct Builder<'a> {
     /// Reads the nodes from an API server instead of a file.
     kubeconfig: Option<PathBuf>,
     stderr: Option<Arc<OwnedFd>>,
+    /// Its hard limit of open files, if not this process's.
+    open_files: Option<u32>,
 }
 
 impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
-        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None, stderr: None }
+        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None, stderr: None, open_files: None }
     }
 
     /// A server of a cluster; its ports are those of the cluster's ConfigMap.
@@ -70,6 +72,13 @@ impl<'a> Builder<'a> {
     #[must_use]
     pub fn stderr(mut self, stderr: impl Into<OwnedFd>) -> Self {
         self.stderr = Some(Arc::new(stderr.into()));
+        self
+    }
+
+    /// Sets its limit of open files, soft and hard.
+    #[must_use]
+    pub fn open_files(mut self, limit: u32) -> Self {
+        self.open_files = Some(limit);
         self
     }
 
@@ -100,7 +109,15 @@ impl<'a> Builder<'a> {
 
     fn command(&self) -> Result<Command> {
         let dir = self.testbed.dir();
-        let mut command = self.testbed.on_cloud().command(&process::program("tunnel-server")?);
+        let program = process::program("tunnel-server")?;
+        let mut command = match self.open_files {
+            None => self.testbed.on_cloud().command(&program),
+            Some(limit) => {
+                let mut command = self.testbed.on_cloud().command(Path::new("prlimit"));
+                command.arg(format!("--nofile={limit}:{limit}")).arg(program);
+                command
+            }
+        };
         match &self.kubeconfig {
             Some(kubeconfig) => command.arg(format!("--kubeconfig={}", kubeconfig.display())),
             None => command.arg(format!("--inventory={}", dir.join("nodes.yaml").display())),

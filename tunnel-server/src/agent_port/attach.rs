@@ -26,7 +26,7 @@ use tunnel_core::proto::{
 };
 use tunnel_core::text::printable;
 
-use crate::admission::Admitted;
+use super::gate::Certified;
 use crate::metrics::Metrics;
 use crate::session::{Fenced, Session, Sessions};
 use crate::settings::Settings;
@@ -68,6 +68,8 @@ enum End {
     Dead(#[from] link::LinkDead),
     #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     NoHello,
+    #[error("it made room for another link before it was attached")]
+    Evicted,
     #[error("Attach failed: {}", printable(.0.message(), 200))]
     Attach(Box<Status>),
     #[error("link lost: {}", printable(&link::reason(&**.0), 200))]
@@ -97,10 +99,10 @@ pub(super) async fn run(
     peer: SocketAddr,
     node: NodeName,
     worker: Handle,
-    admitted: Admitted,
+    place: Certified,
 ) {
     let started = Instant::now();
-    let end = drive(&context, stream, peer, node.clone(), worker, admitted).await;
+    let end = drive(&context, stream, peer, node.clone(), worker, place).await;
     let lasted_s = started.elapsed().as_secs();
     match end {
         // The agent has two addresses of this server, and is attached through the other one.
@@ -112,7 +114,7 @@ pub(super) async fn run(
             context.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
         }
-        End::NoHello | End::NotHello | End::Attach(_) => {
+        End::NoHello | End::NotHello | End::Evicted | End::Attach(_) => {
             context.metrics.handshake("failed");
             tracing::warn!(%node, %peer, lasted_s, "no session: {end}");
         }
@@ -137,7 +139,7 @@ async fn drive(
     peer: SocketAddr,
     node: NodeName,
     worker: Handle,
-    admitted: Admitted,
+    place: Certified,
 ) -> End {
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(stream)).await;
     let (send, mut connection) = match handshake {
@@ -151,7 +153,7 @@ async fn drive(
     driver.spawn(connection);
     tokio::select! {
         biased;
-        end = session(context, send, pings, peer, node, worker, admitted) => end,
+        end = session(context, send, pings, peer, node, worker, place) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
@@ -179,14 +181,18 @@ async fn session(
     peer: SocketAddr,
     node: NodeName,
     worker: Handle,
-    admitted: Admitted,
+    place: Certified,
 ) -> End {
     let mut client =
         AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&context.settings.borrow());
     // Boxed: its memory is freed once the agent has answered.
     let greeting = Box::pin(greet(context, Channel::new(send.clone()), &loopback));
-    let (hello, mut events) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting).await {
+    let greeting = tokio::select! {
+        greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting,
+        () = place.place.evicted() => return End::Evicted,
+    };
+    let (hello, mut events) = match greeting {
         Ok(Ok(greeting)) => greeting,
         Ok(Err(end)) => return end,
         Err(_) => return End::NoHello,
@@ -219,7 +225,7 @@ async fn session(
         }
     }
     let registered = Registered { context, session: session.clone() };
-    drop(admitted);
+    place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
     let end = follow(context, &session, &mut client, &mut events, pings, loopback).await;

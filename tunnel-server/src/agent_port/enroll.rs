@@ -2,6 +2,9 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::body::Incoming;
@@ -12,24 +15,38 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
+use tonic::Status;
 use tonic::service::Routes;
-use tower::ServiceExt as _;
 use tower::util::MapRequest;
+use tower::{Service, ServiceExt as _};
 use tunnel_core::link::{PING_INTERVAL, PING_TIMEOUT};
 use tunnel_core::proto::enrollment_server::EnrollmentServer;
 
+use super::gate::Certified;
+use crate::admission::Place;
 use crate::metrics::Metrics;
 use crate::pki::{EnrollService, PeerAddress, PeerCertificate};
 
 /// The largest message accepted, in bytes: a CSR is under 2 KiB.
 const MAX_MESSAGE: usize = 64 << 10;
-/// Connections at a time. Their clients need no certificate, which is what enrolment is for.
-const CONNECTIONS: usize = 512;
-const MAX_STREAMS: u32 = 4;
+/// An agent asks once and closes.
+const MAX_STREAMS: u32 = 1;
 /// HTTP/2 windows of a connection, in bytes.
 const WINDOW: u32 = 64 << 10;
 const MAX_HEADERS: u32 = 16 << 10;
+/// How long a connection may take to ask; an agent asks in the round trip after its handshake.
+const IDLE: Duration = Duration::from_secs(5);
+/// How long its request may take, from the handshake to the answer.
 const LIFETIME: Duration = Duration::from_secs(30);
+/// How long the last bytes of an answer may take.
+const GOODBYE: Duration = Duration::from_secs(5);
+/// The same for who has to make room.
+const SHORT_GOODBYE: Duration = Duration::from_millis(250);
+/// The metric's label for a connection that got its answer.
+const ANSWERED: &str = "answered";
+/// Connections at a time that are told that there is no place for them; further ones are closed without a word.
+const REFUSALS: usize = 16;
+const NO_PLACE: &str = "the server has no place for more enrolments at present; try again later";
 
 /// The Enrollment service, with its limits.
 pub fn enroll_routes(service: EnrollService) -> Routes {
@@ -49,30 +66,76 @@ pub fn for_client(
     })
 }
 
-/// Serves enrolment connections, a limited number at a time.
+/// The place of a gRPC connection.
+pub(super) enum Seat {
+    Certified(Certified),
+    Stranger(Place<std::net::IpAddr>),
+    /// It has none, and is told so.
+    None {
+        certified: bool,
+    },
+}
+
+impl Seat {
+    fn spoke(&self) {
+        match self {
+            Self::Certified(seat) => seat.place.spoke(),
+            Self::Stranger(place) => place.spoke(),
+            Self::None { .. } => {}
+        }
+    }
+
+    async fn evicted(&self) {
+        match self {
+            Self::Certified(seat) => seat.place.evicted().await,
+            Self::Stranger(place) => place.evicted().await,
+            Self::None { .. } => {}
+        }
+    }
+
+    const fn client(&self) -> &'static str {
+        match self {
+            Self::Certified(_) | Self::None { certified: true } => "certified",
+            Self::Stranger(_) | Self::None { certified: false } => "stranger",
+        }
+    }
+}
+
+/// Serves enrolment connections.
 pub(super) struct EnrollConnections {
     routes: Routes,
-    places: Semaphore,
+    refusals: Semaphore,
     metrics: Metrics,
     draining: CancellationToken,
 }
 
 impl EnrollConnections {
     pub(super) fn new(service: EnrollService, metrics: Metrics, draining: CancellationToken) -> Self {
-        Self { routes: enroll_routes(service), places: Semaphore::new(CONNECTIONS), metrics, draining }
+        Self { routes: enroll_routes(service), refusals: Semaphore::new(REFUSALS), metrics, draining }
     }
 
+    /// Serves one request, and closes the connection after its answer.
     pub(super) async fn serve(
         &self,
         stream: TlsStream<TcpStream>,
         peer: SocketAddr,
         certificate: Option<CertificateDer<'static>>,
+        seat: Seat,
     ) -> io::Result<()> {
-        let Ok(_place) = self.places.try_acquire() else {
-            return Err(io::Error::other("too many enrolment connections"));
+        let client = seat.client();
+        let refusal = if matches!(seat, Seat::None { .. }) {
+            self.metrics.enrolment(client, "refused");
+            let Ok(refusal) = self.refusals.try_acquire() else {
+                return Err(io::Error::other(NO_PLACE));
+            };
+            Some(refusal)
+        } else {
+            self.metrics.handshake("grpc");
+            None
         };
-        self.metrics.handshake("grpc");
-        let service = TowerToHyperService::new(for_client(self.routes.clone(), peer, certificate));
+        let progress = Arc::new(Progress::new(seat));
+        let inner = for_client(self.routes.clone(), peer, certificate);
+        let service = TowerToHyperService::new(Seated { inner, progress: progress.clone() });
         let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .max_concurrent_streams(MAX_STREAMS)
@@ -82,12 +145,110 @@ impl EnrollConnections {
             .keep_alive_interval(PING_INTERVAL)
             .keep_alive_timeout(PING_TIMEOUT)
             .serve_connection(TokioIo::new(stream), service);
-        tokio::select! {
-            served = tokio::time::timeout(LIFETIME, served) => if let Ok(Err(error)) = served {
-                tracing::debug!(%peer, %error, "gRPC connection ended");
-            },
-            () = self.draining.cancelled() => {}
+        let mut served = std::pin::pin!(served);
+        let end = tokio::select! {
+            served = &mut served => {
+                if let Err(error) = served {
+                    tracing::debug!(%peer, %error, "gRPC connection ended");
+                }
+                progress.left()
+            }
+            end = progress.end() => {
+                // Without a request there is nothing to say, and a client could draw the GOAWAY's exchange out.
+                if progress.asked.is_cancelled() {
+                    served.as_mut().graceful_shutdown();
+                    tokio::select! {
+                        _ = served => {}
+                        () = progress.goodbye(end) => {}
+                    }
+                }
+                end
+            }
+            () = self.draining.cancelled() => "draining",
+        };
+        if refusal.is_none() {
+            self.metrics.enrolment(client, end);
         }
         Ok(())
+    }
+}
+
+/// How far a connection has come.
+struct Progress {
+    seat: Seat,
+    asked: CancellationToken,
+    answered: CancellationToken,
+}
+
+impl Progress {
+    fn new(seat: Seat) -> Self {
+        Self { seat, asked: CancellationToken::new(), answered: CancellationToken::new() }
+    }
+
+    /// Waits until the connection has to be closed, and says why: the metric's label `result`.
+    async fn end(&self) -> &'static str {
+        let ending = async {
+            if tokio::time::timeout(IDLE, self.asked.cancelled()).await.is_err() {
+                return "idle";
+            }
+            self.answered.cancelled().await;
+            ANSWERED
+        };
+        tokio::select! {
+            biased;
+            ended = tokio::time::timeout(LIFETIME, ending) => ended.unwrap_or("slow"),
+            // Who has no seat is answered first.
+            () = self.seat.evicted(), if !matches!(self.seat, Seat::None { .. }) => "evicted",
+        }
+    }
+
+    /// How long the client has to read its answer.
+    async fn goodbye(&self, end: &'static str) {
+        if end == ANSWERED && !matches!(self.seat, Seat::None { .. }) {
+            let _ = tokio::time::timeout(GOODBYE, self.seat.evicted()).await;
+        } else {
+            tokio::time::sleep(SHORT_GOODBYE).await;
+        }
+    }
+
+    /// The client closed.
+    fn left(&self) -> &'static str {
+        if self.answered.is_cancelled() { ANSWERED } else { "left" }
+    }
+}
+
+/// A connection's service, which loses its request with its seat.
+#[derive(Clone)]
+struct Seated<S> {
+    inner: S,
+    progress: Arc<Progress>,
+}
+
+impl<S> Service<http::Request<Incoming>> for Seated<S>
+where
+    S: Service<http::Request<Incoming>, Response = http::Response<tonic::body::Body>>,
+    S::Future: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Incoming>) -> Self::Future {
+        let progress = self.progress.clone();
+        progress.asked.cancel();
+        progress.seat.spoke();
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let _answered = progress.answered.clone().drop_guard();
+            tokio::select! {
+                biased;
+                () = progress.seat.evicted() => Ok(Status::resource_exhausted(NO_PLACE).into_http()),
+                answer = answer => answer,
+            }
+        })
     }
 }

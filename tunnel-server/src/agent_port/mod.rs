@@ -2,54 +2,59 @@
 
 mod attach;
 mod enroll;
+mod gate;
+mod known;
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
+use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
 use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate};
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
 
+pub use crate::admission::Budget;
 pub use attach::LinkContext;
 pub use enroll::{enroll_routes, for_client};
 
 use crate::accept::accept;
-use crate::admission::{Admission, Admitted};
+use crate::admission::Place;
 use crate::pki::EnrollService;
 use crate::session::Workers;
-use enroll::EnrollConnections;
+use enroll::{EnrollConnections, Seat};
+use gate::Gate;
 
-/// Handshakes at a time, in total.
-const HANDSHAKES: u32 = 4096;
-/// Handshakes at a time from one address; a site's agents share one behind their NAT.
-const HANDSHAKES_PER_SOURCE: u32 = 256;
+/// How long a client may take to send its first byte. An agent sends it at once.
+const SILENCE: Duration = Duration::from_secs(3);
 
 pub struct AgentPort {
     tls: Arc<ServerTls>,
     workers: Arc<Workers>,
     context: Arc<LinkContext>,
     enroll: EnrollConnections,
-    admission: Admission,
+    gate: Gate,
     links: TaskTracker,
 }
 
 impl AgentPort {
-    /// `tls` is read at each handshake. Links run on `workers`.
+    /// `tls` is read at each handshake. Links run on `workers`. `budget` bounds what has not attached yet.
     pub fn new(
         tls: Arc<ServerTls>,
         workers: Arc<Workers>,
         enroll: EnrollService,
         context: LinkContext,
+        budget: &Budget,
     ) -> Arc<Self> {
         Arc::new(Self {
             tls,
             workers,
             enroll: EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone()),
             context: Arc::new(context),
-            admission: Admission::new(HANDSHAKES, HANDSHAKES_PER_SOURCE),
+            gate: Gate::new(budget),
             links: TaskTracker::new(),
         })
     }
@@ -61,7 +66,7 @@ impl AgentPort {
                 accepted = accept(&listener, "agents") => accepted,
                 () = self.context.draining.cancelled() => return,
             };
-            let Some(admitted) = self.admission.admit(peer.ip()) else {
+            let Some(place) = self.gate.handshake(peer.ip()) else {
                 self.context.metrics.handshake("turned_away");
                 continue;
             };
@@ -75,10 +80,16 @@ impl AgentPort {
             let (port, worker) = (self.clone(), self.workers.next().clone());
             let on_worker = worker.clone();
             worker.spawn(self.links.track_future(async move {
-                let handshake = port.handshake(socket, peer, admitted, on_worker);
-                if let Some(Err(error)) = port.context.stop.run_until_cancelled(handshake).await {
-                    port.context.metrics.handshake("failed");
-                    tracing::info!(%peer, %error, "handshake failed on the agent port");
+                let served = port.serve_one(socket, peer, place, on_worker);
+                if let Some(Err(error)) = port.context.stop.run_until_cancelled(served).await {
+                    port.context.metrics.handshake(error.label());
+                    match error {
+                        Error::Failed(_) => {
+                            tracing::info!(%peer, %error, "handshake failed on the agent port");
+                        }
+                        // Strangers can have as many of these as they like.
+                        _ => tracing::debug!(%peer, %error, "connection to the agent port closed"),
+                    }
                 }
             }));
         }
@@ -90,44 +101,95 @@ impl AgentPort {
         self.links.wait().await;
     }
 
-    async fn handshake(
+    async fn serve_one(
         &self,
         socket: std::net::TcpStream,
         peer: SocketAddr,
-        admitted: Admitted,
+        place: Place<IpAddr>,
         worker: Handle,
-    ) -> io::Result<()> {
-        let socket = TcpStream::from_std(socket)?;
-        link::tune_link(&socket)?;
-        let handshake = self.tls.acceptor().accept(socket);
-        let mut stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake)
-            .await
-            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
-        link::tune_tls(stream.get_mut().1);
+    ) -> Result<(), Error> {
+        let stream = tokio::select! {
+            stream = self.handshake(socket, &place) => stream?,
+            () = place.evicted() => return Err(Error::Evicted),
+        };
         let connection = stream.get_ref().1;
         let certificate = connection.peer_certificates().and_then(|chain| chain.first()).cloned();
         let denied = io::ErrorKind::PermissionDenied;
+        let node = certificate.as_ref().map(node_of_certificate).transpose();
+        let node = node.map_err(|error| io::Error::new(denied, error))?;
         match connection.alpn_protocol() {
             Some(ALPN_TUNNEL) => {
-                let certificate = certificate
-                    .ok_or_else(|| io::Error::new(denied, "an agent's link needs a client certificate"))?;
                 let node =
-                    node_of_certificate(&certificate).map_err(|error| io::Error::new(denied, error))?;
+                    node.ok_or_else(|| io::Error::new(denied, "an agent's link needs a client certificate"))?;
+                let certified = self.gate.certified(&node, peer.ip()).ok_or(Error::Busy)?;
+                drop(place);
                 // A task of its own frees the memory of the handshake: there are as many links as agents.
-                let link =
-                    attach::run(self.context.clone(), Box::new(stream), peer, node, worker.clone(), admitted);
+                let link = attach::run(
+                    self.context.clone(),
+                    Box::new(stream),
+                    peer,
+                    node,
+                    worker.clone(),
+                    certified,
+                );
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.links.track_future(link));
-                Ok(())
             }
             Some(ALPN_GRPC) => {
-                // These have a limit of their own, so that they cannot block agents that have a certificate.
-                drop(admitted);
-                self.enroll.serve(stream, peer, certificate).await
+                let seat = match &node {
+                    Some(node) => self.gate.certified(node, peer.ip()).map(Seat::Certified),
+                    None => self.gate.enrolment(peer.ip()).map(Seat::Stranger),
+                };
+                drop(place);
+                let seat = seat.unwrap_or(Seat::None { certified: node.is_some() });
+                self.enroll.serve(stream, peer, certificate, seat).await?;
             }
             _ => {
-                Err(io::Error::new(io::ErrorKind::InvalidData, "the client offered neither postern/1 nor h2"))
+                let offered = "the client offered neither postern/1 nor h2";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, offered).into());
             }
+        }
+        Ok(())
+    }
+
+    async fn handshake(
+        &self,
+        socket: std::net::TcpStream,
+        place: &Place<IpAddr>,
+    ) -> Result<TlsStream<TcpStream>, Error> {
+        let socket = TcpStream::from_std(socket)?;
+        link::tune_link(&socket)?;
+        tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
+        place.spoke();
+        let mut stream =
+            tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
+                .await
+                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
+        link::tune_tls(stream.get_mut().1);
+        Ok(stream)
+    }
+}
+
+/// Why a connection got no further than its handshake.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("nothing was sent within {} s", SILENCE.as_secs())]
+    Silent,
+    #[error("it made room for another one")]
+    Evicted,
+    #[error("too many connections with this node's certificate, or with any, are not attached yet")]
+    Busy,
+    #[error(transparent)]
+    Failed(#[from] io::Error),
+}
+
+impl Error {
+    const fn label(&self) -> &'static str {
+        match self {
+            Self::Silent => "silent",
+            Self::Evicted => "evicted",
+            Self::Busy => "turned_away",
+            Self::Failed(_) => "failed",
         }
     }
 }

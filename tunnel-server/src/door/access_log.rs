@@ -11,7 +11,7 @@ use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::outcome::Outcome;
 
 use super::context::{DoorContext, OpenRequest};
-use crate::admission::Admitted;
+use crate::admission::Share;
 use crate::metrics::Metrics;
 use crate::session::Session;
 
@@ -32,7 +32,8 @@ pub(super) struct AccessLogGuard {
     detail: String,
     metrics: Metrics,
     in_flight: DrainGuard,
-    _place: Option<Admitted>,
+    /// Boxed: the future of a connection holds several copies of this struct's size.
+    place: Option<Box<Share>>,
 }
 
 impl AccessLogGuard {
@@ -41,7 +42,6 @@ impl AccessLogGuard {
         client: SocketAddr,
         request: &OpenRequest,
         context: &DoorContext,
-        place: Option<Admitted>,
     ) -> Self {
         context.metrics.opened(door);
         Self {
@@ -56,8 +56,13 @@ impl AccessLogGuard {
             detail: String::new(),
             metrics: context.metrics.clone(),
             in_flight: context.drain.guard(),
-            _place: place,
+            place: None,
         }
+    }
+
+    /// Keeps the connection's place until its end.
+    pub(super) fn hold(&mut self, place: Share) {
+        self.place = Some(Box::new(place));
     }
 
     /// Cancelled when the drain's time is up.

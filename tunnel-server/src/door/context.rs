@@ -17,6 +17,8 @@ use crate::session::Sessions;
 pub trait Door: Send + Sync + 'static {
     /// The door's name in logs and metrics.
     const NAME: &'static str;
+    /// Whether `open` waits for the client, who then needs a place first.
+    const READS: bool = true;
 
     /// Finds out what the client wants to reach.
     fn open(

@@ -27,19 +27,12 @@ pub use https::Https;
 pub use redirect::Redirected;
 
 use crate::accept::accept;
-use crate::admission::{Admission, Admitted};
+use crate::admission::{Full, Share, Shares};
 use crate::session::{Session, Sessions};
 use access_log::AccessLogGuard;
 
-/// Serves a door until the drain starts.
-///
-/// `limit` bounds the connections of a door that other hosts can reach, for as long as they last.
-pub(crate) async fn serve<D: Door>(
-    door: D,
-    listener: TcpListener,
-    context: DoorContext,
-    limit: Option<Admission>,
-) {
+/// Serves a door until the drain starts. `shares` bounds its connections, for as long as they last.
+pub(crate) async fn serve<D: Door>(door: D, listener: TcpListener, context: DoorContext, shares: Shares) {
     let door = Arc::new(door);
     context.metrics.door(D::NAME);
     loop {
@@ -47,12 +40,17 @@ pub(crate) async fn serve<D: Door>(
             accepted = accept(&listener, D::NAME) => accepted,
             () = context.drain.shutdown().draining() => return,
         };
-        let place = limit.as_ref().map(|limit| limit.admit(client.ip()));
-        if let Some(None) = place {
-            context.metrics.turned_away(D::NAME);
-            continue;
-        }
-        context.drain.spawn(receive(door.clone(), socket, client, context.clone(), place.flatten()));
+        let place = match D::READS.then(|| shares.admit(client.ip())).transpose() {
+            Ok(place) => place,
+            Err(full) => {
+                over_limit::<D>(&context, client, &full);
+                context.metrics.turned_away(D::NAME);
+                // A reset: an end of file would look like an answer.
+                let _ = prepare_socket(&socket);
+                continue;
+            }
+        };
+        context.drain.spawn(receive(door.clone(), socket, client, context.clone(), shares.clone(), place));
     }
 }
 
@@ -61,7 +59,8 @@ async fn receive<D: Door>(
     mut socket: TcpStream,
     client: SocketAddr,
     context: DoorContext,
-    place: Option<Admitted>,
+    shares: Shares,
+    place: Option<Share>,
 ) {
     // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
     if let Err(error) = prepare_socket(&socket) {
@@ -73,7 +72,19 @@ async fn receive<D: Door>(
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
         Err(error) => return turned_away::<D>(&context, client, &error),
     };
-    let record = AccessLogGuard::new(D::NAME, client, &request, &context, place);
+    let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
+    let admitted = place.map_or_else(|| shares.admit(client.ip()), Ok).and_then(|mut place| {
+        let reached = place.reaches(&request.node);
+        // Kept even if it was refused: the client is still to be told.
+        record.hold(place);
+        reached
+    });
+    if let Err(full) = admitted {
+        over_limit::<D>(&context, client, &full);
+        D::failed(&mut socket, Outcome::Busy, &full.to_string()).await;
+        record.end(Outcome::Busy, &full);
+        return;
+    }
     let Some(session) = context.sessions.get(&request.node) else {
         let reason = no_tunnel(&context.sessions, &request.node);
         D::failed(&mut socket, Outcome::NoTunnel, &reason).await;
@@ -93,6 +104,12 @@ async fn receive<D: Door>(
 fn turned_away<D: Door>(context: &DoorContext, client: SocketAddr, reason: &dyn std::fmt::Display) {
     context.metrics.turned_away(D::NAME);
     tracing::warn!(door = D::NAME, %client, %reason, "client turned away");
+}
+
+fn over_limit<D: Door>(context: &DoorContext, client: SocketAddr, full: &Full) {
+    context.metrics.over_limit(D::NAME, full);
+    // Not louder: there are as many of these as the client likes. The metric tells the operator.
+    tracing::debug!(door = D::NAME, %client, %full, "connection refused at a bound");
 }
 
 async fn carry<D: Door>(

@@ -17,6 +17,7 @@ pub struct Redirected {
 
 impl Door for Redirected {
     const NAME: &'static str = "redirect";
+    const READS: bool = false;
 
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<OpenRequest, OpenError> {
         let local = socket.local_addr()?;

@@ -18,7 +18,7 @@ use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
-use tunnel_server::agent_port::{AgentPort, LinkContext};
+use tunnel_server::agent_port::{AgentPort, Budget, LinkContext};
 use tunnel_server::pki::{EnrollService, PkiMetrics};
 use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{Sessions, Workers};
@@ -78,7 +78,7 @@ impl Port {
         };
         let workers = Arc::new(Workers::start(1).unwrap());
         let enroll = EnrollService::new(server.certificate.ca(), server.state_dir(), PkiMetrics::default());
-        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context);
+        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, &Budget::of(1024));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.serve(listener));

@@ -1,0 +1,369 @@
+//! What strangers, greedy clients and bursts cannot take from the others.
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use hyper_util::rt::TokioIo;
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{self, connect, connect_from, echo, visit};
+use postern_testbed::inventory::{Inventory, node};
+use postern_testbed::netns::Namespace;
+use postern_testbed::report::figure;
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::target::Behaviour;
+use postern_testbed::tls;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed, load_target};
+use rustls::RootCertStore;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::task::JoinSet;
+use tonic::transport::Endpoint;
+use tunnel_core::identity::{SERVER_NAME, create_csr};
+use tunnel_core::proto::RenewRequest;
+use tunnel_core::proto::enrollment_client::EnrollmentClient;
+
+use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, server_and_agent, target};
+use crate::hostile_peer::Credentials;
+
+scenarios! {
+    silent_handshakes_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
+    idle_enrolments_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
+    greedy_clients_leave_open_files_to_the_others(edges = 2, limit = 240),
+    strangers_at_the_https_door_leave_the_http_door,
+    two_thousand_connects_at_once(limit = 180),
+    black_holed_dials_leave_turns_to_others,
+}
+
+const SOURCES: u8 = 20;
+/// Open files of a server that is to reach its bounds.
+const FEW_FILES: u32 = 2_000;
+
+/// What a stranger does with its connections.
+#[derive(Clone)]
+enum Stranger {
+    Silent,
+    /// Shakes hands for an enrolment, and asks nothing.
+    Idle(RootCertStore),
+}
+
+/// Strangers who open connections as fast as they can, and another whenever one is closed.
+struct Flood {
+    stop: Arc<AtomicBool>,
+    opened: Arc<AtomicU64>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Flood {
+    /// Starts [`SOURCES`] sources on a new machine next to the cloud host, with `each` connections each.
+    fn start(ns: &Namespace, server: SocketAddr, each: usize, stranger: &Stranger) -> Result<Self> {
+        let (stop, opened) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
+        let (ns, stranger) = (ns.clone(), stranger.clone());
+        let (stopped, count) = (stop.clone(), opened.clone());
+        let thread = std::thread::spawn(move || {
+            ns.enter()?;
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(async {
+                let mut all = JoinSet::new();
+                for source in sources() {
+                    for _ in 0..each {
+                        all.spawn(be_strange(source, server, stranger.clone(), count.clone()));
+                    }
+                }
+                while !stopped.load(Ordering::Relaxed) {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            });
+            Ok(())
+        });
+        Ok(Self { stop, opened, thread: Some(thread) })
+    }
+
+    /// Waits until so many connections were opened.
+    async fn wait_opened(&self, count: u64) -> Result<()> {
+        let opened = async || Ok(self.opened.load(Ordering::Relaxed));
+        wait_until("the strangers' connections", Duration::from_secs(60), opened, |opened| *opened >= count)
+            .await?;
+        Ok(())
+    }
+
+    fn stop(mut self) -> Result<()> {
+        self.stop.store(true, Ordering::Relaxed);
+        let thread = self.thread.take().context("stopped twice")?;
+        thread.join().map_err(|_| anyhow::anyhow!("the strangers' thread panicked"))?
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn sources() -> impl Iterator<Item = Ipv4Addr> {
+    (0..SOURCES).map(|number| Ipv4Addr::new(10, 70, 0, 100 + number))
+}
+
+/// A machine with all the sources' addresses.
+fn strangers_host(testbed: &Testbed) -> Result<Namespace> {
+    let ns = testbed.add_neighbour()?;
+    for source in sources() {
+        ns.ip(&format!("addr add {source}/24 dev eth0"))?;
+    }
+    Ok(ns)
+}
+
+async fn connect_as(source: Ipv4Addr, server: SocketAddr) -> Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind((source, 0).into())?;
+    Ok(tokio::time::timeout(client::PATIENCE, socket.connect(server)).await??)
+}
+
+async fn be_strange(source: Ipv4Addr, server: SocketAddr, stranger: Stranger, opened: Arc<AtomicU64>) {
+    loop {
+        let attempt = async {
+            let mut stream = connect_as(source, server).await?;
+            let mut byte = [0];
+            match &stranger {
+                Stranger::Silent => {
+                    opened.fetch_add(1, Ordering::Relaxed);
+                    while stream.read(&mut byte).await? > 0 {}
+                }
+                Stranger::Idle(roots) => {
+                    let mut stream =
+                        tls::handshake(stream, SERVER_NAME, roots.clone(), None, Some(b"h2")).await?;
+                    opened.fetch_add(1, Ordering::Relaxed);
+                    // The server's own settings come first.
+                    while stream.read(&mut byte).await? > 0 {}
+                }
+            }
+            anyhow::Ok(())
+        };
+        if attempt.await.is_err() {
+            // Refused: again, but without a busy loop.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+/// Renews with an agent's credentials, as an agent does: one attempt.
+async fn renew(testbed: &Testbed, own: &Credentials) -> Result<()> {
+    let stream = own.dial_for(&testbed.edge(1).ns, agent_port(), b"h2").await?;
+    let mut stream = Some(TokioIo::new(stream));
+    let connector = tower::service_fn(move |_: http::Uri| {
+        let stream = stream.take();
+        async move { stream.ok_or_else(|| std::io::Error::other("the connection was closed")) }
+    });
+    let endpoint = Endpoint::from_static("http://tunnel-server.postern.internal").timeout(client::PATIENCE);
+    let channel = endpoint.connect_with_connector(connector).await.context("the gRPC connection")?;
+    let csr = create_csr(&rcgen::KeyPair::generate()?)?;
+    EnrollmentClient::new(channel).renew(RenewRequest { csr }).await.context("Renew")?;
+    Ok(())
+}
+
+fn agent_port() -> SocketAddr {
+    (CLOUD, 10262).into()
+}
+
+/// While strangers do their worst: an agent comes back, one enrols, one renews, and a restarted server, which knows
+/// nobody, gets its agents back.
+async fn nobody_is_locked_out(
+    testbed: &Testbed,
+    mut server: Server<'_>,
+    mut agent: Agent<'_>,
+    flood: Flood,
+) -> Result<()> {
+    wait_full(&server, &flood).await?;
+    let start = Instant::now();
+    agent.process.crash().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    agent.return_to(&server).await.context("an agent that comes back")?;
+    figure(&format!("an agent is back after {:.1?}", start.elapsed()));
+
+    let start = Instant::now();
+    let _second = Agent::enrol(&server, 2).await.context("an agent that enrols")?;
+    figure(&format!("an agent is enrolled after {:.1?}", start.elapsed()));
+
+    let start = Instant::now();
+    let own = Credentials::of_agent(&agent.state_dir())?;
+    renew(testbed, &own).await.context("a renewal")?;
+    figure(&format!("a renewal took {:.1?}", start.elapsed()));
+
+    server.process.crash().await?;
+    server.start_again().await?;
+    wait_full(&server, &flood).await?;
+    let start = Instant::now();
+    agent.process.crash().await?;
+    agent.return_to(&server).await.context("an agent of a server that knows nobody")?;
+    figure(&format!("an agent is back at a restarted server after {:.1?}", start.elapsed()));
+    flood.stop()
+}
+
+/// Waits until the strangers have what they can get: many were sent away since the server's start, by either of its bounds.
+async fn wait_full(server: &Server<'_>, flood: &Flood) -> Result<()> {
+    flood.wait_opened(flood.opened.load(Ordering::Relaxed) + 500).await?;
+    let sent_away = async || {
+        let metrics = server.metrics().await?;
+        let handshakes = |result| metrics.sum("postern_agent_handshakes_total", &[("result", result)]);
+        let enrolments = |result| metrics.sum("postern_enrollment_connections_total", &[("result", result)]);
+        let handshakes = handshakes("turned_away") + handshakes("evicted") + handshakes("failed");
+        Ok(handshakes / 20.0 + enrolments("evicted") + enrolments("refused") + enrolments("idle"))
+    };
+    wait_until("the bound to be reached", Duration::from_secs(60), sent_away, |count| *count >= 250.0)
+        .await?;
+    Ok(())
+}
+
+async fn silent_handshakes_of_twenty_sources_lock_nobody_out(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let strangers = strangers_host(testbed)?;
+    let flood = Flood::start(&strangers, agent_port(), 300, &Stranger::Silent)?;
+    nobody_is_locked_out(testbed, server, agent, flood).await
+}
+
+async fn idle_enrolments_of_twenty_sources_lock_nobody_out(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let roots = tls::roots(&agent.state_dir().join("ca.crt"))?;
+    let strangers = strangers_host(testbed)?;
+    let flood = Flood::start(&strangers, agent_port(), 40, &Stranger::Idle(roots))?;
+    nobody_is_locked_out(testbed, server, agent, flood).await
+}
+
+/// Opens connections until so many in a row were refused. Returns those that carry.
+async fn take_all(ns: &Namespace, address: SocketAddr) -> Result<Vec<TcpStream>> {
+    let (mut held, mut refused) = (Vec::new(), 0);
+    while refused < 20 && held.len() < FEW_FILES as usize {
+        let carried = async {
+            let mut stream = connect_from(ns, address, client::PATIENCE)?;
+            echo(&mut stream, b"mine").await?;
+            anyhow::Ok(stream)
+        };
+        match carried.await {
+            Ok(stream) => held.push(stream),
+            Err(_) => refused += 1,
+        }
+    }
+    Ok(held)
+}
+
+async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Result<()> {
+    let pod = testbed.add_pod()?;
+    let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
+    let _first = Agent::enrol(&server, 1).await?;
+    let on_first = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let on_second = target(testbed, 2, 9100, Behaviour::Echo)?;
+    let by_pod = take_all(&pod, on_first.address).await?;
+    // This process, whose packets come from the token of the node.
+    let by_host = take_all(&testbed.cloud, on_first.address).await?;
+    figure(&format!(
+        "of {FEW_FILES} open files a pod got {}, this host then {}",
+        by_pod.len(),
+        by_host.len()
+    ));
+    ensure!(by_pod.len() >= 200, "the pod got only {} connections", by_pod.len());
+    ensure!(!by_host.is_empty(), "the pod has taken all connections to edge-1");
+
+    for path in ["/readyz", "/healthz", "/metrics", "/status"] {
+        let answer = tokio::time::timeout(Duration::from_secs(5), server.get(path)).await;
+        ensure!(answer.with_context(|| format!("{path} does not answer"))??.0 == 200, "{path}");
+    }
+    let _second = Agent::enrol(&server, 2).await.context("another node's agent attaches")?;
+    visit(on_second.address).await.context("another client reaches another node")?;
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes.push(node("edge-9", true, &[Ipv4Addr::new(192, 168, 99, 9).into()], &[]));
+    inventory.write()?;
+    let edges = async || Ok(server.metrics().await?.sum("postern_inventory_nodes", &[("role", "edge")]));
+    wait_until("the inventory to be read again", client::PATIENCE, edges, |edges| *edges == 3.0).await?;
+    server
+        .wait_access("of a refused client", |line| {
+            line.text("outcome") == "busy" && line.text("error").contains("connections open")
+        })
+        .await?;
+    let metrics = server.metrics().await?;
+    for reason in ["source", "node"] {
+        let refused = metrics.sum("postern_connections_over_limit_total", &[("reason", reason)]);
+        ensure!(refused >= 1.0, "no connection was refused for its {reason}");
+    }
+    ensure!(!server.process.output()?.contains("cannot accept"), "the open files were used up");
+    // What is held still works, and what is given back can be used again.
+    for mut stream in by_pod {
+        echo(&mut stream, b"still mine").await?;
+    }
+    drop(by_host);
+    visit(on_first.address).await?;
+    Ok(())
+}
+
+async fn strangers_at_the_https_door_leave_the_http_door(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let _target = target(testbed, 1, 9100, Behaviour::EndsFirst(ANSWER))?;
+    let strangers = strangers_host(testbed)?;
+    let flood = Flood::start(&strangers, (CLOUD, 10263).into(), 100, &Stranger::Silent)?;
+    let refused =
+        async || Ok(server.metrics().await?.sum("postern_callers_refused_total", &[("door", "https")]));
+    wait_until("the https door to be full", client::PATIENCE, refused, |refused| *refused >= 100.0).await?;
+    let door: SocketAddr = ([127, 0, 0, 1], 10264).into();
+    for _ in 0..20 {
+        let mut stream = connect(door).await?;
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n").await?;
+        let answer = client::text(&mut stream, "the http door does not answer").await?;
+        ensure!(answer == ANSWER, "the http door answered {answer:?}");
+    }
+    flood.stop()
+}
+
+const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
+
+async fn two_thousand_connects_at_once(testbed: &Testbed) -> Result<()> {
+    const COUNT: usize = 2_000;
+    let (server, agent) = server_and_agent(testbed).await?;
+    let _target = load_target::Target::start(testbed, 1).await?;
+    let address = SocketAddr::new(testbed.edge(1).ip(), load_target::ECHO);
+    visit(address).await?;
+    let start = Instant::now();
+    let open = at_once(COUNT, || hold(address, b"one of many")).await?;
+    figure(&format!("{COUNT} connects at once were all carried after {:.1?}", start.elapsed()));
+    drop(open);
+    let busy = server.metrics().await?.sum("postern_connections_total", &[("outcome", "busy")]);
+    ensure!(busy == 0.0, "{busy} of them were refused");
+    let dials = agent.metrics().await?.sum("postern_agent_dials_total", &[("outcome", "ok")]);
+    #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
+    let count = COUNT as f64;
+    ensure!(dials > count, "{dials} dials for {COUNT} connections and a visit");
+    Ok(())
+}
+
+async fn black_holed_dials_leave_turns_to_others(testbed: &Testbed) -> Result<()> {
+    const COUNT: usize = 1_500;
+    let (_server, agent) = server_and_agent(testbed).await?;
+    testbed.black_hole(1, 9105)?;
+    let hole = SocketAddr::new(testbed.edge(1).ip(), 9105);
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let holed = at_once(COUNT, || expect_reset(hole));
+    let reached = async {
+        // What the agent refuses or gives up counts when it ends: the hole's first dials, after five seconds.
+        let ended = async || {
+            let metrics = agent.metrics().await?;
+            Ok(metrics.sum("postern_agent_dials_total", &[("outcome", "timed_out")]))
+        };
+        wait_until("the first dials to be given up", client::PATIENCE, ended, |ended| *ended >= 1.0).await?;
+        Ok(())
+    };
+    alongside("1,500 black-holed dials", healthy.address, async {
+        let (_, ()) = tokio::try_join!(holed, reached)?;
+        Ok(())
+    })
+    .await?;
+    // Those that had no turn in time count as busy, the others as timed out.
+    let metrics = agent.metrics().await?;
+    let ended = |outcome| metrics.sum("postern_agent_dials_total", &[("outcome", outcome)]);
+    #[expect(clippy::cast_precision_loss, reason = "1500 fits")]
+    let count = COUNT as f64;
+    let all = ended("timed_out") + ended("busy");
+    ensure!(all == count, "{all} of {COUNT} dials ended as timed out or without a turn");
+    Ok(())
+}

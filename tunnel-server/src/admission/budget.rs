@@ -1,0 +1,58 @@
+//! The process's open files, divided into parts that guarantee each user of them its own.
+
+/// More handshakes at a time would only wait for each other's signatures.
+const MOST_HANDSHAKES: u32 = 4096;
+/// An enrolment takes tens of milliseconds.
+const MOST_ENROLMENTS: u32 = 1024;
+
+/// How many connections of a kind may be open at a time. Each takes one open file of the process.
+///
+/// What is left, more than a quarter, is for the links of attached agents, and for what the server opens itself: the
+/// admin endpoints, the inventory, the self-test, the BPF maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    pub redirect: u32,
+    pub https: u32,
+    pub http: u32,
+    /// Handshakes on the agent port from sources where no agent has attached yet.
+    pub strangers: u32,
+    /// The same from sources where one has.
+    pub known: u32,
+    /// Connections that have shown a certificate: links until they are attached, and renewals.
+    pub certified: u32,
+    /// Connections for an enrolment, which need no certificate.
+    pub enrolments: u32,
+}
+
+impl Budget {
+    /// Divides `open_files`.
+    pub fn of(open_files: u32) -> Self {
+        let part = |share: u32, of: u32| (open_files / of).saturating_mul(share);
+        Self {
+            redirect: part(3, 8),
+            https: part(1, 8),
+            http: part(1, 16),
+            strangers: part(1, 16).min(MOST_HANDSHAKES),
+            known: part(1, 32).min(MOST_HANDSHAKES),
+            certified: part(1, 32).min(MOST_HANDSHAKES),
+            enrolments: part(1, 64).min(MOST_ENROLMENTS),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32) {
+            let Budget { redirect, https, http, strangers, known, certified, enrolments } = Budget::of(open_files);
+            let parts = [redirect, https, http, strangers, known, certified, enrolments];
+            let sum: u64 = parts.iter().map(|part| u64::from(*part)).sum();
+            prop_assert!(sum <= u64::from(open_files) * 3 / 4, "{parts:?} of {open_files}");
+            prop_assert!(open_files < 64 || parts.iter().all(|part| *part > 0), "{parts:?} of {open_files}");
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Places for connections that have proved nothing yet: when they are taken, whoever holds the most gives one up.
+//!
+//! A limit that only refuses is a lock-out: strangers who connect and stay silent would hold every place until a
+//! timeout, and take it again. Here a newcomer always gets in at the expense of the source with the most places, so that
+//! a source keeps its fair share whatever the others do. Refused is only who has a fair share already, all of it in use.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
+
+/// A silent connection that is older makes room for another one of its own source. Younger ones may have spoken
+/// without having been read yet, as when all agents of a site come back at once.
+const SILENT: Duration = Duration::from_secs(1);
+/// The same for one that has spoken: a handshake takes a few round trips.
+const STUCK: Duration = Duration::from_secs(3);
+
+/// A number of places, shared by sources of type `K`.
+#[derive(Debug)]
+pub(crate) struct Places<K: Ord> {
+    limit: u32,
+    /// Evicted connections that may still hold their sockets.
+    limit_leaving: u32,
+    per_source: u32,
+    state: Arc<Mutex<State<K>>>,
+}
+
+#[derive(Debug)]
+struct State<K: Ord> {
+    next: u64,
+    taken: u32,
+    leaving: u32,
+    sources: HashMap<K, Source>,
+    /// The last is the source that gives up a place: the one with the most, and among equals the one that came first.
+    ranking: BTreeSet<(u32, Reverse<u64>, K)>,
+}
+
+/// Places of one source, oldest first.
+#[derive(Debug)]
+struct Source {
+    since: u64,
+    silent: BTreeMap<u64, Holder>,
+    speaking: BTreeMap<u64, Holder>,
+}
+
+#[derive(Debug)]
+struct Holder {
+    at: Instant,
+    evicted: CancellationToken,
+}
+
+impl<K: Ord + Hash + Clone> Places<K> {
+    /// For at most `sockets` connections, including those that have been evicted but are not closed yet; `per_source`
+    /// of one source.
+    pub(crate) fn new(sockets: u32, per_source: u32) -> Self {
+        let limit_leaving = (sockets / 4).max(1);
+        let state =
+            State { next: 0, taken: 0, leaving: 0, sources: HashMap::new(), ranking: BTreeSet::new() };
+        Self {
+            limit: sockets.saturating_sub(limit_leaving).max(1),
+            limit_leaving,
+            per_source,
+            state: Arc::new(Mutex::new(state)),
+        }
+    }
+
+    /// A place for a connection from `source`; None if there is none that this source may have.
+    pub(crate) fn admit(&self, source: K, now: Instant) -> Option<Place<K>> {
+        let mut state = lock(&self.state);
+        let own = state.count(&source);
+        if (own >= self.per_source || state.taken >= self.limit)
+            && (state.leaving >= self.limit_leaving || !state.make_room(&source, self.per_source, now))
+        {
+            return None;
+        }
+        let number = state.next;
+        state.next += 1;
+        state.taken += 1;
+        let evicted = CancellationToken::new();
+        let holder = Holder { at: now, evicted: evicted.clone() };
+        state.change(&source, |places| places.silent.insert(number, holder));
+        Some(Place { state: self.state.clone(), source, number, evicted })
+    }
+}
+
+impl<K: Ord + Hash + Clone> State<K> {
+    fn count(&self, source: &K) -> u32 {
+        self.sources.get(source).map_or(0, Source::count)
+    }
+
+    /// Changes a source's places and keeps the ranking.
+    fn change<T>(&mut self, source: &K, change: impl FnOnce(&mut Source) -> T) -> T {
+        let since = self.next;
+        let places = self.sources.entry(source.clone()).or_insert_with(|| Source {
+            since,
+            silent: BTreeMap::new(),
+            speaking: BTreeMap::new(),
+        });
+        let before = (places.count(), Reverse(places.since), source.clone());
+        let changed = change(places);
+        let after = (places.count(), Reverse(places.since), source.clone());
+        if after.0 == 0 {
+            self.sources.remove(source);
+        }
+        if before.0 != after.0 {
+            self.ranking.remove(&before);
+            if after.0 > 0 {
+                self.ranking.insert(after);
+            }
+        }
+        changed
+    }
+
+    /// Takes a place from the source with the most for one of `source`; false if it would not be fairer afterwards.
+    fn make_room(&mut self, source: &K, per_source: u32, now: Instant) -> bool {
+        let own = self.count(source);
+        let Some((most, _, top)) = self.ranking.last().cloned() else { return false };
+        // Who has more gives way whatever it does: else it would only have to renew its connections all the time.
+        let fairer = own < per_source && most > own + 1;
+        let from = if fairer || own == 0 { top } else { source.clone() };
+        let victim = self.change(&from, |places| places.take_oldest(now, !fairer));
+        let Some(victim) = victim else { return false };
+        victim.cancel();
+        self.taken -= 1;
+        self.leaving += 1;
+        true
+    }
+}
+
+impl Source {
+    fn count(&self) -> u32 {
+        u32::try_from(self.silent.len() + self.speaking.len()).unwrap_or(u32::MAX)
+    }
+
+    fn take_oldest(&mut self, now: Instant, overdue: bool) -> Option<CancellationToken> {
+        for (holders, allowed) in [(&mut self.silent, SILENT), (&mut self.speaking, STUCK)] {
+            if let Some(oldest) = holders.first_entry()
+                && (!overdue || now.saturating_duration_since(oldest.get().at) > allowed)
+            {
+                return Some(oldest.remove().evicted);
+            }
+        }
+        None
+    }
+}
+
+/// A connection's place; dropping it frees it.
+#[derive(Debug)]
+pub(crate) struct Place<K: Ord + Hash + Clone> {
+    state: Arc<Mutex<State<K>>>,
+    source: K,
+    number: u64,
+    evicted: CancellationToken,
+}
+
+impl<K: Ord + Hash + Clone> Place<K> {
+    /// The connection has sent something: silent ones go before it.
+    pub(crate) fn spoke(&self) {
+        lock(&self.state).change(&self.source, |places| {
+            if let Some(holder) = places.silent.remove(&self.number) {
+                places.speaking.insert(self.number, holder);
+            }
+        });
+    }
+
+    /// Ends when the place was given to another connection: this one has to be closed.
+    pub(crate) fn evicted(&self) -> WaitForCancellationFuture<'_> {
+        self.evicted.cancelled()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_evicted(&self) -> bool {
+        self.evicted.is_cancelled()
+    }
+}
+
+impl<K: Ord + Hash + Clone> Drop for Place<K> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.state);
+        // Under the lock: nobody evicts it meanwhile.
+        if self.evicted.is_cancelled() {
+            state.leaving -= 1;
+            return;
+        }
+        state.change(&self.source, |places| {
+            places.silent.remove(&self.number);
+            places.speaking.remove(&self.number);
+        });
+        state.taken -= 1;
+    }
+}
+
+fn lock<K: Ord>(state: &Mutex<State<K>>) -> MutexGuard<'_, State<K>> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LATER: Duration = Duration::from_secs(10);
+
+    fn live<K: Ord + Hash + Clone>(held: &[Place<K>]) -> usize {
+        held.iter().filter(|place| !place.is_evicted()).count()
+    }
+
+    #[test]
+    fn sixteen_sources_with_all_the_places_give_one_to_a_newcomer_immediately() {
+        let (places, now) = (Places::new(1024, u32::MAX), Instant::now());
+        let mut held = Vec::new();
+        for round in 0..2_000u32 {
+            // As fast as can be: none of them ever gets old enough to be overdue.
+            held.extend(places.admit(round % 16, now));
+            held.retain(|place| !place.is_evicted());
+        }
+        let newcomer = places.admit(99, now).unwrap();
+        for round in 0..2_000u32 {
+            held.extend(places.admit(round % 16, now));
+            held.retain(|place| !place.is_evicted());
+        }
+        assert!(!newcomer.is_evicted());
+    }
+
+    #[test]
+    fn a_site_of_a_thousand_agents_does_not_evict_itself() {
+        let (places, now) = (Places::new(400, u32::MAX), Instant::now());
+        let first: Vec<_> = (0..1_000).filter_map(|_| places.admit("site", now)).collect();
+        assert_eq!((first.len(), live(&first)), (300, 300));
+        first.iter().for_each(Place::spoke);
+        assert!(places.admit("site", now + SILENT).is_none());
+        // Those that are stuck make room.
+        assert!(places.admit("site", now + LATER).is_some());
+        assert_eq!(live(&first), 299);
+    }
+
+    #[test]
+    fn a_sources_silent_connection_goes_first_and_the_oldest_of_those() {
+        let (places, now) = (Places::new(100, 3), Instant::now());
+        let held: Vec<_> = (0..3).map(|_| places.admit("source", now).unwrap()).collect();
+        held[0].spoke();
+        assert!(places.admit("source", now).is_none(), "none is overdue");
+        let next = places.admit("source", now + LATER).unwrap();
+        assert!(!held[0].is_evicted() && held[1].is_evicted() && !held[2].is_evicted());
+        drop((held, next));
+        let state = lock(&places.state);
+        assert_eq!((state.taken, state.leaving, state.sources.len(), state.ranking.len()), (0, 0, 0, 0));
+    }
+
+    #[test]
+    fn evicted_connections_that_do_not_close_are_bounded() {
+        let (places, now) = (Places::new(100, u32::MAX), Instant::now());
+        let greedy: Vec<_> = (0..75).map(|_| places.admit(0, now).unwrap()).collect();
+        let others: Vec<_> = (1..100).filter_map(|source| places.admit(source, now)).collect();
+        assert_eq!((others.len(), live(&greedy)), (25, 50));
+    }
+
+    proptest! {
+        /// Whatever happens, the counts are those of a naive model, the sockets stay within the bound, and no source
+        /// loses its place to one that would then have more.
+        #[test]
+        fn places_are_fair(
+            sockets in 1u32..40,
+            per_source in 1u32..12,
+            steps in prop::collection::vec((0u8..6, 0u8..8, 0usize..40, 0u64..2_000), 1..300),
+        ) {
+            let places = Places::new(sockets, per_source);
+            let mut now = Instant::now();
+            let mut held: Vec<Place<u8>> = Vec::new();
+            let of = |held: &[Place<u8>], source: u8| {
+                held.iter().filter(|place| place.source == source && !place.is_evicted()).count()
+            };
+            for (action, source, index, millis) in steps {
+                match action {
+                    0 if !held.is_empty() => drop(held.swap_remove(index % held.len())),
+                    1 if !held.is_empty() => held[index % held.len()].spoke(),
+                    2 => now += Duration::from_millis(millis),
+                    _ => {
+                        let evicted_before: Vec<bool> = held.iter().map(Place::is_evicted).collect();
+                        let before: Vec<usize> = (0..8).map(|source| of(&held, source)).collect();
+                        let admitted = places.admit(source, now);
+                        let victims: Vec<u8> = held.iter().zip(&evicted_before)
+                            .filter(|(place, before)| place.is_evicted() && !**before)
+                            .map(|(place, _)| place.source).collect();
+                        prop_assert!(victims.len() <= 1);
+                        prop_assert!(admitted.is_some() || victims.is_empty());
+                        for victim in victims {
+                            prop_assert!(victim == source || before[usize::from(victim)] > before[usize::from(source)]);
+                        }
+                        held.extend(admitted);
+                    }
+                }
+                let state = lock(&places.state);
+                let taken = u32::try_from(live(&held)).unwrap();
+                prop_assert_eq!(state.taken, taken);
+                prop_assert_eq!(state.taken + state.leaving, u32::try_from(held.len()).unwrap());
+                prop_assert!(held.len() <= (sockets as usize).max(2));
+                for source in 0..8 {
+                    prop_assert_eq!(state.count(&source) as usize, of(&held, source));
+                    prop_assert!(of(&held, source) <= per_source as usize);
+                }
+                prop_assert_eq!(state.ranking.len(), state.sources.len());
+            }
+        }
+    }
+}

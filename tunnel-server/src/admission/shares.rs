@@ -1,0 +1,218 @@
+//! A door's part of the open files, shared by sources and nodes.
+//!
+//! A node may have as many connections as places are free, a source half as many: a node that all want gets half of the
+//! door, a source that wants everything a third, two of them a quarter each, and something is left for whoever comes next
+//! (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). Nobody's share has to be configured. A source gets less
+//! than a node, so that it cannot take all that a node may have.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tunnel_core::identity::NodeName;
+
+use super::source_key;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Shares {
+    limit: u32,
+    counts: Arc<Mutex<Counts>>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    total: u32,
+    sources: HashMap<IpAddr, u32>,
+    nodes: HashMap<NodeName, u32>,
+}
+
+/// Why a connection gets no place.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Full {
+    #[error(
+        "all {limit} connections that this door may have are open: raise the limit of open files (ulimit -n)"
+    )]
+    Door { limit: u32 },
+    #[error("{source_key} has {open} connections open, and this door has only {free} of its {limit} left")]
+    Source { source_key: IpAddr, open: u32, free: u32, limit: u32 },
+    #[error("{node} has {open} connections open, and this door has only {free} of its {limit} left")]
+    Node { node: NodeName, open: u32, free: u32, limit: u32 },
+}
+
+impl Full {
+    /// The value of the metric's label `reason`.
+    pub(crate) const fn label(&self) -> &'static str {
+        match self {
+            Self::Door { .. } => "door",
+            Self::Source { .. } => "source",
+            Self::Node { .. } => "node",
+        }
+    }
+
+    pub(crate) const LABELS: [&str; 3] = ["door", "source", "node"];
+}
+
+impl Shares {
+    /// Of `limit` connections at a time.
+    pub(crate) fn new(limit: u32) -> Self {
+        Self { limit, counts: Arc::default() }
+    }
+
+    /// Takes a place for a connection from `source`.
+    pub(crate) fn admit(&self, source: IpAddr) -> Result<Share, Full> {
+        let source = source_key(source);
+        let limit = self.limit;
+        let mut counts = lock(&self.counts);
+        let free = limit.saturating_sub(counts.total);
+        if free == 0 {
+            return Err(Full::Door { limit });
+        }
+        let open = counts.sources.get(&source).copied().unwrap_or(0);
+        // All local clients look alike: where they name the node themselves, only its share bounds them.
+        if open >= free.div_ceil(2) && !source.is_loopback() {
+            return Err(Full::Source { source_key: source, open, free, limit });
+        }
+        counts.total += 1;
+        counts.sources.insert(source, open + 1);
+        Ok(Share { shares: self.clone(), source, node: None })
+    }
+}
+
+/// An admitted connection; dropping it frees its place.
+#[derive(Debug)]
+pub(crate) struct Share {
+    shares: Shares,
+    source: IpAddr,
+    node: Option<NodeName>,
+}
+
+impl Share {
+    /// Counts the connection as one of `node` too.
+    pub(crate) fn reaches(&mut self, node: &NodeName) -> Result<(), Full> {
+        let limit = self.shares.limit;
+        let mut counts = lock(&self.shares.counts);
+        // Its own place is taken already, and counts as free here: else the last one could not be used.
+        let free = limit.saturating_sub(counts.total) + 1;
+        let open = counts.nodes.get(node).copied().unwrap_or(0);
+        if open >= free {
+            return Err(Full::Node { node: node.clone(), open, free: free - 1, limit });
+        }
+        counts.nodes.insert(node.clone(), open + 1);
+        self.node = Some(node.clone());
+        Ok(())
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut counts = lock(&self.shares.counts);
+        counts.total -= 1;
+        decrement(&mut counts.sources, &self.source);
+        if let Some(node) = &self.node {
+            decrement(&mut counts.nodes, node);
+        }
+    }
+}
+
+fn decrement<K: Eq + Hash>(counts: &mut HashMap<K, u32>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(key);
+        }
+    }
+}
+
+fn lock(counts: &Mutex<Counts>) -> MutexGuard<'_, Counts> {
+    counts.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn source(number: u8) -> IpAddr {
+        IpAddr::from([10, 0, 0, number])
+    }
+
+    fn node(number: u8) -> NodeName {
+        format!("edge-{number}").parse().unwrap()
+    }
+
+    fn open(shares: &Shares, from: IpAddr, to: &NodeName) -> Result<Share, Full> {
+        let mut share = shares.admit(from)?;
+        share.reaches(to)?;
+        Ok(share)
+    }
+
+    #[test]
+    fn a_greedy_source_gets_a_third_and_a_second_one_leaves_room_too() {
+        let shares = Shares::new(100);
+        let first: Vec<_> = (0..200).filter_map(|n| open(&shares, source(1), &node(n)).ok()).collect();
+        assert_eq!(first.len(), 34);
+        let second: Vec<_> = (0..200).filter_map(|n| open(&shares, source(2), &node(n)).ok()).collect();
+        assert_eq!(second.len(), 22);
+        assert!(open(&shares, source(3), &node(1)).is_ok());
+        drop((first, second));
+        let counts = lock(&shares.counts);
+        assert!(counts.total == 0 && counts.sources.is_empty() && counts.nodes.is_empty());
+    }
+
+    #[test]
+    fn a_greedy_node_gets_half_whoever_asks() {
+        let shares = Shares::new(100);
+        let held: Vec<_> = (0..200).filter_map(|n| open(&shares, source(n), &node(1)).ok()).collect();
+        assert_eq!(held.len(), 50);
+        assert_eq!(open(&shares, source(201), &node(1)).unwrap_err().label(), "node");
+        assert!(open(&shares, source(201), &node(2)).is_ok());
+    }
+
+    #[test]
+    fn local_clients_have_only_their_nodes_shares() {
+        let (shares, local) = (Shares::new(100), IpAddr::from([127, 0, 0, 1]));
+        let first: Vec<_> = (0..200).filter_map(|_| open(&shares, local, &node(1)).ok()).collect();
+        assert_eq!(first.len(), 50);
+        assert!(open(&shares, local, &node(2)).is_ok());
+        let waiting: Vec<_> = (0..200).filter_map(|_| shares.admit(local).ok()).collect();
+        assert_eq!(waiting.len(), 50);
+        assert_eq!(shares.admit(local).unwrap_err(), Full::Door { limit: 100 });
+    }
+
+    #[test]
+    fn a_mapped_address_and_a_network_count_as_one_source() {
+        let shares = Shares::new(6);
+        let _other = shares.admit(source(9)).unwrap();
+        let _one = shares.admit("::ffff:10.0.0.1".parse().unwrap()).unwrap();
+        let _two = shares.admit("10.0.0.1".parse().unwrap()).unwrap();
+        assert_eq!(shares.admit("10.0.0.1".parse().unwrap()).unwrap_err().label(), "source");
+        let _three = shares.admit("2001:db8::1".parse().unwrap()).unwrap();
+        assert_eq!(shares.admit("2001:db8::2".parse().unwrap()).unwrap_err().label(), "source");
+    }
+
+    proptest! {
+        /// Whatever comes and goes: never more than the limit, and no greedy source can take the last place.
+        #[test]
+        fn shares_are_bounded(limit in 0u32..50, steps in prop::collection::vec((0u8..5, 0u8..6, 0u8..6), 0..300)) {
+            let shares = Shares::new(limit);
+            let mut held = Vec::new();
+            for (action, from, to) in steps {
+                if action == 0 && !held.is_empty() {
+                    let index = usize::from(from) % held.len();
+                    held.swap_remove(index);
+                } else {
+                    held.extend(open(&shares, source(from), &node(to)).ok());
+                }
+                prop_assert!(held.len() <= limit as usize);
+                let counts = lock(&shares.counts);
+                prop_assert_eq!(counts.total as usize, held.len());
+                prop_assert_eq!(counts.sources.values().sum::<u32>(), counts.total);
+                prop_assert_eq!(counts.nodes.values().sum::<u32>(), counts.total);
+            }
+            drop(held);
+            let greedy: Vec<_> = std::iter::from_fn(|| open(&shares, source(9), &node(9)).ok()).collect();
+            prop_assert!(greedy.len() as u32 <= limit / 3 + 1, "{} of {limit}", greedy.len());
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! From where agents have attached: handshakes from there do not compete with those of strangers.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tunnel_core::identity::NodeName;
+
+use crate::admission::source_key;
+
+/// Nodes that are remembered.
+const MOST_NODES: usize = 1 << 17;
+
+/// The source of each node's last session, for as long as this process lives. One per node, so that no agent can push
+/// out the others' however many addresses it has.
+#[derive(Debug, Default)]
+pub(super) struct KnownSources(Mutex<Known>);
+
+#[derive(Debug, Default)]
+struct Known {
+    of_node: HashMap<NodeName, IpAddr>,
+    /// How many nodes each source has.
+    nodes: HashMap<IpAddr, u32>,
+}
+
+impl KnownSources {
+    pub(super) fn remember(&self, node: &NodeName, address: IpAddr) {
+        let source = source_key(address);
+        let mut known = self.lock();
+        if known.of_node.get(node) == Some(&source) {
+            return;
+        }
+        // Any other: with so many nodes, one that competes with strangers once makes no difference.
+        if known.of_node.len() >= MOST_NODES
+            && !known.of_node.contains_key(node)
+            && let Some(other) = known.of_node.keys().next().cloned()
+        {
+            known.forget(&other);
+        }
+        known.forget(node);
+        known.of_node.insert(node.clone(), source);
+        *known.nodes.entry(source).or_default() += 1;
+    }
+
+    pub(super) fn contains(&self, address: IpAddr) -> bool {
+        self.lock().nodes.contains_key(&source_key(address))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Known {
+    fn forget(&mut self, node: &NodeName) {
+        let Some(source) = self.of_node.remove(node) else { return };
+        if let Some(count) = self.nodes.get_mut(&source) {
+            *count -= 1;
+            if *count == 0 {
+                self.nodes.remove(&source);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(number: usize) -> NodeName {
+        format!("edge-{number}").parse().unwrap()
+    }
+
+    #[test]
+    fn a_source_is_known_while_it_is_some_nodes_last_one() {
+        let (known, site, other) = (KnownSources::default(), [10, 0, 0, 1].into(), [10, 0, 0, 2].into());
+        assert!(!known.contains(site));
+        known.remember(&node(1), site);
+        known.remember(&node(2), site);
+        known.remember(&node(1), other);
+        assert!(known.contains(site) && known.contains(other));
+        known.remember(&node(2), other);
+        assert!(!known.contains(site) && known.contains(other));
+        assert!(known.contains("::ffff:10.0.0.2".parse().unwrap()));
+    }
+
+    #[test]
+    fn memory_is_bounded_and_an_agent_with_many_addresses_pushes_nobody_out() {
+        let known = KnownSources::default();
+        known.remember(&node(0), [192, 0, 2, 1].into());
+        for number in 0..10_000u32 {
+            known.remember(&node(1), number.to_be_bytes().into());
+        }
+        assert!(known.contains([192, 0, 2, 1].into()));
+        assert_eq!(known.lock().nodes.len(), 2);
+        for number in 0..MOST_NODES + 10 {
+            known.remember(&node(number), [192, 0, 2, 1].into());
+        }
+        let known = known.lock();
+        assert_eq!((known.of_node.len(), known.nodes.len()), (MOST_NODES, 1));
+    }
+}
