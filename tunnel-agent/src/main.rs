@@ -8,7 +8,7 @@ use anyhow::Context;
 use tunnel_agent::app;
 use tunnel_agent::cli::{Cli, Command};
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::Shutdown;
+use tunnel_core::lifecycle::{Shutdown, forbid_core_dumps};
 use tunnel_core::logging;
 
 /// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
@@ -24,6 +24,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(code) => return code,
     };
+    if let Err(error) = forbid_core_dumps() {
+        return ExitCode::from(report_error("tunnel-agent", &error));
+    }
     match run(cli) {
         Ok(()) => ExitCode::from(exit::OK),
         Err(error) => ExitCode::from(report_error("tunnel-agent", error.as_ref())),

@@ -68,7 +68,7 @@ impl Metrics {
         for result in ["attached", "grpc", "failed", "turned_away"] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
-        for result in ["impostor", "flood", "older"] {
+        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
         metrics

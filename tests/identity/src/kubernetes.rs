@@ -20,7 +20,7 @@ use tunnel_agent::session::{Announced, Attached, EpochSource, Shared};
 use tunnel_kube::{ClientSettings, Health};
 use tunnel_server::kube::write::csr;
 use tunnel_server::kube::{KubeContext, ObjectNames};
-use tunnel_server::pki::{CaState, PkiMetrics};
+use tunnel_server::pki::{CaState, PkiMetrics, Standing};
 
 use crate::harness::node;
 
@@ -98,7 +98,7 @@ impl Signer {
             health: Health::default(),
             stop: CancellationToken::new(),
         };
-        tokio::spawn(csr::run(context.clone(), ca, PkiMetrics::default()));
+        tokio::spawn(csr::run(context.clone(), ca, Standing::default(), PkiMetrics::default()));
         Self { lead, context }
     }
 

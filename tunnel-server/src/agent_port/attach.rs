@@ -1,9 +1,9 @@
 //! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use h2::PingPong;
@@ -28,6 +28,7 @@ use tunnel_core::text::printable;
 
 use crate::admission::Admitted;
 use crate::metrics::Metrics;
+use crate::pki::{Refusal, Standing};
 use crate::session::{Fenced, Session, Sessions};
 use crate::settings::Settings;
 
@@ -47,6 +48,8 @@ pub struct LinkContext {
     /// For the ports that agents dial on their node's loopback.
     pub settings: watch::Receiver<Arc<Settings>>,
     pub sessions: Arc<Sessions>,
+    /// Whose agents may have sessions.
+    pub standing: Standing,
     pub metrics: Metrics,
     /// Agents are notified; nothing new is accepted.
     pub draining: CancellationToken,
@@ -54,6 +57,13 @@ pub struct LinkContext {
     pub stop: CancellationToken,
     /// How long the drain may take, for the agents to know.
     pub drain_timeout: Duration,
+}
+
+/// Whom the agent's certificate is for, and since when.
+#[derive(Clone, Debug)]
+pub(super) struct Certified {
+    pub(super) node: NodeName,
+    pub(super) issued: SystemTime,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +88,8 @@ enum End {
     Impostor { certified: NodeName, claimed: String },
     #[error(transparent)]
     Fenced(#[from] Fenced),
+    #[error(transparent)]
+    NotAdmitted(#[from] Refusal),
     #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
     Flood,
     #[error("replaced by a newer session, or this server stops")]
@@ -95,12 +107,13 @@ pub(super) async fn run(
     context: Arc<LinkContext>,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
-    node: NodeName,
+    certified: Certified,
     worker: Handle,
     admitted: Admitted,
 ) {
     let started = Instant::now();
-    let end = drive(&context, stream, peer, node.clone(), worker, admitted).await;
+    let node = certified.node.clone();
+    let end = drive(&context, stream, peer, certified, worker, admitted).await;
     let lasted_s = started.elapsed().as_secs();
     match end {
         // The agent has two addresses of this server, and is attached through the other one.
@@ -108,7 +121,7 @@ pub(super) async fn run(
             tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
         }
         End::Stopped | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
-        End::Impostor { .. } | End::Flood | End::Fenced(_) => {
+        End::Impostor { .. } | End::Flood | End::Fenced(_) | End::NotAdmitted(_) => {
             context.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
         }
@@ -126,6 +139,7 @@ impl End {
             Self::Impostor { .. } => "impostor",
             Self::Flood => "flood",
             Self::Fenced(_) => "older",
+            Self::NotAdmitted(refusal) => refusal.label(),
             _ => "failed",
         }
     }
@@ -135,7 +149,7 @@ async fn drive(
     context: &LinkContext,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
-    node: NodeName,
+    certified: Certified,
     worker: Handle,
     admitted: Admitted,
 ) -> End {
@@ -151,7 +165,7 @@ async fn drive(
     driver.spawn(connection);
     tokio::select! {
         biased;
-        end = session(context, send, pings, peer, node, worker, admitted) => end,
+        end = session(context, send, pings, peer, certified, worker, admitted) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
@@ -177,7 +191,7 @@ async fn session(
     send: SendRequest<Bytes>,
     pings: PingPong,
     peer: SocketAddr,
-    node: NodeName,
+    Certified { node, issued }: Certified,
     worker: Handle,
     admitted: Admitted,
 ) -> End {
@@ -193,13 +207,18 @@ async fn session(
     };
     if hello.node != node.as_str() {
         let end = End::Impostor { certified: node, claimed: printable(&hello.node, 253) };
-        notify(&mut client, notice::Notice::Refused(Refused { reason: end.to_string() })).await;
+        notify(&mut client, refused(end.to_string())).await;
         return end;
+    }
+    if let Err(refusal) = context.standing.judge(&node, issued) {
+        return not_admitted(&mut client, refusal).await;
     }
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
         epoch: hello.epoch,
+        issued,
+        refusal: OnceLock::new(),
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
@@ -214,15 +233,24 @@ async fn session(
     match context.sessions.register(session.clone()) {
         Ok(older) => retire(older, &session),
         Err(fenced) => {
-            notify(&mut client, notice::Notice::Refused(Refused { reason: fenced.to_string() })).await;
+            notify(&mut client, refused(fenced.to_string())).await;
             return fenced.into();
         }
     }
     let registered = Registered { context, session: session.clone() };
+    // Revoked between the judgement and the registration, when the one who ends sessions did not see this one.
+    if let Err(refusal) = context.standing.judge(&session.node, issued) {
+        session.refuse(refusal);
+    }
     drop(admitted);
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
     let end = follow(context, &session, &mut client, &mut events, pings, loopback).await;
+    if let Some(refusal) = session.refusal.get() {
+        // No client gets there any more while the agent is told.
+        context.sessions.unregister(&session);
+        return not_admitted(&mut client, refusal.clone()).await;
+    }
     if matches!(end, End::Stopped) && !context.draining.is_cancelled() {
         let reason = notice::Notice::Replaced(Replaced {
             epoch: session.epoch,
@@ -235,6 +263,16 @@ async fn session(
     }
     drop(registered);
     end
+}
+
+fn refused(reason: String) -> notice::Notice {
+    notice::Notice::Refused(Refused { reason, ..Refused::default() })
+}
+
+async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> End {
+    let enroll_again = refusal.wants_enrolment();
+    notify(client, notice::Notice::Refused(Refused { reason: refusal.to_string(), enroll_again })).await;
+    refusal.into()
 }
 
 /// Ends the older session of the same node: its agent is gone, or is a second one with the same identity.

@@ -2,6 +2,7 @@
 
 mod attach;
 mod enroll;
+mod shut_out;
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate};
+use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate, validity};
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
 
 pub use attach::LinkContext;
@@ -20,6 +21,7 @@ use crate::accept::accept;
 use crate::admission::{Admission, Admitted};
 use crate::pki::EnrollService;
 use crate::session::Workers;
+use attach::Certified;
 use enroll::EnrollConnections;
 
 /// Handshakes at a time, in total.
@@ -84,6 +86,12 @@ impl AgentPort {
         }
     }
 
+    /// Ends the sessions of agents that may have none any more, until the stop.
+    pub async fn shut_out(self: Arc<Self>) {
+        let context = self.context.clone();
+        let _ = context.stop.run_until_cancelled(shut_out::run(&context)).await;
+    }
+
     /// Waits until every link has ended.
     pub async fn closed(&self) {
         self.links.close();
@@ -111,11 +119,14 @@ impl AgentPort {
             Some(ALPN_TUNNEL) => {
                 let certificate = certificate
                     .ok_or_else(|| io::Error::new(denied, "an agent's link needs a client certificate"))?;
-                let node =
-                    node_of_certificate(&certificate).map_err(|error| io::Error::new(denied, error))?;
+                let unusable = |error| io::Error::new(denied, error);
+                let certified = Certified {
+                    node: node_of_certificate(&certificate).map_err(unusable)?,
+                    issued: validity(&certificate).map_err(unusable)?.issued(),
+                };
                 // A task of its own frees the memory of the handshake: there are as many links as agents.
-                let link =
-                    attach::run(self.context.clone(), Box::new(stream), peer, node, worker.clone(), admitted);
+                let (context, stream) = (self.context.clone(), Box::new(stream));
+                let link = attach::run(context, stream, peer, certified, worker.clone(), admitted);
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.links.track_future(link));
                 Ok(())

@@ -156,7 +156,8 @@ async fn a_certificate_other_than_the_requested_one_is_not_used() {
 async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
     let (key, ca) = (generate_key().unwrap(), server.ca.state().unwrap());
     let asked = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
-    let issued = ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1)).unwrap();
+    let issued =
+        ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1), SystemTime::UNIX_EPOCH).unwrap();
     let (chain, key) = (pem_of_certificates(&issued.chain), key.serialize_pem());
     let identity = AgentIdentity::from_pem(&chain, &key, ca.bundle().clone()).unwrap();
     eventually("it ends", || identity.validity().is_over(SystemTime::now()).then_some(())).await;

@@ -19,7 +19,7 @@ use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_server::agent_port::{AgentPort, LinkContext};
-use tunnel_server::pki::{EnrollService, PkiMetrics};
+use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Standing};
 use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{Sessions, Workers};
 use tunnel_server::settings::Settings;
@@ -71,13 +71,19 @@ impl Port {
             bundle: trusted,
             settings: known,
             sessions: sessions.clone(),
+            standing: Standing::default(),
             metrics,
             draining: CancellationToken::new(),
             stop: stop.clone(),
             drain_timeout: Duration::from_secs(1),
         };
         let workers = Arc::new(Workers::start(1).unwrap());
-        let enroll = EnrollService::new(server.certificate.ca(), server.state_dir(), PkiMetrics::default());
+        let enroll = EnrollService::new(
+            server.certificate.ca(),
+            server.state_dir(),
+            EnrollPolicy { standing: Standing::default(), tokens: true },
+            PkiMetrics::default(),
+        );
         let port = AgentPort::new(server.certificate.tls(), workers, enroll, context);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
