@@ -86,6 +86,10 @@ impl Drop for Signer {
 
 impl Signer {
     async fn start(api: &ApiServer, ca: watch::Receiver<Arc<CaState>>) -> Self {
+        Self::with(api, ca, Standing::default()).await
+    }
+
+    async fn with(api: &ApiServer, ca: watch::Receiver<Arc<CaState>>, standing: Standing) -> Self {
         let (lead, leader) = watch::channel(false);
         let context = KubeContext {
             client: kube_client(api).await,
@@ -98,7 +102,7 @@ impl Signer {
             health: Health::default(),
             stop: CancellationToken::new(),
         };
-        tokio::spawn(csr::run(context.clone(), ca, Standing::default(), PkiMetrics::default()));
+        tokio::spawn(csr::run(context.clone(), ca, standing, PkiMetrics::default()));
         Self { lead, context }
     }
 

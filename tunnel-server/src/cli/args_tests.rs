@@ -321,6 +321,8 @@ const FLAGS: &[(&str, Option<&str>)] = &[
             "openyurt.io/is-edge-worker=true || superedge.io/edge-node=enable || node-role.kubernetes.io/edge",
         ),
     ),
+    ("unknown-agents", Some("refuse")),
+    ("token-enrollment", None),
     ("cert-dns-names", None),
     ("cert-ips", None),
     ("drain-timeout", Some("30s")),
@@ -334,6 +336,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("internal-service", Some("x-tunnel-server-internal-svc")),
     ("ca-secret", Some("tunnel-server-ca")),
     ("lease", Some("tunnel-server")),
+    ("revocations-configmap", Some("tunnel-revoked-agents")),
     ("agent-service-account", Some("tunnel-agent")),
     ("edge-pod-routes", Some("off")),
 ];
@@ -367,5 +370,5 @@ fn help_lists_these_flags_and_defaults() {
         }
     }
     let subcommands: Vec<_> = command.get_subcommands().map(clap::Command::get_name).collect();
-    assert_eq!(subcommands, ["status", "cleanup", "token", "ca"]);
+    assert_eq!(subcommands, ["status", "cleanup", "token", "agent", "ca"]);
 }
