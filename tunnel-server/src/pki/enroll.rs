@@ -293,11 +293,11 @@ impl Inner {
 
     /// The key of a request, which may name no other node and ask for nothing else. Agents leave the subject empty.
     fn key(csr: &[u8], node: &NodeName) -> Result<CsrKey, EnrollError> {
-        let invalid = |reason: String| EnrollError::Invalid(reason);
-        let asked = examine_request(csr).map_err(|RequestDenial { message, .. }| invalid(message))?;
+        let asked =
+            examine_request(csr).map_err(|RequestDenial { message, .. }| EnrollError::Invalid(message))?;
         match asked.node {
             Some(other) if other != *node => {
-                Err(invalid(format!("the request is for node {other}, not for {node}")))
+                Err(EnrollError::Invalid(format!("the request is for node {other}, not for {node}")))
             }
             _ => Ok(asked.key),
         }
