@@ -7,7 +7,7 @@ use anyhow::Context;
 use tunnel_agent::app;
 use tunnel_agent::cli::{Cli, Command};
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::{Shutdown, block_on};
+use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_core::logging;
 
 /// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
@@ -20,6 +20,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(code) => return code,
     };
+    if let Err(error) = forbid_core_dumps() {
+        return ExitCode::from(report_error("tunnel-agent", &error));
+    }
     // One thread is enough for an edge node's connections, and leaves the rest to the workload.
     match block_on(command(cli)) {
         Ok(()) => ExitCode::from(exit::OK),

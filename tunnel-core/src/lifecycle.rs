@@ -224,6 +224,12 @@ pub fn raise_open_files() -> u32 {
     }
 }
 
+/// Forbids core dumps of this process: they would hold its keys. Not by PR_SET_DUMPABLE, which would also take
+/// /proc/self away from a process without root's rights.
+pub fn forbid_core_dumps() -> io::Result<()> {
+    Ok(setrlimit(Resource::RLIMIT_CORE, 0, 0)?)
+}
+
 /// What a start still waits for. Ready when no [`ReadyGuard`] is left.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness(Arc<Mutex<Pending>>);

@@ -21,7 +21,8 @@ use crate::kube::Parts;
 use crate::listeners::Listeners;
 use crate::metrics::Metrics;
 use crate::pki::{
-    EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerFile, agent_addresses, follow_bundle,
+    EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, Revocations,
+    ServerCertificate, ServerFile, Standing, agent_addresses, follow_bundle,
 };
 use crate::redirect::{Feeder, Redirect, RedirectMetrics};
 use crate::route::{Router, follow_host};
@@ -139,17 +140,28 @@ impl Bound {
         let names = self.config.server_names();
         let certificate = Arc::new(ServerCertificate::start(ca, names, self.pki_metrics.clone())?);
         let drain_timeout = self.config.drain_timeout;
-        let serving = self.serve(certificate, &shutdown).await;
+        // Known before anyone is let in.
+        let revocations = RevocationStore::new(&self.config.state_dir).open()?;
+        let serving = self.serve(certificate, revocations, &shutdown).await;
         shutdown.draining().await;
         serving.stop(drain_timeout).await
     }
 
     /// Starts every task. Nothing fails here, so everything that runs is stopped in order.
-    async fn serve(self, certificate: Arc<ServerCertificate>, shutdown: &Shutdown) -> Running {
+    async fn serve(
+        self,
+        certificate: Arc<ServerCertificate>,
+        revoked: watch::Sender<Arc<Revocations>>,
+        shutdown: &Shutdown,
+    ) -> Running {
         let Self { config, server_id, router, sessions, metrics, pki_metrics, redirect, readiness, .. } =
             self;
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let (settings, settings_now) = watch::channel(Arc::default());
+        let (known_nodes, nodes_now) = watch::channel(None::<Arc<KnownNodes>>);
+        let standing = Standing::new(revoked.subscribe(), nodes_now, config.refuse_unknown);
+        let revocations = RevocationStore::new(&config.state_dir);
+        tasks.spawn(revocations.clone().follow(revoked, stop.clone()));
         let source_parts = Parts {
             router: router.clone(),
             sessions: sessions.clone(),
@@ -161,6 +173,9 @@ impl Bound {
             state_dir: config.state_dir.clone(),
             pki_metrics: pki_metrics.clone(),
             settings: settings.clone(),
+            known_nodes,
+            revocations,
+            standing: standing.clone(),
             nodes_known: readiness.pending("nodes"),
             tasks: &tasks,
             draining: shutdown.draining_token().child_token(),
@@ -180,12 +195,14 @@ impl Bound {
             bundle: follow_bundle(certificate.ca(), &tasks, stop.clone()),
             settings: settings_now,
             sessions: sessions.clone(),
+            standing: standing.clone(),
             metrics: metrics.clone(),
             draining: shutdown.draining_token().clone(),
             stop: stop.clone(),
             drain_timeout: config.drain_timeout,
         };
-        let enroll = EnrollService::new(certificate.ca(), &config.state_dir, pki_metrics);
+        let policy = EnrollPolicy { standing, tokens: config.token_enrollment };
+        let enroll = EnrollService::new(certificate.ca(), &config.state_dir, policy, pki_metrics);
         let budget = Budget::of(self.open_files);
         let agent_port = AgentPort::new(certificate.tls(), Arc::new(self.workers), enroll, links, &budget);
         let drain = Drain::new(shutdown.clone());
@@ -193,6 +210,7 @@ impl Bound {
         let Listeners { agents, https, http, redirected } = self.listeners;
         if let Some(listener) = agents {
             tasks.spawn(agent_port.clone().serve(listener));
+            tasks.spawn(agent_port.clone().shut_out());
         }
         if let Some(listener) = https {
             tasks.spawn(door::serve(Https, listener, context.clone(), Shares::new(budget.https)));

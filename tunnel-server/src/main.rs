@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
-use tunnel_core::lifecycle::{Shutdown, block_on};
+use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_core::logging;
 use tunnel_server::app;
 use tunnel_server::cli::{Cli, Command, RunArgs};
@@ -20,11 +20,15 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(code) => return code,
     };
+    if let Err(error) = forbid_core_dumps() {
+        return ExitCode::from(report_error("tunnel-server", &error));
+    }
     let done = match cli.command {
         None => run(&cli.run),
         Some(Command::Status(command)) => block_on(command.run()),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),
+        Some(Command::Agent(command)) => block_on(command.run()),
         Some(Command::Ca(command)) => block_on(command.run()),
     };
     match done {

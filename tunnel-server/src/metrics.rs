@@ -78,7 +78,7 @@ impl Metrics {
         for result in ["attached", "grpc", "failed", "turned_away", "silent", "evicted"] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
-        for result in ["impostor", "flood", "older"] {
+        for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {
             let _ = metrics.sessions_refused.get_or_create(&[("result", result)]);
         }
         for client in ["certified", "stranger"] {

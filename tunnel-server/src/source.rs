@@ -10,7 +10,7 @@ use tunnel_kube::KubeError;
 use crate::config::{Config, NodeSource};
 use crate::inventory::{FileSource, Inventory};
 use crate::kube::{Kube, Parts};
-use crate::pki::{Ca, Lifetimes};
+use crate::pki::{Ca, Lifetimes, RevocationStore};
 use crate::route::Router;
 use crate::status::SourceReport;
 
@@ -70,19 +70,26 @@ impl Source {
         };
         let _waiting = readiness.pending("the CA of the cluster");
         let stop = shutdown.draining_token();
-        match kube.authority(&config.state_dir, lifetimes, stop).await {
-            Err(_) if stop.is_cancelled() => Ok(None),
-            ca => Ok(Some(ca?)),
-        }
+        let ca = match kube.authority(&config.state_dir, lifetimes, stop).await {
+            Err(_) if stop.is_cancelled() => return Ok(None),
+            ca => ca?,
+        };
+        kube.revocations(&RevocationStore::new(&config.state_dir)).await;
+        Ok(Some(ca))
     }
 
     /// Keeps the parts of the server up to date with the source until the drain; in a cluster, also writes to it.
     pub(crate) fn start(self, parts: Parts<'_>, shutdown: Shutdown) {
         match self {
             Self::File { source, inventory, .. } => {
-                let router = parts.router;
-                router.set_inventory(inventory);
-                parts.tasks.spawn(source.run(move |inventory| router.set_inventory(inventory), shutdown));
+                let (router, known) = (parts.router, parts.known_nodes);
+                let apply = move |inventory: Inventory| {
+                    let births = inventory.births();
+                    router.set_inventory(inventory);
+                    known.send_replace(Some(Arc::new(births)));
+                };
+                apply(inventory);
+                parts.tasks.spawn(source.run(apply, shutdown));
             }
             Self::Kubernetes(kube) => kube.start(parts),
         }

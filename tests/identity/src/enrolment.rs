@@ -293,7 +293,7 @@ async fn a_certificate_is_renewed_without_dropping_the_session() {
     assert_eq!(enroll(&without).await.unwrap().chain, renewed.chain, "it is on disk");
 }
 
-/// The certificate that renews decides the node, whatever the request says.
+/// The certificate that renews decides the node, and the request may name no other.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_renewal_is_for_the_same_node() {
     let server = TestServer::start().await;
@@ -303,6 +303,9 @@ async fn a_renewal_is_for_the_same_node() {
     let mut params = rcgen::CertificateParams::default();
     params.distinguished_name.push(rcgen::DnType::CommonName, "postern:node:edge-2");
     let csr = params.serialize_request(&key).unwrap().der().to_vec();
+    let refused = client.renew(RenewRequest { csr }).await.unwrap_err();
+    assert!(refused.message().contains("postern:node:edge-2"), "{refused}");
+    let csr = create_csr(&key).unwrap();
     let answer = client.renew(RenewRequest { csr }).await.unwrap().into_inner();
     let bundle = tunnel_core::identity::TrustBundle::from_pem(&answer.trust_bundle).unwrap();
     let renewed = tunnel_core::identity::AgentIdentity::from_pem(

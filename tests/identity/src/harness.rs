@@ -17,6 +17,7 @@ use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::service::Routes;
 use tonic::transport::{Channel, Endpoint};
@@ -28,7 +29,8 @@ use tunnel_core::identity::{
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
 use tunnel_server::agent_port::{enroll_routes, for_client};
 use tunnel_server::pki::{
-    Ca, EnrollService, Lifetimes, PkiMetrics, ServerCertificate, ServerNames, TokenStore,
+    Ca, EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, Revocations, ServerCertificate,
+    ServerNames, Standing, TokenStore,
 };
 
 /// Only a program that hangs takes this long.
@@ -71,6 +73,9 @@ fn log_buffer() -> &'static Mutex<Vec<u8>> {
 }
 
 pub(crate) struct TestServer {
+    pub(crate) revocations: watch::Sender<Arc<Revocations>>,
+    /// None: the inventory is not known.
+    pub(crate) nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     pub(crate) directory: tempfile::TempDir,
     pub(crate) ca: Ca,
     pub(crate) certificate: ServerCertificate,
@@ -95,13 +100,21 @@ impl TestServer {
     }
 
     pub(crate) async fn with(lifetimes: Lifetimes) -> Self {
+        Self::build(lifetimes, true).await
+    }
+
+    /// `tokens`: whether tokens enrol.
+    pub(crate) async fn build(lifetimes: Lifetimes, tokens: bool) -> Self {
         let _ = log_buffer();
         let directory = tempfile::tempdir().unwrap();
         let ca = Ca::load_or_create(&directory.path().join("server"), lifetimes).unwrap();
         let metrics = PkiMetrics::default();
         let certificate =
             ServerCertificate::start(ca.clone(), ServerNames::default(), metrics.clone()).unwrap();
-        let service = EnrollService::new(certificate.ca(), ca.state_dir(), metrics.clone());
+        let revocations = watch::Sender::<Arc<Revocations>>::default();
+        let (nodes, known) = watch::channel(None);
+        let policy = EnrollPolicy { standing: Standing::new(revocations.subscribe(), known, true), tokens };
+        let service = EnrollService::new(certificate.ca(), ca.state_dir(), policy, metrics.clone());
         let routes = enroll_routes(service);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -122,7 +135,18 @@ impl TestServer {
                 });
             }
         });
-        Self { directory, ca, certificate, metrics, address, lose_answers, refused, accept }
+        Self {
+            revocations,
+            nodes,
+            directory,
+            ca,
+            certificate,
+            metrics,
+            address,
+            lose_answers,
+            refused,
+            accept,
+        }
     }
 
     pub(crate) fn state_dir(&self) -> &Path {

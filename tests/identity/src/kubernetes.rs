@@ -20,7 +20,7 @@ use tunnel_agent::session::{Announced, Attached, EpochSource, Shared};
 use tunnel_kube::{ClientSettings, Health};
 use tunnel_server::kube::write::csr;
 use tunnel_server::kube::{KubeContext, ObjectNames};
-use tunnel_server::pki::{CaState, PkiMetrics};
+use tunnel_server::pki::{CaState, PkiMetrics, Standing};
 
 use crate::harness::node;
 
@@ -86,6 +86,10 @@ impl Drop for Signer {
 
 impl Signer {
     async fn start(api: &ApiServer, ca: watch::Receiver<Arc<CaState>>) -> Self {
+        Self::with(api, ca, Standing::default()).await
+    }
+
+    async fn with(api: &ApiServer, ca: watch::Receiver<Arc<CaState>>, standing: Standing) -> Self {
         let (lead, leader) = watch::channel(false);
         let context = KubeContext {
             client: kube_client(api).await,
@@ -98,7 +102,7 @@ impl Signer {
             health: Health::default(),
             stop: CancellationToken::new(),
         };
-        tokio::spawn(csr::run(context.clone(), ca, PkiMetrics::default()));
+        tokio::spawn(csr::run(context.clone(), ca, standing, PkiMetrics::default()));
         Self { lead, context }
     }
 

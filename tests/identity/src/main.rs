@@ -7,5 +7,6 @@ mod enrolment;
 mod harness;
 mod impostors;
 mod kubernetes;
+mod revocation;
 mod rotation;
 mod server;

@@ -10,6 +10,7 @@ use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent, Builder};
 use postern_testbed::authority::Authority;
 use postern_testbed::client::{self, echo, visit};
+use postern_testbed::inventory::Inventory;
 use postern_testbed::process::{Process, program};
 use postern_testbed::server::Server;
 use postern_testbed::target::Behaviour;
@@ -29,6 +30,8 @@ scenarios! {
     renewal_drops_no_connection,
     expired_certificate_is_refused,
     rotating_the_ca_loses_no_agent(edges = 2, limit = 300),
+    copied_identity_is_shut_out(limit = 240),
+    agent_of_an_unknown_node_is_refused(limit = 300),
 }
 
 async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
@@ -49,6 +52,24 @@ async fn enrols_once_and_keeps_its_key(testbed: &Testbed) -> Result<()> {
     agent.crash(&server).await?;
     agent.return_to(&server).await?;
     ensure!(fs::read(&key)? == before, "a restart made another key");
+    // Neither the key nor the means to dump it.
+    let line = String::from_utf8(before)?.lines().nth(1).context("a line of the key")?.to_owned();
+    let shown = [
+        server.get("/status").await?.1,
+        agent.get("/status").await?.1,
+        server.process.output()?,
+        agent.process.output()?,
+    ];
+    ensure!(
+        shown.iter().all(|text| !text.contains(&line) && !text.contains("PRIVATE KEY")),
+        "a key is shown"
+    );
+    for pid in [server.process.pid(), agent.process.pid()] {
+        let limits = fs::read_to_string(format!("/proc/{pid}/limits"))?;
+        let core = limits.lines().find(|line| line.starts_with("Max core file size")).context("its limit")?;
+        let values: Vec<_> = core.split_whitespace().skip(4).take(2).collect();
+        ensure!(values == ["0", "0"], "process {pid} may dump its keys: {core:?}");
+    }
     // The secret is neither in a log nor in the server's files.
     let (_, secret) = secret.split_once('.').context("ID.SECRET")?;
     let found = testbed
@@ -268,4 +289,115 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await?;
     ensure!(server.is_connected("edge-2").await?, "edge-2 was lost");
     Ok(())
+}
+
+/// Dials as the agent that the credentials were copied from, with a session number that nothing exceeds.
+async fn copy_of(server: &Server<'_>, credentials: &Credentials) -> Result<HostileAgent> {
+    let address: SocketAddr = server.agent_address().parse()?;
+    let stream = credentials.dial(&server.testbed().edge(1).ns, address).await?;
+    Ok(HostileAgent::serve(stream, "edge-1", u64::MAX - 1, Hostility::Quiet))
+}
+
+/// Waits until the server has told the copy why it may have no session, and has ended it.
+async fn shut_out(copy: &HostileAgent, reason: &str) -> Result<()> {
+    wait_for(&format!("the copy to be refused: {reason}"), client::PATIENCE, async || {
+        Ok(copy.observed(|seen| seen.refused.iter().any(|told| told.contains(reason))).then_some(()))
+    })
+    .await
+    .with_context(|| copy.observed(|seen| format!("{seen:?}")))?;
+    copy.wait_ended("the copy's link to end", client::PATIENCE).await
+}
+
+async fn wait_visit(address: SocketAddr) -> Result<()> {
+    wait_for("the node's own agent to carry", agent::START, async || Ok(visit(address).await.ok())).await?;
+    Ok(())
+}
+
+async fn copied_identity_is_shut_out(testbed: &Testbed) -> Result<()> {
+    let (mut server, mut real) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let unused = server.token("edge-1")?;
+    let credentials = Credentials::of_agent(&real.state_dir())?;
+    real.crash(&server).await?;
+
+    // A number that no clock explains does not keep the node's own agent out.
+    let copy = copy_of(&server, &credentials).await?;
+    server.wait_connected("edge-1", true, client::PATIENCE).await?;
+    real.start_again()?;
+    wait_visit(on_edge.address).await?;
+    let late = copy_of(&server, &credentials).await?;
+    shut_out(&late, "newer session").await?;
+    visit(on_edge.address).await?;
+    real.crash(&server).await?;
+    drop((copy, late));
+
+    let copy = copy_of(&server, &credentials).await?;
+    server.wait_connected("edge-1", true, client::PATIENCE).await?;
+    server.run(&["agent", "revoke", "edge-1"])?;
+    shut_out(&copy, "was revoked at").await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    shut_out(&copy_of(&server, &credentials).await?, "was revoked at").await?;
+    refused(&server, Builder::new(&server, 1).named("agent-void").token(unused.clone()), "was revoked")
+        .await?;
+
+    server.process.stop().await?;
+    server.start_again().await?;
+    shut_out(&copy_of(&server, &credentials).await?, "was revoked at").await?;
+    let metrics = server.metrics().await?;
+    metrics.expect("postern_agent_sessions_refused_total", &[("result", "revoked")], 1.0)?;
+
+    server.run(&["agent", "readmit", "edge-1"])?;
+    let listed = server.run(&["agent", "list"])?;
+    ensure!(listed.contains("edge-1") && listed.contains("readmitted"), "{listed}");
+    wait_for("the readmission to be in effect", client::PATIENCE, async || {
+        let copy = copy_of(&server, &credentials).await?;
+        copy.wait_ended("the copy's link to end", client::PATIENCE).await?;
+        let told = |told: &String| told.contains("older than its readmission");
+        Ok(copy.observed(|seen| seen.refused.iter().any(told)).then_some(()))
+    })
+    .await?;
+    refused(&server, Builder::new(&server, 1).named("agent-void").token(unused), "void").await?;
+    let token = server.token("edge-1")?;
+    let _new = Builder::new(&server, 1).named("agent-new").token(token).spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    wait_visit(on_edge.address).await?;
+    shut_out(&copy_of(&server, &credentials).await?, "older than its readmission").await?;
+    server.process.stop().await?;
+    server.start_again().await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    shut_out(&copy_of(&server, &credentials).await?, "older than its readmission").await?;
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+async fn agent_of_an_unknown_node_is_refused(testbed: &Testbed) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    let (server, agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let all = inventory.nodes.clone();
+    inventory.nodes.retain(|node| node["metadata"]["name"] != "edge-1");
+    inventory.write()?;
+    let refused = [("result", "unknown_node")];
+    let count = async || Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &refused));
+    wait_until("the session to end", Duration::from_secs(20), count, |count| *count >= 1.0).await?;
+    server.metrics().await?.expect("postern_tunnels", &[], 0.0)?;
+    wait_for("the agent to say why", client::PATIENCE, async || {
+        Ok(agent.process.output()?.contains("not in the server's inventory").then_some(()))
+    })
+    .await?;
+    // It comes back by itself, after the pause of a refused agent.
+    inventory.nodes = all;
+    inventory.write()?;
+    wait_until(
+        "the node to be known again",
+        client::PATIENCE,
+        async || server.status().await,
+        |status| {
+            status["nodes"].as_array().is_some_and(|nodes| nodes.iter().any(|node| node["name"] == "edge-1"))
+        },
+    )
+    .await?;
+    server.wait_connected("edge-1", true, Duration::from_secs(150)).await?;
+    wait_visit(on_edge.address).await
 }

@@ -67,6 +67,9 @@ impl Agent for AgentService {
     async fn notify(&self, request: Request<proto::Notice>) -> Result<Response<NoticeAck>, Status> {
         let phase = match request.into_inner().notice {
             Some(notice::Notice::Draining(_)) => SessionPhase::Draining,
+            Some(notice::Notice::Refused(refused)) if refused.enroll_again => {
+                SessionPhase::CertificateRefused(refused.reason)
+            }
             Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
             Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },
             Some(notice::Notice::TrustBundle(bundle)) => {

@@ -175,7 +175,8 @@ impl LinkLoop {
         let standby = matches!(end, SessionEnd::SameServer(_));
         let mut observed = self.observed();
         let attached = observed.session.take().is_some_and(|session| session.was_attached());
-        if attached || standby {
+        // A server that attaches first and then refuses the certificate has not accepted it.
+        if (attached && !end.concerns_identity()) || standby {
             observed.refusals = CertificateRefusals::default();
         }
         if end.concerns_identity() {

@@ -116,6 +116,9 @@ async fn ended_by_server(
                 on_draining.cancel();
             }
             SessionPhase::Refused(reason) => return SessionEnd::Refused(reason.clone()),
+            SessionPhase::CertificateRefused(reason) => {
+                return SessionEnd::CertificateRefused(reason.clone());
+            }
             SessionPhase::SameServer { through } => return SessionEnd::SameServer(through.clone()),
             SessionPhase::Replaced { peer } => return SessionEnd::Replaced(peer.clone()),
             SessionPhase::Connecting | SessionPhase::Attached { .. } => {}

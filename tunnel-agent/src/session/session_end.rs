@@ -30,6 +30,8 @@ pub(super) enum SessionEnd {
     Draining,
     #[error("the server refused this session: {0}")]
     Refused(String),
+    #[error("the server takes no session under this certificate any more: {0}")]
+    CertificateRefused(String),
     /// Another address of this agent leads to the same server.
     #[error("the same server is attached through {0}")]
     SameServer(String),
@@ -48,6 +50,7 @@ impl SessionEnd {
             Self::Tls(error) => is_about_certificates(error),
             // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
             Self::Link(error) => error.get_io().is_some_and(is_about_certificates),
+            Self::CertificateRefused(_) => true,
             _ => false,
         }
     }
@@ -90,7 +93,9 @@ mod tests {
         assert!(tls(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)).concerns_identity());
         assert!(tls(rustls::Error::InvalidCertificate(CertificateError::Expired)).concerns_identity());
         assert!(tls(rustls::Error::AlertReceived(AlertDescription::UnknownCA)).concerns_identity());
+        assert!(SessionEnd::CertificateRefused("older than its node".into()).concerns_identity());
         for other in [
+            SessionEnd::Refused("not in the inventory".into()),
             tls(rustls::Error::AlertReceived(AlertDescription::InternalError)),
             tls(rustls::Error::HandshakeNotComplete),
             SessionEnd::Tls(io::ErrorKind::ConnectionReset.into()),

@@ -41,7 +41,8 @@ pub struct Hello {
     /// Must be the node that the client certificate names.
     #[prost(string, tag = "1")]
     pub node: ::prost::alloc::string::String,
-    /// Grows with every session of the node; a session with a lower epoch than the live one is refused.
+    /// Grows with every session of the node; a session with a lower epoch than the live one is refused. Wall-clock
+    /// milliseconds, unless the last one was higher: one that is far ahead of the server's clock yields to any that is not.
     #[prost(uint64, tag = "2")]
     pub epoch: u64,
     #[prost(string, tag = "3")]
@@ -103,6 +104,9 @@ pub struct ServerDraining {
 pub struct Refused {
     #[prost(string, tag = "1")]
     pub reason: ::prost::alloc::string::String,
+    /// The certificate will never be accepted again: only a new enrolment helps.
+    #[prost(bool, tag = "2")]
+    pub enroll_again: bool,
 }
 /// A session of the same node with a higher epoch took over.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

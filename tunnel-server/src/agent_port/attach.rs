@@ -1,9 +1,9 @@
 //! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use h2::PingPong;
@@ -28,6 +28,7 @@ use tunnel_core::text::printable;
 
 use super::gate::Certified;
 use crate::metrics::Metrics;
+use crate::pki::{Refusal, Standing};
 use crate::session::{Fenced, Session, Sessions};
 use crate::settings::Settings;
 
@@ -47,6 +48,8 @@ pub struct LinkContext {
     /// For the ports that agents dial on their node's loopback.
     pub settings: watch::Receiver<Arc<Settings>>,
     pub sessions: Arc<Sessions>,
+    /// Whose agents may have sessions.
+    pub standing: Standing,
     pub metrics: Metrics,
     /// Agents are notified; nothing new is accepted.
     pub draining: CancellationToken,
@@ -54,6 +57,13 @@ pub struct LinkContext {
     pub stop: CancellationToken,
     /// How long the drain may take, for the agents to know.
     pub drain_timeout: Duration,
+}
+
+/// Whom the agent's certificate is for, and since when.
+#[derive(Clone, Debug)]
+pub(super) struct Presented {
+    pub(super) node: NodeName,
+    pub(super) issued: SystemTime,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -80,6 +90,8 @@ enum End {
     Impostor { certified: NodeName, claimed: String },
     #[error(transparent)]
     Fenced(#[from] Fenced),
+    #[error(transparent)]
+    NotAdmitted(#[from] Refusal),
     #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
     Flood,
     #[error("replaced by a newer session, or this server stops")]
@@ -97,12 +109,13 @@ pub(super) async fn run(
     context: Arc<LinkContext>,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
-    node: NodeName,
+    presented: Presented,
     worker: Handle,
     place: Certified,
 ) {
     let started = Instant::now();
-    let end = drive(&context, stream, peer, node.clone(), worker, place).await;
+    let node = presented.node.clone();
+    let end = drive(&context, stream, peer, presented, worker, place).await;
     let lasted_s = started.elapsed().as_secs();
     match end {
         // The agent has two addresses of this server, and is attached through the other one.
@@ -110,7 +123,7 @@ pub(super) async fn run(
             tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
         }
         End::Stopped | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
-        End::Impostor { .. } | End::Flood | End::Fenced(_) => {
+        End::Impostor { .. } | End::Flood | End::Fenced(_) | End::NotAdmitted(_) => {
             context.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
         }
@@ -128,6 +141,7 @@ impl End {
             Self::Impostor { .. } => "impostor",
             Self::Flood => "flood",
             Self::Fenced(_) => "older",
+            Self::NotAdmitted(refusal) => refusal.label(),
             _ => "failed",
         }
     }
@@ -137,7 +151,7 @@ async fn drive(
     context: &LinkContext,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
-    node: NodeName,
+    presented: Presented,
     worker: Handle,
     place: Certified,
 ) -> End {
@@ -153,7 +167,7 @@ async fn drive(
     driver.spawn(connection);
     tokio::select! {
         biased;
-        end = session(context, send, pings, peer, node, worker, place) => end,
+        end = session(context, send, pings, peer, presented, worker, place) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
@@ -179,7 +193,7 @@ async fn session(
     send: SendRequest<Bytes>,
     pings: PingPong,
     peer: SocketAddr,
-    node: NodeName,
+    Presented { node, issued }: Presented,
     worker: Handle,
     place: Certified,
 ) -> End {
@@ -199,13 +213,18 @@ async fn session(
     };
     if hello.node != node.as_str() {
         let end = End::Impostor { certified: node, claimed: printable(&hello.node, 253) };
-        notify(&mut client, notice::Notice::Refused(Refused { reason: end.to_string() })).await;
+        notify(&mut client, refused(end.to_string())).await;
         return end;
+    }
+    if let Err(refusal) = context.standing.judge(&node, issued) {
+        return not_admitted(&mut client, refusal).await;
     }
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
         epoch: hello.epoch,
+        issued,
+        refusal: OnceLock::new(),
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
@@ -220,15 +239,24 @@ async fn session(
     match context.sessions.register(session.clone()) {
         Ok(older) => retire(older, &session),
         Err(fenced) => {
-            notify(&mut client, notice::Notice::Refused(Refused { reason: fenced.to_string() })).await;
+            notify(&mut client, refused(fenced.to_string())).await;
             return fenced.into();
         }
     }
     let registered = Registered { context, session: session.clone() };
+    // Revoked between the judgement and the registration, when the one who ends sessions did not see this one.
+    if let Err(refusal) = context.standing.judge(&session.node, issued) {
+        session.refuse(refusal);
+    }
     place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
     let end = follow(context, &session, &mut client, &mut events, pings, loopback).await;
+    if let Some(refusal) = session.refusal.get() {
+        // No client gets there any more while the agent is told.
+        context.sessions.unregister(&session);
+        return not_admitted(&mut client, refusal.clone()).await;
+    }
     if matches!(end, End::Stopped) && !context.draining.is_cancelled() {
         let reason = notice::Notice::Replaced(Replaced {
             epoch: session.epoch,
@@ -241,6 +269,16 @@ async fn session(
     }
     drop(registered);
     end
+}
+
+fn refused(reason: String) -> notice::Notice {
+    notice::Notice::Refused(Refused { reason, ..Refused::default() })
+}
+
+async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> End {
+    let enroll_again = refusal.wants_enrolment();
+    notify(client, notice::Notice::Refused(Refused { reason: refusal.to_string(), enroll_again })).await;
+    refusal.into()
 }
 
 /// Ends the older session of the same node: its agent is gone, or is a second one with the same identity.

@@ -4,6 +4,7 @@ mod attach;
 mod enroll;
 mod gate;
 mod known;
+mod shut_out;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -14,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate};
+use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate, validity};
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
 
 pub use crate::admission::Budget;
@@ -25,6 +26,7 @@ use crate::accept::accept;
 use crate::admission::Place;
 use crate::pki::EnrollService;
 use crate::session::Workers;
+use attach::Presented;
 use enroll::{EnrollConnections, Seat};
 use gate::Gate;
 
@@ -95,6 +97,12 @@ impl AgentPort {
         }
     }
 
+    /// Ends the sessions of agents that may have none any more, until the stop.
+    pub async fn shut_out(self: Arc<Self>) {
+        let context = self.context.clone();
+        let _ = context.stop.run_until_cancelled(shut_out::run(&context)).await;
+    }
+
     /// Waits until every link has ended.
     pub async fn closed(&self) {
         self.links.close();
@@ -119,8 +127,11 @@ impl AgentPort {
         let node = node.map_err(|error| io::Error::new(denied, error))?;
         match connection.alpn_protocol() {
             Some(ALPN_TUNNEL) => {
-                let node =
-                    node.ok_or_else(|| io::Error::new(denied, "an agent's link needs a client certificate"))?;
+                let (Some(node), Some(certificate)) = (node, &certificate) else {
+                    return Err(io::Error::new(denied, "an agent's link needs a client certificate").into());
+                };
+                let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
+                let issued = validity.issued();
                 let certified = self.gate.certified(&node, peer.ip()).ok_or(Error::Busy)?;
                 drop(place);
                 // A task of its own frees the memory of the handshake: there are as many links as agents.
@@ -128,7 +139,7 @@ impl AgentPort {
                     self.context.clone(),
                     Box::new(stream),
                     peer,
-                    node,
+                    Presented { node, issued },
                     worker.clone(),
                     certified,
                 );

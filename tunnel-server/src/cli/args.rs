@@ -8,6 +8,7 @@ use tunnel_core::config::{
     parse_ports, parse_with,
 };
 
+use super::agent::AgentCommand;
 use super::ca::CaCommand;
 use super::cleanup::CleanupCommand;
 use super::kube_args::KubeArgs;
@@ -38,6 +39,8 @@ pub enum Command {
     Cleanup(CleanupCommand),
     /// Create, list and revoke the tokens with which agents enrol.
     Token(TokenCommand),
+    /// Revoke agents' identities, readmit nodes, and list both.
+    Agent(AgentCommand),
     /// Show and rotate the CA.
     Ca(CaCommand),
 }
@@ -94,6 +97,12 @@ pub struct RunArgs {
     /// Which nodes are edge nodes: a label selector as `kubectl get -l` takes it, or several joined by ||.
     #[arg(long, value_name = "SELECTOR", default_value = DEFAULT_EDGE_SELECTOR)]
     pub edge_selector: String,
+    /// refuse or allow agents of nodes that are not in the inventory; it is asked at each attach and renewal.
+    #[arg(long, value_name = "refuse|allow", default_value = "refuse")]
+    pub unknown_agents: String,
+    /// on or off: agents enrol with tokens of `tunnel-server token create` [default: on with --inventory, off in a cluster].
+    #[arg(long, value_name = "on|off")]
+    pub token_enrollment: Option<String>,
     /// Additional DNS names in the server's certificate, comma-separated [default: none].
     #[arg(long, value_name = "NAMES", default_value = "", hide_default_value = true)]
     pub cert_dns_names: String,
@@ -140,6 +149,10 @@ impl RunArgs {
             Some(path) => NodeSource::File(path.clone()),
             None => NodeSource::Kubernetes(options),
         };
+        let token_enrollment = match &self.token_enrollment {
+            Some(value) => config::on_or_off("--token-enrollment", value)?,
+            None => self.inventory.is_some(),
+        };
         let config = Config {
             source,
             edge_selector: parse_with("--edge-selector", &self.edge_selector)?,
@@ -156,6 +169,8 @@ impl RunArgs {
             edge_pod_routes: config::edge_pod_routes(&self.kube.edge_pod_routes)?,
             token_range,
             token_range_v6,
+            refuse_unknown: config::refuse_or_allow("--unknown-agents", &self.unknown_agents)?,
+            token_enrollment,
             cert_dns_names: config::dns_names(&self.cert_dns_names)?,
             cert_ips: parse_ips("--cert-ips", &self.cert_ips)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,

@@ -142,6 +142,18 @@ fn flag_names_of_other_systems_are_accepted() {
 }
 
 #[test]
+fn who_may_attach_and_enrol() {
+    let standalone = config(&[]).unwrap();
+    assert_eq!((standalone.refuse_unknown, standalone.token_enrollment), (true, true));
+    assert!(!in_cluster(&[]).unwrap().token_enrollment, "a cluster has CSRs");
+    let other = in_cluster(&["--unknown-agents=allow", "--token-enrollment=on"]).unwrap();
+    assert_eq!((other.refuse_unknown, other.token_enrollment), (false, true));
+    assert!(!config(&["--token-enrollment=off"]).unwrap().token_enrollment);
+    assert_eq!(error(&["--unknown-agents=ask"]), "--unknown-agents=ask: use refuse or allow");
+    assert!(error(&["--token-enrollment=yes"]).contains("use on or off"));
+}
+
+#[test]
 fn kubernetes_is_the_default_source() {
     let NodeSource::Kubernetes(options) = in_cluster(&[]).unwrap().source else { panic!("not Kubernetes") };
     assert_eq!(options, KubeOptions { kubeconfig: None, namespace: None, names: Default::default() });
@@ -154,6 +166,7 @@ fn kubernetes_is_the_default_source() {
         "--internal-service=b",
         "--ca-secret=c",
         "--lease=d",
+        "--revocations-configmap=f",
         "--agent-service-account=e.f",
     ])
     .unwrap();
@@ -275,6 +288,8 @@ fn flags_and_subcommands_do_not_mix() {
         &["cleanup"][..],
         &["token", "create", "--node", "edge-1", "--state-dir=/x", "-o", "json"],
         &["ca", "status"],
+        &["agent", "revoke", "edge-1", "--state-dir=/x"],
+        &["agent", "list", "--in-cluster", "--namespace=x"],
     ] {
         assert!(
             Cli::try_parse_from(std::iter::once(&"tunnel-server").chain(args)).unwrap().command.is_some(),
@@ -306,6 +321,8 @@ const FLAGS: &[(&str, Option<&str>)] = &[
             "openyurt.io/is-edge-worker=true || superedge.io/edge-node=enable || node-role.kubernetes.io/edge",
         ),
     ),
+    ("unknown-agents", Some("refuse")),
+    ("token-enrollment", None),
     ("cert-dns-names", None),
     ("cert-ips", None),
     ("drain-timeout", Some("30s")),
@@ -319,6 +336,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("internal-service", Some("x-tunnel-server-internal-svc")),
     ("ca-secret", Some("tunnel-server-ca")),
     ("lease", Some("tunnel-server")),
+    ("revocations-configmap", Some("tunnel-revoked-agents")),
     ("agent-service-account", Some("tunnel-agent")),
     ("edge-pod-routes", Some("off")),
 ];
@@ -352,5 +370,5 @@ fn help_lists_these_flags_and_defaults() {
         }
     }
     let subcommands: Vec<_> = command.get_subcommands().map(clap::Command::get_name).collect();
-    assert_eq!(subcommands, ["status", "cleanup", "token", "ca"]);
+    assert_eq!(subcommands, ["status", "cleanup", "token", "agent", "ca"]);
 }

@@ -36,6 +36,9 @@ pub struct KubeArgs {
     /// Lease whose holder writes DNS records, Service ports, certificates and conditions.
     #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().lease)]
     pub lease: String,
+    /// ConfigMap with the nodes that `tunnel-server agent revoke` has shut out; it creates it.
+    #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().revocations)]
+    pub revocations_configmap: String,
     /// ServiceAccount of agents that run as pods: it entitles them to a certificate for the node that they run on.
     #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().agent_service_account)]
     pub agent_service_account: String,
@@ -63,6 +66,7 @@ impl KubeArgs {
                 internal_service: name("--internal-service", &self.internal_service)?,
                 ca_secret: name("--ca-secret", &self.ca_secret)?,
                 lease: name("--lease", &self.lease)?,
+                revocations: name("--revocations-configmap", &self.revocations_configmap)?,
                 agent_service_account: name("--agent-service-account", &self.agent_service_account)?,
             },
         })

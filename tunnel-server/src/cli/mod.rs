@@ -1,5 +1,6 @@
 //! The command line: the server's flags and its subcommands.
 
+mod agent;
 mod args;
 mod ca;
 mod cleanup;
@@ -13,6 +14,7 @@ mod args_tests;
 #[cfg(test)]
 mod command_tests;
 
+pub use agent::AgentCommand;
 pub use args::{Cli, Command, RunArgs};
 pub use ca::CaCommand;
 pub use cleanup::CleanupCommand;

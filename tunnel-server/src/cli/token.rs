@@ -35,7 +35,7 @@ enum TokenAction {
     },
     /// List the tokens, without their secrets.
     List,
-    /// Revoke a token. Certificates that were issued for it stay valid.
+    /// Revoke a token. Certificates that were issued for it stay valid; see `agent revoke`.
     Revoke {
         /// The token's id: the six characters before the dot.
         id: String,

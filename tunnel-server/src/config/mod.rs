@@ -4,7 +4,8 @@ mod parse;
 mod parts;
 
 pub(crate) use parse::{
-    dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, token_range, token_range_v6,
+    dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, refuse_or_allow, token_range,
+    token_range_v6,
 };
 
 use std::collections::BTreeSet;
@@ -53,6 +54,9 @@ pub struct Config {
     pub edge_pod_routes: Vec<IpNet>,
     pub token_range: Ipv4Net,
     pub token_range_v6: Ipv6Net,
+    /// Agents of nodes that are not in the inventory get no session.
+    pub refuse_unknown: bool,
+    pub token_enrollment: bool,
     pub cert_dns_names: Vec<String>,
     pub cert_ips: Vec<IpAddr>,
     pub drain_timeout: Duration,
@@ -89,6 +93,8 @@ impl Config {
             ),
             ("token-range", self.token_range.to_string()),
             ("token-range-v6", self.token_range_v6.to_string()),
+            ("unknown-agents", if self.refuse_unknown { "refuse" } else { "allow" }.to_owned()),
+            ("token-enrollment", on_off(self.token_enrollment)),
             ("cert-dns-names", list(&self.cert_dns_names)),
             ("cert-ips", list(&self.cert_ips)),
             ("drain-timeout", duration_text(self.drain_timeout)),
@@ -151,6 +157,7 @@ fn kube_flags(options: &KubeOptions) -> Vec<(&'static str, String)> {
         ("internal-service", names.internal_service.clone()),
         ("ca-secret", names.ca_secret.clone()),
         ("lease", names.lease.clone()),
+        ("revocations-configmap", names.revocations.clone()),
         ("agent-service-account", names.agent_service_account.clone()),
     ];
     flags.extend(options.kubeconfig.as_ref().map(|path| ("kubeconfig", path.display().to_string())));

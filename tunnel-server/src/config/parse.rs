@@ -24,6 +24,14 @@ pub(crate) fn on_or_off(key: &str, value: &str) -> Result<bool, ConfigError> {
     }
 }
 
+pub(crate) fn refuse_or_allow(key: &str, value: &str) -> Result<bool, ConfigError> {
+    match value {
+        "refuse" => Ok(true),
+        "allow" => Ok(false),
+        _ => Err(ConfigError::new(key, value, "use refuse or allow")),
+    }
+}
+
 pub(crate) fn token_range(value: &str, exclude: &[IpNet]) -> Result<Ipv4Net, ConfigError> {
     const KEY: &str = "--token-range";
     let IpNet::V4(range) = parse_cidr(KEY, value)? else {

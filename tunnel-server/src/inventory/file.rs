@@ -101,7 +101,7 @@ impl FileSource {
     /// Reads the file again whenever it changes, until the drain, and passes content that differs from that in effect to
     /// `apply`.
     pub async fn run(self: Arc<Self>, apply: impl Fn(Inventory), shutdown: Shutdown) {
-        let mut watch = FileWatch::new();
+        let mut watch = FileWatch::new("inventory");
         let mut seen: Option<Option<Fingerprint>> = None;
         loop {
             // Before the reading, so that a later change is an event; each time, since symlinks may point elsewhere now.

@@ -15,14 +15,15 @@ const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
 /// Watches the directories whose entries decide what a path means: a rename into place and a ConfigMap's swap of its
 /// `..data` link are events of a directory, not of the file.
-pub(super) struct FileWatch {
+pub(crate) struct FileWatch {
     watcher: Option<RecommendedWatcher>,
     events: mpsc::Receiver<()>,
     directories: BTreeSet<PathBuf>,
 }
 
 impl FileWatch {
-    pub(super) fn new() -> Self {
+    /// `what` is named when there can be no events.
+    pub(crate) fn new(what: &'static str) -> Self {
         // One place is enough: an event only means that something changed.
         let (wake, events) = mpsc::channel(1);
         let handler = move |event: notify::Result<notify::Event>| {
@@ -35,27 +36,25 @@ impl FileWatch {
             }
         };
         let watcher = notify::recommended_watcher(handler)
-            .inspect_err(
-                |error| tracing::warn!(%error, "no file events; the inventory is checked every 10 s"),
-            )
+            .inspect_err(|error| tracing::warn!(%error, what, "no file events; this is checked every 10 s"))
             .ok();
         Self { watcher, events, directories: BTreeSet::new() }
     }
 
     /// None when there can be no events.
-    pub(super) async fn event(&mut self) -> Option<()> {
+    pub(crate) async fn event(&mut self) -> Option<()> {
         self.events.recv().await
     }
 
     /// Waits until the writer seems to be done.
-    pub(super) async fn settle(&mut self) {
+    pub(crate) async fn settle(&mut self) {
         let quiet = async { while let Ok(Some(())) = timeout(QUIET, self.events.recv()).await {} };
         // Either way it is time to read.
         let _ = timeout(LONGEST_WAIT, quiet).await;
     }
 
     /// Watches the directories that decide what `path` means now. Errors are not fatal: the poll remains.
-    pub(super) fn follow(&mut self, path: &Path) {
+    pub(crate) fn follow(&mut self, path: &Path) {
         let Some(watcher) = &mut self.watcher else { return };
         let wanted = directories(path);
         for gone in self.directories.difference(&wanted) {

@@ -10,11 +10,14 @@ mod selector;
 mod parse_tests;
 
 pub use file::{FileSource, SourceStatus};
+pub(crate) use file_watch::FileWatch;
 pub use node::{DEFAULT_KUBELET_PORT, NodeSpec, NodeStatus, read_node};
 pub use parse::{InventoryError, MAX_BYTES, parse};
 pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};
 
+use std::collections::HashMap;
 use std::net::IpAddr;
+use std::time::SystemTime;
 
 use ipnet::IpNet;
 use tunnel_core::identity::NodeName;
@@ -35,6 +38,8 @@ pub struct InventoryNode {
     pub addresses: Vec<IpAddr>,
     pub kubelet_port: u16,
     pub pod_cidrs: Vec<IpNet>,
+    /// When the Node was created, in a cluster: one that is created again under the same name is another one.
+    pub created: Option<SystemTime>,
 }
 
 impl Inventory {
@@ -42,5 +47,10 @@ impl Inventory {
     pub fn counts(&self) -> (usize, usize) {
         let edge = self.nodes.iter().filter(|node| node.edge).count();
         (edge, self.nodes.len() - edge)
+    }
+
+    /// The nodes' names, and when each was created.
+    pub fn births(&self) -> HashMap<NodeName, Option<SystemTime>> {
+        self.nodes.iter().map(|node| (node.name.clone(), node.created)).collect()
     }
 }

@@ -172,5 +172,5 @@ pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
             Err(_) => invalid(InvalidField::new(field, cidr, "not an address range"))?,
         }
     }
-    Ok(InventoryNode { name, edge, addresses, kubelet_port, pod_cidrs })
+    Ok(InventoryNode { name, edge, addresses, kubelet_port, pod_cidrs, created: None })
 }

@@ -50,6 +50,8 @@ pub struct ObjectNames {
     pub ca_secret: String,
     /// Lease of the server that writes.
     pub lease: String,
+    /// ConfigMap with the revoked nodes.
+    pub revocations: String,
     /// ServiceAccount of agents that run as pods.
     pub agent_service_account: String,
 }
@@ -63,6 +65,7 @@ impl Default for ObjectNames {
             internal_service: "x-tunnel-server-internal-svc".into(),
             ca_secret: "tunnel-server-ca".into(),
             lease: "tunnel-server".into(),
+            revocations: "tunnel-revoked-agents".into(),
             agent_service_account: "tunnel-agent".into(),
         }
     }

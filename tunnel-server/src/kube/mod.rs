@@ -24,11 +24,14 @@ use tunnel_kube::{Health, KubeError};
 
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
 use self::read::authority::{self, AuthorityError};
-use self::read::{configmap, names, nodes};
+use self::read::revocations::RevocationMap;
+use self::read::{configmap, names, nodes, revocations};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, Selector, SourceStatus};
-use crate::pki::{Ca, Lifetimes, PkiMetrics, ServerCertificate, ServerNames};
+use crate::pki::{
+    Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
+};
 use crate::route::Router;
 use crate::session::Sessions;
 use crate::settings::{Doors, Settings};
@@ -57,6 +60,10 @@ pub struct Parts<'a> {
     pub pki_metrics: PkiMetrics,
     /// Gets the ConfigMap's ports.
     pub settings: watch::Sender<Arc<Settings>>,
+    /// Gets the nodes' names, for who asks whether an agent is one of them.
+    pub known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
+    pub revocations: RevocationStore,
+    pub standing: Standing,
     /// Done once the nodes are known.
     pub nodes_known: ReadyGuard,
     pub tasks: &'a TaskTracker,
@@ -97,6 +104,15 @@ impl Kube {
         authority::obtain(client, &self.namespace, secret, state_dir, lifetimes, stop).await
     }
 
+    /// Reads the revocations once, before anyone is let in. While the API server is away the copy in the state directory
+    /// has to do.
+    pub async fn revocations(&self, store: &RevocationStore) {
+        let map = RevocationMap::new(self.client.clone(), &self.namespace, &self.names.revocations);
+        if let Err(error) = map.copy_to(store).await {
+            tracing::error!(%error, "the revocations in the state directory are used as they are");
+        }
+    }
+
     /// What `status` shows of the source of the nodes.
     pub fn status(&self, router: &Arc<Router>) -> SourceReport {
         let (health, router) = (self.health.clone(), Arc::clone(router));
@@ -130,13 +146,15 @@ impl Kube {
             stop: stop.clone(),
         };
         let writers = KubeContext { stop: draining, ..context.clone() };
-        let publish = publish_nodes(router.clone(), inventory, self.nodes, parts.nodes_known);
+        let publish =
+            publish_nodes(router.clone(), inventory, parts.known_nodes, self.nodes, parts.nodes_known);
         let (client, health) = (context.client.clone(), context.health.clone());
         tasks.spawn(nodes::run(client, parts.selector, health, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors, parts.settings));
         tasks.spawn(follow_ports(router, context.settings.clone(), stop));
         tasks.spawn(authority::follow(context.clone(), parts.state_dir));
-        tasks.spawn(csr::run(writers.clone(), parts.certificate.ca(), parts.pki_metrics));
+        tasks.spawn(revocations::follow(context.clone(), parts.revocations));
+        tasks.spawn(csr::run(writers.clone(), parts.certificate.ca(), parts.standing, parts.pki_metrics));
         tasks.spawn(dns::run(writers.clone(), events.clone()));
         tasks.spawn(service::run(writers.clone(), doors));
         tasks.spawn(tunnels::run(writers, events, parts.sessions));
@@ -148,6 +166,7 @@ impl Kube {
 fn publish_nodes(
     router: Arc<Router>,
     inventory: watch::Sender<Arc<Inventory>>,
+    known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     gauge: Family<[(&'static str, &'static str); 1], Gauge>,
     known: ReadyGuard,
 ) -> impl FnMut(Inventory) + Send {
@@ -158,6 +177,7 @@ fn publish_nodes(
             gauge.get_or_create(&[("role", role)]).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
         router.set_inventory(nodes.clone());
+        known_nodes.send_replace(Some(Arc::new(nodes.births())));
         inventory.send_replace(Arc::new(nodes));
         drop(known.take());
     }

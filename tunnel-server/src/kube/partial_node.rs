@@ -3,13 +3,14 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::time::SystemTime;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::Resource;
 use kube::core::ClusterResourceScope;
 use serde::{Deserialize, Deserializer};
 
-/// A Node. Of its metadata there are the name, the version and the labels.
+/// A Node. Of its metadata there are the name, the version, the labels and the creation.
 #[derive(Clone, Debug, Deserialize)]
 pub struct PartialNode<Spec, Status> {
     #[serde(deserialize_with = "partial_metadata")]
@@ -26,6 +27,10 @@ impl<Spec, Status> PartialNode<Spec, Status> {
     pub fn labels(&self) -> &BTreeMap<String, String> {
         const NONE: &BTreeMap<String, String> = &BTreeMap::new();
         self.metadata.labels.as_ref().unwrap_or(NONE)
+    }
+
+    pub fn created(&self) -> Option<SystemTime> {
+        self.metadata.creation_timestamp.as_ref().map(|created| created.0.into())
     }
 }
 
@@ -65,7 +70,9 @@ fn partial_metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Object
         name: Option<String>,
         resource_version: Option<String>,
         labels: Option<BTreeMap<String, String>>,
+        creation_timestamp: Option<Time>,
     }
-    let Metadata { name, resource_version, labels } = Metadata::deserialize(deserializer)?;
-    Ok(ObjectMeta { name, resource_version, labels, ..ObjectMeta::default() })
+    let Metadata { name, resource_version, labels, creation_timestamp } =
+        Metadata::deserialize(deserializer)?;
+    Ok(ObjectMeta { name, resource_version, labels, creation_timestamp, ..ObjectMeta::default() })
 }

@@ -20,6 +20,12 @@ const SOURCE: &str = "secret";
 const BACKUP: &str = "restore it from a backup; only if there is none, move the directory `ca` away: a new CA is created \
                       then, and every agent must enrol again";
 
+/// The Secret of which a state directory has a copy; None: it belongs to no cluster.
+pub fn cluster_of(state_dir: &Path) -> Result<Option<String>, PkiError> {
+    let secret = files::read_optional(&state_dir.join(DIRECTORY).join(SOURCE))?;
+    Ok(secret.map(|secret| secret.trim().to_owned()))
+}
+
 /// The CA's files under a state directory. Every method that writes takes the lock; [`Ca::state`] reads without it,
 /// because each change is one replacement of `ca.crt`.
 #[derive(Clone, Debug)]
@@ -212,10 +218,10 @@ impl Ca {
     ) -> Result<String, PkiError> {
         let _lock = self.lock()?;
         let path = self.directory().join(SOURCE);
-        if let Some(secret) = files::read_optional(&path)? {
+        if let Some(secret) = cluster_of(&self.state_dir)? {
             return Err(PkiError::file(
                 &path,
-                &format_args!("this is a copy of the CA in Secret {}", secret.trim()),
+                &format_args!("this is a copy of the CA in Secret {secret}"),
                 "change it there: give --kubeconfig FILE, or --in-cluster within a pod (a server that left the cluster \
                  for good: remove this file)",
             ));

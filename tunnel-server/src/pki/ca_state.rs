@@ -85,7 +85,7 @@ impl Root {
         let key = generate_key()?;
         let mut params = ca_params(&key, 1);
         params.serial_number = Some(SerialNumber::from(generation));
-        set_validity(&mut params, ROOT_LIFE);
+        set_validity(&mut params, SystemTime::now(), ROOT_LIFE);
         let certificate = params.self_signed(&key).map_err(|error| PkiError::sign(&error))?.der().clone();
         let pair = KeyPair::try_from(&PrivateKeyDer::Pkcs8(key.serialize_der().into()))
             .map_err(|error| PkiError::sign(&error))?;
@@ -187,19 +187,24 @@ impl CaState {
     /// Signs a certificate for the node and this key: `O=postern:agents`, `CN=postern:node:<node>`, client
     /// authentication only.
     pub fn issue_agent(&self, node: &NodeName, key: &CsrKey) -> Result<IssuedCertificate, PkiError> {
-        self.issue_agent_for(node, key, self.lifetimes.agent)
+        self.issue_agent_for(node, key, self.lifetimes.agent, SystemTime::UNIX_EPOCH)
     }
 
-    /// [`CaState::issue_agent`] with a shorter lifetime than the usual one; a longer one is capped.
+    /// [`CaState::issue_agent`] with a shorter lifetime than the usual one; a longer one is capped. The certificate counts
+    /// as issued after `after`, even if that is ahead of the clock by less than [`BACKDATE`]: an older one may be refused.
     pub fn issue_agent_for(
         &self,
         node: &NodeName,
         key: &CsrKey,
         life: Duration,
+        after: SystemTime,
     ) -> Result<IssuedCertificate, PkiError> {
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
         params.distinguished_name = agent_distinguished_name(node);
-        set_validity(&mut params, self.lifetimes.agent.min(life));
+        let now = SystemTime::now();
+        // A certificate's dates are whole seconds. It must be valid now by the clocks of other servers too.
+        let issued = (after + Duration::from_secs(1)).min(now + BACKDATE * 4 / 5).max(now);
+        set_validity(&mut params, issued, self.lifetimes.agent.min(life));
         self.sign(&params, &key.public_key)
     }
 
@@ -223,7 +228,7 @@ impl CaState {
             params.subject_alt_names.push(SanType::DnsName(dns_name));
         }
         params.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
-        set_validity(&mut params, self.lifetimes.server);
+        set_validity(&mut params, SystemTime::now(), self.lifetimes.server);
         let mut issued = self.sign(&params, &key)?;
         let (signing, issuer) = self.signer()?;
         issued.chain.push(signing.certificate.clone());
@@ -231,7 +236,7 @@ impl CaState {
             if let Some(signer) = &other.signer {
                 let mut params = ca_params(issuer.key(), 0);
                 params.serial_number = Some(random_serial());
-                set_validity(&mut params, ROOT_LIFE);
+                set_validity(&mut params, SystemTime::now(), ROOT_LIFE);
                 let cross = params.signed_by(issuer.key(), signer).map_err(|error| PkiError::sign(&error))?;
                 issued.chain.push(cross.der().clone());
             }
@@ -283,10 +288,9 @@ fn leaf_params(usage: ExtendedKeyUsagePurpose) -> CertificateParams {
     params
 }
 
-fn set_validity(params: &mut CertificateParams, life: Duration) {
-    let now = SystemTime::now();
-    params.not_before = (now - BACKDATE).into();
-    params.not_after = (now + life).into();
+fn set_validity(params: &mut CertificateParams, issued: SystemTime, life: Duration) {
+    params.not_before = (issued - BACKDATE).into();
+    params.not_after = (issued + life).into();
 }
 
 /// 127 random bits, positive (RFC 5280 §4.1.2.2).

@@ -2,14 +2,14 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use jiff::Timestamp;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Code, Request, Response, Status};
 use tunnel_core::identity::{
-    CsrKey, IdentityError, NodeName, node_of_certificate, pem_of_certificates, public_key_of_csr, validity,
+    CsrKey, IdentityError, NodeName, node_of_certificate, pem_of_certificates, validity,
 };
 use tunnel_core::proto::enrollment_server::Enrollment;
 use tunnel_core::proto::{EnrollRequest, EnrollResponse, RenewRequest};
@@ -19,6 +19,8 @@ use super::error::PkiError;
 use super::failure_limit::FailureLimit;
 use super::issued::IssuedLedger;
 use super::metrics::PkiMetrics;
+use super::request::{RequestDenial, examine_request};
+use super::standing::{Refusal, Standing};
 use super::token::Token;
 use super::token_store::{TokenRefusal, TokenStore};
 
@@ -40,7 +42,16 @@ pub struct EnrollService {
     inner: Arc<Inner>,
 }
 
+/// Who may have a certificate.
+#[derive(Clone, Debug)]
+pub struct EnrollPolicy {
+    pub standing: Standing,
+    /// Whether tokens enrol.
+    pub tokens: bool,
+}
+
 struct Inner {
+    policy: EnrollPolicy,
     ca: watch::Receiver<Arc<CaState>>,
     tokens: TokenStore,
     ledger: IssuedLedger,
@@ -57,6 +68,10 @@ enum EnrollError {
     Invalid(String),
     #[error(transparent)]
     Token(#[from] TokenRefusal),
+    #[error("enrolment by token is off at this server; --token-enrollment=on switches it on")]
+    TokensOff,
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     #[error("{0}")]
     Certificate(String),
     /// The detail is only for the server's log: it may name files.
@@ -75,6 +90,9 @@ impl EnrollError {
             Self::Token(TokenRefusal::Expired(_)) => "expired_token",
             Self::Token(TokenRefusal::Used(_)) => "used_token",
             Self::Token(TokenRefusal::OtherNode { .. }) => "other_node",
+            Self::Token(TokenRefusal::Void(_)) => "void_token",
+            Self::TokensOff => "tokens_off",
+            Self::Refused(refusal) => refusal.label(),
             Self::Certificate(_) => "bad_certificate",
             Self::Internal(_) | Self::Wiring(_) => "internal",
         }
@@ -87,7 +105,9 @@ impl EnrollError {
             Self::Token(TokenRefusal::Unknown | TokenRefusal::Expired(_)) | Self::Certificate(_) => {
                 Code::Unauthenticated
             }
-            Self::Token(TokenRefusal::Used(_) | TokenRefusal::OtherNode { .. }) => Code::PermissionDenied,
+            Self::Token(TokenRefusal::Used(_) | TokenRefusal::OtherNode { .. } | TokenRefusal::Void(_))
+            | Self::TokensOff
+            | Self::Refused(_) => Code::PermissionDenied,
             Self::Internal(_) | Self::Wiring(_) => Code::Internal,
         }
     }
@@ -100,9 +120,15 @@ impl EnrollError {
 
 impl EnrollService {
     /// Signs with the CA that `ca` holds at the time of a call; reads the tokens of `state_dir` on each call.
-    pub fn new(ca: watch::Receiver<Arc<CaState>>, state_dir: &std::path::Path, metrics: PkiMetrics) -> Self {
+    pub fn new(
+        ca: watch::Receiver<Arc<CaState>>,
+        state_dir: &std::path::Path,
+        policy: EnrollPolicy,
+        metrics: PkiMetrics,
+    ) -> Self {
         Self {
             inner: Arc::new(Inner {
+                policy,
                 ca,
                 tokens: TokenStore::new(state_dir),
                 ledger: IssuedLedger::new(state_dir),
@@ -205,7 +231,8 @@ impl Inner {
 
     fn issue(&self, node: NodeName, key: &CsrKey) -> Result<(NodeName, EnrollResponse), EnrollError> {
         let ca = Arc::clone(&self.ca.borrow());
-        let issued = ca.issue_agent(&node, key)?;
+        let after = self.policy.standing.issue_after(&node);
+        let issued = ca.issue_agent_for(&node, key, Duration::MAX, after)?;
         self.ledger.record(&node, &issued)?;
         let response = EnrollResponse {
             certificate_chain: pem_of_certificates(&issued.chain),
@@ -218,9 +245,21 @@ impl Inner {
         // The form of the request first: that answer does not depend on the token.
         let invalid = |error: IdentityError| EnrollError::Invalid(error.to_string());
         let node: NodeName = request.node.parse().map_err(invalid)?;
-        let key = public_key_of_csr(&request.csr).map_err(invalid)?;
+        let key = Self::key(&request.csr, &node)?;
+        if !self.policy.tokens {
+            return Err(EnrollError::TokensOff);
+        }
         let token: Token = request.token.parse().map_err(|_| TokenRefusal::Unknown)?;
-        self.tokens.redeem(&token, &node, &key.hash, Timestamp::now())??;
+        let standing = &self.policy.standing;
+        // Before the token is bound to a key: it may be for the time after the readmission.
+        standing.not_revoked(&node)?;
+        self.tokens.redeem(
+            &token,
+            &node,
+            &key.hash,
+            standing.tokens_void_until(&node),
+            Timestamp::now(),
+        )??;
         tracing::debug!(token_id = token.id(), %node, "token accepted");
         self.issue(node, &key)
     }
@@ -238,7 +277,8 @@ impl Inner {
         let refuse = |error: IdentityError| EnrollError::Certificate(error.to_string());
         let node = node_of_certificate(certificate).map_err(refuse)?;
         // The handshake checked both, but a connection may outlive the certificate or its root.
-        if validity(certificate).map_err(refuse)?.is_over(SystemTime::now()) {
+        let validity = validity(certificate).map_err(refuse)?;
+        if validity.is_over(SystemTime::now()) {
             return Err(EnrollError::Certificate("the certificate expired; enrol with a new token".into()));
         }
         if self.ca.borrow().bundle().issuer_of(certificate).is_none() {
@@ -246,8 +286,21 @@ impl Inner {
                 "the certificate's root is no longer trusted; enrol with a new token".into(),
             ));
         }
-        let key = public_key_of_csr(&request.csr).map_err(|error| EnrollError::Invalid(error.to_string()))?;
+        self.policy.standing.judge(&node, validity.issued())?;
+        let key = Self::key(&request.csr, &node)?;
         self.issue(node, &key)
+    }
+
+    /// The key of a request, which may name no other node and ask for nothing else. Agents leave the subject empty.
+    fn key(csr: &[u8], node: &NodeName) -> Result<CsrKey, EnrollError> {
+        let asked =
+            examine_request(csr).map_err(|RequestDenial { message, .. }| EnrollError::Invalid(message))?;
+        match asked.node {
+            Some(other) if other != *node => {
+                Err(EnrollError::Invalid(format!("the request is for node {other}, not for {node}")))
+            }
+            _ => Ok(asked.key),
+        }
     }
 }
 

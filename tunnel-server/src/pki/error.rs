@@ -23,6 +23,8 @@ pub enum PkiError {
     Token,
     #[error("no token with id {0:?}; `tunnel-server token list` shows those that there are")]
     NoSuchToken(String),
+    #[error("node {0} is not revoked; `tunnel-server agent list` shows those that are")]
+    NotRevoked(String),
     #[error("{text:?}: {reason}; want for example 24h, 90m or 2d")]
     Duration { text: String, reason: String },
     /// A text of the CA that cannot be used; [`Ca`](super::Ca) turns it into [`PkiError::File`].

@@ -11,6 +11,7 @@
 //! | `ca/secret` | 0644 | in a cluster: the Secret that this directory is a copy of |
 //! | `tokens/<id>.json` | 0600 | an enrolment token: hash, node, dates, hash of the key that used it |
 //! | `issued/<node>` | 0600 | root and expiry of the node's latest certificate, so that no root is retired too early |
+//! | `revoked/<node>` | 0600 | a node that was revoked, and since when it is readmitted |
 //! | `server.json` | 0644 | where agents reach the running server |
 //! | `lock` | 0600 | the lock of the writers |
 //!
@@ -34,24 +35,30 @@ mod failure_limit;
 mod issued;
 mod material;
 mod metrics;
+mod request;
+mod revocations;
 mod server_certificate;
 mod server_file;
+mod standing;
 #[cfg(test)]
 mod tests;
 mod token;
 mod token_store;
 
 pub use bundle::follow_bundle;
-pub use ca::Ca;
+pub use ca::{Ca, cluster_of};
 pub use ca_state::{CaState, IssuedCertificate, Lifetimes, Role, Root};
-pub use enroll::{EnrollService, PeerAddress, PeerCertificate};
+pub use enroll::{EnrollPolicy, EnrollService, PeerAddress, PeerCertificate};
 pub use error::PkiError;
 pub use issued::{Issued, IssuedLedger};
 pub use material::CaMaterial;
 pub(crate) use material::{KEY_SUFFIX, ROOTS};
 pub use metrics::PkiMetrics;
+pub(crate) use request::{examine_request, subject_of};
+pub use revocations::{Revocation, RevocationStore, Revocations};
 pub use server_certificate::{ServerCertificate, ServerNames};
 pub use server_file::{ServerFile, agent_addresses};
+pub use standing::{KnownNodes, Refusal, Standing};
 pub use token::{Token, parse_ttl};
 pub use token_store::{TokenRecord, TokenRefusal, TokenState, TokenStore};
 

@@ -68,6 +68,8 @@ pub enum TokenRefusal {
     Expired(Timestamp),
     #[error("the token was already used with another key at {0}")]
     Used(Timestamp),
+    #[error("the token is void: it was made before its node was revoked at {0:.0}; make a new one")]
+    Void(Timestamp),
     #[error("the token is for node {token}, not for {asked}")]
     OtherNode { token: NodeName, asked: NodeName },
 }
@@ -188,7 +190,8 @@ impl TokenStore {
         Ok(id.to_owned())
     }
 
-    /// Uses a token for a node and the key with this hash. The first use binds it to the key.
+    /// Uses a token for a node and the key with this hash. The first use binds it to the key. Tokens that were made until
+    /// `void_until` are void, whoever used them.
     ///
     /// # Errors
     /// The outer error is the store's own; the inner one is the reason for the agent.
@@ -197,6 +200,7 @@ impl TokenStore {
         token: &Token,
         node: &NodeName,
         key_hash: &str,
+        void_until: Option<Timestamp>,
         now: Timestamp,
     ) -> Result<Result<(), TokenRefusal>, PkiError> {
         let _lock = self.lock()?;
@@ -206,6 +210,9 @@ impl TokenStore {
         }
         if record.node != *node {
             return Ok(Err(TokenRefusal::OtherNode { token: record.node, asked: node.clone() }));
+        }
+        if let Some(revoked) = void_until.filter(|revoked| record.created <= *revoked) {
+            return Ok(Err(TokenRefusal::Void(revoked)));
         }
         if now >= record.expires {
             return Ok(Err(TokenRefusal::Expired(record.expires)));
@@ -245,7 +252,7 @@ mod tests {
     fn a_token_is_bound_to_its_first_key() {
         let (_directory, store, now) = store();
         let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
-        let redeem = |key| store.redeem(&token, &node("edge-1"), key, now).unwrap();
+        let redeem = |key| store.redeem(&token, &node("edge-1"), key, None, now).unwrap();
         assert_eq!(redeem("a"), Ok(()));
         assert_eq!(redeem("a"), Ok(()), "a lost response can be repeated");
         assert_eq!(redeem("b"), Err(TokenRefusal::Used(now)));
@@ -258,7 +265,7 @@ mod tests {
         let (_directory, store, now) = store();
         let (token, record) = store.create(&node("edge-1"), HOUR, now).unwrap();
         let at = |seconds| now + SignedDuration::from_secs(seconds);
-        let redeem = |token: &Token, name: &str, at| store.redeem(token, &node(name), "k", at).unwrap();
+        let redeem = |token: &Token, name: &str, at| store.redeem(token, &node(name), "k", None, at).unwrap();
         let other = TokenRefusal::OtherNode { token: node("edge-1"), asked: node("edge-2") };
         assert_eq!(redeem(&token, "edge-2", now), Err(other));
         assert_eq!(redeem(&token, "edge-1", at(3600)), Err(TokenRefusal::Expired(record.expires)));
@@ -272,6 +279,16 @@ mod tests {
         assert_eq!(redeem(&token, "edge-1", now), Err(TokenRefusal::Unknown));
         assert!(matches!(store.revoke(token.id()), Err(PkiError::NoSuchToken(_))));
         assert!(store.revoke("../../etc").is_err());
+    }
+
+    #[test]
+    fn tokens_from_before_a_revocation_are_void_even_for_the_key_that_used_them() {
+        let (_directory, store, now) = store();
+        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let redeem = |void| store.redeem(&token, &node("edge-1"), "k", void, now).unwrap();
+        assert_eq!(redeem(None), Ok(()));
+        assert_eq!(redeem(Some(now)), Err(TokenRefusal::Void(now)));
+        assert_eq!(redeem(Some(now - SignedDuration::from_secs(1))), Ok(()), "it was made later");
     }
 
     #[test]
@@ -302,7 +319,7 @@ mod tests {
         let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
         let path = store.path(token.id());
         fs::write(&path, "{\"id\":").unwrap();
-        let error = store.redeem(&token, &node("edge-1"), "k", now).unwrap_err().to_string();
+        let error = store.redeem(&token, &node("edge-1"), "k", None, now).unwrap_err().to_string();
         assert!(error.contains(path.to_str().unwrap()) && error.contains("make a new token"), "{error}");
         let (records, broken) = store.list().unwrap();
         assert_eq!((records.len(), broken.len()), (0, 1));
@@ -318,7 +335,7 @@ mod tests {
                 .map(|key| {
                     let (store, token) = (&store, &token);
                     scope.spawn(move || {
-                        store.redeem(token, &node("edge-1"), &key.to_string(), now).unwrap().is_ok()
+                        store.redeem(token, &node("edge-1"), &key.to_string(), None, now).unwrap().is_ok()
                     })
                 })
                 .collect();

@@ -4,9 +4,9 @@ mod registry;
 mod workers;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use h2::RecvStream;
@@ -24,6 +24,8 @@ use tunnel_core::link::Rtt;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
+use crate::pki::Refusal;
+
 pub use registry::{Fenced, Sessions};
 pub use workers::Workers;
 
@@ -40,6 +42,10 @@ pub struct Session {
     pub node: NodeName,
     /// A newer session of the node has a higher number, and replaces this one.
     pub epoch: u64,
+    /// When the agent's certificate was issued.
+    pub issued: SystemTime,
+    /// Set once the agent may no longer have a session; see [`Session::refuse`].
+    pub(crate) refusal: OnceLock<Refusal>,
     /// Where the agent dials from.
     pub peer: SocketAddr,
     pub since: Instant,
@@ -59,6 +65,13 @@ pub struct Session {
 }
 
 impl Session {
+    /// Ends the session, and tells its agent why.
+    pub(crate) fn refuse(&self, refusal: Refusal) {
+        // The first reason is as good as the next.
+        let _ = self.refusal.set(refusal);
+        self.closed.cancel();
+    }
+
     /// Carries an accepted connection to `target`, which the agent dials, until both directions have ended. Has to run
     /// on [`Session::worker`]. `connected` gets the duration of the agent's dial.
     ///

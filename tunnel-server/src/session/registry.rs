@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
@@ -15,6 +15,17 @@ use crate::route::Router;
 
 /// How many departed nodes are remembered as "last seen"; beyond it the oldest is forgotten.
 const REMEMBERED: usize = 1 << 17;
+
+/// Epochs are wall-clock milliseconds. One that is further ahead of this server's clock than this does not come from a
+/// clock that is right, and does not keep out one that does.
+const AHEAD: Duration = Duration::from_secs(300);
+
+/// The order of epochs: whether a right clock explains it, then the number. A copied identity that claims 2^64-2 is
+/// replaced by the node's own agent; agents whose clocks are ahead alike are still told apart by their numbers.
+fn rank(epoch: u64, now: SystemTime) -> (bool, u64) {
+    let limit = (now + AHEAD).duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+    (u128::from(epoch) <= limit, epoch)
+}
 
 /// A session was refused because a newer one is live.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,6 +76,13 @@ impl Sessions {
         self.live.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
+    /// The live sessions, and those whose agents are leaving.
+    pub(crate) fn linked(&self) -> Vec<Arc<Session>> {
+        let mut linked = self.all();
+        linked.extend(self.leaving().values().cloned());
+        linked
+    }
+
     pub fn live(&self) -> Vec<NodeName> {
         self.live.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
     }
@@ -84,11 +102,11 @@ impl Sessions {
     /// # Errors
     /// The live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
-        let node = session.node.clone();
+        let (node, now) = (session.node.clone(), SystemTime::now());
         let older = {
             let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
             if let Some(current) = live.get(&node)
-                && current.epoch >= session.epoch
+                && rank(current.epoch, now) >= rank(session.epoch, now)
             {
                 return Err(Fenced { node, live: current.epoch, offered: session.epoch, peer: current.peer });
             }
@@ -154,5 +172,29 @@ impl Sessions {
 
     fn departed(&self) -> MutexGuard<'_, HashMap<NodeName, Instant>> {
         self.departed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epoch_that_no_clock_explains_keeps_nobody_out() {
+        let now = SystemTime::now();
+        let ms =
+            |time: SystemTime| u64::try_from(time.duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
+        let newer = |than: u64, epoch: u64| rank(epoch, now) > rank(than, now);
+        let (copy, agent) = (u64::MAX - 1, ms(now));
+        assert!(newer(copy, agent) && !newer(agent, copy));
+        // Also an agent that lost its file and whose clock stands at 1970.
+        assert!(newer(copy, 1));
+        // Clocks differ a little, and the next session is still the newer one.
+        assert!(newer(ms(now + AHEAD) - 1, ms(now + AHEAD)) && newer(agent, ms(now + AHEAD / 2)));
+        // A clock that is years ahead: its own sessions keep their order.
+        let ahead = ms(now + Duration::from_secs(1 << 28));
+        assert!(newer(ahead, ahead + 1) && !newer(ahead + 1, ahead));
+        // A server whose clock starts at 1970 orders as before.
+        assert!(rank(agent + 1, UNIX_EPOCH) > rank(agent, UNIX_EPOCH));
     }
 }

@@ -106,6 +106,7 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
         addresses: vec![address.parse().unwrap()],
         kubelet_port: DEFAULT_KUBELET_PORT,
         pod_cidrs: Vec::new(),
+        created: None,
     };
     let edge = edge.iter().map(|name| node(name, true, "192.168.50.2".into()));
     let cloud = (1..).zip(cloud).map(|(n, name)| node(name, false, format!("10.0.0.{n}")));

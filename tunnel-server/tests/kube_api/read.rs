@@ -4,3 +4,4 @@ mod authority;
 mod configmap;
 mod names;
 mod nodes;
+mod revocations;

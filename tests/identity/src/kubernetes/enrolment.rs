@@ -18,7 +18,7 @@ use tunnel_agent::session::LinkSet;
 use tunnel_core::identity::{
     AgentIdentity, CsrKey, create_csr, generate_key, pem_of_certificates, public_key_of_csr,
 };
-use tunnel_server::pki::CaState;
+use tunnel_server::pki::{CaState, Revocation, Revocations};
 
 use super::servers::Port;
 use super::{CSRS, Signer, enrolment, open, shared};
@@ -156,7 +156,8 @@ async fn a_certificate_other_than_the_requested_one_is_not_used() {
 async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
     let (key, ca) = (generate_key().unwrap(), server.ca.state().unwrap());
     let asked = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
-    let issued = ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1)).unwrap();
+    let issued =
+        ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1), SystemTime::UNIX_EPOCH).unwrap();
     let (chain, key) = (pem_of_certificates(&issued.chain), key.serialize_pem());
     let identity = AgentIdentity::from_pem(&chain, &key, ca.bundle().clone()).unwrap();
     eventually("it ends", || identity.validity().is_over(SystemTime::now()).then_some(())).await;
@@ -268,6 +269,44 @@ async fn a_new_enrolment_ends_when_it_is_no_longer_needed() {
     // It is on disk with its own key, whichever one was pending.
     let stored = tunnel_agent::identity::ensure_identity(&config).await.unwrap();
     assert_eq!(stored.chain, chain);
+    recovering.abort();
+    shared.forced.cancel();
+}
+
+/// The node was revoked and readmitted: no server takes the certificate any more, and a new one comes through the API
+/// server.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_of_a_readmitted_node_enrols_again() {
+    let (api, server) = (ApiServer::start(), TestServer::start().await);
+    let (config, identity) = server.enrolled("edge-1").await;
+    let first = identity.chain.clone();
+    let port = Port::of(&server, "server-1").await;
+    let (agent, _) = enrolment(&api, "edge-1", "agent").await;
+    let keeper = Arc::new(IdentityKeeper::with_recovery(
+        config.clone(),
+        identity,
+        IdentityMetrics::default(),
+        Recovery::ApiServer,
+    ));
+    let (shared, _announced) = shared(&config.state_dir);
+    let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
+    links.set(&[port.address.parse().unwrap()]);
+    eventually("it is attached", || links.attached().then_some(())).await;
+
+    let now = jiff::Timestamp::now();
+    let record = Revocation::revoke(None, &node("edge-1"), now).readmit(now).unwrap();
+    let records = [(node("edge-1"), record)].into();
+    port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+    eventually("the session ends", || port.sessions.live().is_empty().then_some(())).await;
+    let refused = links.clone();
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused_for()));
+    let signer = Signer::with(&api, server.certificate.ca(), port.standing.clone()).await;
+    signer.answer(&api, "system:node:edge-1").await;
+    eventually("another certificate", || (keeper.current().chain != first).then_some(())).await;
+    eventually("it is attached again", || {
+        (links.attached() && port.sessions.live() == [node("edge-1")]).then_some(())
+    })
+    .await;
     recovering.abort();
     shared.forced.cancel();
 }

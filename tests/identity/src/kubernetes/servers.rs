@@ -19,7 +19,7 @@ use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_server::agent_port::{AgentPort, Budget, LinkContext};
-use tunnel_server::pki::{EnrollService, PkiMetrics};
+use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
 use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{Sessions, Workers};
 use tunnel_server::settings::Settings;
@@ -34,7 +34,9 @@ const SERVICE: &str = "x-tunnel-server-svc";
 /// A server's agent port: real sessions.
 pub(super) struct Port {
     pub(super) address: String,
-    sessions: Arc<Sessions>,
+    pub(super) sessions: Arc<Sessions>,
+    pub(super) revocations: watch::Sender<Arc<Revocations>>,
+    pub(super) standing: Standing,
     stop: CancellationToken,
     /// A session ends with what it follows.
     _followed: (watch::Sender<Arc<TrustBundle>>, watch::Sender<Arc<Settings>>),
@@ -66,23 +68,32 @@ impl Port {
         let (bundle, trusted) = watch::channel(Arc::new(server.ca.state().unwrap().bundle().clone()));
         let (settings, known) = watch::channel(Arc::default());
         let stop = CancellationToken::new();
+        let revocations = watch::Sender::<Arc<Revocations>>::default();
+        let standing = Standing::new(revocations.subscribe(), watch::channel(None).1, true);
         let context = LinkContext {
             server_id: id.to_owned(),
             bundle: trusted,
             settings: known,
             sessions: sessions.clone(),
+            standing: standing.clone(),
             metrics,
             draining: CancellationToken::new(),
             stop: stop.clone(),
             drain_timeout: Duration::from_secs(1),
         };
         let workers = Arc::new(Workers::start(1).unwrap());
-        let enroll = EnrollService::new(server.certificate.ca(), server.state_dir(), PkiMetrics::default());
+        let enroll = EnrollService::new(
+            server.certificate.ca(),
+            server.state_dir(),
+            EnrollPolicy { standing: standing.clone(), tokens: true },
+            PkiMetrics::default(),
+        );
         let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, &Budget::of(1024));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(port.clone().shut_out());
         tokio::spawn(port.serve(listener));
-        Self { address, sessions, stop, _followed: (bundle, settings) }
+        Self { address, sessions, revocations, standing, stop, _followed: (bundle, settings) }
     }
 
     fn port(&self) -> u16 {

@@ -5,3 +5,4 @@ pub mod authority;
 pub mod configmap;
 pub mod names;
 pub mod nodes;
+pub mod revocations;

@@ -160,13 +160,13 @@ fn read(node: &SlimNode, selector: &Selector) -> Known {
     };
     let mut skipped = Vec::new();
     let edge = selector.matches(node.labels());
-    let node = read_node(name, edge, node.spec.as_ref(), node.status.as_ref(), |invalid| {
+    let inventory = read_node(name, edge, node.spec.as_ref(), node.status.as_ref(), |invalid| {
         let (key, reason) = (invalid.field.key(), invalid.reason.to_owned());
         skipped.push(SkippedField { key, value: invalid.value, reason });
         Ok::<_, Infallible>(())
     });
-    let Ok(node) = node;
-    Known { node: Some(node), skipped }
+    let Ok(inventory) = inventory;
+    Known { node: Some(InventoryNode { created: node.created(), ..inventory }), skipped }
 }
 
 #[cfg(test)]

@@ -165,6 +165,7 @@ mod tests {
             addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
+            created: None,
         }
     }
 

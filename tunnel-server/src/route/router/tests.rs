@@ -36,6 +36,7 @@ pub(super) fn node(name: &str, edge: bool, addresses: &[&str]) -> InventoryNode 
         addresses: addresses.iter().map(|address| ip(address)).collect(),
         kubelet_port: 10250,
         pod_cidrs: Vec::new(),
+        created: None,
     }
 }
 

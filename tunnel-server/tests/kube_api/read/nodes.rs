@@ -4,7 +4,7 @@ mod faults;
 mod heartbeats;
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use prometheus_client::registry::Registry;
@@ -124,8 +124,40 @@ fn has(inventory: &Inventory, name: &str, address: &str) -> bool {
 
 /// The API server's nodes as an inventory.
 fn truth(server: &ApiServer) -> Inventory {
-    let list = json!({"kind": "List", "items": server.list(NODES)});
-    tunnel_server::inventory::parse(&list.to_string(), &Selector::default()).unwrap()
+    let items = server.list(NODES);
+    let list = json!({"kind": "List", "items": items});
+    let mut truth = tunnel_server::inventory::parse(&list.to_string(), &Selector::default()).unwrap();
+    // A file says nothing of it.
+    for (node, item) in truth.nodes.iter_mut().zip(&items) {
+        assert_eq!(node.name.as_str(), item["metadata"]["name"]);
+        node.created = Some(time(item["metadata"]["creationTimestamp"].as_str().unwrap()));
+    }
+    truth
+}
+
+fn time(text: &str) -> SystemTime {
+    text.parse::<jiff::Timestamp>().unwrap().into()
+}
+
+#[tokio::test]
+async fn a_node_that_is_created_again_is_another_one() {
+    let server = ApiServer::start();
+    let created = |at: &str| {
+        let mut node = node("edge-1", "10.8.0.1", true);
+        node["metadata"]["creationTimestamp"] = json!(at);
+        server.put(NODES, node);
+    };
+    let (first, second) = ("2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z");
+    created(first);
+    let following = Following::start(&server).await;
+    let is = |at: &str| {
+        let at = Some(time(at));
+        move |inventory: &Inventory| find(inventory, "edge-1").is_some_and(|node| node.created == at)
+    };
+    following.until("the first", Instant::now(), is(first)).await;
+    server.remove(NODES, "edge-1");
+    created(second);
+    following.until("the second", Instant::now(), is(second)).await;
 }
 
 #[tokio::test]

@@ -18,7 +18,7 @@ use tunnel_core::identity::{
 use tunnel_kube::SIGNER;
 use tunnel_server::kube::KubeContext;
 use tunnel_server::kube::write::csr::run;
-use tunnel_server::pki::{CaMaterial, CaState, Lifetimes, PkiMetrics};
+use tunnel_server::pki::{CaMaterial, CaState, Lifetimes, PkiMetrics, Revocation, Revocations, Standing};
 
 use crate::fixture::context;
 
@@ -34,11 +34,15 @@ struct Signer {
 
 impl Signer {
     async fn start(server: &ApiServer, leads: bool) -> Self {
+        Self::with(server, leads, Standing::default()).await
+    }
+
+    async fn with(server: &ApiServer, leads: bool, standing: Standing) -> Self {
         let (context, inputs) = context(server, leads).await;
         let ca = Arc::new(CaMaterial::generate().unwrap().state(Lifetimes::default()).unwrap());
         let metrics = PkiMetrics::default();
         let known = watch::channel(ca.clone()).1;
-        let task = tokio::spawn(run(context.clone(), known, metrics.clone()));
+        let task = tokio::spawn(run(context.clone(), known, standing, metrics.clone()));
         Self { lead: inputs.leader, context, ca, metrics, task }
     }
 
@@ -284,5 +288,34 @@ async fn a_thousand_concurrent_requests_are_answered() {
     assert!(server.list(CSRS).iter().all(|csr| csr["status"]["certificate"].is_string()));
     // Each was approved once and signed once.
     assert_eq!(server.writes(CSRS), 2 * COUNT);
+    signer.stop().await;
+}
+
+#[tokio::test]
+async fn a_revoked_node_is_denied_until_it_is_readmitted() {
+    let server = ApiServer::start();
+    let revocations = watch::Sender::<Arc<Revocations>>::default();
+    let standing = Standing::new(revocations.subscribe(), watch::channel(None).1, true);
+    let edge: NodeName = "edge-1".parse().unwrap();
+    let record = Revocation::revoke(None, &edge, jiff::Timestamp::now());
+    let publish = |record: Revocation| {
+        let records = [(edge.clone(), record)].into();
+        revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+    };
+    publish(record.clone());
+    let signer = Signer::with(&server, true, standing.clone()).await;
+    server.put(CSRS, of_node("revoked", "edge-1"));
+    server.put(CSRS, of_node("other", "edge-2"));
+    signed(&server, "other").await;
+    let denied = eventually("it is denied", || conditions(&get(&server, "revoked")).into_iter().next()).await;
+    assert_eq!((denied.0.as_str(), denied.1.as_str()), ("Denied", "NodeRevoked"));
+    assert!(denied.2.contains("agent readmit edge-1"), "{}", denied.2);
+    // At once after the readmission, the certificate counts as a newer one.
+    publish(record.readmit(jiff::Timestamp::now()).unwrap());
+    server.put(CSRS, of_node("readmitted", "edge-1"));
+    let chain = signed(&server, "readmitted").await;
+    let validity = validity(&chain[0]).unwrap();
+    assert_eq!(standing.judge(&edge, validity.issued()), Ok(()));
+    assert!(validity.not_before < SystemTime::now(), "and is valid already");
     signer.stop().await;
 }

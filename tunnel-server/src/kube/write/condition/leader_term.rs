@@ -135,6 +135,7 @@ mod tests {
             addresses: Vec::new(),
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
+            created: None,
         };
         Inventory { nodes: nodes.iter().map(node).collect() }
     }

@@ -4,15 +4,11 @@ use std::time::Duration;
 
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use rustls_pki_types::pem::{PemObject, SectionKind};
-use tunnel_core::identity::{
-    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, CsrKey, NodeName, public_key_of_csr,
-};
+use tunnel_core::identity::{CsrKey, NodeName};
 use tunnel_core::text::printable;
 use tunnel_kube::SIGNER;
-use x509_parser::certification_request::X509CertificationRequest;
-use x509_parser::cri_attributes::ParsedCriAttribute;
-use x509_parser::prelude::FromDer;
-use x509_parser::x509::AttributeTypeAndValue;
+
+use crate::pki::{examine_request, subject_of};
 
 const NODE_USER: &str = "system:node:";
 const NODE_GROUP: &str = "system:nodes";
@@ -76,15 +72,18 @@ fn examine(spec: &CertificateSigningRequestSpec, namespace: &str, account: &str)
         },
     };
     let der = der_of(&spec.request.0)?;
-    let node = node_of(&der)?;
+    let asked = examine_request(&der).map_err(|denial| Denial(denial.reason, denial.message))?;
+    let Some(node) = asked.node else {
+        let message = format!("the subject is empty; want exactly {}", subject_of(&requester));
+        return Err(Denial("WrongSubject", message));
+    };
     if node != requester {
         return Err(Denial(
             "OtherNode",
             format!("the requester is node {requester}, but the certificate would be for node {node}"),
         ));
     }
-    let key = public_key_of_csr(&der).map_err(|error| Denial("InvalidRequest", error.to_string()))?;
-    Ok(Approved { node, key, life })
+    Ok(Approved { node, key: asked.key, life })
 }
 
 /// The node that the requester is, as the API server has authenticated it.
@@ -154,66 +153,6 @@ fn der_of(pem: &[u8]) -> Result<Vec<u8>, Denial> {
         (Some(Ok((SectionKind::Csr, der))), None) => Ok(der),
         (Some(Err(error)), _) => refuse(format!("spec.request is not PEM: {error}")),
         _ => refuse("spec.request is not one PEM section CERTIFICATE REQUEST".into()),
-    }
-}
-
-/// The node that the request names, if it has an agent's exact subject and asks for nothing else.
-fn node_of(der: &[u8]) -> Result<NodeName, Denial> {
-    let refuse = |reason: &'static str, message: String| Err(Denial(reason, message));
-    let request = match X509CertificationRequest::from_der(der) {
-        Ok(([], request)) => request,
-        Ok(_) => return refuse("InvalidRequest", "bytes follow after the request's end".into()),
-        Err(error) => return refuse("InvalidRequest", format!("the request cannot be parsed: {error}")),
-    };
-    let info = &request.certification_request_info;
-    let subject = &info.subject;
-    let wrong = || {
-        Denial(
-            "WrongSubject",
-            format!(
-                "the subject is \"{subject}\"; want exactly O={AGENT_ORGANIZATION} and \
-                 CN={AGENT_COMMON_NAME_PREFIX}NODE"
-            ),
-        )
-    };
-    let organization = single(subject.iter_organization()).ok_or_else(wrong)?;
-    let common_name = single(subject.iter_common_name()).ok_or_else(wrong)?;
-    if organization != AGENT_ORGANIZATION || subject.iter_attributes().count() != 2 {
-        return Err(wrong());
-    }
-    let name = common_name.strip_prefix(AGENT_COMMON_NAME_PREFIX).ok_or_else(wrong)?;
-    let node = name.parse().map_err(|error| Denial("WrongSubject", format!("the subject: {error}")))?;
-    // Nothing of them would be granted, so asking for them is a mistake or an attempt.
-    for attribute in info.iter_attributes() {
-        match attribute.parsed_attribute() {
-            ParsedCriAttribute::ExtensionRequest(asked) if asked.extensions.is_empty() => {}
-            ParsedCriAttribute::ExtensionRequest(asked) => {
-                let names: Vec<_> =
-                    asked.extensions.iter().map(|extension| extension.oid.to_id_string()).collect();
-                return refuse(
-                    "ExtensionsRequested",
-                    format!(
-                        "the request asks for extensions ({}), such as alternative names; an agent's certificate \
-                         has none of its choice",
-                        names.join(", ")
-                    ),
-                );
-            }
-            _ => {
-                return refuse(
-                    "ExtensionsRequested",
-                    format!("the request has the attribute {}", attribute.oid),
-                );
-            }
-        }
-    }
-    Ok(node)
-}
-
-fn single<'a>(mut attributes: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>) -> Option<&'a str> {
-    match (attributes.next(), attributes.next()) {
-        (Some(only), None) => only.as_str().ok(),
-        _ => None,
     }
 }
 

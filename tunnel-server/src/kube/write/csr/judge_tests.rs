@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::ByteString;
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair, SanType};
-use tunnel_core::identity::generate_key;
+use tunnel_core::identity::{AGENT_ORGANIZATION, generate_key};
+use x509_parser::certification_request::X509CertificationRequest;
+use x509_parser::prelude::FromDer as _;
 
 use super::*;
 

@@ -8,6 +8,7 @@
 //!   on that node;
 //! * extensions: none may be asked for; usages: `client auth`, and optionally `digital signature`;
 //! * life: that of all agents' certificates; `spec.expirationSeconds` can shorten it;
+//! * a node that was revoked (`tunnel-server agent revoke`) gets none until it is readmitted;
 //! * everything else is denied with the reason. Other signers' requests are ignored.
 //!
 //! Requests that are done are removed an hour after they were made, others after a day, as Kubernetes itself does.
@@ -35,7 +36,7 @@ use judge::{Approved, Verdict, judge};
 use tunnel_kube::{FIELD_MANAGER, SIGNER, reason};
 
 use crate::kube::context::KubeContext;
-use crate::pki::{CaState, PkiError, PkiMetrics};
+use crate::pki::{CaState, PkiError, PkiMetrics, Standing};
 
 const APPROVED: &str = "Approved";
 const DENIED: &str = "Denied";
@@ -71,11 +72,17 @@ impl fmt::Display for CsrError {
 
 /// Answers requests while this server leads, until the stop. Losing the lead ends work in progress; the next leader
 /// starts it over.
-pub async fn run(context: KubeContext, ca: watch::Receiver<Arc<CaState>>, metrics: PkiMetrics) {
+pub async fn run(
+    context: KubeContext,
+    ca: watch::Receiver<Arc<CaState>>,
+    standing: Standing,
+    metrics: PkiMetrics,
+) {
     let mut leader = context.leader.clone();
     let stop = context.stop.clone();
     let api = Api::all(context.client.clone());
-    let reconciler = Arc::new(CsrReconciler { context, api, ca, metrics, answered: Mutex::default() });
+    let reconciler =
+        Arc::new(CsrReconciler { context, api, ca, standing, metrics, answered: Mutex::default() });
     loop {
         tokio::select! {
             leads = leader.wait_for(|leads| *leads) => if leads.is_err() { return },
@@ -141,8 +148,20 @@ enum Step {
 }
 
 /// `age`: since the request was made.
-fn step(csr: &CertificateSigningRequest, age: Duration, namespace: &str, account: &str) -> Step {
-    let verdict = judge(csr, namespace, account);
+fn step(
+    csr: &CertificateSigningRequest,
+    age: Duration,
+    namespace: &str,
+    account: &str,
+    standing: &Standing,
+) -> Step {
+    let verdict = match judge(csr, namespace, account) {
+        Verdict::Approve(approved) => match standing.not_revoked(&approved.node) {
+            Ok(()) => Verdict::Approve(approved),
+            Err(refusal) => Verdict::Deny { reason: "NodeRevoked", message: refusal.to_string() },
+        },
+        other => other,
+    };
     if matches!(verdict, Verdict::NotOurs) || csr.metadata.deletion_timestamp.is_some() {
         return Step::Ignore;
     }
@@ -201,6 +220,7 @@ struct CsrReconciler {
     context: KubeContext,
     api: Api<CertificateSigningRequest>,
     ca: watch::Receiver<Arc<CaState>>,
+    standing: Standing,
     metrics: PkiMetrics,
     /// By uid, those whose answer has not come back through the watch yet.
     answered: Mutex<HashSet<String>>,
@@ -235,7 +255,7 @@ impl CsrReconciler {
         let write = PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
         loop {
             let (namespace, account) = (&self.context.namespace, &self.context.names.agent_service_account);
-            match step(&csr, age(&csr), namespace, account) {
+            match step(&csr, age(&csr), namespace, account, &self.standing) {
                 Step::Approve(approved) => {
                     let message = format!("the requester is node {}", approved.node);
                     let approved = with_condition(csr, APPROVED, "RequesterIsNode", message);
@@ -281,7 +301,12 @@ impl CsrReconciler {
     fn sign(&self, csr: &mut CertificateSigningRequest, approved: &Approved) -> Result<Duration, PkiError> {
         let ca = Arc::clone(&self.ca.borrow());
         let life = approved.life.unwrap_or(Duration::MAX);
-        let issued = ca.issue_agent_for(&approved.node, &approved.key, life)?;
+        let issued = ca.issue_agent_for(
+            &approved.node,
+            &approved.key,
+            life,
+            self.standing.issue_after(&approved.node),
+        )?;
         let pem = pem_of_certificates(&issued.chain) + &ca.bundle().to_pem();
         let status = csr.status.get_or_insert_with(CertificateSigningRequestStatus::default);
         status.certificate = Some(ByteString(pem.into_bytes()));

@@ -34,7 +34,7 @@ fn bad() -> CertificateSigningRequest {
 }
 
 fn next(csr: &CertificateSigningRequest, age: Duration) -> Step {
-    step(csr, age, "kube-system", "tunnel-agent")
+    step(csr, age, "kube-system", "tunnel-agent", &Standing::default())
 }
 
 #[test]

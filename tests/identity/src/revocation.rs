@@ -1,0 +1,120 @@
+//! Whom the Enrollment service refuses although his token or certificate is good.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use rcgen::{CertificateParams, DistinguishedName, KeyPair};
+use tonic::{Code, Status};
+use tunnel_core::identity::{
+    ALPN_GRPC, AgentIdentity, agent_distinguished_name, agent_tls, create_csr, generate_key,
+};
+use tunnel_core::proto::RenewRequest;
+use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
+
+use crate::harness::{TestServer, client, enroll, node};
+
+/// Asks for a renewal as whoever has the identity's key can.
+async fn renew(server: &TestServer, identity: &AgentIdentity, csr: Vec<u8>) -> Result<(), Status> {
+    let mut client = client(&server.address, agent_tls(identity, ALPN_GRPC).unwrap()).await;
+    client.renew(RenewRequest { csr }).await.map(drop)
+}
+
+fn csr() -> Vec<u8> {
+    create_csr(&generate_key().unwrap()).unwrap()
+}
+
+fn publish(server: &TestServer, record: Revocation) {
+    let records = [(record.node.clone(), record)].into();
+    server.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copied_identity_never_comes_back() {
+    let server = TestServer::start().await;
+    let (config, copy) = server.enrolled("edge-1").await;
+    let unused = server.token("edge-1");
+    renew(&server, &copy, csr()).await.unwrap();
+
+    let revoked = Revocation::revoke(None, &node("edge-1"), Timestamp::now());
+    publish(&server, revoked.clone());
+    let refused = renew(&server, &copy, csr()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert!(refused.message().contains("agent readmit edge-1"), "{refused}");
+    // The used token with its own key, an unused one, and one that was made since.
+    std::fs::remove_file(config.state_dir.join("agent.crt")).unwrap();
+    let since = server.token("edge-1");
+    for (token, reason) in [
+        (config.token.clone(), "was revoked"),
+        (Some(unused.as_str().into()), "was revoked"),
+        (Some(since.as_str().into()), "was revoked"),
+    ] {
+        let error =
+            enroll(&tunnel_agent::identity::EnrollConfig { token, ..config.clone() }).await.unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+    }
+
+    // In the same second: the old certificate stays out, and the new one counts as newer.
+    publish(&server, revoked.readmit(Timestamp::now()).unwrap());
+    let refused = renew(&server, &copy, csr()).await.unwrap_err();
+    assert!(refused.message().contains("older than its readmission"), "{refused}");
+    let error = enroll(&server.agent("edge-1", "thief", Some(&unused))).await.unwrap_err();
+    assert!(error.to_string().contains("void"), "{error}");
+    let identity = enroll(&server.agent("edge-1", "new", Some(&since))).await.unwrap();
+    renew(&server, &identity, csr()).await.unwrap();
+    assert!(renew(&server, &copy, csr()).await.is_err());
+    // A rotation of the CA changes nothing of that.
+    server.ca.introduce().unwrap();
+    let hash = server.ca.activate().unwrap();
+    let mut state = server.certificate.ca();
+    tokio::time::timeout(crate::harness::DEADLINE, state.wait_for(|state| state.hash() == hash))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(renew(&server, &copy, csr()).await.is_err());
+    renew(&server, &identity, csr()).await.unwrap();
+    assert_eq!(server.metrics.enrollments("renew", "superseded"), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewal_asks_the_inventory() {
+    let server = TestServer::start().await;
+    let (_, identity) = server.enrolled("edge-1").await;
+    renew(&server, &identity, csr()).await.unwrap();
+    server.nodes.send_replace(Some(Arc::new(HashMap::from([(node("edge-2"), None)]))));
+    let refused = renew(&server, &identity, csr()).await.unwrap_err();
+    assert!(refused.message().contains("not in the server's inventory"), "{refused}");
+    server.nodes.send_replace(Some(Arc::new(HashMap::from([(node("edge-1"), None)]))));
+    renew(&server, &identity, csr()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewal_may_name_no_other_node_and_ask_for_nothing() {
+    let server = TestServer::start().await;
+    let (_, identity) = server.enrolled("edge-1").await;
+    let request = |subject: DistinguishedName, names: &[&str]| {
+        let names = names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let mut params = CertificateParams::new(names).unwrap();
+        params.distinguished_name = subject;
+        params.serialize_request(&KeyPair::generate().unwrap()).unwrap().der().to_vec()
+    };
+    let own = || agent_distinguished_name(&node("edge-1"));
+    for (csr, reason) in [
+        (request(agent_distinguished_name(&node("edge-2")), &[]), "is for node edge-2, not for edge-1"),
+        (request(own(), &["cloud.example"]), "asks for extensions"),
+        (request(DistinguishedName::new(), &["cloud.example"]), "asks for extensions"),
+    ] {
+        let refused = renew(&server, &identity, csr).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains(reason), "{refused}");
+    }
+    renew(&server, &identity, request(own(), &[])).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_enrol_nobody_where_they_are_off() {
+    let server = TestServer::build(Lifetimes::default(), false).await;
+    let error = enroll(&server.agent("edge-1", "edge-1", Some(&server.token("edge-1")))).await.unwrap_err();
+    assert!(error.to_string().contains("--token-enrollment=on"), "{error}");
+    assert_eq!(server.metrics.enrollments("enroll", "tokens_off"), 1);
+}

@@ -1,0 +1,194 @@
+//! `tunnel-server agent`: takes agents' identities away and lets nodes in again.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tunnel_core::identity::NodeName;
+
+use super::output::{Common, Output, note, print, print_json};
+use crate::kube::read::revocations::RevocationMap;
+use crate::kube::{KubeOptions, ObjectNames};
+use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
+
+/// Revoke agents' identities, readmit nodes, and list both.
+///
+/// A revoked node's sessions end within seconds, and its agent gets no session, no certificate and no enrolment until the
+/// node is readmitted. Then it must enrol again: certificates and tokens from before stay refused, whoever has a copy.
+///
+/// Standalone, this works on --state-dir, which a running server follows; with several servers, repeat it on each. In a
+/// cluster, all servers follow a ConfigMap: give --kubeconfig FILE, or --in-cluster in a server's pod.
+#[derive(Args, Clone, Debug)]
+pub struct AgentCommand {
+    #[command(flatten)]
+    common: Common,
+    /// Work on the ConfigMap in this kubeconfig's cluster instead of on --state-dir.
+    #[arg(long, value_name = "FILE", alias = "kube-config", global = true)]
+    kubeconfig: Option<PathBuf>,
+    /// The same, from a pod of the cluster.
+    #[arg(long, global = true, conflicts_with = "kubeconfig")]
+    in_cluster: bool,
+    /// Namespace of the ConfigMap [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
+    #[arg(long, value_name = "NAME", global = true)]
+    namespace: Option<String>,
+    /// Name of the ConfigMap [default: tunnel-revoked-agents].
+    // With an id of its own: clap would hand the default of the server's flag of this name down to it.
+    #[arg(id = "revocations", long = "revocations-configmap", value_name = "NAME", global = true)]
+    configmap: Option<String>,
+    #[command(subcommand)]
+    action: AgentAction,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+enum AgentAction {
+    /// Shut a node's agent out, and whoever has a copy of its key.
+    Revoke { node: NodeName },
+    /// Let a revoked node enrol again.
+    Readmit { node: NodeName },
+    /// List the nodes that were revoked.
+    List,
+}
+
+enum Store {
+    Files(RevocationStore),
+    ConfigMap(Box<RevocationMap>),
+}
+
+impl AgentCommand {
+    /// Prints to standard output.
+    ///
+    /// # Errors
+    /// The records cannot be read or written, or the node to readmit is not revoked.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        self.run_to(&mut io::stdout()).await
+    }
+
+    pub(crate) async fn run_to(&self, out: &mut dyn Write) -> anyhow::Result<()> {
+        let (store, now) = (self.store().await?, Timestamp::now());
+        let (record, text) = match &self.action {
+            AgentAction::List => return self.list(&store, out).await,
+            AgentAction::Revoke { node } => {
+                let record = match &store {
+                    Store::Files(files) => files.revoke(node, now)?,
+                    Store::ConfigMap(map) => map.revoke(node, now).await?,
+                };
+                let text = "its sessions end within seconds; its certificates and tokens are refused. Next, once the node is \
+                            in order: agent readmit";
+                (record, format!("node {node} revoked: {text}\n"))
+            }
+            AgentAction::Readmit { node } => {
+                let record = match &store {
+                    Store::Files(files) => files.readmit(node, now)?,
+                    Store::ConfigMap(map) => map.readmit(node, now).await?,
+                };
+                let text = match &store {
+                    Store::Files(_) => {
+                        "its earlier certificates stay refused. On the node, remove the agent's state directory, which \
+                         also makes a new key, and start the agent with a new token (token create)"
+                    }
+                    Store::ConfigMap(_) => {
+                        "its earlier certificates stay refused; its agent enrols again by itself within minutes, with a \
+                         new key"
+                    }
+                };
+                (record, format!("node {node} readmitted: {text}\n"))
+            }
+        };
+        match self.common.output {
+            Output::Text => print(out, &text)?,
+            Output::Json => print_json(out, &json!(record))?,
+        }
+        Ok(())
+    }
+
+    async fn store(&self) -> anyhow::Result<Store> {
+        if self.kubeconfig.is_none() && !self.in_cluster {
+            let given = [
+                ("--namespace", self.namespace.is_some()),
+                ("--revocations-configmap", self.configmap.is_some()),
+            ];
+            if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
+                anyhow::bail!(
+                    "{flag}: only with --kubeconfig or --in-cluster; --state-dir belongs to no cluster"
+                );
+            }
+            let state_dir = &self.common.state_dir;
+            // A mistyped directory would revoke nothing.
+            if !state_dir.is_dir() {
+                anyhow::bail!(
+                    "--state-dir: {}: no server has run there; name the server's directory",
+                    state_dir.display()
+                );
+            }
+            if let Some(secret) = cluster_of(state_dir)? {
+                anyhow::bail!(
+                    "--state-dir: {}: this server belongs to a cluster (its CA is in Secret {secret}), where all servers \
+                     follow one ConfigMap: give --kubeconfig FILE, or --in-cluster within a pod",
+                    state_dir.display()
+                );
+            }
+            return Ok(Store::Files(RevocationStore::new(state_dir)));
+        }
+        let mut names = ObjectNames::default();
+        if let Some(configmap) = &self.configmap {
+            names.revocations.clone_from(configmap);
+        }
+        let (kubeconfig, namespace) = (self.kubeconfig.clone(), self.namespace.clone());
+        let options = KubeOptions { kubeconfig, namespace, names };
+        let (client, namespace) = options.connect().await?;
+        let map = RevocationMap::new(client, &namespace, &options.names.revocations);
+        Ok(Store::ConfigMap(Box::new(map)))
+    }
+
+    async fn list(&self, store: &Store, out: &mut dyn Write) -> anyhow::Result<()> {
+        let (records, broken): (Vec<Revocation>, Vec<anyhow::Error>) = match store {
+            Store::Files(files) => {
+                let (known, broken) = files.load()?;
+                (known.records.into_values().collect(), broken.into_iter().map(Into::into).collect())
+            }
+            Store::ConfigMap(map) => {
+                let (records, broken) = map.list().await?;
+                (records, broken.into_iter().map(Into::into).collect())
+            }
+        };
+        self.print_list(&records, out)?;
+        // The others are listed, but the command still fails.
+        let mut broken = broken.into_iter();
+        let first = broken.next();
+        for error in broken {
+            note(&format!("error: {error}"));
+        }
+        first.map_or(Ok(()), Err)
+    }
+
+    fn print_list(&self, records: &[Revocation], out: &mut dyn Write) -> Result<(), PkiError> {
+        let state = |record: &Revocation| if record.readmitted.is_some() { "readmitted" } else { "revoked" };
+        if self.common.output == Output::Json {
+            let row = |record: &Revocation| -> Value {
+                json!({
+                    "node": record.node, "state": state(record),
+                    "revoked": record.revoked, "readmitted": record.readmitted,
+                })
+            };
+            return print_json(out, &records.iter().map(row).collect());
+        }
+        if records.is_empty() {
+            return print(out, "no node was revoked\n");
+        }
+        let mut table = comfy_table::Table::new();
+        table.load_style(comfy_table::presets::NOTHING).set_header([
+            "NODE",
+            "STATE",
+            "REVOKED",
+            "READMITTED",
+        ]);
+        for record in records {
+            let readmitted = record.readmitted.map(|at| format!("{at:.0}")).unwrap_or_default();
+            let revoked = format!("{:.0}", record.revoked);
+            table.add_row([record.node.as_str(), state(record), revoked.as_str(), readmitted.as_str()]);
+        }
+        print(out, &format!("{table}\n"))
+    }
+}

@@ -1,0 +1,212 @@
+//! The revoked nodes, in a ConfigMap that no node can write: an entry per node. Every server follows it and keeps a copy
+//! in its state directory, which is what decides, also while the API server is away.
+//!
+//! Nothing is taken away by a ConfigMap or an entry that is gone: it would let a copied identity in again.
+
+use std::collections::BTreeMap;
+use std::pin::pin;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::json;
+use tunnel_core::identity::NodeName;
+use tunnel_core::log_once::LogOnce;
+use tunnel_core::text::printable;
+use tunnel_kube::{FIELD_MANAGER, Followed, named, request};
+
+use crate::kube::context::KubeContext;
+use crate::pki::{PkiError, Revocation, RevocationStore};
+
+const ANSWER: Duration = Duration::from_secs(10);
+/// Until the copy is written again that could not be written.
+const RETRY: Duration = Duration::from_secs(5);
+
+#[derive(Debug, thiserror::Error)]
+pub enum RevocationError {
+    #[error(transparent)]
+    Pki(#[from] PkiError),
+    #[error("{action} ConfigMap {configmap}: {reason}")]
+    Api { action: &'static str, configmap: String, reason: String },
+    #[error("ConfigMap {0} was changed at the same moment; repeat the command")]
+    Conflict(String),
+    /// The node counts as revoked.
+    #[error(
+        "ConfigMap {configmap}, key {node}: {reason}; the node counts as revoked: `tunnel-server agent revoke {node}` \
+         writes the entry anew"
+    )]
+    Entry { configmap: String, node: NodeName, reason: String },
+}
+
+/// The ConfigMap, as the command line uses it.
+pub struct RevocationMap {
+    api: Api<ConfigMap>,
+    name: String,
+    namespace: String,
+}
+
+impl RevocationMap {
+    pub fn new(client: Client, namespace: &str, name: &str) -> Self {
+        let api = Api::namespaced(client, namespace);
+        Self { api, name: name.to_owned(), namespace: namespace.to_owned() }
+    }
+
+    fn label(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+
+    async fn within<T>(
+        &self,
+        action: &'static str,
+        work: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, RevocationError> {
+        request(ANSWER, work).await.map_err(|error| match error.is_conflict() {
+            true => RevocationError::Conflict(self.label()),
+            false => RevocationError::Api { action, configmap: self.label(), reason: error.to_string() },
+        })
+    }
+
+    async fn get(&self) -> Result<Option<ConfigMap>, RevocationError> {
+        self.within("reading", self.api.get_opt(&self.name)).await
+    }
+
+    /// The records, and an error for each entry that cannot be used.
+    pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<RevocationError>), RevocationError> {
+        let (good, bad) = entries(self.get().await?.as_ref());
+        let bad = bad.into_iter().map(|(node, reason)| self.unusable(node, reason)).collect();
+        Ok((good, bad))
+    }
+
+    /// Entries that cannot be used are left to [`follow`], which reports them.
+    pub async fn copy_to(&self, store: &RevocationStore) -> Result<(), RevocationError> {
+        let (records, _) = to_copy(self.get().await?.as_ref());
+        Ok(store.merge(&records)?)
+    }
+
+    fn unusable(&self, node: NodeName, reason: String) -> RevocationError {
+        RevocationError::Entry { configmap: self.label(), node, reason }
+    }
+
+    /// See [`RevocationStore::revoke`].
+    pub async fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, RevocationError> {
+        let present = self.get().await?;
+        let before = entries(present.as_ref()).0.into_iter().find(|record| record.node == *node);
+        let record = Revocation::revoke(before.as_ref(), node, now);
+        self.write(present, &record).await?;
+        Ok(record)
+    }
+
+    /// See [`RevocationStore::readmit`].
+    pub async fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, RevocationError> {
+        let present = self.get().await?;
+        let (good, bad) = entries(present.as_ref());
+        if let Some((node, reason)) = bad.into_iter().find(|(name, _)| name == node) {
+            return Err(self.unusable(node, reason));
+        }
+        let before = good.into_iter().find(|record| record.node == *node);
+        let record = before
+            .and_then(|before| before.readmit(now))
+            .ok_or_else(|| PkiError::NotRevoked(node.to_string()))?;
+        self.write(present, &record).await?;
+        Ok(record)
+    }
+
+    /// Only if the ConfigMap has not changed since it was read.
+    async fn write(&self, present: Option<ConfigMap>, record: &Revocation) -> Result<(), RevocationError> {
+        let text = serde_json::to_string(record)
+            .map_err(|error| self.unusable(record.node.clone(), error.to_string()))?;
+        let data = BTreeMap::from([(record.node.to_string(), text)]);
+        match present {
+            Some(present) => {
+                let version = present.metadata.resource_version;
+                let patch = json!({"metadata": {"resourceVersion": version}, "data": data});
+                let params =
+                    PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..Default::default() };
+                self.within("changing", self.api.patch(&self.name, &params, &Patch::Merge(patch))).await?;
+            }
+            // An apply carries the name, so that RBAC can narrow it; with a manager of its own, another's value is a
+            // conflict.
+            None => {
+                let metadata = ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() };
+                let made = ConfigMap { metadata, data: Some(data), ..ConfigMap::default() };
+                let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
+                self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&made))).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+type Unusable = Vec<(NodeName, String)>;
+
+/// Keys that name no node are nobody's entry.
+fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
+    let (mut good, mut bad) = (Vec::new(), Vec::new());
+    let data = configmap.and_then(|configmap| configmap.data.as_ref());
+    for (key, text) in data.into_iter().flatten() {
+        let Ok(node) = key.parse::<NodeName>() else { continue };
+        match serde_json::from_str::<Revocation>(text) {
+            Ok(record) if record.node == node => good.push(record),
+            Ok(record) => bad.push((node, format!("it is about node {}", record.node))),
+            Err(error) => bad.push((node, printable(&error.to_string(), 200))),
+        }
+    }
+    (good, bad)
+}
+
+/// What the copy gets: an entry that cannot be used keeps its node out, unless what it said before is known there.
+fn to_copy(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
+    let (mut records, bad) = entries(configmap);
+    records.extend(bad.iter().map(|(node, _)| Revocation::revoke(None, node, Timestamp::UNIX_EPOCH)));
+    (records, bad)
+}
+
+/// Copies the ConfigMap's records to the state directory until the context's `stop`.
+pub async fn follow(context: KubeContext, store: RevocationStore) {
+    let api = Api::<ConfigMap>::namespaced(context.client.clone(), &context.namespace);
+    let only = named(&context.names.revocations);
+    let mut changes = pin!(context.health.follow(api, only, "configmaps/revocations"));
+    let (mut followed, mut failures) = (Followed::default(), LogOnce::default());
+    let mut retry = false;
+    loop {
+        tokio::select! {
+            () = context.stop.cancelled() => return,
+            event = changes.next() => match event {
+                Some(event) => followed.apply(event),
+                None => return,
+            },
+            () = tokio::time::sleep(RETRY), if retry => {}
+        }
+        if !followed.known {
+            continue;
+        }
+        retry = false;
+        let (records, bad) = to_copy(followed.object.as_ref());
+        let configmap = format!("{}/{}", context.namespace, context.names.revocations);
+        let problem = |(node, reason)| {
+            let configmap = configmap.clone();
+            RevocationError::Entry { configmap, node, reason }.to_string()
+        };
+        let mut problems: Vec<String> = bad.into_iter().map(problem).collect();
+        let copy = store.clone();
+        let written = tokio::task::spawn_blocking(move || copy.merge(&records)).await;
+        match written {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                retry = true;
+                problems.push(error.to_string());
+            }
+            // The runtime is being shut down.
+            Err(_) => return,
+        }
+        if problems.is_empty() {
+            failures.clear();
+        } else if failures.is_new(problems.join("; ")) {
+            tracing::error!(error = problems.join("; "), "a revocation of the cluster is not in order");
+        }
+    }
+}

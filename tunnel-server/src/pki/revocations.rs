@@ -1,0 +1,366 @@
+//! Revoked agents: one small file per node, written by the command line or copied from the cluster, and followed by the
+//! running server.
+//!
+//! A record is never removed. After a readmission it says from when on a certificate has to be issued, so that a copy
+//! of an older one stays out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::NodeName;
+use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
+use tunnel_core::log_once::LogOnce;
+
+use super::LOCK;
+use super::error::PkiError;
+use crate::inventory::FileWatch;
+
+const DIRECTORY: &str = "revoked";
+/// The files are also read this often: not every file system has events.
+const POLL: Duration = Duration::from_secs(10);
+/// Clocks of servers may differ by this: a certificate that counts as issued within it after the readmission may be an
+/// older one. New ones are dated behind it.
+const SKEW: Duration = Duration::from_secs(60);
+
+/// What is known of a node that was revoked at least once.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Revocation {
+    pub node: NodeName,
+    /// The last time that it was revoked. Enrolment tokens made before are void.
+    pub revoked: Timestamp,
+    /// None: it is revoked now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub readmitted: Option<Timestamp>,
+}
+
+impl Revocation {
+    /// A certificate counts only if it was issued later.
+    pub fn issued_after(&self) -> SystemTime {
+        SystemTime::from(self.readmitted.unwrap_or(self.revoked)) + SKEW
+    }
+
+    /// The order in which records were written; of two at one time, the one that revokes.
+    fn order(&self) -> (Timestamp, bool) {
+        (self.readmitted.unwrap_or(self.revoked), self.readmitted.is_none())
+    }
+
+    /// The record that follows `before`, which may have been written by a clock that is ahead.
+    pub fn revoke(before: Option<&Self>, node: &NodeName, now: Timestamp) -> Self {
+        Self { node: node.clone(), revoked: after(before, now), readmitted: None }
+    }
+
+    /// None: it is not revoked.
+    pub fn readmit(&self, now: Timestamp) -> Option<Self> {
+        let readmitted = Some(after(Some(self), now));
+        self.readmitted.is_none().then(|| Self { readmitted, ..self.clone() })
+    }
+}
+
+fn after(before: Option<&Revocation>, now: Timestamp) -> Timestamp {
+    let next = before.and_then(|before| before.order().0.checked_add(Duration::from_secs(1)).ok());
+    next.map_or(now, |next| now.max(next))
+}
+
+/// All records.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Revocations {
+    pub records: BTreeMap<NodeName, Revocation>,
+    /// Nodes whose file cannot be used: they count as revoked.
+    pub damaged: BTreeSet<NodeName>,
+}
+
+/// The records of a state directory.
+#[derive(Clone, Debug)]
+pub struct RevocationStore {
+    state_dir: PathBuf,
+}
+
+impl RevocationStore {
+    pub fn new(state_dir: &Path) -> Self {
+        Self { state_dir: state_dir.to_owned() }
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.state_dir.join(DIRECTORY)
+    }
+
+    /// A node's name is a file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
+    fn path(&self, node: &NodeName) -> PathBuf {
+        self.directory().join(node.as_str())
+    }
+
+    fn lock(&self) -> Result<DirectoryLock, PkiError> {
+        Ok(DirectoryLock::acquire(&self.state_dir, LOCK)?)
+    }
+
+    fn read(&self, node: &NodeName) -> Result<Option<Revocation>, PkiError> {
+        let path = self.path(node);
+        let fix = format!(
+            "the node counts as revoked; write the file anew with `tunnel-server agent revoke {node}`, and then \
+             `agent readmit {node}` if it may return"
+        );
+        let Some(text) =
+            files::read_optional(&path).map_err(|error| PkiError::file(&path, &error, fix.as_str()))?
+        else {
+            return Ok(None);
+        };
+        let record: Revocation =
+            serde_json::from_str(&text).map_err(|error| PkiError::file(&path, &error, fix.as_str()))?;
+        if record.node != *node {
+            return Err(PkiError::file(&path, &format_args!("it is about node {}", record.node), fix));
+        }
+        Ok(Some(record))
+    }
+
+    fn write(&self, record: &Revocation) -> Result<(), PkiError> {
+        let path = self.path(&record.node);
+        let json = serde_json::to_vec_pretty(record)
+            .map_err(|error| PkiError::file(&path, &error, "report this"))?;
+        files::create_private_directory(&self.directory())?;
+        Ok(files::replace(&path, &json, PRIVATE_FILE)?)
+    }
+
+    /// The records, and an error for each unusable file.
+    ///
+    /// # Errors
+    /// The directory cannot be read; if it does not exist there are no records.
+    pub fn load(&self) -> Result<(Revocations, Vec<PkiError>), PkiError> {
+        let directory = self.directory();
+        let entries = match fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Default::default()),
+            Err(error) => return Err(PkiError::io(&directory, error)),
+        };
+        let (mut known, mut errors) = (Revocations::default(), Vec::new());
+        for entry in entries {
+            let name = entry.map_err(|error| PkiError::io(&directory, error))?.file_name();
+            // Temporary files begin with a dot.
+            let Some(node) = name.to_str().and_then(|name| name.parse::<NodeName>().ok()) else { continue };
+            match self.read(&node) {
+                Ok(record) => known.records.extend(record.map(|record| (node, record))),
+                Err(error) => {
+                    errors.push(error);
+                    known.damaged.insert(node);
+                }
+            }
+        }
+        Ok((known, errors))
+    }
+
+    /// Revokes the node, again if it was revoked before. A damaged file is written anew.
+    pub fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
+        let _lock = self.lock()?;
+        let before = self.read(node).ok().flatten();
+        let record = Revocation::revoke(before.as_ref(), node, now);
+        self.write(&record)?;
+        Ok(record)
+    }
+
+    /// Ends the revocation for certificates that are issued from now on.
+    pub fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, PkiError> {
+        let _lock = self.lock()?;
+        let before = self.read(node)?;
+        let record = before
+            .and_then(|before| before.readmit(now))
+            .ok_or_else(|| PkiError::NotRevoked(node.to_string()))?;
+        self.write(&record)?;
+        Ok(record)
+    }
+
+    /// Takes over the records that are newer than those here. Nothing is removed: an object that was deleted must not
+    /// let a copied identity in again.
+    pub fn merge(&self, records: &[Revocation]) -> Result<(), PkiError> {
+        let _lock = self.lock()?;
+        for record in records {
+            match self.read(&record.node) {
+                Ok(Some(known)) if known.order() >= record.order() => {}
+                _ => self.write(record)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the records at the start, and the channel that [`RevocationStore::follow`] keeps up to date.
+    ///
+    /// # Errors
+    /// The directory cannot be read or made. Nobody may be let in without knowing who is revoked.
+    pub fn open(&self) -> Result<watch::Sender<Arc<Revocations>>, PkiError> {
+        files::create_private_directory(&self.state_dir)?;
+        files::create_private_directory(&self.directory())?;
+        let (known, errors) = self.load()?;
+        for error in errors {
+            tracing::error!(%error, "a revocation cannot be read");
+        }
+        Ok(watch::Sender::new(Arc::new(known)))
+    }
+
+    /// Publishes the records whenever they change, until `stop`. What is known stays when they cannot be read.
+    pub async fn follow(self, publish: watch::Sender<Arc<Revocations>>, stop: CancellationToken) {
+        let mut watch = FileWatch::new("revocations");
+        let mut logged = LogOnce::default();
+        loop {
+            // Before the reading, so that a later change is an event. Any file of the directory will do.
+            watch.follow(&self.directory().join("_"));
+            let store = self.clone();
+            let read = tokio::task::spawn_blocking(move || {
+                // `load` takes a missing directory for an empty one; here it existed before.
+                fs::metadata(store.directory()).map_err(|error| PkiError::io(&store.directory(), error))?;
+                store.load()
+            });
+            match read.await {
+                Ok(Ok((known, errors))) => {
+                    let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+                    if text.is_empty() {
+                        logged.clear();
+                    } else if logged.is_new(&text) {
+                        tracing::error!(error = text, "a revocation cannot be read");
+                    }
+                    publish.send_if_modified(|current| {
+                        let changed = **current != known;
+                        if changed {
+                            tracing::info!(
+                                revoked = known.revoked().count(),
+                                damaged = known.damaged.len(),
+                                "the revocations have changed"
+                            );
+                            *current = Arc::new(known);
+                        }
+                        changed
+                    });
+                }
+                Ok(Err(error)) => {
+                    if logged.is_new(&error) {
+                        tracing::error!(%error, "the revocations cannot be read; those known stay in effect");
+                    }
+                }
+                // The runtime is being shut down.
+                Err(_) => return,
+            }
+            tokio::select! {
+                () = stop.cancelled() => return,
+                Some(()) = watch.event() => watch.settle().await,
+                () = tokio::time::sleep(POLL) => {}
+            }
+        }
+    }
+}
+
+impl Revocations {
+    /// Those that are revoked now.
+    pub fn revoked(&self) -> impl Iterator<Item = &Revocation> {
+        self.records.values().filter(|record| record.readmitted.is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::*;
+
+    fn node(name: &str) -> NodeName {
+        name.parse().unwrap()
+    }
+
+    fn store() -> (tempfile::TempDir, RevocationStore, Timestamp) {
+        let directory = tempfile::tempdir().unwrap();
+        let store = RevocationStore::new(directory.path());
+        (directory, store, "2026-01-01T00:00:00Z".parse().unwrap())
+    }
+
+    fn later(now: Timestamp, seconds: i64) -> Timestamp {
+        now + jiff::SignedDuration::from_secs(seconds)
+    }
+
+    #[test]
+    fn records_last_and_only_grow() {
+        let (_directory, store, now) = store();
+        assert!(matches!(store.readmit(&node("edge-1"), now), Err(PkiError::NotRevoked(_))));
+        store.revoke(&node("edge-1"), now).unwrap();
+        let path = store.path(&node("edge-1"));
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        // In the same second, and by a clock that is behind.
+        let readmitted = store.readmit(&node("edge-1"), later(now, -3600)).unwrap();
+        assert!(readmitted.readmitted.unwrap() > now);
+        assert!(store.readmit(&node("edge-1"), now).is_err(), "it is not revoked any more");
+        let again = store.revoke(&node("edge-1"), now).unwrap();
+        assert!(again.revoked > readmitted.readmitted.unwrap());
+        assert_eq!(store.load().unwrap().0.records[&node("edge-1")], again);
+    }
+
+    #[test]
+    fn a_damaged_file_keeps_its_node_out_and_is_told_with_the_fix() {
+        let (_directory, store, now) = store();
+        store.revoke(&node("edge-1"), now).unwrap();
+        for text in ["", "{\"node\":", "{\"node\":\"edge-2\",\"revoked\":\"2026-01-01T00:00:00Z\"}", "\u{0}"]
+        {
+            fs::write(store.path(&node("edge-1")), text).unwrap();
+            let (known, errors) = store.load().unwrap();
+            assert!(known.damaged.contains(&node("edge-1")) && known.records.is_empty(), "{text:?}");
+            let error = errors[0].to_string();
+            let path = store.path(&node("edge-1"));
+            assert!(
+                error.contains(path.to_str().unwrap()) && error.contains("agent revoke edge-1"),
+                "{error}"
+            );
+            assert!(store.readmit(&node("edge-1"), now).is_err());
+        }
+        store.revoke(&node("edge-1"), now).unwrap();
+        assert_eq!(store.load().unwrap().0.revoked().count(), 1);
+    }
+
+    #[test]
+    fn merging_takes_the_newer_record_and_removes_none() {
+        let (_directory, store, now) = store();
+        let revoked = store.revoke(&node("edge-1"), now).unwrap();
+        let readmitted = revoked.readmit(later(now, 10)).unwrap();
+        store.merge(&[]).unwrap();
+        assert_eq!(store.load().unwrap().0.records[&node("edge-1")], revoked);
+        store.merge(std::slice::from_ref(&readmitted)).unwrap();
+        store.merge(std::slice::from_ref(&revoked)).unwrap();
+        assert_eq!(store.load().unwrap().0.records[&node("edge-1")], readmitted);
+        // At one time, the one that revokes.
+        let same = Revocation::revoke(None, &node("edge-1"), readmitted.readmitted.unwrap());
+        store.merge(&[readmitted, same.clone()]).unwrap();
+        assert_eq!(store.load().unwrap().0.records[&node("edge-1")], same);
+    }
+
+    #[tokio::test]
+    async fn a_running_server_follows_and_never_forgets() {
+        let (_directory, store, now) = store();
+        let known = store.open().unwrap();
+        let (mut seen, stop) = (known.subscribe(), CancellationToken::new());
+        let task = tokio::spawn(store.clone().follow(known, stop.clone()));
+        let mut until = async |what: &str, wanted: fn(&Revocations) -> bool| {
+            let wait =
+                tokio::time::timeout(Duration::from_secs(60), seen.wait_for(|seen| wanted(seen))).await;
+            assert!(wait.is_ok(), "{what}");
+        };
+        store.revoke(&node("edge-1"), now).unwrap();
+        until("revoked", |seen| seen.revoked().count() == 1).await;
+        fs::write(store.path(&node("edge-1")), "x").unwrap();
+        until("damaged", |seen| seen.damaged.len() == 1).await;
+        store.revoke(&node("edge-1"), now).unwrap();
+        store.readmit(&node("edge-1"), now).unwrap();
+        until("readmitted", |seen| seen.revoked().count() == 0 && seen.records.len() == 1).await;
+        store.revoke(&node("edge-2"), now).unwrap();
+        until("another", |seen| seen.revoked().count() == 1).await;
+        // The directory goes away; then it is back with one more.
+        let (here, away) = (store.directory(), store.state_dir.join("away"));
+        fs::rename(&here, &away).unwrap();
+        fs::write(away.join("edge-3"), "x").unwrap();
+        fs::rename(&away, &here).unwrap();
+        until("it is back", |seen| seen.revoked().count() == 1 && seen.damaged.len() == 1).await;
+        stop.cancel();
+        task.await.unwrap();
+    }
+}

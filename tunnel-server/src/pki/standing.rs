@@ -1,0 +1,214 @@
+//! Whether a node's agent may have sessions and certificates: the revocations and the inventory, asked at every attach,
+//! enrolment and renewal.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use jiff::Timestamp;
+use tokio::sync::watch;
+use tunnel_core::identity::NodeName;
+
+use super::revocations::Revocations;
+
+/// The nodes of the inventory, and when each was created, where that is known.
+pub type KnownNodes = HashMap<NodeName, Option<SystemTime>>;
+
+/// Why an agent with a valid certificate is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("node {0} was revoked at {1:.0}; `tunnel-server agent readmit {0}` lets it enrol again")]
+    Revoked(NodeName, Timestamp),
+    #[error(
+        "the revocation of node {0} cannot be read, so it stays in effect; the server's log names the file and the fix"
+    )]
+    Damaged(NodeName),
+    #[error(
+        "node {0} was revoked, and this certificate is older than its readmission at {1:.0}: the agent must enrol again \
+         (standalone: remove its state directory, which also makes a new key, and start it with a new token)"
+    )]
+    Superseded(NodeName, Timestamp),
+    #[error(
+        "this certificate is older than the present Node {0}, which was created again since: the agent must enrol again"
+    )]
+    Recreated(NodeName),
+    #[error(
+        "node {0} is not in the server's inventory; add it there, or start the server with --unknown-agents=allow"
+    )]
+    Unknown(NodeName),
+}
+
+impl Refusal {
+    /// For metrics.
+    pub const fn label(&self) -> &'static str {
+        match self {
+            Self::Revoked(..) | Self::Damaged(_) => "revoked",
+            Self::Superseded(..) | Self::Recreated(_) => "superseded",
+            Self::Unknown(_) => "unknown_node",
+        }
+    }
+
+    /// Whether this certificate is refused for good, and another one of the node would not be.
+    pub const fn wants_enrolment(&self) -> bool {
+        matches!(self, Self::Superseded(..) | Self::Recreated(_))
+    }
+
+    /// Whether it may be over in a moment: an inventory file that is replaced in two steps.
+    pub const fn may_pass(&self) -> bool {
+        matches!(self, Self::Recreated(_) | Self::Unknown(_))
+    }
+}
+
+/// Who may have sessions and certificates, at any moment. Clones see the same.
+#[derive(Clone, Debug)]
+pub struct Standing {
+    revocations: watch::Receiver<Arc<Revocations>>,
+    /// None: not known yet.
+    nodes: watch::Receiver<Option<Arc<KnownNodes>>>,
+    refuse_unknown: bool,
+}
+
+/// Nothing is known, so nobody is refused.
+impl Default for Standing {
+    fn default() -> Self {
+        Self::new(watch::channel(Arc::default()).1, watch::channel(None).1, true)
+    }
+}
+
+impl Standing {
+    pub fn new(
+        revocations: watch::Receiver<Arc<Revocations>>,
+        nodes: watch::Receiver<Option<Arc<KnownNodes>>>,
+        refuse_unknown: bool,
+    ) -> Self {
+        Self { revocations, nodes, refuse_unknown }
+    }
+
+    /// Judges an agent by its certificate's node and moment of issue.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    pub fn judge(&self, node: &NodeName, issued: SystemTime) -> Result<(), Refusal> {
+        self.not_revoked(node)?;
+        if let Some(record) = self.revocations.borrow().records.get(node)
+            && issued <= record.issued_after()
+        {
+            let at = record.readmitted.unwrap_or(record.revoked);
+            return Err(Refusal::Superseded(node.clone(), at));
+        }
+        // While the API server is away at the start nobody is locked out: the certificate itself is good.
+        match self.nodes.borrow().as_ref().map(|nodes| nodes.get(node)) {
+            Some(None) if self.refuse_unknown => Err(Refusal::Unknown(node.clone())),
+            Some(Some(Some(created))) if issued < *created => Err(Refusal::Recreated(node.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the node may have a new certificate.
+    ///
+    /// # Errors
+    /// It is revoked.
+    pub fn not_revoked(&self, node: &NodeName) -> Result<(), Refusal> {
+        let known = self.revocations.borrow();
+        if known.damaged.contains(node) {
+            return Err(Refusal::Damaged(node.clone()));
+        }
+        match known.records.get(node) {
+            Some(record) if record.readmitted.is_none() => {
+                Err(Refusal::Revoked(node.clone(), record.revoked))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The node's tokens from this moment and earlier are void.
+    pub fn tokens_void_until(&self, node: &NodeName) -> Option<Timestamp> {
+        self.revocations.borrow().records.get(node).map(|record| record.revoked)
+    }
+
+    /// A new certificate of the node has to count as issued after this.
+    pub fn issue_after(&self, node: &NodeName) -> SystemTime {
+        let readmitted = self.revocations.borrow().records.get(node).map(|record| record.issued_after());
+        let created = self.nodes.borrow().as_ref().and_then(|nodes| nodes.get(node).copied().flatten());
+        readmitted.max(created).unwrap_or(SystemTime::UNIX_EPOCH)
+    }
+
+    /// Waits until another judgement is possible.
+    pub async fn changed(&mut self) {
+        // A closed channel brings nothing any more.
+        tokio::select! {
+            Ok(()) = self.revocations.changed() => {}
+            Ok(()) = self.nodes.changed() => {}
+            else => std::future::pending().await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::revocations::Revocation;
+    use super::*;
+
+    fn node(name: &str) -> NodeName {
+        name.parse().unwrap()
+    }
+
+    fn standing(
+        refuse: bool,
+    ) -> (Standing, watch::Sender<Arc<Revocations>>, watch::Sender<Option<Arc<KnownNodes>>>) {
+        let (revocations, nodes) = (watch::Sender::default(), watch::Sender::new(None));
+        (Standing::new(revocations.subscribe(), nodes.subscribe(), refuse), revocations, nodes)
+    }
+
+    #[test]
+    fn a_readmitted_node_needs_a_newer_certificate() {
+        let (standing, revocations, _nodes) = standing(true);
+        let (edge, now) = (node("edge-1"), Timestamp::now());
+        let issued = SystemTime::from(now) - Duration::from_secs(1000);
+        assert_eq!(standing.judge(&edge, issued), Ok(()));
+        let publish = |record: Revocation| {
+            let records = [(record.node.clone(), record)].into();
+            revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+        };
+        let revoked = Revocation::revoke(None, &edge, now);
+        publish(revoked.clone());
+        assert_eq!(standing.judge(&edge, issued), Err(Refusal::Revoked(edge.clone(), now)));
+        assert!(standing.not_revoked(&edge).is_err() && standing.not_revoked(&node("edge-2")).is_ok());
+        // In the same second.
+        publish(revoked.readmit(now).unwrap());
+        let refusal = standing.judge(&edge, issued).unwrap_err();
+        assert!(refusal.wants_enrolment(), "{refusal}");
+        // By a server whose clock is a little ahead.
+        assert!(standing.judge(&edge, SystemTime::from(now) + Duration::from_secs(30)).is_err());
+        assert_eq!(standing.not_revoked(&edge), Ok(()));
+        let next = standing.issue_after(&edge) + Duration::from_secs(1);
+        assert_eq!(standing.judge(&edge, next), Ok(()));
+        assert_eq!(standing.tokens_void_until(&edge), Some(now));
+    }
+
+    #[test]
+    fn a_damaged_record_revokes() {
+        let (standing, revocations, _nodes) = standing(false);
+        let damaged = [node("edge-1")].into();
+        revocations.send_replace(Arc::new(Revocations { damaged, ..Revocations::default() }));
+        assert_eq!(standing.judge(&node("edge-1"), SystemTime::now()), Err(Refusal::Damaged(node("edge-1"))));
+    }
+
+    #[test]
+    fn the_inventory_decides_once_it_is_known() {
+        let now = SystemTime::now();
+        for refuse in [true, false] {
+            let (standing, _revocations, nodes) = standing(refuse);
+            assert_eq!(standing.judge(&node("edge-1"), now), Ok(()), "it is not known");
+            nodes.send_replace(Some(Arc::new([(node("edge-2"), None), (node("edge-3"), Some(now))].into())));
+            let unknown = standing.judge(&node("edge-1"), now);
+            assert_eq!(unknown, if refuse { Err(Refusal::Unknown(node("edge-1"))) } else { Ok(()) });
+            assert_eq!(standing.judge(&node("edge-2"), now), Ok(()));
+            assert_eq!(standing.judge(&node("edge-3"), now), Ok(()));
+            let before = now - Duration::from_secs(1);
+            assert_eq!(standing.judge(&node("edge-3"), before), Err(Refusal::Recreated(node("edge-3"))));
+        }
+    }
+}
