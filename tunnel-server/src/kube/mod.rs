@@ -13,6 +13,8 @@ pub mod write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -29,7 +31,7 @@ use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, Selector, SourceStatus};
 use crate::pki::{Ca, Lifetimes, PkiMetrics, ServerCertificate, ServerNames};
-use crate::route::Router;
+use crate::route::{Router, update};
 use crate::session::Sessions;
 use crate::settings::{Doors, Settings};
 use crate::status::SourceReport;
@@ -52,6 +54,8 @@ pub struct Parts<'a> {
     pub server_names: ServerNames,
     pub server_id: &'a str,
     pub selector: Selector,
+    /// A cluster whose nodes are all gone is believed.
+    pub allow_empty: bool,
     pub doors: Doors,
     pub state_dir: PathBuf,
     pub pki_metrics: PkiMetrics,
@@ -132,7 +136,7 @@ impl Kube {
         let writers = KubeContext { stop: draining, ..context.clone() };
         let publish = publish_nodes(router.clone(), inventory, self.nodes, parts.nodes_known);
         let (client, health) = (context.client.clone(), context.health.clone());
-        tasks.spawn(nodes::run(client, parts.selector, health, publish, stop.clone()));
+        tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors, parts.settings));
         tasks.spawn(follow_ports(router, context.settings.clone(), stop));
         tasks.spawn(authority::follow(context.clone(), parts.state_dir));
@@ -150,16 +154,20 @@ fn publish_nodes(
     inventory: watch::Sender<Arc<Inventory>>,
     gauge: Family<[(&'static str, &'static str); 1], Gauge>,
     known: ReadyGuard,
-) -> impl FnMut(Inventory) + Send {
+) -> impl FnMut(Inventory) -> BoxFuture<'static, ()> + Send {
     let mut known = Some(known);
     move |nodes| {
         let (edge, cloud) = nodes.counts();
         for (role, count) in [("edge", edge), ("cloud", cloud)] {
             gauge.get_or_create(&[("role", role)]).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
-        router.set_inventory(nodes.clone());
-        inventory.send_replace(Arc::new(nodes));
-        drop(known.take());
+        let (router, inventory, known) = (router.clone(), inventory.clone(), known.take());
+        async move {
+            update(router, nodes.clone()).await;
+            inventory.send_replace(Arc::new(nodes));
+            drop(known);
+        }
+        .boxed()
     }
 }
 

@@ -4,12 +4,12 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::Resource;
 use kube::core::ClusterResourceScope;
 use serde::{Deserialize, Deserializer};
 
-/// A Node. Of its metadata there are the name, the version and the labels.
+/// A Node. Of its metadata there are the name, the version, the time of its creation and the labels.
 #[derive(Clone, Debug, Deserialize)]
 pub struct PartialNode<Spec, Status> {
     #[serde(deserialize_with = "partial_metadata")]
@@ -21,6 +21,11 @@ pub struct PartialNode<Spec, Status> {
 impl<Spec, Status> PartialNode<Spec, Status> {
     pub fn name(&self) -> &str {
         self.metadata.name.as_deref().unwrap_or_default()
+    }
+
+    /// In seconds since 1970.
+    pub fn created(&self) -> Option<i64> {
+        self.metadata.creation_timestamp.as_ref().map(|time| time.0.as_second())
     }
 
     pub fn labels(&self) -> &BTreeMap<String, String> {
@@ -64,8 +69,10 @@ fn partial_metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Object
     struct Metadata {
         name: Option<String>,
         resource_version: Option<String>,
+        creation_timestamp: Option<Time>,
         labels: Option<BTreeMap<String, String>>,
     }
-    let Metadata { name, resource_version, labels } = Metadata::deserialize(deserializer)?;
-    Ok(ObjectMeta { name, resource_version, labels, ..ObjectMeta::default() })
+    let Metadata { name, resource_version, creation_timestamp, labels } =
+        Metadata::deserialize(deserializer)?;
+    Ok(ObjectMeta { name, resource_version, creation_timestamp, labels, ..ObjectMeta::default() })
 }

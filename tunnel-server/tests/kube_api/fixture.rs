@@ -104,6 +104,8 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
         name: name.parse().unwrap(),
         edge,
         addresses: vec![address.parse().unwrap()],
+        left_out: 0,
+        created: None,
         kubelet_port: DEFAULT_KUBELET_PORT,
         pod_cidrs: Vec::new(),
     };

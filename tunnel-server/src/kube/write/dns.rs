@@ -163,6 +163,8 @@ mod tests {
             name: name.parse().unwrap(),
             edge,
             addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+            left_out: 0,
+            created: None,
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
         }

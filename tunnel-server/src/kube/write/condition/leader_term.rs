@@ -133,6 +133,8 @@ mod tests {
             name: name(node),
             edge: *edge,
             addresses: Vec::new(),
+            left_out: 0,
+            created: None,
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
         };
