@@ -1,5 +1,6 @@
 //! The client of the API server.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -79,6 +80,20 @@ pub async fn connect(
 ) -> Result<(Client, String), KubeError> {
     let pod = std::env::var("POD_NAMESPACE").ok();
     connect_from(kubeconfig, namespace, pod, settings).await
+}
+
+/// The address at which [`connect`] reaches the API server; None when it is a name, or the configuration is wrong.
+pub async fn api_server_address(kubeconfig: Option<&Path>) -> Option<IpAddr> {
+    let config = match kubeconfig {
+        Some(path) => from_file(path).await.ok()?.0,
+        None => Config::incluster_env().ok()?,
+    };
+    let host = config.cluster_url.host()?;
+    host.trim_start_matches('[')
+        .trim_end_matches(']')
+        .parse::<IpAddr>()
+        .ok()
+        .map(|address| address.to_canonical())
 }
 
 async fn connect_from(
@@ -247,6 +262,20 @@ mod tests {
         let path = kubeconfig(dir.path(), ", certificate-authority: ca.crt", ", namespace: tunnel");
         let (client, namespace) = open(&path, None).await.unwrap();
         assert_eq!((client.default_namespace(), namespace.as_str()), ("tunnel", "tunnel"));
+    }
+
+    #[tokio::test]
+    async fn the_api_servers_address_is_that_of_the_kubeconfig() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = kubeconfig(dir.path(), SKIP_VERIFY, "");
+        let text = std::fs::read_to_string(&path).unwrap();
+        for (host, expected) in
+            [("10.70.0.2", Some("10.70.0.2")), ("[fd00::2]", Some("fd00::2")), ("api.example", None)]
+        {
+            std::fs::write(&path, text.replace("127.0.0.1:1", &format!("{host}:6443"))).unwrap();
+            let expected = expected.map(|address| address.parse().unwrap());
+            assert_eq!(api_server_address(Some(&path)).await, expected, "{host}");
+        }
     }
 
     #[tokio::test]

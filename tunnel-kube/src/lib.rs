@@ -7,7 +7,7 @@ mod followed;
 mod health;
 mod request;
 
-pub use client::{ClientSettings, KubeError, connect, reason};
+pub use client::{ClientSettings, KubeError, api_server_address, connect, reason};
 pub use follow::{FollowSettings, Signal, follow, named};
 pub use followed::{Followed, FollowedSet};
 pub use health::{Health, WatchHealth};

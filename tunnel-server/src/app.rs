@@ -25,7 +25,7 @@ use crate::pki::{
     ServerCertificate, ServerFile, Standing, agent_addresses, follow_bundle,
 };
 use crate::redirect::{Feeder, Redirect, RedirectMetrics};
-use crate::route::{Router, follow_host};
+use crate::route::{Router, follow, keep_claims, load_claims};
 use crate::server_id::server_id;
 use crate::session::{Sessions, Workers};
 use crate::settings::Settings;
@@ -70,8 +70,9 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let workers = Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?;
     register_tasks(postern, [&[Handle::current()], workers.runtimes()].concat());
     let metrics = Metrics::new(postern);
-    let router = Arc::new(Router::new(config.router(), postern));
+    let router = Arc::new(Router::new(config.router(Source::api_server(&config.source).await), postern));
     let lifetimes = Lifetimes::from_environment()?;
+    load_claims(&router, &config.state_dir);
     let source = Source::open(&config, lifetimes, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
     let readiness = Readiness::new();
@@ -169,6 +170,7 @@ impl Bound {
             server_names: config.server_names(),
             server_id: &server_id,
             selector: config.edge_selector.clone(),
+            allow_empty: config.allow_empty_inventory,
             doors: config.internal_doors(),
             state_dir: config.state_dir.clone(),
             pki_metrics: pki_metrics.clone(),
@@ -181,14 +183,16 @@ impl Bound {
             draining: shutdown.draining_token().child_token(),
             stop: stop.clone(),
         };
-        self.source.start(source_parts, shutdown.clone());
+        self.source.start(source_parts, shutdown.clone()).await;
+        tasks.spawn(follow(router.clone(), stop.clone()));
+        tasks.spawn(keep_claims(router.clone(), config.state_dir.clone(), stop.clone()));
         if let Some(redirect) = &redirect {
             let routes = router.clone();
-            let mut feeder = Feeder::new(redirect.clone(), router.changed(), move || routes.desired());
+            let mut feeder =
+                Feeder::new(redirect.clone(), readiness.clone(), router.changed(), move || routes.desired());
             feeder.feed().await;
             tasks.spawn(feeder.run(stop.clone()));
             tasks.spawn(redirect.clone().watch(stop.clone()));
-            tasks.spawn(follow_host(router.clone(), stop.clone()));
         }
         let links = LinkContext {
             server_id: server_id.clone(),

@@ -1,5 +1,6 @@
 //! Where nodes and CA come from: a file and the state directory, or a Kubernetes cluster.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
@@ -11,7 +12,7 @@ use crate::config::{Config, NodeSource};
 use crate::inventory::{FileSource, Inventory};
 use crate::kube::{Kube, Parts};
 use crate::pki::{Ca, Lifetimes, RevocationStore};
-use crate::route::Router;
+use crate::route::{Router, update};
 use crate::status::SourceReport;
 
 pub(crate) enum Source {
@@ -29,18 +30,31 @@ impl Source {
     ) -> anyhow::Result<Self> {
         match &config.source {
             NodeSource::File(path) => {
-                let (source, inventory) =
-                    FileSource::open(path.clone(), config.edge_selector.clone(), registry).map_err(
-                        |error| {
-                            ConfigError::new("--inventory", path.display().to_string(), error.to_string())
-                        },
-                    )?;
+                let (source, inventory) = FileSource::open(
+                    path.clone(),
+                    config.edge_selector.clone(),
+                    config.allow_empty_inventory,
+                    registry,
+                )
+                .map_err(|error| {
+                    ConfigError::new("--inventory", path.display().to_string(), error.to_string())
+                })?;
                 let ca = Ca::load_or_create(&config.state_dir, lifetimes)?;
                 Ok(Self::File { source, inventory, ca })
             }
             NodeSource::Kubernetes(options) => {
                 let kube = Kube::connect(options, registry).await.map_err(config_error)?;
                 Ok(Self::Kubernetes(kube))
+            }
+        }
+    }
+
+    /// The API server's address, which is no edge node's. None without Kubernetes, and where it has only a name.
+    pub(crate) async fn api_server(source: &NodeSource) -> Option<IpAddr> {
+        match source {
+            NodeSource::File(_) => None,
+            NodeSource::Kubernetes(options) => {
+                tunnel_kube::api_server_address(options.kubeconfig.as_deref()).await
             }
         }
     }
@@ -79,16 +93,18 @@ impl Source {
     }
 
     /// Keeps the parts of the server up to date with the source until the drain; in a cluster, also writes to it.
-    pub(crate) fn start(self, parts: Parts<'_>, shutdown: Shutdown) {
+    pub(crate) async fn start(self, parts: Parts<'_>, shutdown: Shutdown) {
         match self {
             Self::File { source, inventory, .. } => {
                 let (router, known) = (parts.router, parts.known_nodes);
                 let apply = move |inventory: Inventory| {
-                    let births = inventory.births();
-                    router.set_inventory(inventory);
-                    known.send_replace(Some(Arc::new(births)));
+                    let (router, known, births) = (router.clone(), known.clone(), inventory.births());
+                    async move {
+                        update(router, inventory).await;
+                        known.send_replace(Some(Arc::new(births)));
+                    }
                 };
-                apply(inventory);
+                apply(inventory).await;
                 parts.tasks.spawn(source.run(apply, shutdown));
             }
             Self::Kubernetes(kube) => kube.start(parts),

@@ -90,7 +90,11 @@ pub(crate) async fn expect_reset(address: SocketAddr) -> Result<()> {
         Err(_) => anyhow::bail!("connecting to {address} took more than {:?}", client::PATIENCE),
     };
     // A socket reports its reset once: to the write, if that comes after it, and the read then sees an end of file.
-    if stream.write_all(b"GET / HTTP/1.0\r\n\r\n").await.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset) {
+    if stream
+        .write_all(b"GET / HTTP/1.0\r\n\r\n")
+        .await
+        .is_err_and(|error| error.kind() == ErrorKind::ConnectionReset)
+    {
         return Ok(());
     }
     let end = client::end_of(&mut stream, client::PATIENCE).await?;

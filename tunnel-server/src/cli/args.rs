@@ -51,6 +51,10 @@ pub struct RunArgs {
     /// Run without Kubernetes: read the nodes from this NodeList (see `kubectl get nodes -o yaml`), and again when it changes.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
+    /// on or off: take an inventory without any node for true; otherwise it is refused and the last one stays in effect.
+    #[arg(long, value_name = "on|off", default_value = "off", num_args = 0..=1, require_equals = true,
+          default_missing_value = "on")]
+    pub allow_empty_inventory: String,
     /// Where the CA, keys, tokens and certificates are kept.
     #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
     pub state_dir: PathBuf,
@@ -85,6 +89,14 @@ pub struct RunArgs {
     /// Addresses that are never redirected, comma-separated [default: none; cloud nodes never are].
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
     pub exclude: String,
+    /// Where the addresses of edge nodes are, comma-separated: only these are redirected [default: anywhere but what is
+    /// known to be others']. A kubelet reports its own addresses, so name the edge networks where you can.
+    #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
+    pub edge_addresses: String,
+    /// The cluster's ranges of Service addresses, comma-separated: never an edge node's [default: none; the API server's
+    /// address never is].
+    #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
+    pub service_cidrs: String,
     /// Source addresses that may use the redirect, besides this host and its pods, comma-separated [default: none].
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
     pub redirect_clients: String,
@@ -166,6 +178,9 @@ impl RunArgs {
             redirect_ports,
             redirect_clients,
             exclude,
+            edge_addresses: parse_cidrs("--edge-addresses", &self.edge_addresses)?,
+            service_cidrs: parse_cidrs("--service-cidrs", &self.service_cidrs)?,
+            allow_empty_inventory: config::on_or_off("--allow-empty-inventory", &self.allow_empty_inventory)?,
             edge_pod_routes: config::edge_pod_routes(&self.kube.edge_pod_routes)?,
             token_range,
             token_range_v6,

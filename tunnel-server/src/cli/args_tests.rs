@@ -55,6 +55,8 @@ fn defaults_are_as_documented() {
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
     assert_eq!((config.log_format, config.log_level), (logging::Format::Text, logging::Level::Info));
     assert!(config.exclude.is_empty() && config.redirect_clients.is_empty());
+    assert!(config.edge_addresses.is_empty() && config.service_cidrs.is_empty());
+    assert!(!config.allow_empty_inventory);
     assert!(config.cert_dns_names.is_empty() && config.cert_ips.is_empty());
     let redirect = config.redirect.unwrap();
     let default = RedirectConfig::default();
@@ -77,6 +79,9 @@ fn every_flag_has_an_effect() {
         "--redirect-cgroup=/sys/fs/cgroup/x",
         "--redirect-ports=22,80",
         "--exclude=10.0.0.0/8,fd00::1",
+        "--edge-addresses=10.8.0.0/16,fd00:8::/32",
+        "--service-cidrs=10.96.0.0/12",
+        "--allow-empty-inventory",
         "--redirect-clients=10.244.0.0/16",
         "--token-range=100.64.0.0/10",
         "--token-range-v6=fd00:1:2:3::/80",
@@ -103,6 +108,9 @@ fn every_flag_has_an_effect() {
     assert_eq!(redirect.clients, config.redirect_clients);
     assert_eq!(config.redirect_ports, BTreeSet::from([22, 80]));
     assert_eq!(config.exclude, ["10.0.0.0/8".parse().unwrap(), "fd00::1/128".parse().unwrap()]);
+    assert_eq!(config.edge_addresses, ["10.8.0.0/16".parse().unwrap(), "fd00:8::/32".parse().unwrap()]);
+    assert_eq!(config.service_cidrs, ["10.96.0.0/12".parse().unwrap()]);
+    assert!(config.allow_empty_inventory);
     assert_eq!(config.edge_selector.to_string(), "edge=yes");
     assert_eq!(config.cert_dns_names, ["a.example.org", "*.b.example.org"]);
     assert_eq!(config.cert_ips.len(), 2);
@@ -301,6 +309,7 @@ fn flags_and_subcommands_do_not_mix() {
 /// Every flag in the order of `--help`, and the default that it shows there, if any.
 const FLAGS: &[(&str, Option<&str>)] = &[
     ("inventory", None),
+    ("allow-empty-inventory", Some("off")),
     ("state-dir", Some("/var/lib/postern/server")),
     ("bind-address", Some("0.0.0.0")),
     ("agent-port", Some("10262")),
@@ -312,6 +321,8 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("redirect-cgroup", None),
     ("redirect-ports", Some("10250,10255")),
     ("exclude", None),
+    ("edge-addresses", None),
+    ("service-cidrs", None),
     ("redirect-clients", None),
     ("token-range", Some("198.18.0.0/15")),
     ("token-range-v6", Some("fd9e:706f:7374:6572::/64")),

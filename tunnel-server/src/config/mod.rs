@@ -50,6 +50,11 @@ pub struct Config {
     pub redirect_ports: BTreeSet<u16>,
     pub redirect_clients: Vec<IpNet>,
     pub exclude: Vec<IpNet>,
+    /// Where edge nodes' addresses are; empty: anywhere.
+    pub edge_addresses: Vec<IpNet>,
+    pub service_cidrs: Vec<IpNet>,
+    /// An inventory without nodes takes effect.
+    pub allow_empty_inventory: bool,
     /// Ranges in which connections to edge nodes' pods are redirected too.
     pub edge_pod_routes: Vec<IpNet>,
     pub token_range: Ipv4Net,
@@ -87,6 +92,9 @@ impl Config {
             ("redirect-ports", list(&self.redirect_ports)),
             ("redirect-clients", list(&self.redirect_clients)),
             ("exclude", list(&self.exclude)),
+            ("edge-addresses", list(&self.edge_addresses)),
+            ("service-cidrs", list(&self.service_cidrs)),
+            ("allow-empty-inventory", on_off(self.allow_empty_inventory)),
             (
                 "edge-pod-routes",
                 if self.edge_pod_routes.is_empty() { "off".to_owned() } else { list(&self.edge_pod_routes) },

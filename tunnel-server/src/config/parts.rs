@@ -1,12 +1,17 @@
 //! What single parts of the server need of the configuration.
 
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
 use super::{Config, NodeSource};
 use crate::pki::ServerNames;
 use crate::route::{RouterConfig, host_addresses};
 use crate::settings::Doors;
 
 impl Config {
-    pub(crate) fn router(&self) -> RouterConfig {
+    /// `api_server` are its addresses, where they are known.
+    pub(crate) fn router(&self, api_server: impl IntoIterator<Item = IpAddr>) -> RouterConfig {
         // In a cluster the manifests name the node. A standalone server's environment says nothing about its file.
         let host = match &self.source {
             NodeSource::File(_) => None,
@@ -18,6 +23,13 @@ impl Config {
             ports: self.redirect_ports.clone(),
             pods: self.edge_pod_routes.clone(),
             host,
+            edge_addresses: self.edge_addresses.clone(),
+            foreign: self
+                .service_cidrs
+                .iter()
+                .copied()
+                .chain(api_server.into_iter().map(IpNet::from))
+                .collect(),
             exclude: self.exclude.clone(),
             clients: self.redirect_clients.clone(),
             host_addresses,

@@ -1,13 +1,14 @@
 //! The inventory file: read at the start and whenever it changes; the last good content stays in effect.
 
-use std::fs::File;
+use std::fs::{self, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use nix::fcntl::OFlag;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -38,6 +39,8 @@ pub struct SourceStatus {
 pub struct FileSource {
     path: PathBuf,
     selector: Selector,
+    /// A file without nodes is one too.
+    allow_empty: bool,
     status: ArcSwap<SourceStatus>,
     /// The content in effect.
     digest: Mutex<Option<Digest>>,
@@ -63,6 +66,7 @@ impl FileSource {
     pub fn open(
         path: PathBuf,
         selector: Selector,
+        allow_empty: bool,
         registry: &mut Registry,
     ) -> Result<(Arc<Self>, Inventory), InventoryError> {
         let source = Self {
@@ -72,6 +76,7 @@ impl FileSource {
             }),
             path,
             selector,
+            allow_empty,
             digest: Mutex::new(None),
             reloads: Family::default(),
             nodes: Family::default(),
@@ -89,7 +94,7 @@ impl FileSource {
         let help = "1 while the inventory file's present content is in effect, 0 while an older one is";
         registry.register("inventory_in_effect", help, source.in_effect.clone());
         let text = read(&source.path).map_err(|error| InventoryError::whole(error.to_string()))?;
-        let inventory = parse(&text, &source.selector)?;
+        let inventory = source.parse(&text)?;
         source.loaded(digest(&text), Some(&inventory));
         Ok((Arc::new(source), inventory))
     }
@@ -100,7 +105,11 @@ impl FileSource {
 
     /// Reads the file again whenever it changes, until the drain, and passes content that differs from that in effect to
     /// `apply`.
-    pub async fn run(self: Arc<Self>, apply: impl Fn(Inventory), shutdown: Shutdown) {
+    pub async fn run<F: Future<Output = ()>>(
+        self: Arc<Self>,
+        apply: impl Fn(Inventory) -> F,
+        shutdown: Shutdown,
+    ) {
         let mut watch = FileWatch::new("inventory");
         let mut seen: Option<Option<Fingerprint>> = None;
         loop {
@@ -110,7 +119,7 @@ impl FileSource {
             if seen.as_ref() != Some(&fingerprint) {
                 seen = Some(fingerprint);
                 if let Some(inventory) = self.reload().await {
-                    apply(inventory);
+                    apply(inventory).await;
                 }
             }
             tokio::select! {
@@ -135,7 +144,7 @@ impl FileSource {
             if *source.lock() == Some(digest) {
                 return Ok((digest, None));
             }
-            let inventory = parse(&text, &source.selector).map_err(|error| ("refused", error.to_string()))?;
+            let inventory = source.parse(&text).map_err(|error| ("refused", error.to_string()))?;
             Ok((digest, Some(inventory)))
         });
         match read.await {
@@ -152,6 +161,17 @@ impl FileSource {
                 None
             }
         }
+    }
+
+    /// A file without nodes is rather a mistake of what wrote it than a cluster that vanished at once.
+    fn parse(&self, text: &str) -> Result<Inventory, InventoryError> {
+        let inventory = parse(text, &self.selector)?;
+        if inventory.nodes.is_empty() && !self.allow_empty {
+            return Err(InventoryError::whole(
+                "it lists no node; if that is meant, start with --allow-empty-inventory",
+            ));
+        }
+        Ok(inventory)
     }
 
     /// `inventory` is None for content that was in effect already.
@@ -189,11 +209,15 @@ impl FileSource {
 }
 
 fn read(path: &Path) -> io::Result<String> {
+    let regular = |metadata: &fs::Metadata| match metadata.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is not a regular file")),
+    };
+    regular(&fs::metadata(path)?)?;
+    // What is put there meanwhile must not be waited for either, as opening a FIFO does.
+    let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    regular(&file.metadata()?)?;
     let mut text = String::new();
-    let file = File::open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
-    }
     file.take(MAX_BYTES as u64 + 1).read_to_string(&mut text)?;
     Ok(text)
 }
@@ -215,8 +239,11 @@ fn fingerprint(path: &Path) -> Option<Fingerprint> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
     use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
 
     use tokio::sync::watch;
     use tokio::time::timeout;
@@ -246,12 +273,15 @@ mod tests {
         fn start(path: &Path) -> Self {
             let mut registry = Registry::default();
             let (source, first) =
-                FileSource::open(path.to_owned(), Selector::default(), &mut registry).unwrap();
+                FileSource::open(path.to_owned(), Selector::default(), false, &mut registry).unwrap();
             let names =
                 |inventory: Inventory| inventory.nodes.iter().map(|node| node.name.to_string()).collect();
             let (publish, seen) = watch::channel::<Vec<String>>(names(first));
             let shutdown = Shutdown::new();
-            let apply = move |inventory| drop(publish.send_replace(names(inventory)));
+            let apply = move |inventory| {
+                publish.send_replace(names(inventory));
+                std::future::ready(())
+            };
             let task = tokio::spawn(Arc::clone(&source).run(apply, shutdown.clone()));
             Self { source, seen, shutdown, task, registry }
         }
@@ -320,6 +350,40 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn what_is_not_a_list_of_nodes_is_refused_at_once_and_a_good_file_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("nodes.yaml");
+        let put_back = |names: &[&str]| {
+            let new = directory.path().join("new");
+            fs::write(&new, nodes(names)).unwrap();
+            fs::rename(&new, &path).unwrap();
+        };
+        put_back(&["edge-1"]);
+        let mut running = Running::start(&path);
+        running.sees(&["edge-1"]).await;
+        let replaced: [(&str, &dyn Fn()); 5] = [
+            ("it is not a regular file", &|| mkfifo(&path, Mode::S_IRWXU).unwrap()),
+            ("it is not a regular file", &|| drop(UnixListener::bind(&path).unwrap())),
+            ("it is not a regular file", &|| symlink("/dev/zero", &path).unwrap()),
+            ("it lists no node", &|| fs::write(&path, "kind: List\nitems: []\n").unwrap()),
+            ("items: missing or null", &|| fs::write(&path, "kind: List\n").unwrap()),
+        ];
+        for (round, (error, replace)) in replaced.into_iter().enumerate() {
+            fs::remove_file(&path).unwrap();
+            replace();
+            running.fails_with(error).await;
+            assert_eq!(running.source.status().edge, 1, "the last good one stays");
+            let name = format!("edge-{}", round + 2);
+            put_back(&[&name]);
+            running.sees(&[&name]).await;
+        }
+        fs::remove_file(&path).unwrap();
+        mkfifo(&path, Mode::S_IRWXU).unwrap();
+        running.fails_with("it is not a regular file").await;
+        running.stop().await;
+    }
+
+    #[tokio::test]
     async fn follows_the_swap_of_a_config_map() {
         let volume = tempfile::tempdir().unwrap();
         let at = |name: &str| volume.path().join(name);
@@ -351,8 +415,18 @@ mod tests {
     fn an_unreadable_file_fails_the_start() {
         let directory = tempfile::tempdir().unwrap();
         let open = |path: PathBuf| {
-            FileSource::open(path, Selector::default(), &mut Registry::default()).unwrap_err().to_string()
+            let opened = FileSource::open(path, Selector::default(), false, &mut Registry::default());
+            opened.unwrap_err().to_string()
         };
+        let fifo = directory.path().join("fifo");
+        mkfifo(&fifo, Mode::S_IRWXU).unwrap();
+        assert_eq!(open(fifo), "it is not a regular file");
+        let empty = directory.path().join("empty");
+        fs::write(&empty, "kind: List\nitems: []\n").unwrap();
+        let error = "it lists no node; if that is meant, start with --allow-empty-inventory";
+        assert_eq!(open(empty.clone()), error);
+        let opened = FileSource::open(empty, Selector::default(), true, &mut Registry::default());
+        assert_eq!(opened.unwrap().1, Inventory::default());
         assert_eq!(open(directory.path().join("none")), "No such file or directory (os error 2)");
         assert_eq!(open(directory.path().to_owned()), "it is not a regular file");
         let path = directory.path().join("binary");

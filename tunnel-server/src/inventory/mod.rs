@@ -11,7 +11,7 @@ mod parse_tests;
 
 pub use file::{FileSource, SourceStatus};
 pub(crate) use file_watch::FileWatch;
-pub use node::{DEFAULT_KUBELET_PORT, NodeSpec, NodeStatus, read_node};
+pub use node::{DEFAULT_KUBELET_PORT, MAX_ADDRESSES, NodeSpec, NodeStatus, read_node};
 pub use parse::{InventoryError, MAX_BYTES, parse};
 pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};
 
@@ -34,11 +34,14 @@ pub struct InventoryNode {
     pub name: NodeName,
     /// Reached through the tunnel; otherwise never redirected.
     pub edge: bool,
-    /// InternalIPs first, then ExternalIPs; IPv4 not as v4-mapped IPv6.
+    /// InternalIPs first, then ExternalIPs; IPv4 not as v4-mapped IPv6. At most [`MAX_ADDRESSES`].
     pub addresses: Vec<IpAddr>,
+    /// How many more it names.
+    pub left_out: usize,
     pub kubelet_port: u16,
     pub pod_cidrs: Vec<IpNet>,
-    /// When the Node was created, in a cluster: one that is created again under the same name is another one.
+    /// When the Node was created: one that is created again under the same name is another one. None where nobody vouches
+    /// for it, as in a file.
     pub created: Option<SystemTime>,
 }
 

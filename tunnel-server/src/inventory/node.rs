@@ -13,6 +13,11 @@ use super::InventoryNode;
 /// The kubelet's port when a Node does not name another.
 pub const DEFAULT_KUBELET_PORT: u16 = 10250;
 
+/// A node's addresses beyond these are not used: a kubelet names as many as it likes.
+pub const MAX_ADDRESSES: usize = 16;
+/// The same for its ranges of pods; Kubernetes allows one of each family.
+const MAX_POD_CIDRS: usize = 4;
+
 /// Types of addresses, the preferred one first. Host names are not routed.
 const ROUTED: [&str; 2] = ["InternalIP", "ExternalIP"];
 
@@ -132,12 +137,14 @@ pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
     status: Option<&NodeStatus<T, P>>,
     mut invalid: impl FnMut(InvalidField) -> Result<(), E>,
 ) -> Result<InventoryNode, E> {
-    let mut addresses = Vec::new();
+    let mut addresses: Vec<IpAddr> = Vec::new();
+    let mut left_out = 0;
     let listed = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
     for wanted in ROUTED {
         for (index, entry) in listed.iter().enumerate().filter(|(_, entry)| entry.r#type == wanted) {
             match entry.address.text().parse::<IpAddr>().map(|address| address.to_canonical()) {
                 Ok(address) if addresses.contains(&address) => {}
+                Ok(_) if addresses.len() == MAX_ADDRESSES => left_out += 1,
                 Ok(address) => addresses.push(address),
                 Err(_) => {
                     let field = NodeField::Address(index);
@@ -167,10 +174,13 @@ pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
     let many = many.iter().enumerate().map(|(index, cidr)| (NodeField::PodCidrs(index), cidr));
     for (field, cidr) in single.map(|cidr| (NodeField::PodCidr, cidr)).into_iter().chain(many) {
         match cidr.text().parse::<IpNet>() {
+            Ok(_) if pod_cidrs.len() == MAX_POD_CIDRS => {
+                invalid(InvalidField::new(field, cidr, "one range too many"))?;
+            }
             Ok(net) => pod_cidrs.push(net.trunc()),
             Err(_) if cidr.text().is_empty() => {}
             Err(_) => invalid(InvalidField::new(field, cidr, "not an address range"))?,
         }
     }
-    Ok(InventoryNode { name, edge, addresses, kubelet_port, pod_cidrs, created: None })
+    Ok(InventoryNode { name, edge, addresses, left_out, kubelet_port, pod_cidrs, created: None })
 }

@@ -7,6 +7,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tunnel_core::identity::NodeName;
+use tunnel_core::text::printable;
 
 use super::node::{NodeSpec, NodeStatus, read_node};
 use super::{Inventory, InventoryNode, Selector};
@@ -30,6 +31,15 @@ impl InventoryError {
     pub(super) fn whole(reason: impl Into<String>) -> Self {
         Self { line: None, key: String::new(), reason: reason.into() }
     }
+
+    /// In a size for a log: keys and values of the file may be as large as the file.
+    fn bounded(self) -> Self {
+        let bounded = |text: &str, max: usize| {
+            let short = printable(text, max);
+            if short.len() < text.len() { format!("{short}…") } else { short }
+        };
+        Self { key: bounded(&self.key, 160), reason: bounded(&self.reason, 240), ..self }
+    }
 }
 
 impl fmt::Display for InventoryError {
@@ -52,6 +62,10 @@ impl std::error::Error for InventoryError {}
 /// # Errors
 /// Names the line, the key and the reason. Node names must be unique.
 pub fn parse(text: &str, selector: &Selector) -> Result<Inventory, InventoryError> {
+    parse_unbounded(text, selector).map_err(InventoryError::bounded)
+}
+
+fn parse_unbounded(text: &str, selector: &Selector) -> Result<Inventory, InventoryError> {
     if text.len() > MAX_BYTES {
         return Err(InventoryError::whole(format!("{} bytes; at most {MAX_BYTES} are read", text.len())));
     }
@@ -178,7 +192,11 @@ impl Reader<'_> {
                 self.node(metadata, document.spec.as_ref(), document.status.as_ref(), prefix)
             }
             "List" | "NodeList" => {
-                for (index, item) in document.items.unwrap_or_default().into_iter().enumerate() {
+                let Some(items) = document.items else {
+                    let reason = "missing or null; a list without nodes has `items: []`";
+                    return Err(at(&document.kind, format!("{prefix}items"), reason));
+                };
+                for (index, item) in items.into_iter().enumerate() {
                     let prefix = format!("{prefix}items[{index}].");
                     if let Some(kind) = item.kind.as_ref().filter(|kind| kind.value != "Node") {
                         return Err(at(

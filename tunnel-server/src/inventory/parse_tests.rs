@@ -109,7 +109,7 @@ fn reads_json_and_single_nodes_and_several_documents() {
     assert_eq!(inventory.nodes[0].addresses, ips(&["10.8.0.7"]));
     assert!(inventory.nodes[0].edge);
 
-    let documents = "kind: Node\nmetadata: {name: a}\n---\n# nothing\n---\nkind: NodeList\nitems: [{metadata: {name: b}}]\n---\nkind: List\nitems: null\n";
+    let documents = "kind: Node\nmetadata: {name: a}\n---\n# nothing\n---\nkind: NodeList\nitems: [{metadata: {name: b}}]\n---\nkind: List\nitems: []\n";
     let names: Vec<_> = read(documents).unwrap().nodes.iter().map(|node| node.name.to_string()).collect();
     assert_eq!(names, ["a", "b"]);
 }
@@ -122,6 +122,10 @@ fn absent_and_null_fields_are_empty() {
     assert_eq!(inventory.nodes.len(), 2);
     assert!(inventory.nodes.iter().all(|node| node.addresses.is_empty() && node.kubelet_port == 10250));
     assert_eq!(read("kind: List\nitems: []\n").unwrap(), Inventory::default());
+    for text in ["kind: List\n", "kind: NodeList\nitems: null\n", "{kind: List, Items: []}"] {
+        let error = read(text).unwrap_err().to_string();
+        assert_eq!(error, "line 1: items: missing or null; a list without nodes has `items: []`");
+    }
     let edge = "kind: Node\nmetadata:\n  name: a\n  labels:\n    node-role.kubernetes.io/edge:\n";
     assert!(read(edge).unwrap().nodes[0].edge, "a label without a value");
     let edge = "kind: Node\nmetadata:\n  name: a\n  labels:\n    openyurt.io/is-edge-worker: true\n";
@@ -278,4 +282,48 @@ proptest! {
             prop_assert_eq!((node.edge, &node.addresses, node.kubelet_port), (*edge, &expected, *port));
         }
     }
+}
+
+#[test]
+fn an_error_does_not_repeat_a_large_file() {
+    let large = "x\u{1b}".repeat(2 << 20);
+    let value = large.replace('\u{1b}', "y");
+    for text in [
+        format!("kind: {value}\n"),
+        format!("kind: List\nitems:\n- metadata: {{name: {value}}}\n"),
+        format!("kind: List\nitems: {value}\n"),
+        format!("kind: List\nitems:\n- metadata: {{name: a, labels: {{{value}: [1]}}}}\n"),
+        format!(
+            "kind: List\nitems:\n- metadata: {{name: a}}\n  status: {{addresses: [{{type: InternalIP, address: {value}}}]}}\n"
+        ),
+        format!(
+            "kind: List\nitems:\n- metadata: {{name: a}}\n  spec: {{podCIDR: \"{}\"}}\n",
+            large.replace('\u{1b}', "\\e")
+        ),
+    ] {
+        let error = read(&text).unwrap_err().to_string();
+        assert!(error.len() < 800 && !error.contains('\u{1b}'), "{} bytes: {:.300}", error.len(), error);
+    }
+}
+
+#[test]
+fn a_node_with_50_000_addresses_is_read_in_linear_time_and_keeps_16() {
+    let many = |count: u32| {
+        let mut text = "kind: Node\nmetadata: {name: a}\nstatus:\n  addresses:\n".to_owned();
+        for n in 0..count {
+            let kind = if n == count - 1 { "InternalIP" } else { "ExternalIP" };
+            text +=
+                &format!("  - {{type: {kind}, address: {}}}\n", std::net::Ipv4Addr::from(0x0a00_0000 + n));
+        }
+        let started = std::time::Instant::now();
+        let node = read(&text).unwrap().nodes.remove(0);
+        println!("{count} addresses: {:?}", started.elapsed());
+        assert_eq!((node.addresses.len(), node.left_out), (MAX_ADDRESSES, count as usize - MAX_ADDRESSES));
+        assert_eq!(
+            node.addresses[0].to_string(),
+            std::net::Ipv4Addr::from(0x0a00_0000 + count - 1).to_string()
+        );
+    };
+    many(17);
+    many(50_000);
 }

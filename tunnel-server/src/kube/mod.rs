@@ -13,6 +13,8 @@ pub mod write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -32,7 +34,7 @@ use crate::inventory::{Inventory, Selector, SourceStatus};
 use crate::pki::{
     Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
 };
-use crate::route::Router;
+use crate::route::{Router, update};
 use crate::session::Sessions;
 use crate::settings::{Doors, Settings};
 use crate::status::SourceReport;
@@ -55,6 +57,8 @@ pub struct Parts<'a> {
     pub server_names: ServerNames,
     pub server_id: &'a str,
     pub selector: Selector,
+    /// A cluster whose nodes are all gone is believed.
+    pub allow_empty: bool,
     pub doors: Doors,
     pub state_dir: PathBuf,
     pub pki_metrics: PkiMetrics,
@@ -149,7 +153,7 @@ impl Kube {
         let publish =
             publish_nodes(router.clone(), inventory, parts.known_nodes, self.nodes, parts.nodes_known);
         let (client, health) = (context.client.clone(), context.health.clone());
-        tasks.spawn(nodes::run(client, parts.selector, health, publish, stop.clone()));
+        tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors, parts.settings));
         tasks.spawn(follow_ports(router, context.settings.clone(), stop));
         tasks.spawn(authority::follow(context.clone(), parts.state_dir));
@@ -169,17 +173,22 @@ fn publish_nodes(
     known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     gauge: Family<[(&'static str, &'static str); 1], Gauge>,
     known: ReadyGuard,
-) -> impl FnMut(Inventory) + Send {
+) -> impl FnMut(Inventory) -> BoxFuture<'static, ()> + Send {
     let mut known = Some(known);
     move |nodes| {
         let (edge, cloud) = nodes.counts();
         for (role, count) in [("edge", edge), ("cloud", cloud)] {
             gauge.get_or_create(&[("role", role)]).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
-        router.set_inventory(nodes.clone());
-        known_nodes.send_replace(Some(Arc::new(nodes.births())));
-        inventory.send_replace(Arc::new(nodes));
-        drop(known.take());
+        let (router, inventory, known) = (router.clone(), inventory.clone(), known.take());
+        let known_nodes = known_nodes.clone();
+        async move {
+            update(router, nodes.clone()).await;
+            known_nodes.send_replace(Some(Arc::new(nodes.births())));
+            inventory.send_replace(Arc::new(nodes));
+            drop(known);
+        }
+        .boxed()
     }
 }
 

@@ -10,7 +10,7 @@ use kube::Resource;
 use kube::core::ClusterResourceScope;
 use serde::{Deserialize, Deserializer};
 
-/// A Node. Of its metadata there are the name, the version, the labels and the creation.
+/// A Node. Of its metadata there are the name, the version, the labels and the time of its creation.
 #[derive(Clone, Debug, Deserialize)]
 pub struct PartialNode<Spec, Status> {
     #[serde(deserialize_with = "partial_metadata")]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tunnel_core::lifecycle::{Readiness, ReadyGuard};
 use tunnel_core::log_once::LogOnce;
 
 use super::{Desired, Redirect};
@@ -20,16 +21,22 @@ pub struct Feeder {
     changed: watch::Receiver<u64>,
     desired: Arc<dyn Fn() -> Desired + Send + Sync>,
     failures: LogOnce,
+    readiness: Readiness,
+    /// While the kernel's routes are not the current ones.
+    stale: Option<ReadyGuard>,
 }
 
 impl Feeder {
+    /// While the routes cannot be applied, the server is not ready: its clients may be led to where nobody is any more.
     /// `changed` wakes whenever `desired` may return something else.
     pub fn new(
         redirect: Arc<Redirect>,
+        readiness: Readiness,
         changed: watch::Receiver<u64>,
         desired: impl Fn() -> Desired + Send + Sync + 'static,
     ) -> Self {
-        Self { redirect, changed, desired: Arc::new(desired), failures: LogOnce::default() }
+        let (desired, failures) = (Arc::new(desired), LogOnce::default());
+        Self { redirect, changed, desired, failures, readiness, stale: None }
     }
 
     /// Applies the desired routes; false if that failed. [`run`](Self::run) then tries again.
@@ -39,6 +46,7 @@ impl Feeder {
         match tokio::task::spawn_blocking(move || redirect.apply(&desired())).await {
             Ok(Ok(applied)) => {
                 self.failures.clear();
+                self.stale = None;
                 tracing::debug!(writes = applied.writes, deletes = applied.deletes, "routes applied");
                 return true;
             }
@@ -48,6 +56,7 @@ impl Feeder {
             Ok(Err(_)) => {}
             Err(error) => tracing::error!(%error, "feeding the redirect failed"),
         }
+        self.stale.get_or_insert_with(|| self.readiness.pending("the kernel's routes are not current"));
         self.changed.mark_changed();
         false
     }

@@ -37,6 +37,6 @@ pub use listen::listen;
 pub use load::ProgramInfo;
 pub use metrics::RedirectMetrics;
 pub use running::{Applied, Health, Redirect};
-pub use self_test_addresses::{reserved_tokens, reserved_tokens_v6};
+pub use self_test_addresses::{MAX_ROUTES, reserved_tokens, reserved_tokens_v6};
 pub use tunnel_abi::SOCKET_MARK;
 pub use withdraw::cleanup;

@@ -12,6 +12,9 @@ use super::config::RedirectConfig;
 use super::desired::RouteTarget;
 use super::error::RedirectError;
 
+/// How many routes of one family fit into the kernel beside that of the self-test.
+pub const MAX_ROUTES: usize = tunnel_abi::ROUTE_CAPACITY as usize - 1;
+
 /// Tunnelled port used while no other is.
 pub(super) const SELF_TEST_PORT: u16 = 10250;
 

@@ -1,13 +1,22 @@
 //! From the inventory to routes: which address, name or token leads to which edge node.
 
-mod host;
+mod claims;
+mod claims_file;
+mod config;
+mod conflict;
+mod follow;
 mod plan;
+mod planner;
+mod report;
 mod router;
 mod snapshot;
 mod tokens;
 
-pub use host::follow_host;
-pub use plan::{Conflict, ConflictKind};
-pub use router::{Router, RouterConfig, host_addresses};
+pub use claims::CLOUD_CLAIM_DELAY;
+pub use claims_file::{keep_claims, load_claims};
+pub use config::{RouterConfig, host_addresses};
+pub use conflict::{Conflict, ConflictKind};
+pub use follow::{follow, update};
+pub use router::Router;
 pub use snapshot::{ByAddress, NodeAddress, Snapshot};
 pub use tokens::QUARANTINE;

@@ -1,106 +1,33 @@
 //! Decides what an inventory routes: a pure function, so that a test can compare it with a naive model.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::fmt;
 use std::net::IpAddr;
+use std::time::Instant;
 
 use ipnet::IpNet;
-use serde::{Deserialize, Serialize};
-use tunnel_core::identity::NodeName;
 
+use super::claims::Claims;
+use super::conflict::{Conflict, ConflictKind};
 use crate::inventory::Inventory;
 
-/// A contradiction in the inventory. Everything else is routed all the same.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Conflict {
-    pub kind: ConflictKind,
-    /// None only for [`ConflictKind::NoAddress`].
-    pub address: Option<IpAddr>,
-    /// Sorted; the edge nodes for [`ConflictKind::CloudAndEdge`].
-    pub nodes: Vec<NodeName>,
-}
+/// Pod ranges of cloud nodes that are wider than these prefixes keep no address from the edge nodes: no node's pods need
+/// so many, and a kubelet reports its own.
+const WIDEST_CLOUD_PODS: (u8, u8) = (16, 64);
 
-/// What is wrong; also the metric's label.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ConflictKind {
-    /// Several edge nodes have the address: connecting to it fails, each is reachable by its name.
-    Ambiguous,
-    /// A cloud node has the address too: it is never redirected.
-    CloudAndEdge,
-    /// The operator excluded the address: it is never redirected.
-    Excluded,
-    /// Not the address of a host on a network (loopback, multicast, link-local, …), or one of the token range.
-    Unroutable,
-    /// An edge node without any address.
-    NoAddress,
-    /// The token range is used up: connecting to the address fails.
-    NoToken,
-    /// A range of pods that overlaps another node's or the token range, is excluded, or lies outside the ranges that the
-    /// operator gave to pods: it is not redirected.
-    PodRange,
-    /// The token range has no room for a range of pods: it is not redirected.
-    NoTokenBlock,
-}
-
-impl ConflictKind {
-    pub const ALL: [Self; 8] = [
-        Self::Ambiguous,
-        Self::CloudAndEdge,
-        Self::Excluded,
-        Self::Unroutable,
-        Self::NoAddress,
-        Self::NoToken,
-        Self::PodRange,
-        Self::NoTokenBlock,
-    ];
-
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Ambiguous => "ambiguous",
-            Self::CloudAndEdge => "cloud_and_edge",
-            Self::Excluded => "excluded",
-            Self::Unroutable => "unroutable",
-            Self::NoAddress => "no_address",
-            Self::NoToken => "no_token",
-            Self::PodRange => "pod_range",
-            Self::NoTokenBlock => "no_token_block",
-        }
-    }
-}
-
-impl fmt::Display for Conflict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(address) = self.address {
-            write!(f, "address {address} of ")?;
-        }
-        for (i, node) in self.nodes.iter().enumerate() {
-            write!(f, "{}{node}", if i == 0 { "" } else { ", " })?;
-        }
-        f.write_str(match self.kind {
-            ConflictKind::Ambiguous => {
-                ": several edge nodes have it; connections to it fail, use their names"
-            }
-            ConflictKind::CloudAndEdge => ": a cloud node has it too; it is not redirected",
-            ConflictKind::Excluded => ": it lies in --exclude; it is not redirected",
-            ConflictKind::Unroutable => {
-                ": it is not the address of a host on a network; it is not redirected"
-            }
-            ConflictKind::NoAddress => ": the node has no address; only others can be reached",
-            ConflictKind::NoToken => {
-                ": the token range is used up; connections to it fail (widen --token-range)"
-            }
-            ConflictKind::PodRange => {
-                ": the pod range that begins there overlaps another node's or the token range, lies in \
-                 --exclude, or outside of --edge-pod-routes; \
-                 it is not redirected"
-            }
-            ConflictKind::NoTokenBlock => {
-                ": the token range has no room for the pod range that begins there; it is not redirected (widen \
-                 --token-range, or --token-range-v6 up to a /64: a block of tokens is as large as the range)"
-            }
-        })
-    }
+/// What may be an edge node's address, besides what the cloud nodes have.
+#[derive(Debug)]
+pub(super) struct Rules<'a> {
+    /// Empty: any address of a host.
+    pub(super) edge_addresses: &'a [IpNet],
+    /// Never redirected, by the operator's wish.
+    pub(super) exclude: &'a [IpNet],
+    pub(super) token_ranges: &'a [IpNet],
+    /// The API server and the Services.
+    pub(super) foreign: &'a [IpNet],
+    /// Where edge nodes' pods are redirected too.
+    pub(super) pods: &'a [IpNet],
+    /// This host's addresses.
+    pub(super) host: &'a HashSet<IpAddr>,
 }
 
 /// Which of the inventory's nodes an address leads to.
@@ -109,6 +36,15 @@ pub(super) enum Holder {
     /// Index into the inventory.
     One(usize),
     Several(Vec<usize>),
+}
+
+impl Holder {
+    pub(super) fn indices(&self) -> Vec<usize> {
+        match self {
+            Self::One(index) => vec![*index],
+            Self::Several(indices) => indices.clone(),
+        }
+    }
 }
 
 /// What a range of addresses belongs to.
@@ -133,54 +69,118 @@ pub(super) struct Plan {
     /// Ranges of edge nodes' pods that the redirect routes, each with its node's index.
     pub(super) pods: BTreeMap<IpNet, usize>,
     pub(super) conflicts: BTreeSet<Conflict>,
+    /// What the next inventory follows.
+    pub(super) claims: Claims,
 }
 
 impl Plan {
-    pub(super) fn new(inventory: &Inventory, exclude: &[IpNet], token_ranges: &[IpNet]) -> Self {
-        let cloud: HashSet<IpAddr> = inventory
-            .nodes
-            .iter()
-            .filter(|node| !node.edge)
-            .flat_map(|node| node.addresses.iter().copied())
-            .collect();
-        let mut plan = Self {
-            excluded: exclude.iter().copied().chain(cloud.iter().copied().map(IpNet::from)).collect(),
-            ..Self::default()
-        };
-        let mut claims: BTreeMap<IpAddr, Vec<usize>> = BTreeMap::new();
-        for (index, node) in inventory.nodes.iter().enumerate().filter(|(_, node)| node.edge) {
+    /// `before` are the claims of the inventory before this one.
+    pub(super) fn new(inventory: &Inventory, rules: &Rules<'_>, before: &Claims, now: Instant) -> Self {
+        if inventory.nodes.is_empty() {
+            // It says nothing about who had an address first.
+            return Self {
+                excluded: rules.exclude.iter().copied().collect(),
+                claims: before.clone(),
+                ..Self::default()
+            };
+        }
+        let mut plan = Self { claims: before.followed_by(inventory, now), ..Self::default() };
+        let mut wanted: BTreeMap<IpAddr, Vec<usize>> = BTreeMap::new();
+        for (index, node) in inventory.nodes.iter().enumerate() {
+            if node.left_out > 0 {
+                plan.conflict(ConflictKind::TooMany, None, inventory, &[index]);
+            }
+            if !node.edge {
+                continue;
+            }
             if node.addresses.is_empty() {
                 plan.conflict(ConflictKind::NoAddress, None, inventory, &[index]);
             }
             for address in &node.addresses {
-                let claim = claims.entry(*address).or_default();
+                let nodes = wanted.entry(*address).or_default();
                 // A node that lists an address twice is not two nodes.
-                if claim.last() != Some(&index) {
-                    claim.push(index);
+                if nodes.last() != Some(&index) {
+                    nodes.push(index);
                 }
             }
         }
-        for (address, claim) in claims {
-            if !is_host(address) || token_ranges.iter().any(|range| range.contains(&address)) {
-                plan.conflict(ConflictKind::Unroutable, Some(address), inventory, &claim);
-                continue;
-            }
-            if cloud.contains(&address) {
-                plan.conflict(ConflictKind::CloudAndEdge, Some(address), inventory, &claim);
-                continue;
-            }
-            if claim.len() > 1 {
-                plan.conflict(ConflictKind::Ambiguous, Some(address), inventory, &claim);
-            }
-            if exclude.iter().any(|range| range.contains(&address)) {
-                plan.conflict(ConflictKind::Excluded, Some(address), inventory, &claim);
-            } else {
-                plan.routed.insert(address);
-            }
-            let holder = if let [index] = claim[..] { Holder::One(index) } else { Holder::Several(claim) };
-            plan.holders.insert(address, holder);
+        let pods = Pods::new(inventory, rules);
+        for (address, nodes) in wanted {
+            plan.add(address, &nodes, inventory, rules, before, &pods);
         }
+        let cloud = plan.claims.cloud().copied();
+        let excluded = cloud.filter(|address| {
+            !plan.claims.edge.contains_key(address) && plan.claims.is_excluded(*address, now)
+        });
+        plan.excluded = rules.exclude.iter().copied().chain(excluded.map(IpNet::from)).collect();
         plan
+    }
+
+    /// Decides about an address that edge nodes want.
+    fn add(
+        &mut self,
+        address: IpAddr,
+        nodes: &[usize],
+        inventory: &Inventory,
+        rules: &Rules<'_>,
+        before: &Claims,
+        pods: &Pods,
+    ) {
+        let within = |ranges: &[IpNet]| ranges.iter().any(|range| range.contains(&address));
+        let holder = before.edge.get(&address);
+        let holder = nodes.iter().copied().find(|index| Some(&inventory.nodes[*index].name) == holder);
+        let refused = if !is_host(address) || within(rules.token_ranges) {
+            Some(ConflictKind::Unroutable)
+        } else if !rules.edge_addresses.is_empty() && !within(rules.edge_addresses) {
+            Some(ConflictKind::NotEdge)
+        } else if rules.host.contains(&address) || within(rules.foreign) {
+            Some(ConflictKind::Foreign)
+        } else if holder.is_some() {
+            // What cloud nodes say takes nothing from the node that has the address.
+            None
+        } else if self.claims.cloud_nodes(address).next().is_some() {
+            Some(ConflictKind::CloudAndEdge)
+        } else if pods.of_another(address, nodes) {
+            Some(ConflictKind::Foreign)
+        } else {
+            None
+        };
+        if let Some(kind) = refused {
+            return self.conflict(kind, Some(address), inventory, nodes);
+        }
+        let Some(holder) = holder.or_else(|| oldest(inventory, nodes)) else {
+            self.conflict(ConflictKind::Ambiguous, Some(address), inventory, nodes);
+            self.route(address, Holder::Several(nodes.to_vec()), inventory, rules, nodes);
+            return;
+        };
+        let mut late: Vec<_> = nodes.iter().filter(|index| **index != holder).collect();
+        late.sort_unstable();
+        let name = &inventory.nodes[holder].name;
+        let late = late.into_iter().map(|index| &inventory.nodes[*index].name);
+        let mut late: Vec<_> = late.chain(self.claims.cloud_nodes(address)).cloned().collect();
+        if !late.is_empty() {
+            late.sort_unstable();
+            let (kind, holder) = (ConflictKind::Taken, Some(name.clone()));
+            self.conflicts.insert(Conflict { kind, address: Some(address), nodes: late, holder });
+        }
+        self.claims.edge.insert(address, name.clone());
+        self.route(address, Holder::One(holder), inventory, rules, &[holder]);
+    }
+
+    fn route(
+        &mut self,
+        address: IpAddr,
+        holder: Holder,
+        inventory: &Inventory,
+        rules: &Rules<'_>,
+        nodes: &[usize],
+    ) {
+        self.holders.insert(address, holder);
+        if rules.exclude.iter().any(|range| range.contains(&address)) {
+            self.conflict(ConflictKind::Excluded, Some(address), inventory, nodes);
+        } else {
+            self.routed.insert(address);
+        }
     }
 
     /// Adds the pods of edge nodes. Ranges that overlap are not routed: it cannot be known which pod was meant. Nor are
@@ -228,7 +228,58 @@ impl Plan {
     ) {
         let mut nodes: Vec<_> = nodes.iter().map(|index| inventory.nodes[*index].name.clone()).collect();
         nodes.sort_unstable();
-        self.conflicts.insert(Conflict { kind, address, nodes });
+        self.conflicts.insert(Conflict { kind, address, nodes, holder: None });
+    }
+}
+
+/// The node that was created before the others; None when that cannot be told. The only one needs no age.
+fn oldest(inventory: &Inventory, nodes: &[usize]) -> Option<usize> {
+    if let [index] = nodes {
+        return Some(*index);
+    }
+    let mut ages = Vec::with_capacity(nodes.len());
+    for index in nodes {
+        ages.push((inventory.nodes[*index].created?, *index));
+    }
+    ages.sort_unstable();
+    match ages[..] {
+        [first, second, ..] if first.0 < second.0 => Some(first.1),
+        _ => None,
+    }
+}
+
+/// The ranges of pods: those of edge nodes as far as they may be redirected, and those of cloud nodes, which do not count
+/// with --edge-addresses: the operator said what is the edge nodes'.
+struct Pods {
+    /// The first node that has the range.
+    ranges: HashMap<IpNet, usize>,
+    prefixes: BTreeSet<u8>,
+}
+
+impl Pods {
+    fn new(inventory: &Inventory, rules: &Rules<'_>) -> Self {
+        let counts = |edge: bool, range: &IpNet| match range {
+            _ if edge => rules.pods.iter().any(|pods| pods.contains(range)),
+            _ if !rules.edge_addresses.is_empty() => false,
+            IpNet::V4(range) => range.prefix_len() >= WIDEST_CLOUD_PODS.0,
+            IpNet::V6(range) => range.prefix_len() >= WIDEST_CLOUD_PODS.1,
+        };
+        let mut ranges = HashMap::new();
+        for (index, node) in inventory.nodes.iter().enumerate() {
+            for range in node.pod_cidrs.iter().map(IpNet::trunc).filter(|range| counts(node.edge, range)) {
+                ranges.entry(range).or_insert(index);
+            }
+        }
+        let prefixes = ranges.keys().map(IpNet::prefix_len).collect();
+        Self { ranges, prefixes }
+    }
+
+    /// Whether the address is a pod's of another node than the only one that wants it.
+    fn of_another(&self, address: IpAddr, nodes: &[usize]) -> bool {
+        self.prefixes.iter().any(|prefix| {
+            let around = IpNet::new(address, *prefix).ok().and_then(|net| self.ranges.get(&net.trunc()));
+            around.is_some_and(|owner| nodes != [*owner])
+        })
     }
 }
 

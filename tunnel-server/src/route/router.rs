@@ -4,52 +4,33 @@
 //! reports a change; changes in between are coalesced.
 
 #[cfg(test)]
+mod claims_tests;
+#[cfg(test)]
 mod model_tests;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
-use tunnel_core::net::{identifies_host, interface_addresses};
 
-use super::plan::{Conflict, ConflictKind, Holder, Plan};
+use super::claims::Claims;
+use super::config::RouterConfig;
+use super::planner::{Planned, Planner};
 use super::snapshot::Snapshot;
-use super::tokens::{Owner, Tokens};
 use crate::inventory::Inventory;
 use crate::redirect::{Desired, RouteTarget};
 
-/// Conflicts that one reload may log; the rest are counted in one line. `status` lists them all.
-const MAX_LOGGED: usize = 20;
-
-/// What does not change while running.
-#[derive(Clone, Debug)]
-pub struct RouterConfig {
-    pub token_range: Ipv4Net,
-    pub token_range_v6: Ipv6Net,
-    /// TCP ports that are tunnelled, whatever [`Router::set_ports`] adds.
-    pub ports: BTreeSet<u16>,
-    /// Pods of edge nodes in these ranges are redirected too, on any port.
-    pub pods: Vec<IpNet>,
-    /// Which node this host is; None: found by its addresses.
-    pub host: Option<NodeName>,
-    /// Never redirected.
-    pub exclude: Vec<IpNet>,
-    /// May use the redirect, as this host and its pods may.
-    pub clients: Vec<IpNet>,
-    /// This host's addresses: the node that has one of them is this host, whose pods may use the redirect. In production
-    /// [`host_addresses`]. None: not known at present.
-    pub host_addresses: fn() -> Option<HashSet<IpAddr>>,
-}
+/// So many routes are looked at under one lock: a session that comes or goes waits for no more.
+const CHUNK: usize = 512;
 
 /// The routes, kept up to date.
 #[derive(Debug)]
@@ -57,12 +38,13 @@ pub struct Router {
     config: RouterConfig,
     snapshot: ArcSwap<Snapshot>,
     ports: ArcSwap<Ports>,
+    /// Locked for moments only: a session's thread waits for it.
     state: Mutex<RouterState>,
-    /// This host's addresses as last known. Locked during a whole recomputation, so that an older inventory never
-    /// replaces a newer one.
-    host: Mutex<HashSet<IpAddr>>,
+    /// Locked during a whole recomputation, so that an older inventory never replaces a newer one.
+    planner: Mutex<Planner>,
     version: watch::Sender<u64>,
-    conflicts: Family<[(&'static str, &'static str); 1], Gauge>,
+    due: watch::Sender<Option<Instant>>,
+    claims: watch::Sender<u64>,
 }
 
 /// What the doors need to know about a port.
@@ -75,159 +57,140 @@ struct Ports {
 
 #[derive(Debug)]
 struct RouterState {
-    tokens: Tokens,
     live: HashSet<NodeName>,
     desired: Desired,
     /// The keys in `desired.routes` whose `up` follows the node.
     routes_of: HashMap<NodeName, Vec<IpNet>>,
-    conflicts: BTreeSet<Conflict>,
+    /// Nodes whose session came or went during the recomputation that is under way.
+    flipped: Option<HashSet<NodeName>>,
+    /// Grows with each recomputation.
+    generation: u64,
 }
 
 impl Router {
     /// Without any node. Metrics go into `registry`, which has the prefix `postern`.
     pub fn new(config: RouterConfig, registry: &mut Registry) -> Self {
-        let conflicts = Family::<[(&'static str, &'static str); 1], Gauge>::default();
-        for kind in ConflictKind::ALL {
-            conflicts.get_or_create(&[("kind", kind.as_str())]).set(0);
-        }
-        let help = "Contradictions in the inventory, by kind (see status)";
-        registry.register("inventory_conflicts", help, conflicts.clone());
         let state = RouterState {
-            tokens: Tokens::new(config.token_range, config.token_range_v6),
             live: HashSet::new(),
-            desired: Desired::default(),
+            desired: Desired { ports: config.ports.clone(), ..Desired::default() },
             routes_of: HashMap::new(),
-            conflicts: BTreeSet::new(),
+            flipped: None,
+            generation: 0,
         };
         let ports = Ports { tunnelled: config.ports.clone(), loopback: BTreeSet::new() };
         let router = Self {
             ports: ArcSwap::from_pointee(ports),
+            planner: Mutex::new(Planner::new(&config, registry)),
             config,
             snapshot: ArcSwap::default(),
             state: Mutex::new(state),
-            host: Mutex::default(),
             version: watch::Sender::new(0),
-            conflicts,
+            due: watch::Sender::new(None),
+            claims: watch::Sender::new(0),
         };
-        // Ports, exclusions and clients take effect from the start.
+        // Exclusions and clients take effect from the start.
         router.set_inventory(Inventory::default());
         router
     }
 
-    /// Replaces the nodes. Tokens of those that stay are kept.
+    /// Replaces the nodes. Tokens of those that stay are kept. With many nodes it takes long: see
+    /// [`update`](super::update).
     pub fn set_inventory(&self, inventory: Inventory) {
         self.set_inventory_at(inventory, Instant::now());
     }
 
     fn set_inventory_at(&self, inventory: Inventory, now: Instant) {
-        let mut host = self.lock_host();
-        if let Some(addresses) = (self.config.host_addresses)() {
-            *host = addresses;
-        }
-        self.recompute(Arc::new(inventory), &host, now);
+        let mut planner = self.lock_planner();
+        planner.refresh_host(&self.config);
+        self.recompute(Arc::new(inventory), &mut planner, now);
     }
 
-    /// Reads this host's addresses again, which may have changed since the inventory was read. Cheap while they stay the
-    /// same; call it periodically.
-    pub fn refresh_host(&self) {
-        let mut host = self.lock_host();
-        match (self.config.host_addresses)() {
-            Some(addresses) if addresses != *host => *host = addresses,
-            _ => return,
-        }
-        let inventory = Arc::clone(&self.snapshot.load().inventory);
-        self.recompute(inventory, &host, Instant::now());
+    /// Recomputes what has changed although the inventory has not: this host's addresses, tokens that are free again,
+    /// addresses of cloud nodes that are old enough. Cheap when nothing has; call it periodically, and when it is
+    /// [`due`](Self::due).
+    pub fn refresh(&self) {
+        self.refresh_at(Instant::now());
     }
 
-    /// `host` is the content of `self.host`, which must stay locked.
-    fn recompute(&self, inventory: Arc<Inventory>, host: &HashSet<IpAddr>, now: Instant) {
-        let token_ranges = [IpNet::V4(self.config.token_range), IpNet::V6(self.config.token_range_v6)];
-        let mut plan = Plan::new(&inventory, &self.config.exclude, &token_ranges);
-        if !self.config.pods.is_empty() {
-            plan.route_pods(&inventory, &token_ranges, &self.config.pods);
+    fn refresh_at(&self, now: Instant) {
+        let mut planner = self.lock_planner();
+        let moved = planner.refresh_host(&self.config);
+        let due = self.due.borrow().is_some_and(|due| due <= now);
+        if moved || due {
+            let inventory = Arc::clone(&self.snapshot.load().inventory);
+            self.recompute(inventory, &mut planner, now);
         }
-        // An edge node is never this host, whatever addresses it reports: its pods must not reach the other sites.
-        let pods_here = inventory
-            .nodes
-            .iter()
-            .filter(|node| !node.edge)
-            .filter(|node| match &self.config.host {
-                Some(name) => node.name == *name,
-                None => node.addresses.iter().any(|address| host.contains(address)),
-            })
-            .flat_map(|node| node.pod_cidrs.iter().copied());
-        let clients = self.config.clients.iter().copied().chain(pods_here).collect();
+    }
+
+    /// When [`Self::refresh`] has something to do although nothing changed; a receiver sees the latest.
+    pub fn due(&self) -> watch::Receiver<Option<Instant>> {
+        self.due.subscribe()
+    }
+
+    fn recompute(&self, inventory: Arc<Inventory>, planner: &mut Planner, now: Instant) {
+        self.lock().flipped = Some(HashSet::new());
+        let mut planned = planner.plan(&self.config, inventory, now);
+        self.bring_up(&mut planned);
+        let differs = self.differs(&planned);
+        let Planned { snapshot, excluded, clients, routes, routes_of, due, claims_changed } = planned;
 
         let mut state = self.lock();
-        let pods = plan.pods.iter().map(|(range, index)| pods_of(&inventory, *index, *range));
-        let owners =
-            plan.routed.iter().map(|address| owner(&inventory, &plan, *address)).chain(pods).collect();
-        let assigned = state.tokens.assign(owners, now);
-
-        let mut desired = Desired {
-            ports: self.ports.load().tunnelled.clone(),
-            excluded: std::mem::take(&mut plan.excluded),
-            clients,
-            ..Desired::default()
-        };
-        let mut routes_of: HashMap<NodeName, Vec<IpNet>> = HashMap::new();
-        let mut tokens = HashMap::with_capacity(assigned.len());
-        for address in std::mem::take(&mut plan.routed) {
-            let token = assigned.get(&owner(&inventory, &plan, address)).copied().flatten();
-            let mut up = false;
-            match (token, &plan.holders[&address]) {
-                (Some(token), Holder::One(index)) => {
-                    let name = &inventory.nodes[*index].name;
-                    up = state.live.contains(name);
-                    routes_of.entry(name.clone()).or_default().push(IpNet::from(address));
-                    tokens.insert(token, (*index, address));
-                }
-                // Always down: a connect that fails is better than one that reaches the wrong site.
-                (Some(_), Holder::Several(_)) => {}
-                (None, holder) => {
-                    let indices = match holder {
-                        Holder::One(index) => vec![*index],
-                        Holder::Several(indices) => indices.clone(),
-                    };
-                    plan.conflict(ConflictKind::NoToken, Some(address), &inventory, &indices);
-                }
-            }
-            let token = token.unwrap_or_else(|| state.tokens.unassigned(address));
-            desired.routes.insert(IpNet::from(address), RouteTarget { token, up, any_port: false });
+        let desired = Desired { ports: state.desired.ports.clone(), excluded, clients, routes };
+        let before = (
+            std::mem::replace(&mut state.desired, desired),
+            std::mem::replace(&mut state.routes_of, routes_of),
+            self.snapshot.swap(snapshot),
+        );
+        for node in state.flipped.take().unwrap_or_default() {
+            let live = state.live.contains(&node);
+            state.set_up(&node, live);
         }
-        let mut blocks = BTreeMap::new();
-        for (range, index) in std::mem::take(&mut plan.pods) {
-            let name = &inventory.nodes[index].name;
-            let Some(token) = assigned.get(&pods_of(&inventory, index, range)).copied().flatten() else {
-                plan.conflict(ConflictKind::NoTokenBlock, Some(range.network()), &inventory, &[index]);
-                continue;
-            };
-            let up = state.live.contains(name);
-            routes_of.entry(name.clone()).or_default().push(range);
-            desired.routes.insert(range, RouteTarget { token, up, any_port: true });
-            if let Ok(block) = IpNet::new(token, range.prefix_len()) {
-                blocks.insert(token, (block, index, range));
-            }
-        }
-
-        self.report(&state.conflicts, &plan.conflicts);
-        let names = inventory.nodes.iter().enumerate().filter(|(_, node)| node.edge);
-        let names = names.map(|(index, node)| (node.name.clone(), index)).collect();
-        let conflicts = plan.conflicts.iter().cloned().collect();
-        self.snapshot.store(Arc::new(Snapshot {
-            inventory,
-            names,
-            holders: plan.holders,
-            tokens,
-            blocks,
-            conflicts,
-        }));
-        state.conflicts = plan.conflicts;
-        state.routes_of = routes_of;
-        if state.desired != desired {
-            state.desired = desired;
+        state.generation += 1;
+        if differs {
             self.bump();
         }
+        drop(state);
+        // Freeing that takes long, so nobody waits for it.
+        drop(before);
+        self.due.send_if_modified(|known| std::mem::replace(known, due) != due);
+        if claims_changed {
+            self.claims.send_modify(|changes| *changes += 1);
+        }
+    }
+
+    /// Sets the planned routes of nodes with a tunnel up. What changes meanwhile is in `flipped`.
+    fn bring_up(&self, planned: &mut Planned) {
+        let nodes: Vec<_> = planned.routes_of.iter().collect();
+        for nodes in nodes.chunks(CHUNK) {
+            let up: Vec<_> = {
+                let state = self.lock();
+                nodes.iter().filter(|(node, _)| state.live.contains(*node)).collect()
+            };
+            for net in up.into_iter().flat_map(|(_, nets)| nets.iter()) {
+                if let Some(target) = planned.routes.get_mut(net) {
+                    target.up = true;
+                }
+            }
+        }
+    }
+
+    /// Whether the planned routes are others than those in effect. Sessions that come or go meanwhile report that
+    /// themselves.
+    fn differs(&self, planned: &Planned) -> bool {
+        {
+            let RouterState { desired, .. } = &*self.lock();
+            if desired.routes.len() != planned.routes.len()
+                || desired.excluded != planned.excluded
+                || desired.clients != planned.clients
+            {
+                return true;
+            }
+        }
+        let planned: Vec<_> = planned.routes.iter().collect();
+        planned.chunks(CHUNK).any(|routes| {
+            let state = self.lock();
+            routes.iter().any(|(net, target)| state.desired.routes.get(*net) != Some(*target))
+        })
     }
 
     /// Sets whether any server holds a tunnel to the node, and so whether its routes are up. The cost does not depend on
@@ -238,15 +201,10 @@ impl Router {
         if !changed {
             return;
         }
-        let RouterState { routes_of, desired, .. } = &mut *state;
-        let mut any = false;
-        for net in routes_of.get(node).into_iter().flatten() {
-            if let Some(target) = desired.routes.get_mut(net) {
-                target.up = live;
-                any = true;
-            }
+        if let Some(flipped) = &mut state.flipped {
+            flipped.insert(node.clone());
         }
-        if any {
+        if state.set_up(node, live) {
             self.bump();
         }
     }
@@ -280,9 +238,45 @@ impl Router {
         self.snapshot.load_full()
     }
 
-    /// What the kernel should hold; a copy, so call it once per [`Router::changed`], not per event.
+    /// What the kernel should hold; a copy, so call it once per [`Router::changed`], not per event. A session that comes
+    /// or goes meanwhile may be in it or not; it is announced either way.
     pub fn desired(&self) -> Desired {
-        self.lock().desired.clone()
+        loop {
+            let (mut copy, generation) = {
+                let state = self.lock();
+                let Desired { ports, excluded, clients, .. } = &state.desired;
+                let copy = Desired {
+                    ports: ports.clone(),
+                    excluded: excluded.clone(),
+                    clients: clients.clone(),
+                    ..Desired::default()
+                };
+                (copy, state.generation)
+            };
+            if let Some(routes) = self.copy_routes(generation) {
+                copy.routes = routes.into_iter().collect();
+                return copy;
+            }
+        }
+    }
+
+    /// None: they were replaced meanwhile.
+    fn copy_routes(&self, generation: u64) -> Option<Vec<(IpNet, RouteTarget)>> {
+        let mut routes: Vec<(IpNet, RouteTarget)> = Vec::new();
+        loop {
+            let state = self.lock();
+            if state.generation != generation {
+                return None;
+            }
+            let (before, all) = (routes.len(), state.desired.routes.len());
+            routes.reserve(all - before);
+            let from = routes.last().map_or(Bound::Unbounded, |(net, _)| Bound::Excluded(*net));
+            let rest = state.desired.routes.range((from, Bound::Unbounded));
+            routes.extend(rest.take(CHUNK).map(|(net, target)| (*net, *target)));
+            if routes.len() == all {
+                return Some(routes);
+            }
+        }
     }
 
     /// Increases whenever [`Router::desired`] differs from before. A receiver sees many changes as one.
@@ -290,27 +284,32 @@ impl Router {
         self.version.subscribe()
     }
 
-    fn bump(&self) {
-        self.version.send_modify(|version| *version += 1);
+    /// Takes over the claims of an earlier run, before the first inventory.
+    ///
+    /// # Errors
+    /// The text is not what [`Self::stored_claims`] gave.
+    pub fn restore_claims(&self, text: &[u8]) -> Result<(), String> {
+        self.lock_planner().claims = Claims::restore(text, Instant::now(), SystemTime::now())?;
+        Ok(())
     }
 
-    fn report(&self, before: &BTreeSet<Conflict>, now: &BTreeSet<Conflict>) {
-        for kind in ConflictKind::ALL {
-            let count = now.iter().filter(|conflict| conflict.kind == kind).count();
-            self.conflicts.get_or_create(&[("kind", kind.as_str())]).set(count as i64);
-        }
-        let mut new = now.difference(before);
-        for conflict in new.by_ref().take(MAX_LOGGED) {
-            tracing::warn!(kind = conflict.kind.as_str(), "inventory: {conflict}");
-        }
-        let more = new.count();
-        if more > 0 {
-            tracing::warn!("inventory: {more} more conflicts; tunnel-server status -o json lists them");
-        }
-        let gone = before.difference(now).count();
-        if gone > 0 {
-            tracing::info!("inventory: {gone} conflicts are gone, {} remain", now.len());
-        }
+    /// Which node had an address first, for [`Self::restore_claims`]; None before the first nodes. It may wait for a
+    /// recomputation.
+    ///
+    /// # Errors
+    /// Those of the format.
+    pub fn stored_claims(&self) -> Result<Option<Vec<u8>>, serde_json::Error> {
+        let claims = self.lock_planner().claims.clone();
+        claims.known.then(|| claims.store(Instant::now(), SystemTime::now())).transpose()
+    }
+
+    /// Increases whenever [`Self::stored_claims`] differs from before.
+    pub fn claims_changed(&self) -> watch::Receiver<u64> {
+        self.claims.subscribe()
+    }
+
+    fn bump(&self) {
+        self.version.send_modify(|version| *version += 1);
     }
 
     fn lock(&self) -> MutexGuard<'_, RouterState> {
@@ -318,29 +317,22 @@ impl Router {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_host(&self) -> MutexGuard<'_, HashSet<IpAddr>> {
-        // It is replaced as a whole.
-        self.host.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_planner(&self) -> MutexGuard<'_, Planner> {
+        // Each of its parts is replaced as a whole.
+        self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn owner(inventory: &Inventory, plan: &Plan, address: IpAddr) -> Owner {
-    match &plan.holders[&address] {
-        Holder::One(index) => Owner::Node(inventory.nodes[*index].name.clone(), address),
-        Holder::Several(_) => Owner::Contested(address),
+impl RouterState {
+    /// Whether the node has any routes.
+    fn set_up(&mut self, node: &NodeName, up: bool) -> bool {
+        let mut any = false;
+        for net in self.routes_of.get(node).into_iter().flatten() {
+            if let Some(target) = self.desired.routes.get_mut(net) {
+                target.up = up;
+                any = true;
+            }
+        }
+        any
     }
-}
-
-fn pods_of(inventory: &Inventory, index: usize, range: IpNet) -> Owner {
-    Owner::Pods(inventory.nodes[index].name.clone(), range)
-}
-
-/// The addresses of this host's interfaces that identify it: no loopback or link-local ones. None when the kernel does
-/// not list them.
-pub fn host_addresses() -> Option<HashSet<IpAddr>> {
-    let listed = interface_addresses().inspect_err(
-        |error| tracing::warn!(%error, "cannot list this host's addresses; those known before stay in use"),
-    );
-    let addresses = listed.ok()?.into_iter().map(|entry| entry.address);
-    Some(addresses.filter(|address| identifies_host(*address)).collect())
 }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use tunnel_core::identity::NodeName;
 
-use super::plan::{Conflict, Holder};
+use super::conflict::Conflict;
+use super::plan::Holder;
 use crate::inventory::{Inventory, InventoryNode};
 
 /// An address of an edge node, or of a pod on it.

@@ -1,6 +1,6 @@
 //! Assigns token addresses to nodes and pods, and decides when a token may be reused.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,14 @@ use crate::redirect::{reserved_tokens, reserved_tokens_v6};
 
 /// How long the token of a departed owner stays unused: a client may still have a connection to it.
 pub const QUARANTINE: Duration = Duration::from_secs(600);
+
+/// How many tokens of addresses one node may hold, those in quarantine included: a node that names ever new addresses must
+/// not use up the range.
+const NODE_SHARE: usize = 64;
+/// The same for blocks of pods.
+const NODE_SHARE_BLOCKS: usize = 8;
+/// The same for all contested addresses together.
+const CONTESTED_SHARE: usize = 4096;
 
 /// What a token, or a block of them, stands for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -31,6 +39,15 @@ impl Owner {
         }
     }
 
+    /// Whose share of the tokens it is, and how large that share is.
+    fn share(&self) -> (Share, usize) {
+        match self {
+            Self::Node(node, _) => (Share::Node(node.clone()), NODE_SHARE),
+            Self::Pods(node, _) => (Share::Pods(node.clone()), NODE_SHARE_BLOCKS),
+            Self::Contested(_) => (Share::Contested, CONTESTED_SHARE),
+        }
+    }
+
     /// How many addresses, and so tokens; None for more than 2^127.
     fn size(&self) -> Option<u128> {
         match self {
@@ -40,6 +57,13 @@ impl Owner {
             }
         }
     }
+}
+
+#[derive(PartialEq, Eq, Hash)]
+enum Share {
+    Node(NodeName),
+    Pods(NodeName),
+    Contested,
 }
 
 /// Both families' tokens.
@@ -72,6 +96,18 @@ impl Tokens {
             tokens.insert(owner, number.map(|number| IpAddr::V6(Ipv6Addr::from(number))));
         }
         tokens
+    }
+
+    /// Whether the owner has a token now.
+    pub(super) fn has(&self, owner: &Owner) -> bool {
+        let pool = if owner.is_ipv4() { &self.v4 } else { &self.v6 };
+        pool.live.contains_key(owner)
+    }
+
+    /// When the next token leaves its quarantine.
+    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+        let departed = self.v4.departed.values().chain(self.v6.departed.values());
+        departed.map(|(_, since)| *since + QUARANTINE).filter(|until| *until > now).min()
     }
 
     /// A token of the same family that is never assigned.
@@ -130,14 +166,35 @@ impl Pool {
             self.departed.insert(owner.clone(), (number, now));
             self.order.entry(size).or_default().push_back((owner, now));
         }
+        let mut held = self.held(&without, now);
         for owner in without {
-            let number = owner.size().and_then(|size| self.take(size, now));
+            let (share, most) = owner.share();
+            let held = held.entry(share).or_default();
+            let number = owner.size().filter(|_| *held < most).and_then(|size| self.take(size, now));
+            *held += usize::from(number.is_some());
             if let Some(number) = number {
                 self.live.insert(owner.clone(), number);
             }
             assigned.push((owner, number));
         }
         assigned
+    }
+
+    /// How many tokens, or blocks, those hold who need more.
+    fn held(&self, without: &[Owner], now: Instant) -> HashMap<Share, usize> {
+        let wanting: HashSet<Share> = without.iter().map(|owner| owner.share().0).collect();
+        let quarantined =
+            self.departed.iter().filter(|(_, (_, since))| now.saturating_duration_since(*since) < QUARANTINE);
+        let mut held = HashMap::new();
+        if !wanting.is_empty() {
+            for owner in self.live.keys().chain(quarantined.map(|(owner, _)| owner)) {
+                let (share, _) = owner.share();
+                if wanting.contains(&share) {
+                    *held.entry(share).or_default() += 1;
+                }
+            }
+        }
+        held
     }
 
     /// One that left its quarantine, so that nodes that come and go do not use up the range, else a fresh one.

@@ -206,8 +206,12 @@ mod tests {
     }
 
     fn report(nodes: Vec<NodeStatus>) -> StatusReport {
-        let conflict =
-            Conflict { kind: ConflictKind::Ambiguous, address: "10.8.0.7".parse().ok(), nodes: Vec::new() };
+        let conflict = Conflict {
+            kind: ConflictKind::Ambiguous,
+            address: "10.8.0.7".parse().ok(),
+            nodes: Vec::new(),
+            holder: None,
+        };
         StatusReport {
             version: "0.1.0".to_owned(),
             server_id: "cloud-1".to_owned(),

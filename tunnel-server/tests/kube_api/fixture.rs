@@ -104,6 +104,7 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
         name: name.parse().unwrap(),
         edge,
         addresses: vec![address.parse().unwrap()],
+        left_out: 0,
         kubelet_port: DEFAULT_KUBELET_PORT,
         pod_cidrs: Vec::new(),
         created: None,

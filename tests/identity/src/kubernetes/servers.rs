@@ -59,6 +59,8 @@ impl Port {
             ports: BTreeSet::from([10250]),
             pods: Vec::new(),
             host: None,
+            edge_addresses: Vec::new(),
+            foreign: Vec::new(),
             exclude: Vec::new(),
             clients: Vec::new(),
             host_addresses: || None,

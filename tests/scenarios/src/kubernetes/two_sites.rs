@@ -1,5 +1,6 @@
-//! Two nodes in two sites have the same address, as factory-made edge boxes do: each is reached by name, and the ambiguous
-//! address is refused.
+//! Two nodes in two sites have the same address, as factory-made edge boxes do: each is reached by name, and the address
+//! leads to the older node, or is refused when both were created in one second.
+use std::cmp::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -27,8 +28,20 @@ pub(super) async fn two_sites_with_one_address(testbed: &Testbed) -> Result<()> 
     let _second = postern::agent(&cluster, &server, &manifests, 2).await?;
     let mut checks = Checks::new();
     checks.run("each kubelet is reached by name", by_name(&cluster)).await;
-    checks.run("connect() by address fails immediately", expect_unreachable((first.address, 10250))).await;
-    checks.run("status, metrics and log report the ambiguous address", reported(&cluster, &server)).await;
+    let older = older(&cluster).await?;
+    match older {
+        Some(node) => {
+            let leads_there = async { presented(&cluster, node).await.map(drop) };
+            checks.run("connect() by address leads to the older node", leads_there).await;
+        }
+        None => {
+            checks
+                .run("connect() by address fails immediately", expect_unreachable((first.address, 10250)))
+                .await;
+        }
+    }
+    let kind = if older.is_some() { "taken" } else { "ambiguous" };
+    checks.run("status, metrics and log report the address", reported(&cluster, &server, kind)).await;
     checks.run("with one of them gone the address leads to the other", one_left(&mut cluster)).await;
     checks.finish()
 }
@@ -51,30 +64,48 @@ async fn by_name(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-async fn reported(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+/// None when both were created in one second.
+async fn older(cluster: &Cluster<'_>) -> Result<Option<&'static str>> {
+    // Times of one form: they sort as texts.
+    let created = async |node: &str| -> Result<String> {
+        let node = cluster.api.get(&format!("/api/v1/nodes/{node}")).await?;
+        Ok(node["metadata"]["creationTimestamp"].as_str().context("the Node's creationTimestamp")?.to_owned())
+    };
+    let (first, second) = (created(EDGE_NODE).await?, created(TWIN).await?);
+    Ok(match first.cmp(&second) {
+        Ordering::Less => Some(EDGE_NODE),
+        Ordering::Equal => None,
+        Ordering::Greater => Some(TWIN),
+    })
+}
+
+async fn reported(cluster: &Cluster<'_>, server: &Server<'_>, kind: &str) -> Result<()> {
     let address = cluster.testbed.edge(1).address.to_string();
     let metrics = server.metrics().await?;
-    metrics.expect("postern_inventory_conflicts", &[("kind", "ambiguous")], 1.0)?;
+    metrics.expect("postern_inventory_conflicts", &[("kind", kind)], 1.0)?;
     let status = server.status().await?;
     let conflicts = status["inventory"]["conflicts"].as_array().cloned().unwrap_or_default();
     let message = conflicts.iter().find_map(|conflict| conflict["message"].as_str()).unwrap_or_default();
     let names_all = |text: &str| [address.as_str(), EDGE_NODE, TWIN].iter().all(|part| text.contains(part));
     ensure!(names_all(message), "the status says {conflicts:?}");
     let log = server.process.output()?;
-    ensure!(log.lines().any(|line| line.contains("ambiguous") && names_all(line)), "the log does not say so");
+    ensure!(log.lines().any(|line| line.contains(kind) && names_all(line)), "the log does not say so");
     Ok(())
 }
 
 async fn one_left(cluster: &mut Cluster<'_>) -> Result<()> {
-    let address = cluster.testbed.edge(1).address;
     cluster.host_mut(TWIN)?.kill_kubelet()?;
     cluster.api.delete(&format!("/api/v1/nodes/{TWIN}")).await?;
-    let presented = async || {
-        let stream =
-            tokio::time::timeout(Duration::from_secs(1), TcpStream::connect((address, 10250))).await??;
-        tls::certificate(&tls::handshake(stream, EDGE_NODE, &cluster.pki, None).await?)
-    };
+    let cluster = &*cluster;
+    let presented = async || presented(cluster, EDGE_NODE).await;
     wait_until("the address to lead to the remaining node", Duration::from_secs(20), presented, |_| true)
         .await?;
     Ok(())
+}
+
+/// The certificate at the address, verified as the node's.
+async fn presented(cluster: &Cluster<'_>, node: &str) -> Result<Vec<u8>> {
+    let address = (cluster.testbed.edge(1).address, 10250);
+    let stream = tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(address)).await??;
+    tls::certificate(&tls::handshake(stream, node, &cluster.pki, None).await?)
 }

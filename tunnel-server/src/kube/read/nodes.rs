@@ -22,21 +22,28 @@ pub type SlimNode = PartialNode<NodeSpec<String>, NodeStatus<String, i64>>;
 /// Changes that come this close together are published as one.
 const TOGETHER: Duration = Duration::from_millis(50);
 
+/// Fields of one Node that are named when they cannot be used; the rest is counted.
+const MAX_SKIPPED: usize = 8;
+
 /// Follows the Nodes and publishes an inventory whenever a field that the tunnel needs has changed, until `stop`. An
 /// inventory always has all nodes, so the first is published when every node is known; cloud nodes are in it whether they
 /// are Ready or not.
 ///
+/// Unless `allow_empty`, nodes that vanish all at once stay: that is rather a mistake of the API server.
+///
 /// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
-pub async fn run(
+pub async fn run<F: Future<Output = ()> + Send>(
     client: Client,
     selector: Selector,
     health: Health,
-    mut publish: impl FnMut(Inventory) + Send,
+    allow_empty: bool,
+    mut publish: impl FnMut(Inventory) -> F + Send,
     stop: CancellationToken,
 ) {
     let mut events = pin!(health.follow(Api::<SlimNode>::all(client), Config::default(), "nodes"));
     let mut nodes = Nodes::new(selector);
     let mut due: Option<Instant> = None;
+    let mut had_nodes = false;
     loop {
         tokio::select! {
             // Publishing goes first: events may come without a pause.
@@ -44,7 +51,17 @@ pub async fn run(
             () = stop.cancelled() => return,
             () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                 due = None;
-                publish(nodes.inventory());
+                let inventory = nodes.inventory();
+                let empty = inventory.nodes.is_empty();
+                if empty && had_nodes && !allow_empty {
+                    tracing::warn!(
+                        "the API server lists no node any more; those known before stay in effect (if that is meant, \
+                         start with --allow-empty-inventory)"
+                    );
+                    continue;
+                }
+                had_nodes = !empty;
+                publish(inventory).await;
             }
             event = events.next() => {
                 let Some(event) = event else { return };
@@ -131,7 +148,7 @@ impl Nodes {
             tracing::warn!(
                 node = printable(node.name(), 253),
                 key = field.key,
-                value = printable(&field.value, 64),
+                value = field.value,
                 reason = field.reason,
                 "a part of a Node cannot be used and is left out"
             );
@@ -154,19 +171,29 @@ fn read(node: &SlimNode, selector: &Selector) -> Known {
     let name = match node.name().parse() {
         Ok(name) => name,
         Err(error) => {
-            let (key, value, reason) = ("metadata.name", node.name().to_owned(), format!("{error}"));
+            let (key, value, reason) =
+                ("metadata.name", printable(node.name(), 253), printable(&format!("{error}"), 512));
             return Known { node: None, skipped: vec![SkippedField { key, value, reason }] };
         }
     };
     let mut skipped = Vec::new();
+    let mut more = 0;
     let edge = selector.matches(node.labels());
-    let inventory = read_node(name, edge, node.spec.as_ref(), node.status.as_ref(), |invalid| {
+    let read = read_node(name, edge, node.spec.as_ref(), node.status.as_ref(), |invalid| {
         let (key, reason) = (invalid.field.key(), invalid.reason.to_owned());
-        skipped.push(SkippedField { key, value: invalid.value, reason });
+        if skipped.len() < MAX_SKIPPED {
+            skipped.push(SkippedField { key, value: printable(&invalid.value, 64), reason });
+        } else {
+            more += 1;
+        }
         Ok::<_, Infallible>(())
     });
-    let Ok(inventory) = inventory;
-    Known { node: Some(InventoryNode { created: node.created(), ..inventory }), skipped }
+    let Ok(read) = read;
+    if more > 0 {
+        let (key, value, reason) = ("status", more.to_string(), "so many more cannot be used".to_owned());
+        skipped.push(SkippedField { key, value, reason });
+    }
+    Known { node: Some(InventoryNode { created: node.created(), ..read }), skipped }
 }
 
 #[cfg(test)]

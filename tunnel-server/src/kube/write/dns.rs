@@ -163,6 +163,7 @@ mod tests {
             name: name.parse().unwrap(),
             edge,
             addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+            left_out: 0,
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
             created: None,

@@ -1,11 +1,11 @@
 //! The router against a naive model that applies the rules to one address after the other.
 
-use std::time::Duration;
-
 use proptest::prelude::*;
+use std::time::{Duration, UNIX_EPOCH};
 
 use super::*;
 use crate::inventory::InventoryNode;
+use crate::route::CLOUD_CLAIM_DELAY;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -29,25 +29,92 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// What the rules require of one address.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 enum Expect {
     Direct,
     Down,
-    To(NodeName, bool),
+    To(NodeName),
 }
 
-fn expect(address: IpAddr, nodes: &[InventoryNode], live: &HashSet<NodeName>) -> Expect {
-    let claims: Vec<_> = nodes.iter().filter(|node| node.addresses.contains(&address)).collect();
-    let edges: Vec<_> = claims.iter().filter(|node| node.edge).collect();
-    if claims.iter().any(|node| !node.edge)
-        || tests::config().exclude.iter().any(|net| net.contains(&address))
-    {
-        return Expect::Direct;
+#[derive(Default)]
+struct Model {
+    known: bool,
+    nodes: Vec<InventoryNode>,
+    holders: HashMap<IpAddr, NodeName>,
+    /// When the address of the cloud node is excluded.
+    cloud: HashMap<(NodeName, IpAddr), Instant>,
+    expected: HashMap<IpAddr, Expect>,
+}
+
+fn addresses() -> impl Iterator<Item = IpAddr> {
+    (0..16u8).map(|a| IpAddr::from([10, 0, 0, a]))
+}
+
+impl Model {
+    fn follow(&mut self, nodes: Vec<InventoryNode>, now: Instant) {
+        self.nodes = nodes;
+        self.expected = addresses().map(|address| (address, Expect::Direct)).collect();
+        if self.nodes.is_empty() {
+            return;
+        }
+        let since = if self.known { now + CLOUD_CLAIM_DELAY } else { now };
+        let cloud: Vec<_> = self.nodes.iter().filter(|node| !node.edge).collect();
+        let claims = cloud.iter().flat_map(|node| node.addresses.iter().map(|a| (node.name.clone(), *a)));
+        self.cloud =
+            claims.map(|claim| (claim.clone(), self.cloud.get(&claim).copied().unwrap_or(since))).collect();
+        for address in addresses() {
+            let expected = self.decide(address);
+            match &expected {
+                Some((holder, Expect::Direct | Expect::To(_))) => {
+                    self.holders.insert(address, holder.clone());
+                }
+                _ => {
+                    self.holders.remove(&address);
+                }
+            }
+            if let Some((_, expected)) = expected {
+                self.expected.insert(address, expected);
+            }
+        }
+        self.known = true;
     }
-    match edges[..] {
-        [] => Expect::Direct,
-        [node] => Expect::To(node.name.clone(), live.contains(&node.name)),
-        _ => Expect::Down,
+
+    /// Who has the address, and what follows. None: nobody, and it is direct.
+    fn decide(&self, address: IpAddr) -> Option<(NodeName, Expect)> {
+        let excluded = tests::config().exclude.iter().any(|net| net.contains(&address));
+        let mut edges: Vec<_> =
+            self.nodes.iter().filter(|node| node.edge && node.addresses.contains(&address)).collect();
+        let first = edges.first()?.name.clone();
+        let to = |name: &NodeName| {
+            (name.clone(), if excluded { Expect::Direct } else { Expect::To(name.clone()) })
+        };
+        if address == tests::ip("10.0.0.1") {
+            return None;
+        }
+        let holder = self.holders.get(&address);
+        if let Some(holder) = edges.iter().find(|node| Some(&node.name) == holder) {
+            return Some(to(&holder.name));
+        }
+        if self.cloud.keys().any(|(_, claimed)| *claimed == address) {
+            return None;
+        }
+        if edges.len() == 1 {
+            return Some(to(&first));
+        }
+        edges.sort_by_key(|node| node.created);
+        let older = edges.iter().all(|node| node.created.is_some()) && edges[0].created < edges[1].created;
+        match older {
+            true => Some(to(&edges[0].name)),
+            false if excluded => None,
+            false => Some((first, Expect::Down)),
+        }
+    }
+
+    fn excluded(&self, now: Instant) -> BTreeSet<IpNet> {
+        let old = self.cloud.iter().filter(|(_, from)| **from <= now && !self.nodes.is_empty());
+        let free =
+            old.map(|((_, address), _)| *address).filter(|address| !self.holders.contains_key(address));
+        tests::config().exclude.into_iter().chain(free.map(IpNet::from)).collect()
     }
 }
 
@@ -55,52 +122,54 @@ proptest! {
     #[test]
     fn routes_agree_with_the_rules(steps in steps()) {
         let (router, _) = tests::router();
-        let (mut nodes, mut live, mut now) = (Vec::new(), HashSet::new(), Instant::now());
+        let (mut model, mut live, mut now) = (Model::default(), HashSet::new(), Instant::now());
         for step in steps {
             match step {
-                Step::Wait(seconds) => now += Duration::from_secs(seconds),
+                Step::Wait(seconds) => {
+                    now += Duration::from_secs(seconds);
+                    router.refresh_at(now);
+                }
                 Step::Live(n, up) => {
                     let name = tests::name(&format!("n{n}"));
                     router.set_live(&name, up);
                     if up { live.insert(name); } else { live.remove(&name); }
                 }
                 Step::Inventory(list) => {
-                    nodes = list
+                    let nodes: Vec<_> = list
                         .into_iter()
                         .map(|(n, edge, a)| {
                             let addresses: Vec<_> = a.iter().map(|a| format!("10.0.0.{a}")).collect();
-                            tests::node(&format!("n{n}"), edge, &addresses.iter().map(String::as_str).collect::<Vec<_>>())
+                            let addresses: Vec<_> = addresses.iter().map(String::as_str).collect();
+                            let created = (n % 3 != 0).then(|| UNIX_EPOCH + Duration::from_secs(u64::from(n / 2)));
+                            InventoryNode { created, ..tests::node(&format!("n{n}"), edge, &addresses) }
                         })
                         .collect();
                     router.set_inventory_at(Inventory { nodes: nodes.clone() }, now);
+                    model.follow(nodes, now);
                 }
             }
             let (desired, snapshot) = (router.desired(), router.snapshot());
             let mut tokens = HashSet::new();
-            for a in 0..16u8 {
-                let address = IpAddr::from([10, 0, 0, a]);
+            for address in addresses() {
                 let target = desired.routes.get(&IpNet::from(address));
-                match expect(address, &nodes, &live) {
+                match model.expected.get(&address).cloned().unwrap_or(Expect::Direct) {
                     Expect::Direct => prop_assert_eq!(target, None),
                     Expect::Down => {
                         let target = target.unwrap();
                         prop_assert!(!target.up && snapshot.by_token(target.token).is_none());
                         prop_assert!(tokens.insert(target.token));
                     }
-                    Expect::To(name, up) => {
+                    Expect::To(name) => {
                         let target = target.unwrap();
-                        prop_assert_eq!(target.up, up);
+                        prop_assert_eq!(target.up, live.contains(&name));
                         let found = snapshot.by_token(target.token).unwrap();
                         prop_assert_eq!((&found.node, found.address), (&name, address));
                         prop_assert!(tokens.insert(target.token), "one token, two routes");
                     }
                 }
             }
-            // Excluded is exactly the operator's ranges and the cloud's addresses.
-            let expected: BTreeSet<IpNet> = tests::config().exclude.into_iter()
-                .chain(nodes.iter().filter(|n| !n.edge).flat_map(|n| n.addresses.iter().copied().map(IpNet::from)))
-                .collect();
-            prop_assert_eq!(&desired.excluded, &expected);
+            // Excluded is exactly the operator's ranges and what cloud nodes have had for a while.
+            prop_assert_eq!(&desired.excluded, &model.excluded(now));
         }
     }
 }

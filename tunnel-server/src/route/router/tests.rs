@@ -1,10 +1,14 @@
 //! The router by example.
 
 use std::cell::RefCell;
+use std::time::Duration;
+
+use tunnel_core::net::identifies_host;
 
 use super::*;
 use crate::inventory::InventoryNode;
-use crate::route::ByAddress;
+use crate::route::report::MAX_LOGGED;
+use crate::route::{ByAddress, ConflictKind, host_addresses};
 
 pub(super) fn config() -> RouterConfig {
     RouterConfig {
@@ -13,6 +17,8 @@ pub(super) fn config() -> RouterConfig {
         ports: BTreeSet::from([10250, 10255]),
         pods: Vec::new(),
         host: None,
+        edge_addresses: Vec::new(),
+        foreign: vec![net("10.96.0.0/16")],
         exclude: vec![net("10.0.0.8/29")],
         clients: vec![net("192.0.2.0/24")],
         host_addresses: || HOST.with_borrow(Clone::clone),
@@ -34,13 +40,14 @@ pub(super) fn node(name: &str, edge: bool, addresses: &[&str]) -> InventoryNode 
         name: self::name(name),
         edge,
         addresses: addresses.iter().map(|address| ip(address)).collect(),
+        left_out: 0,
         kubelet_port: 10250,
         pod_cidrs: Vec::new(),
         created: None,
     }
 }
 
-fn with_pods(name: &str, edge: bool, address: &str, range: &str) -> InventoryNode {
+pub(super) fn with_pods(name: &str, edge: bool, address: &str, range: &str) -> InventoryNode {
     InventoryNode { pod_cidrs: vec![net(range)], ..node(name, edge, &[address]) }
 }
 
@@ -48,7 +55,7 @@ pub(super) fn inventory(nodes: Vec<InventoryNode>) -> Inventory {
     Inventory { nodes }
 }
 
-fn set_live(router: &Router, node: &str, live: bool) {
+pub(super) fn set_live(router: &Router, node: &str, live: bool) {
     router.set_live(&name(node), live);
 }
 
@@ -56,19 +63,19 @@ pub(super) fn name(text: &str) -> NodeName {
     text.parse().unwrap()
 }
 
-fn net(text: &str) -> IpNet {
+pub(super) fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
 
-fn ip(text: &str) -> IpAddr {
+pub(super) fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-fn route(desired: &Desired, address: &str) -> Option<RouteTarget> {
+pub(super) fn route(desired: &Desired, address: &str) -> Option<RouteTarget> {
     desired.routes.get(&IpNet::from(ip(address))).copied()
 }
 
-fn metrics(registry: &Registry) -> String {
+pub(super) fn metrics(registry: &Registry) -> String {
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
     text
@@ -121,7 +128,7 @@ fn this_host_is_found_by_its_node_name() {
     assert_eq!(clients(&router), ["10.244.1.0/24", "192.0.2.0/24"]);
 }
 
-fn clients(router: &Router) -> Vec<String> {
+pub(super) fn clients(router: &Router) -> Vec<String> {
     router.desired().clients.iter().map(ToString::to_string).collect()
 }
 
@@ -158,13 +165,13 @@ fn a_change_of_this_hosts_addresses_takes_effect_without_an_inventory_change() {
     let mut changed = router.changed();
     changed.mark_unchanged();
 
-    router.refresh_host();
+    router.refresh();
     assert!(!changed.has_changed().unwrap(), "the same addresses");
     HOST.set(None);
-    router.refresh_host();
+    router.refresh();
     assert!(!changed.has_changed().unwrap(), "unknown is not gone");
     HOST.set(Some(HashSet::from([ip("10.0.0.2")])));
-    router.refresh_host();
+    router.refresh();
     assert!(changed.has_changed().unwrap());
     assert_eq!(clients(&router), ["10.244.1.0/24", "192.0.2.0/24"]);
     assert_eq!(router.desired().routes, before.routes, "tokens and liveness stay");
@@ -277,6 +284,53 @@ fn a_conflict_is_logged_once_and_again_when_it_comes_back() {
     });
 }
 
+/// A log that is written to while a session comes.
+struct Meanwhile {
+    router: Arc<std::sync::OnceLock<Arc<Router>>>,
+    done: std::sync::mpsc::Sender<bool>,
+}
+
+impl std::io::Write for Meanwhile {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        if let Some(router) = self.router.get().cloned() {
+            let (tell, told) = std::sync::mpsc::channel();
+            std::thread::spawn(move || {
+                set_live(&router, "c", true);
+                set_live(&router, "d", false);
+                tell.send(router.desired().routes.len())
+            });
+            let in_time = told.recv_timeout(Duration::from_secs(20));
+            self.done.send(in_time == Ok(1)).unwrap();
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_session_does_not_wait_for_a_recomputation_and_is_in_its_result() {
+    let slot = Arc::new(std::sync::OnceLock::new());
+    let (done, seen) = std::sync::mpsc::channel();
+    let writer = Mutex::new(Meanwhile { router: slot.clone(), done });
+    let subscriber = tracing_subscriber::fmt().with_writer(writer).with_ansi(false).finish();
+    let _second = tracing::Dispatch::new(tracing_subscriber::registry());
+    tracing::subscriber::with_default(subscriber, || {
+        let router = Arc::new(router().0);
+        set_live(&router, "d", true);
+        router.set_inventory(inventory(vec![node("d", true, &["10.8.0.4"])]));
+        slot.set(router.clone()).unwrap();
+        // The conflict is logged in the middle of the recomputation.
+        let nodes = [("a", "10.8.0.7"), ("b", "10.8.0.7"), ("c", "10.8.0.3"), ("d", "10.8.0.4")];
+        router.set_inventory(inventory(nodes.map(|(name, address)| node(name, true, &[address])).to_vec()));
+        assert!(seen.recv().unwrap(), "the session waited");
+        assert!(route(&router.desired(), "10.8.0.3").unwrap().up);
+        assert!(!route(&router.desired(), "10.8.0.4").unwrap().up);
+    });
+}
+
 #[test]
 fn only_real_changes_are_announced() {
     let (router, _) = router();
@@ -327,6 +381,22 @@ fn a_node_that_goes_up_among_100_000_keeps_every_token() {
         started.elapsed()
     );
     assert!(after.routes.values().all(|target| target.up));
+    let (inventory, session) = (router.snapshot().inventory().clone(), names[0].clone());
+    let longest = std::thread::scope(|scope| {
+        let recomputing = scope.spawn(|| (0..3).for_each(|_| router.set_inventory(inventory.clone())));
+        let mut longest = Duration::ZERO;
+        while !recomputing.is_finished() {
+            let started = Instant::now();
+            router.set_live(&session, true);
+            router.set_live(&session, false);
+            router.set_live(&session, true);
+            longest = longest.max(started.elapsed());
+            std::thread::yield_now();
+        }
+        longest
+    });
+    println!("a session waited for {longest:?} at most during three recomputations");
+    assert_eq!(router.desired(), after);
     // No token was assigned anew.
     assert!(after.routes.iter().all(|(net, target)| before.routes[net].token == target.token));
 }

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Health, WatchHealth};
 use tunnel_server::inventory::{Inventory, InventoryNode, Selector};
 use tunnel_server::kube::read::nodes;
+use tunnel_server::route::{Router, RouterConfig};
 
 use crate::fixture::client;
 
@@ -54,10 +55,13 @@ impl Following {
         let stop = CancellationToken::new();
         let publish = {
             let published = published.clone();
-            move |inventory| published.lock().unwrap().push((Instant::now(), inventory))
+            move |inventory| {
+                published.lock().unwrap().push((Instant::now(), inventory));
+                std::future::ready(())
+            }
         };
         let client = client(server).await;
-        tokio::spawn(nodes::run(client, Selector::default(), health.clone(), publish, stop.clone()));
+        tokio::spawn(nodes::run(client, Selector::default(), health.clone(), false, publish, stop.clone()));
         Self { published, health, registry, _stop: stop.drop_guard() }
     }
 
@@ -260,6 +264,83 @@ async fn an_empty_cluster_is_an_inventory_too() {
     let server = ApiServer::start();
     let following = Following::start(&server).await;
     following.until("the empty inventory", Instant::now(), |inventory| inventory.nodes.is_empty()).await;
+}
+
+#[tokio::test]
+async fn nodes_that_vanish_all_at_once_stay() {
+    let server = ApiServer::start();
+    server.put(NODES, node("edge-1", "10.8.0.1", true));
+    server.put(NODES, node("edge-2", "10.8.0.2", true));
+    let following = Following::start(&server).await;
+    following.until("the nodes", Instant::now(), |inventory| inventory.nodes.len() == 2).await;
+    following.synced().await;
+    // A list without nodes, as of an API server with an empty store.
+    server.down();
+    server.remove(NODES, "edge-1");
+    server.remove(NODES, "edge-2");
+    server.compact();
+    let lists = server.requests("list", NODES);
+    server.up();
+    eventually("the list", || (server.requests("list", NODES) > lists).then_some(())).await;
+    following.synced().await;
+    // The next change shows that it was seen.
+    server.put(NODES, node("edge-3", "10.8.0.3", true));
+    following.until("the new node", Instant::now(), |inventory| find(inventory, "edge-3").is_some()).await;
+    following.each(|inventory| assert!(!inventory.nodes.is_empty()));
+}
+
+/// As the kubelet of edge-1 with its credentials: it may change its own Node.
+#[tokio::test]
+async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
+    let server = ApiServer::start();
+    server.put(NODES, node("cloud-1", "10.0.0.1", false));
+    server.put_all(NODES, (1..=3).map(|n| node(&format!("edge-{n}"), &format!("10.8.0.{n}"), true)));
+    let following = Following::start(&server).await;
+    following.until("the nodes", Instant::now(), |inventory| inventory.nodes.len() == 4).await;
+    following.synced().await;
+    let router = router();
+    let last = || following.published.lock().unwrap().last().unwrap().1.clone();
+    router.set_inventory(last());
+    let before = router.desired();
+    assert_eq!(before.routes.len(), 3);
+
+    let address =
+        |n: u32| json!({"type": "InternalIP", "address": std::net::Ipv4Addr::from(0x0a08_0001 + n)});
+    let started = Instant::now();
+    server.edit(NODES, "edge-1", |node| {
+        // Its own, those of the other edge nodes, the cloud node's, and many more.
+        let cloud = json!({"type": "InternalIP", "address": "10.0.0.1"});
+        node["status"]["addresses"] =
+            (0..3).map(address).chain([cloud]).chain((3..50_000).map(address)).collect();
+    });
+    let named = |i: &Inventory| find(i, "edge-1").is_some_and(|node| node.left_out > 49_000);
+    let took = following.until("the addresses", started, named).await;
+    println!("50,000 addresses: published after {took:?}");
+    router.set_inventory(last());
+    let (after, snapshot) = (router.desired(), router.snapshot());
+    assert_eq!(after.excluded, before.excluded);
+    for (net, target) in &before.routes {
+        assert_eq!(after.routes.get(net), Some(target), "{net}");
+    }
+    assert!(after.routes.len() <= before.routes.len() + 12, "{} routes", after.routes.len());
+    let kinds: Vec<_> = snapshot.conflicts().iter().map(|conflict| conflict.kind.as_str()).collect();
+    assert_eq!(kinds, ["taken", "taken", "cloud_and_edge", "too_many"]);
+}
+
+fn router() -> Router {
+    let config = RouterConfig {
+        token_range: "198.18.0.0/15".parse().unwrap(),
+        token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
+        ports: [10250].into(),
+        pods: Vec::new(),
+        host: None,
+        edge_addresses: Vec::new(),
+        foreign: Vec::new(),
+        exclude: Vec::new(),
+        clients: Vec::new(),
+        host_addresses: || None,
+    };
+    Router::new(config, &mut Registry::default())
 }
 
 #[tokio::test]

@@ -133,6 +133,7 @@ mod tests {
             name: name(node),
             edge: *edge,
             addresses: Vec::new(),
+            left_out: 0,
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
             created: None,

@@ -122,13 +122,14 @@ impl Consumer {
                     let publish = move |inventory: tunnel_server::inventory::Inventory| {
                         published.fetch_add(1, Ordering::SeqCst);
                         nodes.store(inventory.nodes.len(), Ordering::SeqCst);
+                        std::future::ready(())
                     };
                     tokio::spawn(async move {
                         while let Some(answer) = asked.recv().await {
                             let _ = answer.send(thread_cpu());
                         }
                     });
-                    nodes::run(client, Selector::default(), Health::default(), publish, stop).await;
+                    nodes::run(client, Selector::default(), Health::default(), false, publish, stop).await;
                 });
             }
         });

@@ -1,0 +1,48 @@
+//! What the routes are made of besides the nodes.
+
+use std::collections::{BTreeSet, HashSet};
+use std::net::IpAddr;
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use tunnel_core::identity::NodeName;
+use tunnel_core::net::{identifies_host, interface_addresses};
+
+/// What does not change while running.
+#[derive(Clone, Debug)]
+pub struct RouterConfig {
+    pub token_range: Ipv4Net,
+    pub token_range_v6: Ipv6Net,
+    /// TCP ports that are tunnelled, whatever [`Router::set_ports`](super::Router::set_ports) adds.
+    pub ports: BTreeSet<u16>,
+    /// Pods of edge nodes in these ranges are redirected too, on any port.
+    pub pods: Vec<IpNet>,
+    /// Which node this host is; None: found by its addresses.
+    pub host: Option<NodeName>,
+    /// Where edge nodes' addresses are; empty: anywhere.
+    pub edge_addresses: Vec<IpNet>,
+    /// The API server and the Services: never an edge node's.
+    pub foreign: Vec<IpNet>,
+    /// Never redirected.
+    pub exclude: Vec<IpNet>,
+    /// May use the redirect, as this host and its pods may.
+    pub clients: Vec<IpNet>,
+    /// This host's addresses: never an edge node's, and the cloud node that has one of them is this host, whose pods may
+    /// use the redirect. In production [`host_addresses`]. None: not known at present.
+    pub host_addresses: fn() -> Option<HashSet<IpAddr>>,
+}
+
+impl RouterConfig {
+    pub(super) fn token_ranges(&self) -> [IpNet; 2] {
+        [IpNet::V4(self.token_range), IpNet::V6(self.token_range_v6)]
+    }
+}
+
+/// The addresses of this host's interfaces that identify it: no loopback or link-local ones. None when the kernel does
+/// not list them.
+pub fn host_addresses() -> Option<HashSet<IpAddr>> {
+    let listed = interface_addresses().inspect_err(
+        |error| tracing::warn!(%error, "cannot list this host's addresses; those known before stay in use"),
+    );
+    let addresses = listed.ok()?.into_iter().map(|entry| entry.address);
+    Some(addresses.filter(|address| identifies_host(*address)).collect())
+}

@@ -1,0 +1,139 @@
+//! What is wrong with an inventory, in words and as a metric's label.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+use tunnel_core::identity::NodeName;
+
+/// A contradiction in the inventory. Everything else is routed all the same.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Conflict {
+    pub kind: ConflictKind,
+    /// None for [`ConflictKind::NoAddress`] and [`ConflictKind::TooMany`].
+    pub address: Option<IpAddr>,
+    /// Sorted; the edge nodes for [`ConflictKind::CloudAndEdge`].
+    pub nodes: Vec<NodeName>,
+    /// Who keeps the address; only for [`ConflictKind::Taken`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<NodeName>,
+}
+
+/// What is wrong; also the metric's label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ConflictKind {
+    /// Several edge nodes had the address from the start: connecting to it fails, each is reachable by its name.
+    Ambiguous,
+    /// An edge node had the address before these nodes, and keeps it.
+    Taken,
+    /// A cloud node has the address too: it is never redirected.
+    CloudAndEdge,
+    /// The operator excluded the address: it is never redirected.
+    Excluded,
+    /// Not the address of a host on a network (loopback, multicast, link-local, …), or one of the token range.
+    Unroutable,
+    /// The operator did not give the address to edge nodes: it is never redirected.
+    NotEdge,
+    /// The address is this host's, the API server's, a Service's or a pod's of another node: it leads to no edge node.
+    Foreign,
+    /// An edge node without any address.
+    NoAddress,
+    /// A node with more addresses than are used.
+    TooMany,
+    /// The token range, or the node's share of it, is used up: connecting to the address fails.
+    NoToken,
+    /// A range of pods that overlaps another node's or the token range, is excluded, or lies outside the ranges that the
+    /// operator gave to pods: it is not redirected.
+    PodRange,
+    /// The token range has no room for a range of pods: it is not redirected.
+    NoTokenBlock,
+    /// The kernel's table of routes is full: it is not redirected.
+    NoRoom,
+}
+
+impl ConflictKind {
+    pub const ALL: [Self; 13] = [
+        Self::Ambiguous,
+        Self::Taken,
+        Self::CloudAndEdge,
+        Self::Excluded,
+        Self::Unroutable,
+        Self::NotEdge,
+        Self::Foreign,
+        Self::NoAddress,
+        Self::TooMany,
+        Self::NoToken,
+        Self::PodRange,
+        Self::NoTokenBlock,
+        Self::NoRoom,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Ambiguous => "ambiguous",
+            Self::Taken => "taken",
+            Self::CloudAndEdge => "cloud_and_edge",
+            Self::Excluded => "excluded",
+            Self::Unroutable => "unroutable",
+            Self::NotEdge => "not_edge",
+            Self::Foreign => "foreign",
+            Self::NoAddress => "no_address",
+            Self::TooMany => "too_many",
+            Self::NoToken => "no_token",
+            Self::PodRange => "pod_range",
+            Self::NoTokenBlock => "no_token_block",
+            Self::NoRoom => "no_room",
+        }
+    }
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(address) = self.address {
+            write!(f, "address {address} of ")?;
+        }
+        for (i, node) in self.nodes.iter().enumerate() {
+            write!(f, "{}{node}", if i == 0 { "" } else { ", " })?;
+        }
+        if let Some(holder) = &self.holder {
+            write!(f, ": {holder} had it first and keeps it; use the names of the others")?;
+        }
+        f.write_str(match self.kind {
+            // The holder says it.
+            ConflictKind::Taken => "",
+            ConflictKind::Ambiguous => {
+                ": several edge nodes have it; connections to it fail, use their names"
+            }
+            ConflictKind::CloudAndEdge => ": a cloud node has it too; it is not redirected",
+            ConflictKind::Excluded => ": it lies in --exclude; it is not redirected",
+            ConflictKind::Unroutable => {
+                ": it is not the address of a host on a network; it is not redirected"
+            }
+            ConflictKind::NotEdge => ": it lies outside of --edge-addresses; it is not redirected",
+            ConflictKind::Foreign => {
+                ": it belongs to this host, the API server, a Service or another node's pods; it is not used for the node"
+            }
+            ConflictKind::NoAddress => ": the node has no address; only others can be reached",
+            ConflictKind::TooMany => {
+                ": the node has more than 16 addresses; the rest is not used (InternalIPs are used first)"
+            }
+            ConflictKind::NoToken => {
+                ": the token range, or the node's share of it, is used up; connections to it fail until tokens of \
+                 addresses that left are free again, ten minutes later (or widen --token-range)"
+            }
+            ConflictKind::PodRange => {
+                ": the pod range that begins there overlaps another node's or the token range, lies in \
+                 --exclude, or outside of --edge-pod-routes; \
+                 it is not redirected"
+            }
+            ConflictKind::NoTokenBlock => {
+                ": the token range has no room for the pod range that begins there; it is not redirected (widen \
+                 --token-range, or --token-range-v6 up to a /64: a block of tokens is as large as the range)"
+            }
+            ConflictKind::NoRoom => {
+                ": the kernel's table of routes is full; it is not redirected, use the node's name"
+            }
+        })
+    }
+}

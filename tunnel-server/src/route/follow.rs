@@ -1,0 +1,41 @@
+//! Keeps a router up to date, off the threads that accept and carry: many nodes take long to compute.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::time::{Instant as TokioInstant, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::Router;
+use crate::inventory::Inventory;
+
+/// How often this host's addresses are compared with the inventory's.
+const PERIOD: Duration = Duration::from_secs(30);
+
+/// Gives the router an inventory. Wait for it before giving the next: that keeps their order.
+pub async fn update(router: Arc<Router>, inventory: Inventory) {
+    blocking(move || router.set_inventory(inventory)).await;
+}
+
+/// Keeps `router` up to date with this host's addresses and with the time, until stopped.
+pub async fn follow(router: Arc<Router>, stop: CancellationToken) {
+    let mut due = router.due();
+    let mut tick = tokio::time::interval(PERIOD);
+    loop {
+        let next: Option<Instant> = *due.borrow_and_update();
+        tokio::select! {
+            _ = tick.tick() => {}
+            () = sleep_until(next.map_or_else(TokioInstant::now, TokioInstant::from)), if next.is_some() => {}
+            changed = due.changed() => if changed.is_err() { return } else { continue },
+            () = stop.cancelled() => return,
+        }
+        let router = router.clone();
+        blocking(move || router.refresh()).await;
+    }
+}
+
+async fn blocking(work: impl FnOnce() + Send + 'static) {
+    if let Err(error) = tokio::task::spawn_blocking(work).await {
+        tracing::error!(%error, "computing the routes failed; those before stay in effect");
+    }
+}
