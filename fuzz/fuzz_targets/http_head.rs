@@ -18,7 +18,9 @@ fuzz_target!(|bytes: &[u8]| {
     // What the target gets is a whole head without a rest, has one meaning, and is not changed by another door.
     let again = match parse(&head.rewritten) {
         // Two headers and some spaces are added.
-        Err(reason) => return assert!(reason.contains("larger") || reason.contains("too many headers"), "{reason}"),
+        Err(reason) => {
+            return assert!(reason.contains("larger") || reason.contains("too many headers"), "{reason}");
+        }
         Ok(again) => again.expect("the target's head is cut"),
     };
     assert_eq!(again.length, head.rewritten.len());

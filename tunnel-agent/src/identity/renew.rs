@@ -134,7 +134,7 @@ impl IdentityKeeper {
         let identity = current.with_bundle(bundle);
         if !*unsaved {
             let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
-            *unsaved = is_unsaved(run_blocking(move || files.store_bundle(&bundle)).await);
+            *unsaved = is_unsaved(&run_blocking(move || files.store_bundle(&bundle)).await);
         }
         tracing::info!(roots = ?identity.bundle.hashes(), "the server's trusted roots have changed");
         if is_orphaned(&identity) && self.renewer.recovery == Recovery::Token {
@@ -164,8 +164,8 @@ impl IdentityKeeper {
 }
 
 /// Whether storing failed, which is logged.
-fn is_unsaved(stored: Result<(), IdentityError>) -> bool {
-    if let Err(error) = &stored {
+fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
+    if let Err(error) = stored {
         tracing::error!(
             %error,
             "the new certificate or roots are in use but not stored, and a restart would use the old ones: make the \
@@ -267,7 +267,7 @@ impl Renewer {
     /// Uses the identity from now on. `unsaved` is that of `storing`.
     async fn store(&self, identity: AgentIdentity, unsaved: &mut bool) -> Arc<AgentIdentity> {
         let identity = Arc::new(identity);
-        *unsaved = is_unsaved(self.write(&identity).await);
+        *unsaved = is_unsaved(&self.write(&identity).await);
         self.metrics.set_not_after(identity.not_after());
         self.current.send_replace(Arc::clone(&identity));
         identity

@@ -198,7 +198,7 @@ impl Inward<'_> {
                     match &mut ticket {
                         None => ticket = Some(self.stalls.enter(self.abort, cx.waker(), inbox.bytes)),
                         Some(ticket) => {
-                            ticket.update(cx.waker(), inbox.bytes, || sent_nothing_for(socket.as_ref()))
+                            ticket.update(cx.waker(), inbox.bytes, || sent_nothing_for(socket.as_ref()));
                         }
                     }
                     Poll::Pending

@@ -29,6 +29,7 @@ pub const DEFAULT_TOKEN_RANGE_V6: &str = "fd9e:706f:7374:6572::/64";
 
 /// Where the nodes and the CA come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "a process has one")]
 pub enum NodeSource {
     /// A NodeList in a file, and a CA in the state directory.
     File(PathBuf),

@@ -155,9 +155,9 @@ mod tests {
         name.parse().unwrap()
     }
 
-    fn standing(
-        refuse: bool,
-    ) -> (Standing, watch::Sender<Arc<Revocations>>, watch::Sender<Option<Arc<KnownNodes>>>) {
+    type Nodes = watch::Sender<Option<Arc<KnownNodes>>>;
+
+    fn standing(refuse: bool) -> (Standing, watch::Sender<Arc<Revocations>>, Nodes) {
         let (revocations, nodes) = (watch::Sender::default(), watch::Sender::new(None));
         (Standing::new(revocations.subscribe(), nodes.subscribe(), refuse), revocations, nodes)
     }
