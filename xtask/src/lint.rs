@@ -47,4 +47,21 @@ mod tests {
             assert!(exists, "ARCHITECTURE.md names {name}");
         }
     }
+
+    #[test]
+    fn security_names_tests_that_exist() {
+        let text = std::fs::read_to_string(root().join("docs/security.md")).unwrap();
+        let listed = program("git").args(["ls-files", "*.rs"]).output().unwrap().stdout;
+        let files = String::from_utf8(listed).unwrap();
+        let named = text.split('`').skip(1).step_by(2).filter(|word| word.contains("::"));
+        for name in named {
+            let parts: Vec<&str> = name.split("::").collect();
+            let function = format!("fn {}(", parts[parts.len() - 1]);
+            // A scenario, a test of that file or of a module in it.
+            let exists = files.lines().filter(|file| file.contains(parts[0])).any(|file| {
+                std::fs::read_to_string(root().join(file)).unwrap_or_default().contains(&function)
+            });
+            assert!(exists, "docs/security.md names {name}");
+        }
+    }
 }

@@ -70,6 +70,9 @@ impl Agent for AgentService {
             Some(notice::Notice::Refused(refused)) if refused.enroll_again => {
                 SessionPhase::CertificateRefused(refused.reason)
             }
+            Some(notice::Notice::Refused(refused)) if refused.retry_soon => {
+                SessionPhase::RefusedForNow(refused.reason)
+            }
             Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
             Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },
             Some(notice::Notice::TrustBundle(bundle)) => {

@@ -73,15 +73,23 @@ struct Observed {
 /// last accepted. Other failures in between do not count: a server that refuses a certificate may reset the connection
 /// before its reason arrives. Nor does the time since the last refusal: a server that is away refuses nothing.
 #[derive(Clone, Copy, Debug, Default)]
-struct CertificateRefusals(Option<(Instant, Instant)>);
+struct CertificateRefusals {
+    /// The first and the last.
+    times: Option<(Instant, Instant)>,
+    /// The server, which this agent has verified, asks for another enrolment.
+    asked: bool,
+}
 
 impl CertificateRefusals {
     fn add(&mut self, at: Instant) {
-        self.0.get_or_insert((at, at)).1 = at;
+        self.times.get_or_insert((at, at)).1 = at;
     }
 
     fn span(self) -> Option<Duration> {
-        self.0.map(|(first, last)| last - first)
+        if self.asked {
+            return Some(Duration::MAX);
+        }
+        self.times.map(|(first, last)| last - first)
     }
 }
 
@@ -120,6 +128,7 @@ impl LinkLoop {
     }
 
     /// How long this agent and the server have refused each other's certificate: from the first refusal to the last.
+    /// [`Duration::MAX`] when the server asks for another enrolment, as for a Node that was created again.
     pub fn refused_for(&self) -> Option<Duration> {
         self.observed().refusals.span()
     }
@@ -160,6 +169,8 @@ impl LinkLoop {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = self.shared.attached.released(), if standby => {}
+                // What was refused may be taken with the new one.
+                Ok(()) = identity.changed() => {}
                 () = self.leaving.cancelled() => break,
             }
             self.observed().waiting = false;
@@ -182,6 +193,7 @@ impl LinkLoop {
         if end.concerns_identity() {
             observed.refusals.add(Instant::now());
         }
+        observed.refusals.asked |= matches!(end, SessionEnd::CertificateRefused(_));
         observed.waiting = true;
         observed.standby = standby;
         observed.last_error = Some(end.to_string());
@@ -298,5 +310,7 @@ mod tests {
         assert_eq!(refusals.span(), Some(Duration::ZERO), "however long ago it was");
         refusals.add(first + Duration::from_secs(61));
         assert_eq!(refusals.span(), Some(Duration::from_secs(61)));
+        refusals.asked = true;
+        assert_eq!(refusals.span(), Some(Duration::MAX));
     }
 }

@@ -116,6 +116,7 @@ async fn ended_by_server(
                 on_draining.cancel();
             }
             SessionPhase::Refused(reason) => return SessionEnd::Refused(reason.clone()),
+            SessionPhase::RefusedForNow(reason) => return SessionEnd::RefusedForNow(reason.clone()),
             SessionPhase::CertificateRefused(reason) => {
                 return SessionEnd::CertificateRefused(reason.clone());
             }

@@ -30,6 +30,8 @@ pub(super) enum SessionEnd {
     Draining,
     #[error("the server refused this session: {0}")]
     Refused(String),
+    #[error("the server refused this session for now: {0}")]
+    RefusedForNow(String),
     #[error("the server takes no session under this certificate any more: {0}")]
     CertificateRefused(String),
     /// Another address of this agent leads to the same server.
@@ -95,7 +97,8 @@ mod tests {
         assert!(tls(rustls::Error::AlertReceived(AlertDescription::UnknownCA)).concerns_identity());
         assert!(SessionEnd::CertificateRefused("older than its node".into()).concerns_identity());
         for other in [
-            SessionEnd::Refused("not in the inventory".into()),
+            SessionEnd::Refused("revoked".into()),
+            SessionEnd::RefusedForNow("not in the inventory".into()),
             tls(rustls::Error::AlertReceived(AlertDescription::InternalError)),
             tls(rustls::Error::HandshakeNotComplete),
             SessionEnd::Tls(io::ErrorKind::ConnectionReset.into()),

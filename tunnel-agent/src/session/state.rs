@@ -57,6 +57,8 @@ pub(super) enum SessionPhase {
     Draining,
     /// The server refused this session, for this reason.
     Refused(String),
+    /// The server may take the next one.
+    RefusedForNow(String),
     /// The server will never accept this certificate again.
     CertificateRefused(String),
     /// A newer session of this node, from `peer`, took over; this one must not fight it.

@@ -107,6 +107,9 @@ pub struct Refused {
     /// The certificate will never be accepted again: only a new enrolment helps.
     #[prost(bool, tag = "2")]
     pub enroll_again: bool,
+    /// It may be over in a moment: the agent tries again with its usual pauses.
+    #[prost(bool, tag = "3")]
+    pub retry_soon: bool,
 }
 /// A session of the same node with a higher epoch took over.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

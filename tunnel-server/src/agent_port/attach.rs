@@ -276,8 +276,12 @@ fn refused(reason: String) -> notice::Notice {
 }
 
 async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> End {
-    let enroll_again = refusal.wants_enrolment();
-    notify(client, notice::Notice::Refused(Refused { reason: refusal.to_string(), enroll_again })).await;
+    let notice = Refused {
+        reason: refusal.to_string(),
+        enroll_again: refusal.wants_enrolment(),
+        retry_soon: matches!(refusal, Refusal::Unknown(_)),
+    };
+    notify(client, notice::Notice::Refused(notice)).await;
     refusal.into()
 }
 
