@@ -206,6 +206,10 @@ impl LinkLoop {
         leftovers: &TaskTracker,
     ) -> SessionEnd {
         let tls = {
+            if identity.has_changed().unwrap_or(false) {
+                // Those were of another certificate.
+                self.observed().refusals = CertificateRefusals::default();
+            }
             let identity = identity.borrow_and_update().clone();
             match agent_tls(&identity, ALPN_TUNNEL) {
                 Ok(tls) => tls,

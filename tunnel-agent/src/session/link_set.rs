@@ -117,12 +117,11 @@ impl LinkSet {
         self.entries().iter().any(|entry| entry.link.attached())
     }
 
-    /// How long some server and this agent have refused each other's certificate, if no server is attached.
+    /// How long some server and this agent have refused each other's certificate, if no server is attached; or
+    /// [`Duration::MAX`] if a server asks for another enrolment: it attaches a link before it refuses it.
     pub fn refused_for(&self) -> Option<Duration> {
-        if self.attached() {
-            return None;
-        }
-        self.entries().iter().filter_map(|entry| entry.link.refused_for()).max()
+        let longest = self.entries().iter().filter_map(|entry| entry.link.refused_for()).max();
+        longest.filter(|time| *time == Duration::MAX || !self.attached())
     }
 }
 
