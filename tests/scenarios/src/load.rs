@@ -249,28 +249,35 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     let worst = 2 * link::SERVER_STALL_BYTES as u64;
     ensure!(held < worst, "stalled readers held {held} bytes of the server, {worst} at most are documented");
 
-    let reset = server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled");
-    let reset: HashSet<String> = reset.map(|line| line.text("client")).collect();
-    let kept = COUNT - reset.len();
+    let reset = || -> Result<HashSet<String>> {
+        let lines = server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled");
+        Ok(lines.map(|line| line.text("client")).collect())
+    };
+    let early = reset()?;
+    let kept = COUNT - early.len();
     ensure!((LEFT..2 * LEFT).contains(&kept), "{kept} of {COUNT} are kept, {LEFT} may hold a window each");
-    let now = server.process.resident_bytes()?.saturating_sub(before);
-    let bound = link::SERVER_STALL_BYTES as u64;
-    ensure!(now < bound + bound / 4, "{kept} that are kept hold {now} bytes, {bound} are allowed");
+    let mut late = HashSet::new();
     for mut stream in stalled {
         let client = stream.local_addr()?.to_string();
-        let expected = if reset.contains(&client) {
-            End::Reset
-        } else {
-            // The target ends when nothing more is asked for.
-            stream.shutdown().await.context("ending the request")?;
-            End::Eof(LENGTH)
-        };
-        let end = end_of(&mut stream, client::PATIENCE)
-            .await
-            .with_context(|| format!("{client}, expected {expected:?}"))?;
-        ensure!(end == expected, "{client} read again and ended with {end:?}, expected {expected:?}");
+        let was_reset = early.contains(&client);
+        if !was_reset {
+            // The target ends when nothing more is asked for. It fails if the client was reset meanwhile.
+            stream.shutdown().await.ok();
+        }
+        let end = end_of(&mut stream, client::PATIENCE).await.with_context(|| client.clone())?;
+        match end {
+            End::Reset if was_reset => {}
+            End::Eof(LENGTH) if !was_reset => {}
+            // One that reads again is blocked now and then, and the sum is at the bound.
+            End::Reset => drop(late.insert(client)),
+            End::Eof(_) => anyhow::bail!("{client} ended with {end:?}, reset before: {was_reset}"),
+        }
     }
-    Ok(())
+    ensure!(late.len() < kept / 10, "{} of {kept} that read again were reset", late.len());
+    wait_for("the access log to say why each was reset", client::PATIENCE, async || {
+        Ok(late.is_subset(&reset()?).then_some(()))
+    })
+    .await
 }
 
 /// Round trips on an open connection while `work` runs; every one must be answered. Reports their times.
