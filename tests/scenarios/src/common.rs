@@ -36,6 +36,8 @@ pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviou
 /// A visit takes milliseconds. One that waits for a disturbance takes as long as that lasts: the agent's dial of a host
 /// that does not answer ends after 5 s, a session whose agent is silent after 12.
 const STALL: Duration = Duration::from_secs(4);
+/// Between visits. Each takes one of the agent's ports for a minute, of the 28,000 that there are for one target.
+const PACE: Duration = Duration::from_millis(3);
 
 /// Visits `address` repeatedly while `work` runs. Every visit must succeed, none may stall, also the one that is in
 /// flight when the work ends; and unless the work is short one must begin and end during it. Reports their latencies.
@@ -48,6 +50,7 @@ pub(crate) async fn alongside<T>(
     let mut latencies = Times::default();
     let begin = Instant::now();
     let steady = async || {
+        tokio::time::sleep(PACE).await;
         let latency = visit(address).await.with_context(|| format!("healthy traffic alongside {what}"))?;
         ensure!(latency < STALL, "healthy traffic stood still for {latency:.1?} alongside {what}");
         Ok(latency)
