@@ -136,7 +136,7 @@ impl Bound {
         background.spawn(links.clone().follow(self.servers.known()));
         background.spawn(keeper.clone().follow_servers(self.servers.known()));
         if let Some(enrolment) = enrolment {
-            background.spawn(recover(enrolment, keeper, move || links.refused_for()));
+            background.spawn(recover(enrolment, keeper, move || links.refused()));
         }
         // Pods count only for the default policy.
         if let Some(api) = self.api.filter(|_| self.config.allow_targets.is_empty()) {

@@ -202,6 +202,7 @@ impl Bound {
             standing: standing.clone(),
             metrics: metrics.clone(),
             draining: shutdown.draining_token().clone(),
+            forced: shutdown.forced_token().clone(),
             stop: stop.clone(),
             drain_timeout: config.drain_timeout,
         };

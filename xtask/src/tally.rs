@@ -78,7 +78,10 @@ impl Tally {
             let line = line.context("reading the tests' output")?;
             let line = String::from_utf8_lossy(&line);
             println!("{line}");
-            if is_passed_check(&line) {
+            if let Some((name, reason)) = failed_check(&line) {
+                // Counted with its scenario; without this, the end of a long log would not say which it was.
+                self.failures.push(format!("{name}: {reason}"));
+            } else if is_passed_check(&line) {
                 self.passed += 1;
             } else if let Some(result) = result_line(&line) {
                 self.passed += result.passed;
@@ -113,11 +116,21 @@ fn clock(time: Duration) -> String {
     format!("{}:{:02} min", seconds / 60, seconds % 60)
 }
 
-/// Whether the line reports one of the checks that a scenario of a cluster makes. One that failed fails its scenario.
+/// The scenario and the text of a line that tells a scenario's progress.
+fn progress(line: &str) -> Option<(&str, &str)> {
+    let (_, rest) = line.strip_prefix("  [")?.split_once(" s] ")?;
+    rest.split_once(": ")
+}
+
+/// Whether the line reports one of the checks that a scenario of a cluster makes.
 fn is_passed_check(line: &str) -> bool {
-    let progress = line.strip_prefix("  [").and_then(|line| line.split_once(" s] "));
-    let text = progress.and_then(|(_, rest)| rest.split_once(": "));
-    text.is_some_and(|(_, text)| text.starts_with("ok      "))
+    progress(line).is_some_and(|(_, text)| text.starts_with("ok      "))
+}
+
+/// The scenario of a check that failed, and which check it was and why.
+fn failed_check(line: &str) -> Option<(&str, &str)> {
+    let (scenario, text) = progress(line)?;
+    Some((scenario, text.strip_prefix("FAILED  ")?))
 }
 
 fn failed_name(rest: &str) -> Option<&str> {
@@ -158,7 +171,12 @@ mod tests {
         assert!(!is_passed_check(
             "  [ 12.3 s] kubernetes::outages: FAILED  port lists are followed (1.2s): no"
         ));
+        assert_eq!(
+            failed_check("  [ 12.3 s] kubernetes::outages: FAILED  port lists are followed (1.2s): no"),
+            Some(("kubernetes::outages", "port lists are followed (1.2s): no"))
+        );
         assert!(!is_passed_check("  [ 12.3 s] kubernetes::outages: the cluster runs"));
+        assert_eq!(failed_check("  [ 12.3 s] kubernetes::outages: the cluster runs"), None);
         assert!(!is_passed_check("test path::half_close ... ok"));
     }
 

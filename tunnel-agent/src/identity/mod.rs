@@ -30,6 +30,6 @@ pub use csr::{CsrEnrolment, Pace};
 pub use error::EnrollError;
 pub(crate) use files::IdentityFiles;
 pub use metrics::IdentityMetrics;
-pub use recover::recover;
+pub use recover::{Refused, recover};
 pub use renew::{IdentityKeeper, Recovery};
 pub use token::{EnrollConfig, ensure_identity};

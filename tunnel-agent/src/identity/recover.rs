@@ -13,37 +13,47 @@ const RECHECK: Duration = Duration::from_secs(1);
 /// The longest random wait when a server asks this one agent to enrol.
 const PROMPT: Duration = Duration::from_secs(2);
 
-/// Enrols again once the certificate has expired, or the servers and this agent have refused each other's certificate
-/// for long enough. `refused_for`: how long they have, [`Duration::MAX`] when a server asks for it. Runs until stopped.
+/// That servers and this agent do not take each other's certificate; the stronger reason to enrol is the greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Refused {
+    /// From the first refusal to the last.
+    For(Duration),
+    /// A server, which this agent has verified, asks for another enrolment.
+    EnrollAgain,
+}
+
+/// Enrols again once the certificate has expired, the servers and this agent have refused each other's certificate for
+/// long enough, or a server asks for it. Runs until stopped.
 pub async fn recover(
     enrolment: Arc<CsrEnrolment>,
     keeper: Arc<IdentityKeeper>,
-    refused_for: impl Fn() -> Option<Duration>,
+    refused: impl Fn() -> Option<Refused>,
 ) {
     let pace = enrolment.pace;
+    // Why, and the longest random wait.
     let needed = || {
         if keeper.current().validity().is_over(SystemTime::now()) {
-            return Some("the certificate has expired");
+            return Some(("the certificate has expired", pace.spread));
         }
-        match refused_for() {
-            Some(Duration::MAX) => Some("a server asks for it: the Node was created again, or is readmitted"),
-            Some(time) if time >= pace.patience => Some(
+        match refused() {
+            Some(Refused::EnrollAgain) => Some((
+                "a server asks for it: the Node was created again, or is readmitted",
+                pace.spread.min(PROMPT),
+            )),
+            Some(Refused::For(time)) if time >= pace.patience => Some((
                 "no server takes the certificate or is verified by the roots: the CA may have been replaced",
-            ),
+                pace.spread,
+            )),
             _ => None,
         }
     };
     loop {
         tokio::time::sleep((pace.patience / 10).min(Duration::from_secs(5))).await;
-        if needed().is_none() {
-            continue;
-        }
-        let asked = refused_for() == Some(Duration::MAX);
-        let spread = if asked { pace.spread.min(PROMPT) } else { pace.spread };
+        let Some((_, spread)) = needed() else { continue };
         tokio::time::sleep(jittered(spread, 1.0)).await;
         // Renewals use the same pending key.
         let pending_key = keeper.hold_pending_key().await;
-        let Some(reason) = needed() else { continue };
+        let Some((reason, spread)) = needed() else { continue };
         tracing::warn!(node = %enrolment.node, reason, "enrolling again");
         let not_needed = async {
             while needed().is_some() {

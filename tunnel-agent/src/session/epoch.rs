@@ -16,9 +16,14 @@ use tunnel_core::text::printable;
 #[derive(Debug)]
 pub struct EpochSource {
     path: PathBuf,
-    last: Mutex<u64>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    last: u64,
     /// Why the last one is not on disk.
-    unsaved: Mutex<LogOnce>,
+    unsaved: LogOnce,
 }
 
 impl EpochSource {
@@ -37,22 +42,23 @@ impl EpochSource {
                 0
             }
         };
-        Self { path, last: Mutex::new(last), unsaved: Mutex::default() }
+        Self { path, state: Mutex::new(State { last, unsaved: LogOnce::default() }) }
     }
 
     /// The next epoch, on disk before it is used; a disk that is full or read-only does not keep the agent away.
     pub fn next(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let State { last, unsaved } = &mut *state;
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
-        let mut unsaved = self.unsaved.lock().unwrap_or_else(PoisonError::into_inner);
         match write_atomically(&self.path, format!("{last}\n").as_bytes(), 0o600) {
             Ok(()) => {
                 if unsaved.clear() {
                     tracing::info!(path = %self.path.display(), "the session's number is stored again");
                 }
             }
-            Err(error) if unsaved.is_new(&error) => {
+            // By its kind: the text names a temporary file, another one each time.
+            Err(error) if unsaved.is_new(error.kind()) => {
                 tracing::error!(
                     path = %self.path.display(), %error,
                     "the session's number is not stored, which does harm only if this node's clock is set back before a \

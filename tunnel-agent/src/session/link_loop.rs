@@ -15,6 +15,7 @@ use super::serve::serve;
 use super::session_end::SessionEnd;
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
+use crate::identity::Refused;
 
 /// The first pause after a failure.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
@@ -76,8 +77,8 @@ struct Observed {
 struct CertificateRefusals {
     /// The first and the last.
     times: Option<(Instant, Instant)>,
-    /// The server, which this agent has verified, asks for another enrolment.
-    asked: bool,
+    /// See [`Refused::EnrollAgain`].
+    enroll_again: bool,
 }
 
 impl CertificateRefusals {
@@ -85,11 +86,11 @@ impl CertificateRefusals {
         self.times.get_or_insert((at, at)).1 = at;
     }
 
-    fn span(self) -> Option<Duration> {
-        if self.asked {
-            return Some(Duration::MAX);
+    fn strongest(self) -> Option<Refused> {
+        if self.enroll_again {
+            return Some(Refused::EnrollAgain);
         }
-        self.times.map(|(first, last)| last - first)
+        self.times.map(|(first, last)| Refused::For(last - first))
     }
 }
 
@@ -127,10 +128,9 @@ impl LinkLoop {
         self.observed().standby
     }
 
-    /// How long this agent and the server have refused each other's certificate: from the first refusal to the last.
-    /// [`Duration::MAX`] when the server asks for another enrolment, as for a Node that was created again.
-    pub fn refused_for(&self) -> Option<Duration> {
-        self.observed().refusals.span()
+    /// Whether this agent and the server have refused each other's certificate.
+    pub fn refused(&self) -> Option<Refused> {
+        self.observed().refusals.strongest()
     }
 
     /// Runs until the agent drains or the server's address is gone. A session of a draining server may outlive its turn,
@@ -193,7 +193,7 @@ impl LinkLoop {
         if end.concerns_identity() {
             observed.refusals.add(Instant::now());
         }
-        observed.refusals.asked |= matches!(end, SessionEnd::CertificateRefused(_));
+        observed.refusals.enroll_again |= matches!(end, SessionEnd::CertificateRefused(_));
         observed.waiting = true;
         observed.standby = standby;
         observed.last_error = Some(end.to_string());
@@ -308,13 +308,13 @@ mod tests {
     #[test]
     fn the_time_after_the_last_refusal_does_not_count() {
         let mut refusals = CertificateRefusals::default();
-        assert_eq!(refusals.span(), None);
+        assert_eq!(refusals.strongest(), None);
         let first = Instant::now();
         refusals.add(first);
-        assert_eq!(refusals.span(), Some(Duration::ZERO), "however long ago it was");
+        assert_eq!(refusals.strongest(), Some(Refused::For(Duration::ZERO)), "however long ago it was");
         refusals.add(first + Duration::from_secs(61));
-        assert_eq!(refusals.span(), Some(Duration::from_secs(61)));
-        refusals.asked = true;
-        assert_eq!(refusals.span(), Some(Duration::MAX));
+        assert_eq!(refusals.strongest(), Some(Refused::For(Duration::from_secs(61))));
+        refusals.enroll_again = true;
+        assert_eq!(refusals.strongest(), Some(Refused::EnrollAgain));
     }
 }

@@ -11,6 +11,7 @@ use tunnel_core::lifecycle::ReadyGuard;
 
 use super::link_loop::{LinkLoop, LinkStatus};
 use super::shared::Shared;
+use crate::identity::Refused;
 
 /// How long a server whose address is gone is still tried when no other one can be reached either.
 const GRACE: Duration = Duration::from_secs(60);
@@ -117,11 +118,11 @@ impl LinkSet {
         self.entries().iter().any(|entry| entry.link.attached())
     }
 
-    /// How long some server and this agent have refused each other's certificate, if no server is attached; or
-    /// [`Duration::MAX`] if a server asks for another enrolment: it attaches a link before it refuses it.
-    pub fn refused_for(&self) -> Option<Duration> {
-        let longest = self.entries().iter().filter_map(|entry| entry.link.refused_for()).max();
-        longest.filter(|time| *time == Duration::MAX || !self.attached())
+    /// What some server and this agent think of each other's certificate: while one is attached only whether another
+    /// asks for another enrolment, because that one attaches a link before it refuses it.
+    pub fn refused(&self) -> Option<Refused> {
+        let strongest = self.entries().iter().filter_map(|entry| entry.link.refused()).max();
+        strongest.filter(|refused| *refused == Refused::EnrollAgain || !self.attached())
     }
 }
 

@@ -53,6 +53,8 @@ pub struct LinkContext {
     pub metrics: Metrics,
     /// Agents are notified; nothing new is accepted.
     pub draining: CancellationToken,
+    /// Ends every connection: the time of the drain is up.
+    pub forced: CancellationToken,
     /// Ends every link.
     pub stop: CancellationToken,
     /// How long the drain may take, for the agents to know.
@@ -184,7 +186,7 @@ struct Registered<'a> {
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
         self.context.sessions.forget(&self.session);
-        self.session.closed.cancel();
+        self.session.close();
     }
 }
 
@@ -233,6 +235,7 @@ async fn session(
         connections: AtomicU32::new(0),
         carried: Totals::default(),
         closed: CancellationToken::new(),
+        over: context.forced.child_token(),
         send,
         worker,
     });
@@ -279,7 +282,7 @@ async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> En
     let notice = Refused {
         reason: refusal.to_string(),
         enroll_again: refusal.wants_enrolment(),
-        retry_soon: matches!(refusal, Refusal::Unknown(_)),
+        retry_soon: refusal.is_for_now(),
     };
     notify(client, notice::Notice::Refused(notice)).await;
     refusal.into()
@@ -293,7 +296,7 @@ fn retire(older: Option<Arc<Session>>, newer: &Session) {
             new_peer = %newer.peer, new_epoch = newer.epoch,
             "a newer session replaces the live one"
         );
-        older.closed.cancel();
+        older.close();
     }
 }
 

@@ -1,16 +1,16 @@
 //! `tunnel-server agent`: takes agents' identities away and lets nodes in again.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
+use super::cluster_args::ClusterArgs;
 use super::output::{Common, Output, note, print, print_json};
+use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
-use crate::kube::{KubeOptions, ObjectNames};
 use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
 
 /// Revoke agents' identities, readmit nodes, and list both.
@@ -24,15 +24,8 @@ use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
 pub struct AgentCommand {
     #[command(flatten)]
     common: Common,
-    /// Work on the ConfigMap in this kubeconfig's cluster instead of on --state-dir.
-    #[arg(long, value_name = "FILE", alias = "kube-config", global = true)]
-    kubeconfig: Option<PathBuf>,
-    /// The same, from a pod of the cluster.
-    #[arg(long, global = true, conflicts_with = "kubeconfig")]
-    in_cluster: bool,
-    /// Namespace of the ConfigMap [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
-    #[arg(long, value_name = "NAME", global = true)]
-    namespace: Option<String>,
+    #[command(flatten)]
+    cluster: ClusterArgs,
     /// Name of the ConfigMap [default: tunnel-revoked-agents].
     // With an id of its own: clap would hand the default of the server's flag of this name down to it.
     #[arg(id = "revocations", long = "revocations-configmap", value_name = "NAME", global = true)]
@@ -104,16 +97,9 @@ impl AgentCommand {
     }
 
     async fn store(&self) -> anyhow::Result<Store> {
-        if self.kubeconfig.is_none() && !self.in_cluster {
-            let given = [
-                ("--namespace", self.namespace.is_some()),
-                ("--revocations-configmap", self.configmap.is_some()),
-            ];
-            if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
-                anyhow::bail!(
-                    "{flag}: only with --kubeconfig or --in-cluster; --state-dir belongs to no cluster"
-                );
-            }
+        if !self.cluster.is_given() {
+            let why = "--state-dir belongs to no cluster";
+            self.cluster.refuse("--revocations-configmap", self.configmap.as_ref(), why)?;
             let state_dir = &self.common.state_dir;
             // A mistyped directory would revoke nothing.
             if !state_dir.is_dir() {
@@ -131,14 +117,9 @@ impl AgentCommand {
             }
             return Ok(Store::Files(RevocationStore::new(state_dir)));
         }
-        let mut names = ObjectNames::default();
-        if let Some(configmap) = &self.configmap {
-            names.revocations.clone_from(configmap);
-        }
-        let (kubeconfig, namespace) = (self.kubeconfig.clone(), self.namespace.clone());
-        let options = KubeOptions { kubeconfig, namespace, names };
-        let (client, namespace) = options.connect().await?;
-        let map = RevocationMap::new(client, &namespace, &options.names.revocations);
+        let name = self.configmap.clone().unwrap_or_else(|| ObjectNames::default().revocations);
+        let (client, namespace) = self.cluster.connect().await?;
+        let map = RevocationMap::new(client, &namespace, &name);
         Ok(Store::ConfigMap(Box::new(map)))
     }
 

@@ -1,17 +1,16 @@
 //! `tunnel-server ca`: works on the state directory, or on the Secret of a cluster.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
-use tunnel_kube::KubeError;
 
+use super::cluster_args::ClusterArgs;
 use super::output::{Common, Output, print, print_json};
+use crate::kube::ObjectNames;
 use crate::kube::read::authority::CaSecret;
-use crate::kube::{KubeOptions, ObjectNames};
 use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
 
 /// Show and rotate the CA. To rotate: introduce, wait until the agents are connected, activate, wait until they have
@@ -30,25 +29,12 @@ pub struct CaCommand {
     common: Common,
     #[command(flatten)]
     cluster: ClusterArgs,
-    #[command(subcommand)]
-    action: CaAction,
-}
-
-#[derive(Args, Clone, Debug)]
-struct ClusterArgs {
-    /// Work on the Secret in this kubeconfig's cluster instead of on --state-dir.
-    #[arg(long, value_name = "FILE", alias = "kube-config", global = true)]
-    kubeconfig: Option<PathBuf>,
-    /// The same, from a pod of the cluster.
-    #[arg(long, global = true, conflicts_with = "kubeconfig")]
-    in_cluster: bool,
-    /// Namespace of the Secret [default: the pod's namespace, else that of the kubeconfig's context, else kube-system].
-    #[arg(long, value_name = "NAME", global = true)]
-    namespace: Option<String>,
     /// Name of the Secret [default: tunnel-server-ca].
     // With an id of its own: clap would hand the default of the server's flag of this name down to it.
     #[arg(id = "secret", long = "ca-secret", value_name = "NAME", global = true)]
     ca_secret: Option<String>,
+    #[command(subcommand)]
+    action: CaAction,
 }
 
 #[derive(Subcommand, Clone, Copy, Debug)]
@@ -123,28 +109,14 @@ impl CaCommand {
     }
 
     async fn store(&self, lifetimes: Lifetimes) -> anyhow::Result<Store> {
-        let ClusterArgs { kubeconfig, in_cluster, namespace, ca_secret } = self.cluster.clone();
-        if kubeconfig.is_none() && !in_cluster {
-            let given = [("--namespace", namespace.is_some()), ("--ca-secret", ca_secret.is_some())];
-            if let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) {
-                anyhow::bail!(
-                    "{flag}: only with --kubeconfig or --in-cluster; the CA in --state-dir does not belong to a cluster"
-                );
-            }
+        if !self.cluster.is_given() {
+            let why = "the CA in --state-dir does not belong to a cluster";
+            self.cluster.refuse("--ca-secret", self.ca_secret.as_ref(), why)?;
             return Ok(Store::Files(Ca::open(&self.common.state_dir, lifetimes)?));
         }
-        let mut names = ObjectNames::default();
-        if let Some(secret) = ca_secret {
-            names.ca_secret = secret;
-        }
-        let options = KubeOptions { kubeconfig, namespace, names };
-        let (client, namespace) = options.connect().await.map_err(|error| match error {
-            KubeError::NotInCluster { reason, .. } => anyhow::anyhow!(
-                "--in-cluster: this is not a pod with a service account: {reason}; use --kubeconfig FILE"
-            ),
-            other => other.into(),
-        })?;
-        Ok(Store::Secret(Box::new(CaSecret::new(client, &namespace, &options.names.ca_secret))))
+        let name = self.ca_secret.clone().unwrap_or_else(|| ObjectNames::default().ca_secret);
+        let (client, namespace) = self.cluster.connect().await?;
+        Ok(Store::Secret(Box::new(CaSecret::new(client, &namespace, &name))))
     }
 
     fn status_of_files(&self, ca: &Ca, out: &mut dyn Write) -> Result<(), PkiError> {

@@ -4,6 +4,7 @@ mod agent;
 mod args;
 mod ca;
 mod cleanup;
+mod cluster_args;
 mod kube_args;
 mod output;
 mod status;

@@ -1,4 +1,4 @@
-//! Output of the `token` and `ca` commands.
+//! Output of the `token`, `agent` and `ca` commands.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

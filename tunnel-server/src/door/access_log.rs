@@ -4,7 +4,6 @@ use std::fmt::Display;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::Traffic;
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::DrainGuard;
@@ -65,9 +64,9 @@ impl AccessLogGuard {
         self.place = Some(Box::new(place));
     }
 
-    /// Cancelled when the drain's time is up.
-    pub(super) fn forced(&self) -> CancellationToken {
-        self.in_flight.shutdown().forced_token().clone()
+    /// Why the connection ends when its session's [`Session::over`] is cancelled.
+    pub(super) fn why_over(&self) -> Outcome {
+        if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
     }
 
     pub(super) fn dialled(&self, took: Duration) {

@@ -124,7 +124,6 @@ async fn carry<D: Door>(
     };
     let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session));
     let ended = {
-        let forced = record.forced();
         let connected = |took| record.dialled(took);
         let mut carrying = std::pin::pin!(session.carry(
             &mut socket,
@@ -137,12 +136,8 @@ async fn carry<D: Door>(
         tokio::select! {
             biased;
             ended = &mut carrying => ended,
-            () = forced.cancelled() => {
-                abort.trigger(Outcome::Shutdown);
-                carrying.await
-            }
-            () = session.closed.cancelled() => {
-                abort.trigger(Outcome::TunnelLost);
+            () = session.over.cancelled() => {
+                abort.trigger(record.why_over());
                 carrying.await
             }
         }

@@ -53,6 +53,11 @@ impl Refusal {
         matches!(self, Self::Superseded(..) | Self::Recreated(_))
     }
 
+    /// Whether the agent should ask again soon: its node may be about to be listed.
+    pub const fn is_for_now(&self) -> bool {
+        matches!(self, Self::Unknown(_))
+    }
+
     /// Whether it may be over in a moment: an inventory file that is replaced in two steps.
     pub const fn may_pass(&self) -> bool {
         matches!(self, Self::Recreated(_) | Self::Unknown(_))

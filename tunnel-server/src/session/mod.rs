@@ -57,8 +57,11 @@ pub struct Session {
     pub connections: AtomicU32,
     /// Bytes carried, from clients to the node and back.
     pub carried: Totals,
-    /// Cancelling it ends the session.
+    /// Cancelled when the session has to end; see [`Session::close`].
     pub closed: CancellationToken,
+    /// Cancelled when its connections have to: with the session, or when the time of the server's drain is up. One token of
+    /// the session's own, because every poll of a connection's task locks it.
+    pub(crate) over: CancellationToken,
     pub(crate) send: SendRequest<Bytes>,
     /// The thread that owns the link. Its streams and their sockets stay there.
     pub(crate) worker: Handle,
@@ -69,7 +72,13 @@ impl Session {
     pub(crate) fn refuse(&self, refusal: Refusal) {
         // The first reason is as good as the next.
         let _ = self.refusal.set(refusal);
+        self.close();
+    }
+
+    /// Ends the session and its connections.
+    pub(crate) fn close(&self) {
         self.closed.cancel();
+        self.over.cancel();
     }
 
     /// Carries an accepted connection to `target`, which the agent dials, until both directions have ended. Has to run
@@ -92,7 +101,7 @@ impl Session {
             carry_request(target).map_err(|error| RelayError::Dial(Outcome::Protocol, error.to_string()))?;
         if let Err(error) = std::future::poll_fn(|cx| link.poll_ready(cx)).await {
             // Nothing can be carried on this link any more, even if its PINGs are still answered.
-            self.closed.cancel();
+            self.close();
             return Err(RelayError::Link(error));
         }
         // Beyond the agent's limit h2 would queue the stream. One of them is the session's own.

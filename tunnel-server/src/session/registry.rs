@@ -153,7 +153,7 @@ impl Sessions {
         if let Some(before) = before
             && before.id != session.id
         {
-            before.closed.cancel();
+            before.close();
         }
     }
 

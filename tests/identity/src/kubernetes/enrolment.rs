@@ -217,8 +217,8 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
     let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
     links.set(&[new.address.parse().unwrap()]);
     let refused = links.clone();
-    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused_for()));
-    eventually("the link is refused", || links.refused_for()).await;
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));
+    eventually("the link is refused", || links.refused()).await;
     signer.answer(&api, "system:node:edge-1").await;
     let hash = new.ca_hash();
     eventually("the new CA's certificate", || {
@@ -251,7 +251,7 @@ async fn a_new_enrolment_ends_when_it_is_no_longer_needed() {
     let links = LinkSet::new(shared.clone(), keeper.subscribe(), TaskTracker::new());
     links.set(&[port.address.parse().unwrap()]);
     let refused = links.clone();
-    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused_for()));
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));
     let request = eventually("a request", || open(&api)).await;
     let (_, other) = new.enrolled("edge-1").await;
     let chain = other.chain.clone();
@@ -299,7 +299,7 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
     port.revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
     eventually("the session ends", || port.sessions.live().is_empty().then_some(())).await;
     let refused = links.clone();
-    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused_for()));
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), move || refused.refused()));
     let signer = Signer::with(&api, server.certificate.ca(), port.standing.clone()).await;
     signer.answer(&api, "system:node:edge-1").await;
     eventually("another certificate", || (keeper.current().chain != first).then_some(())).await;

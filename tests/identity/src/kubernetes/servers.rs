@@ -80,6 +80,7 @@ impl Port {
             standing: standing.clone(),
             metrics,
             draining: CancellationToken::new(),
+            forced: CancellationToken::new(),
             stop: stop.clone(),
             drain_timeout: Duration::from_secs(1),
         };
