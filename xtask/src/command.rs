@@ -10,7 +10,9 @@ use serde_json::Value;
 
 /// The project's root folder.
 pub(crate) fn root() -> PathBuf {
-    let xtask = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    // As cargo says now: with a target directory that several checkouts share, this program may be another one's build.
+    let xtask = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     xtask.parent().map(PathBuf::from).unwrap_or(xtask)
 }
 
