@@ -16,7 +16,7 @@ use tunnel_core::carry::{
     Abort, Relay, RelayError, Side, StallBound, StallBudget, Traffic, flushed, header, prepare_socket,
     reset_on_drop,
 };
-use tunnel_core::link;
+use tunnel_core::link::{self, Flow};
 use tunnel_core::outcome::Outcome;
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -45,7 +45,13 @@ async fn link() -> Link {
                 prepare_socket(&socket).unwrap();
                 let mut send = respond.send_response(Response::new(()), false).unwrap();
                 let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-                let relay = Relay { side: Side::Agent, stalls: &stalls, abort: &abort, traffic: &traffic };
+                let relay = Relay {
+                    side: Side::Agent,
+                    flow: &Flow::default(),
+                    stalls: &stalls,
+                    abort: &abort,
+                    traffic: &traffic,
+                };
                 let ended =
                     relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
                 let _ = ends.send(ended.map_err(|error| error.outcome(Side::Agent)));
@@ -73,7 +79,13 @@ async fn carry(
     let end = tokio::spawn(async move {
         let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
         let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-        let relay = Relay { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
+        let relay = Relay {
+            side: Side::Server,
+            flow: &Flow::default(),
+            stalls: &stalls,
+            abort: &abort,
+            traffic: &traffic,
+        };
         let inbound = async { Ok(response.await?.into_body()) };
         let ended = relay.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
         let bytes = (traffic.from_socket(), traffic.to_socket());
@@ -372,7 +384,13 @@ async fn the_status_of_a_refused_dial_survives_the_reset_of_the_request() {
             response.headers()["grpc-status"].to_str().unwrap().to_owned(),
         ))
     };
-    let relay = Relay { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
+    let relay = Relay {
+        side: Side::Server,
+        flow: &Flow::default(),
+        stalls: &stalls,
+        abort: &abort,
+        traffic: &traffic,
+    };
     let ended = within(relay.run(&mut socket, Bytes::from_static(b"early"), &mut stream, inbound)).await;
     assert_eq!(ended.unwrap_err().outcome(Side::Server), Outcome::Refused);
     drop(socket);

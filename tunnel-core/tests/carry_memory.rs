@@ -12,7 +12,7 @@ use socket2::SockRef;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
 use tunnel_core::carry::{Abort, Relay, Side, StallBound, Traffic, header, prepare_socket};
-use tunnel_core::link;
+use tunnel_core::link::{self, Flow};
 
 const CLIENTS: usize = 12;
 /// More than the sockets take: they are made small.
@@ -82,7 +82,13 @@ async fn a_window_of_single_bytes_takes_a_window_of_memory() {
         let carried = tokio::spawn(async move {
             let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
             let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-            let relay = Relay { side: Side::Server, stalls: &stalls, abort: &abort, traffic: &traffic };
+            let relay = Relay {
+                side: Side::Server,
+                flow: &Flow::default(),
+                stalls: &stalls,
+                abort: &abort,
+                traffic: &traffic,
+            };
             let inbound = async { Ok(response.await?.into_body()) };
             relay.run(&mut socket, Bytes::new(), &mut stream, inbound).await
         });

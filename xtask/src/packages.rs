@@ -18,6 +18,7 @@ pub(crate) const TESTBED: &[Need] = &[
     Need { program: "ip", package: "iproute2" },
     Need { program: "iptables", package: "iptables" },
     Need { program: "nsenter", package: "util-linux" },
+    Need { program: "conntrack", package: "conntrack" },
     Need { program: "g++", package: "g++" },
 ];
 

@@ -1,5 +1,6 @@
 //! Every line of the report, by group.
 use crate::line::{Group, Line};
+use crate::wan;
 
 /// Agents on one server.
 pub(crate) const AGENTS: [usize; 4] = [100, 1_000, 5_000, 10_000];
@@ -46,6 +47,7 @@ pub(crate) fn lines(group: Group) -> Vec<Line> {
         Group::Beside => beside(group),
         Group::Connect => connect(group),
         Group::Scale => scale(group),
+        Group::Wan => wan(group),
     }
 }
 
@@ -114,6 +116,15 @@ fn connect(group: Group) -> Vec<Line> {
         lines.push(Line::new(group, &format!("connect-rate-{nodes}"), &title, "1/s"));
     }
     lines
+}
+
+fn wan(group: Group) -> Vec<Line> {
+    let of_place = |place: &'static wan::Place| {
+        wan::MEASURES.iter().map(move |(measure, title, unit)| {
+            Line::new(group, &wan::id(place, measure), &format!("{}: {title}", place.title), unit)
+        })
+    };
+    wan::PLACES.iter().flat_map(of_place).collect()
 }
 
 fn scale(group: Group) -> Vec<Line> {

@@ -99,7 +99,7 @@ impl Others {
 }
 
 /// The misbehaving connections, on a thread of their own so that they do not delay the measurement.
-struct Disturbance {
+pub(crate) struct Disturbance {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<Result<()>>>,
     /// What could not be set up.
@@ -108,7 +108,7 @@ struct Disturbance {
 
 impl Disturbance {
     /// Starts it and waits until it is in effect.
-    async fn start(dialer: &Dialer, what: &str) -> Result<Self> {
+    pub(crate) async fn start(dialer: &Dialer, what: &str) -> Result<Self> {
         let (stop, stopped) = oneshot::channel();
         let (in_effect, waiting) = oneshot::channel();
         let (dialer, what) = (dialer.clone(), what.to_owned());
@@ -133,7 +133,7 @@ impl Disturbance {
         }
     }
 
-    fn stop(mut self) -> Result<()> {
+    pub(crate) fn stop(mut self) -> Result<()> {
         self.end()
     }
 

@@ -49,6 +49,16 @@ impl Peer {
         Self::Postern,
     ];
 
+    /// Those that are measured over wide-area paths.
+    pub(crate) const FAR: [Self; 6] = [
+        Self::Direct,
+        Self::Haproxy,
+        Self::Rathole,
+        Self::KonnectivityGrpc,
+        Self::KonnectivityHttp,
+        Self::Postern,
+    ];
+
     /// Those that change the cost of connect(), and the empty host.
     pub(crate) const REDIRECTORS: [Self; 3] = [Self::Direct, Self::Iptables, Self::Postern];
 
@@ -106,11 +116,13 @@ pub(crate) enum Group {
     Connect,
     /// Many agents, many nodes, many connections; Postern alone.
     Scale,
+    /// Delay, little bandwidth, loss. Measured last: its paths take the place of the testbed's cables.
+    Wan,
 }
 
 impl Group {
     /// All, in the order of the report.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Connections,
         Self::RoundTrips,
         Self::Bulk,
@@ -119,6 +131,7 @@ impl Group {
         Self::Beside,
         Self::Connect,
         Self::Scale,
+        Self::Wan,
     ];
 
     /// Those of one carrier, in the order in which they are measured.
@@ -136,6 +149,7 @@ impl Group {
             Self::Beside => "beside",
             Self::Connect => "connect",
             Self::Scale => "scale",
+            Self::Wan => "wan",
         }
     }
 
@@ -150,12 +164,13 @@ impl Group {
             Self::Beside => "Others' p99 beside something that misbehaves",
             Self::Connect => "connect() alone, by the number of nodes",
             Self::Scale => "Scale: Postern alone, once in a run",
+            Self::Wan => "Over wide-area paths",
         }
     }
 
     /// Whether its values are so far apart that plots need a logarithmic axis.
     pub(crate) fn logarithmic(self) -> bool {
-        matches!(self, Self::RoundTrips | Self::Beside)
+        matches!(self, Self::RoundTrips | Self::Beside | Self::Wan)
     }
 
     /// The peers that are measured.
@@ -163,6 +178,7 @@ impl Group {
         match self {
             Self::Connect => &Peer::REDIRECTORS,
             Self::Scale => &[Peer::Postern],
+            Self::Wan => &Peer::FAR,
             _ => &Peer::CARRIERS,
         }
     }

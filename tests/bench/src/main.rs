@@ -21,6 +21,7 @@ mod report;
 mod run;
 mod scale;
 mod usage;
+mod wan;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -16,7 +16,7 @@ use crate::load::{self, Effort, Way};
 use crate::options::Options;
 use crate::peers::{self, Certificates, Running};
 use crate::record::Record;
-use crate::{connect, counts, disturbance, scale, usage};
+use crate::{connect, counts, disturbance, scale, usage, wan};
 
 /// How long the connections of one line may take to close before the next begins.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -89,7 +89,54 @@ impl<'a> Bench<'a> {
                 self.failed(Group::Scale, Peer::Postern, &error);
             }
         }
+        if self.options.wants_group(Group::Wan) {
+            self.wide_area(&mut order, start).await?;
+        }
         Ok(())
+    }
+
+    /// Every peer on every path, in as many rounds.
+    async fn wide_area(&mut self, order: &mut StdRng, start: Instant) -> Result<()> {
+        let paths = wan::Paths::install(self.testbed, self.options.smoke)?;
+        let mut peers: Vec<Peer> = Vec::new();
+        for peer in Peer::FAR {
+            if self.options.wants_peer(peer) && self.installed(peer, &[Group::Wan]) {
+                peers.push(peer);
+            }
+        }
+        for round in 1..=self.options.rounds {
+            for place in &wan::PLACES {
+                paths.set(place);
+                peers.shuffle(order);
+                for peer in &peers {
+                    let so_far = start.elapsed().as_secs();
+                    println!(
+                        "[{so_far:>4} s] round {round} of {}: {}, {peer}",
+                        self.options.rounds, place.title
+                    );
+                    let measured =
+                        tokio::time::timeout(GROUP_LIMIT, self.on_path(&paths, place, *peer)).await;
+                    if let Err(error) = measured.context("took too long").and_then(|result| result) {
+                        println!("  {}, {peer}: {error:#}", place.title);
+                        for (measure, ..) in wan::MEASURES {
+                            self.record.missing(
+                                &wan::id(place, measure),
+                                *peer,
+                                &format!("failed: {error:#}"),
+                            );
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn on_path(&mut self, paths: &wan::Paths, place: &wan::Place, peer: Peer) -> Result<()> {
+        let running = self.start(peer).await?;
+        let target = &self.targets[running.edge - 1];
+        let measured = paths.measure(place, peer, &running, target, &mut self.record).await;
+        measured.and(running.stop().await)
     }
 
     fn turns(&self) -> Vec<Turn> {
@@ -124,19 +171,19 @@ impl<'a> Bench<'a> {
     }
 
     /// Whether the peer's programs are installed; records why not.
-    fn installed(&mut self, peer: Peer) -> bool {
+    fn installed(&mut self, peer: Peer, groups: &[Group]) -> bool {
         let Some(Err(reason)) = peers::needs(peer).map(|name| self.options.programs.path(name)) else {
             return true;
         };
         println!("  left out: {reason}");
-        for group in Group::CARRIED {
-            self.record.group_missing(group, peer, &reason);
+        for group in groups {
+            self.record.group_missing(*group, peer, &reason);
         }
         false
     }
 
     async fn carried(&mut self, peer: Peer) {
-        if !self.installed(peer) {
+        if !self.installed(peer, &Group::CARRIED) {
             return;
         }
         let mut running = None;

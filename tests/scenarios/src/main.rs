@@ -27,6 +27,7 @@ mod restart;
 mod runner;
 mod soak;
 mod testbed;
+mod wan;
 
 use scenario::Scenario;
 
@@ -49,6 +50,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         operating::SCENARIOS,
         logs::SCENARIOS,
         disks::SCENARIOS,
+        wan::SCENARIOS,
         soak::SCENARIOS,
         deploy::SCENARIOS,
         docs::SCENARIOS,

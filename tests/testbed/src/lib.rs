@@ -29,5 +29,6 @@ pub mod target;
 pub mod tls;
 mod topology;
 pub mod wait;
+pub mod wan;
 
 pub use topology::{CLOUD, Edge, NEIGHBOUR, POD, POD_CIDR, Shape, Testbed};

@@ -3,6 +3,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
@@ -10,8 +11,11 @@ use serde_json::Value;
 use crate::client;
 use crate::process::Process;
 use crate::topology::Testbed;
+use crate::wait::wait_until;
 
 const API: ([u8; 4], u16) = ([127, 0, 0, 1], 9090);
+/// How long scraped samples may take until a query finds them.
+const STORED: Duration = Duration::from_secs(20);
 
 /// Starts Debian's Prometheus on the cloud host. It has no kubernetes_sd.
 pub fn start(testbed: &Testbed, configuration: &str) -> Result<Process> {
@@ -72,6 +76,12 @@ pub async fn query(expression: &str) -> Result<Vec<Series>> {
         value: series["value"][1].as_str().unwrap_or_default().to_owned(),
     });
     Ok(series.collect())
+}
+
+/// The same, once there are any: a target counts as up a moment before a query finds its samples.
+pub async fn samples(expression: &str) -> Result<Vec<Series>> {
+    let query = async || query(expression).await;
+    wait_until(&format!("samples of {expression}"), STORED, query, |series| !series.is_empty()).await
 }
 
 /// What Prometheus scrapes.

@@ -18,6 +18,7 @@ use crate::id::Id;
 use crate::netns::Namespace;
 use crate::process::{self, Placement};
 use crate::sweep;
+use crate::wan::{self, Wan};
 
 /// The cloud host's address on its LAN.
 pub const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 1);
@@ -215,6 +216,18 @@ impl Testbed {
         Ok(ns)
     }
 
+    /// Puts a wide-area path between edge `n` and its router, in place of their cable. IPv4 only.
+    pub fn wan(&self, n: usize, path: wan::Path) -> Result<Wan> {
+        let edge = self.edge(n);
+        let (port, network) = (&edge.router_port, edge.address.octets()[2]);
+        self.router.ip(&format!("link del {port}"))?;
+        let wan = Wan::start(path, (&self.router, port), (&edge.ns, "eth0"))?;
+        self.router.ip(&format!("addr add 192.168.{network}.1/24 dev {port}"))?;
+        edge.ns.ip(&format!("addr add {}/24 dev eth0", edge.address))?;
+        edge.ns.ip(&format!("route add default via 192.168.{network}.1"))?;
+        Ok(wan)
+    }
+
     /// Cuts the link of edge `n`: the router drops its packets, and neither end is notified.
     pub fn cut_link(&self, n: usize) -> Result<()> {
         let port = &self.edge(n).router_port;
@@ -235,6 +248,20 @@ impl Testbed {
             self.router.ip6tables(&rule)?;
         }
         Ok(())
+    }
+
+    /// Makes the NAT forget all mappings, silently: packets of known connections are dropped from then on.
+    pub fn forget_mappings(&self) -> Result<()> {
+        // Otherwise a packet in the middle of a connection makes a new mapping.
+        self.router.write("/proc/sys/net/netfilter/nf_conntrack_tcp_loose", "0")?;
+        // Before all other rules, and for what is addressed to the router itself: its kernel would answer with resets.
+        for chain in ["FORWARD", "INPUT"] {
+            self.router.iptables(&format!("-I {chain} -p tcp -m conntrack --ctstate INVALID -j DROP"))?;
+            self.router.iptables(&format!(
+                "-I {chain} -i cloud0 -p tcp ! --syn -m conntrack --ctstate NEW -j DROP"
+            ))?;
+        }
+        self.router.output("conntrack", "-F").map(drop)
     }
 
     /// Makes edge `n` drop every packet for TCP `port`: a black hole for dials.

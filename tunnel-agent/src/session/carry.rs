@@ -54,7 +54,13 @@ pub(super) async fn carry(
     };
     let abort = Arc::new(Abort::default());
     let traffic = Traffic::part_of(vec![session.shared.metrics.carried.clone()]);
-    let relay = Relay { side: Side::Agent, stalls: &session.stalls, abort: &abort, traffic: &traffic };
+    let relay = Relay {
+        side: Side::Agent,
+        flow: &session.flow,
+        stalls: &session.stalls,
+        abort: &abort,
+        traffic: &traffic,
+    };
     let ended = {
         let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
         tokio::select! {

@@ -8,12 +8,12 @@ use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsConnector, rustls};
 use tunnel_core::identity::server_name;
-use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 
 use super::session_end::SessionEnd;
 
 /// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
-pub(super) type LinkConnection = Connection<TlsStream<TcpStream>, bytes::Bytes>;
+pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
 
 /// The certificates that a server presents, leaf first.
 pub(super) type Chain = Arc<[CertificateDer<'static>]>;
@@ -22,14 +22,14 @@ pub(super) type Chain = Arc<[CertificateDer<'static>]>;
 pub(super) async fn connect(
     server: &str,
     tls: Arc<rustls::ClientConfig>,
-) -> Result<(LinkConnection, Chain), SessionEnd> {
-    let mut stream = handshake(server, tls).await?;
-    link::tune_tls(stream.get_mut().1);
+) -> Result<(LinkConnection, Chain, Arc<Flow>), SessionEnd> {
+    let stream = handshake(server, tls).await?;
     let chain = presented(&stream);
-    let link = within("HTTP/2 preface", link::server_builder().handshake(stream))
-        .await?
-        .map_err(SessionEnd::Link)?;
-    Ok((link, chain))
+    let io = LinkIo::new(stream);
+    let flow = io.flow();
+    let link =
+        within("HTTP/2 preface", link::server_builder().handshake(io)).await?.map_err(SessionEnd::Link)?;
+    Ok((link, chain, flow))
 }
 
 /// What the server presents now; a session may be older than the server's certificate.

@@ -220,7 +220,7 @@ impl LinkLoop {
             connected = connect(&self.server, tls) => connected,
             () = self.leaving.cancelled() => return SessionEnd::Stopping,
         };
-        let (link, chain) = match connected {
+        let (link, chain, flow) = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
         };
@@ -228,7 +228,8 @@ impl LinkLoop {
             Ok(epoch) => epoch,
             Err(error) => return SessionEnd::Connect(error),
         };
-        let state = Arc::new(SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain));
+        let state = SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain, flow);
+        let state = Arc::new(state);
         self.observed().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
@@ -290,7 +291,7 @@ impl LinkLoop {
             server_id,
             attached_for_s: since.map(|since| since.elapsed().unwrap_or_default().as_secs()),
             epoch: session.map_or(0, |session| session.epoch),
-            rtt_ms: session.and_then(|session| session.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
+            rtt_ms: session.and_then(|session| session.flow.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
             connections: session.map_or(0, SessionState::connections),
             last_error: observed.last_error.clone(),
         }

@@ -1,13 +1,18 @@
 //! One session on a connected link, until it ends.
 
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use h2::PingPong;
+use bytes::Bytes;
+use h2::server::SendResponse;
+use h2::{PingPong, RecvStream};
+use http::Request;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::CARRY_PATH;
+use tunnel_core::link::Flow;
 use tunnel_core::proto::agent_server::AgentServer;
 use tunnel_core::proto::{Addresses, AgentEvent, Load, agent_event};
 use tunnel_core::{grpc, link};
@@ -17,6 +22,9 @@ use super::connect::{LinkConnection, within};
 use super::control::AgentService;
 use super::session_end::SessionEnd;
 use super::state::{SessionPhase, SessionState, draining};
+
+/// A stream that the server has opened.
+type Accepted = (Request<RecvStream>, SendResponse<Bytes>);
 
 /// How long the server may take to read the last frames of a session that failed.
 const GOODBYE: Duration = Duration::from_secs(1);
@@ -43,7 +51,7 @@ pub(super) async fn serve(
         tokio::select! {
             biased;
             Some(ended) = watching.join_next() => break ended.unwrap_or(SessionEnd::Closed),
-            accepted = link.accept() => match accepted {
+            accepted = accept(&mut link, &session.flow) => match accepted {
                 Some(Ok((request, respond))) => {
                     if request.uri().path() == CARRY_PATH {
                         tokio::spawn(carry(session.clone(), request, respond));
@@ -72,6 +80,15 @@ pub(super) async fn serve(
     end
 }
 
+/// The next stream; announces a larger window meanwhile.
+async fn accept(link: &mut LinkConnection, flow: &Flow) -> Option<Result<Accepted, h2::Error>> {
+    poll_fn(|cx| {
+        flow.poll_window(cx.waker(), |window| link.set_initial_window_size(window));
+        link.poll_accept(cx)
+    })
+    .await
+}
+
 /// Everything but the link that ends a session.
 async fn watch(
     session: Arc<SessionState>,
@@ -81,7 +98,7 @@ async fn watch(
 ) -> SessionEnd {
     tokio::select! {
         end = never_attached(&session) => end,
-        dead = link::keep_alive(pings, &session.rtt, || session.stalls.sweep()) => dead.into(),
+        dead = link::keep_alive(pings, &session.flow, || session.stalls.sweep()) => dead.into(),
         end = report(session.clone()) => end,
         end = ended_by_server(&session, &mut phase, &on_draining) => end,
         end = drained(&session, &on_draining) => end,
@@ -137,7 +154,7 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
         () = server_draining.cancelled() => SessionEnd::Draining,
     };
     // The server may have opened a stream before it knew.
-    let quiet = QUIET.max(session.rtt.last().unwrap_or_default() * 2);
+    let quiet = QUIET.max(session.flow.rtt.last().unwrap_or_default() * 2);
     let mut tick = tokio::time::interval(Duration::from_millis(20));
     let mut since = Instant::now();
     while since.elapsed() < quiet {

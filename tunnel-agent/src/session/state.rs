@@ -10,7 +10,7 @@ use rustls_pki_types::CertificateDer;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::StallBound;
-use tunnel_core::link::{self, Rtt};
+use tunnel_core::link::{self, Flow};
 use tunnel_core::proto::{AgentEvent, Draining, agent_event};
 
 use super::shared::{Announced, Shared};
@@ -29,7 +29,7 @@ pub(super) struct SessionState {
     pub(super) stalls: StallBound,
     /// Ends the session.
     pub(super) stop: CancellationToken,
-    pub(super) rtt: Rtt,
+    pub(super) flow: Arc<Flow>,
     pub(super) loopback_ports: ArcSwap<BTreeSet<u16>>,
     pub(super) phase: watch::Sender<SessionPhase>,
     /// Read by the server once it has attached.
@@ -71,6 +71,7 @@ impl SessionState {
         server: String,
         epoch: u64,
         server_chain: Arc<[CertificateDer<'static>]>,
+        flow: Arc<Flow>,
     ) -> Self {
         let (events, event_stream) = mpsc::channel(64);
         Self {
@@ -80,7 +81,7 @@ impl SessionState {
             server,
             epoch,
             stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
-            rtt: Rtt::default(),
+            flow,
             loopback_ports: ArcSwap::default(),
             phase: watch::Sender::default(),
             events,

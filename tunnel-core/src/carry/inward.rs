@@ -21,6 +21,7 @@ use super::socket::sent_nothing_for;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
+use crate::link::{Flow, Taken};
 use crate::text::printable;
 
 /// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes some 250 bytes of
@@ -38,6 +39,7 @@ struct Inbox {
     bytes: usize,
     /// Flow control to return to the sender for what has been written, in bytes.
     owed: usize,
+    taken: Taken,
     ended: bool,
 }
 
@@ -80,10 +82,11 @@ impl Inbox {
     }
 
     /// Returns flow control for `written` bytes.
-    fn release(&mut self, written: usize, stream: &mut RecvStream) -> Result<(), RelayError> {
+    fn release(&mut self, written: usize, stream: &mut RecvStream, flow: &Flow) -> Result<(), RelayError> {
         let bytes = written + std::mem::take(&mut self.owed);
         self.bytes -= bytes;
         if bytes > 0 {
+            self.taken.add(bytes, flow);
             stream.flow_control().release_capacity(bytes)?;
         }
         Ok(())
@@ -119,6 +122,7 @@ impl Inbox {
 /// Relays from the stream to the socket.
 pub(super) struct Inward<'a> {
     pub(super) side: Side,
+    pub(super) flow: &'a Flow,
     pub(super) stalls: &'a StallBound,
     pub(super) abort: &'a Arc<Abort>,
     pub(super) traffic: &'a Traffic,
@@ -149,9 +153,9 @@ impl Inward<'_> {
         loop {
             while let Some(Held { data, owed }) = inbox.held.pop_front() {
                 self.write_all(&mut socket, &data, &mut inbox, stream).await?;
-                inbox.release(owed, stream)?;
+                inbox.release(owed, stream, self.flow)?;
             }
-            inbox.release(0, stream)?;
+            inbox.release(0, stream, self.flow)?;
             if inbox.ended {
                 break;
             }

@@ -18,12 +18,10 @@ use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
+use crate::link::Flow;
 
 /// Bytes that a connection reads at a time while it is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
-/// Bytes that a busy connection reads at a time: with both headers one HTTP/2 frame, and a whole number of TLS records
-/// (16 KiB each).
-const LARGE_READ: usize = (256 << 10) - HEADER_LEN - FRAME_HEADER_LEN;
 /// In front of an HTTP/2 frame (RFC 9113 section 4.1).
 const FRAME_HEADER_LEN: usize = 9;
 /// Bytes that are sent before the agent has connected. The agent holds them, for each pending dial.
@@ -34,6 +32,7 @@ const EARLY_SEGMENT: usize = 256;
 /// Relays from the socket to the stream.
 pub(super) struct Outward<'a> {
     pub(super) side: Side,
+    pub(super) flow: &'a Flow,
     pub(super) traffic: &'a Traffic,
     pub(super) answer: &'a Answer,
 }
@@ -83,7 +82,7 @@ impl Outward<'_> {
                 }
                 return self.end(&socket, send).await;
             }
-            size = next_size(size, read);
+            size = next_size(size, read, self.flow.piece());
             early = early.saturating_add(read.max(EARLY_SEGMENT));
             if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
                 return Ok(sent);
@@ -211,10 +210,12 @@ async fn read_now(socket: &mut ReadHalf<'_>, into: &mut BytesMut) -> io::Result<
     .await
 }
 
-/// The size of the next read, in bytes: grows fast while reads fill the buffer, shrinks when they use little of it.
-pub const fn next_size(size: usize, read: usize) -> usize {
-    if read >= size {
-        if size * 4 < LARGE_READ { size * 4 } else { LARGE_READ }
+/// The size of the next read, in bytes: grows fast while reads fill the buffer, up to one `piece` of the link; shrinks when
+/// they use little of it.
+pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
+    let largest = (piece - HEADER_LEN - FRAME_HEADER_LEN).max(SMALL_READ);
+    if read >= size || size > largest {
+        largest.min(size * 4)
     } else if read < size / 8 && size / 2 >= SMALL_READ {
         size / 2
     } else {

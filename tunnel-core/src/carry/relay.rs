@@ -17,12 +17,15 @@ use super::outward::{Answer, Outward, Sent};
 use super::socket::{end_on_drop, flushed};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
+use crate::link::Flow;
 
 /// What relaying a connection needs besides its socket and its stream.
 #[derive(Debug)]
 pub struct Relay<'a> {
     /// Which end this is.
     pub side: Side,
+    /// What is known about the link's path.
+    pub flow: &'a Flow,
     /// The link's bound on receivers that do not read.
     pub stalls: &'a StallBound,
     /// Ends this connection from outside.
@@ -45,7 +48,7 @@ impl Relay<'_> {
         send: &mut SendStream<Bytes>,
         inbound: impl Future<Output = Result<RecvStream, RelayError>>,
     ) -> Result<(), RelayError> {
-        let Self { side, stalls, abort, traffic } = self;
+        let Self { side, flow, stalls, abort, traffic } = self;
         let ended = {
             let (read, write) = socket.split();
             let answer = Answer::default();
@@ -54,10 +57,10 @@ impl Relay<'_> {
                 (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
                 // Built where they are polled: moving a future doubles its memory.
                 ended = async {
-                    tokio::try_join!(Outward { side, traffic, answer: &answer }.run(read, send, prefix), async {
+                    tokio::try_join!(Outward { side, flow, traffic, answer: &answer }.run(read, send, prefix), async {
                         let stream = inbound.await?;
                         let _ = answer.begun.set(());
-                        Inward { side, stalls, abort, traffic, answer: &answer }.run(write, stream).await?;
+                        Inward { side, flow, stalls, abort, traffic, answer: &answer }.run(write, stream).await?;
                         let _ = answer.ended.set(());
                         Ok(())
                     })

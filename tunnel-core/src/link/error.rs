@@ -8,7 +8,7 @@ use crate::error::causes;
 /// Why a link was given up.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkDead {
-    /// No answer in [`PING_TIMEOUT`].
+    /// No answer in [`PING_TIMEOUT`], nor anything else.
     #[error("no answer to an HTTP/2 PING for {} s", PING_TIMEOUT.as_secs())]
     Timeout,
     /// The connection failed.

@@ -2,9 +2,15 @@
 //! HTTP/2 client.
 
 mod error;
+mod flow;
+mod io;
 mod liveness;
 mod settings;
+mod tcp_info;
 
 pub use error::{LinkDead, reason};
+pub use flow::Flow;
+pub(crate) use flow::Taken;
+pub use io::LinkIo;
 pub use liveness::{Rtt, keep_alive};
 pub use settings::*;

@@ -7,9 +7,11 @@ use rustls::ConnectionCommon;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 
-/// HTTP/2 stream window, in bytes: what one carried connection may have in flight, or held for a receiver that does
-/// not read.
+/// HTTP/2 stream window at first, in bytes: what one carried connection may have in flight, or held for a receiver that
+/// does not read.
 pub const STREAM_WINDOW: u32 = 1 << 20;
+/// What it grows to on long paths: 512 Mbit/s at 250 ms.
+pub const LARGEST_WINDOW: u32 = 16 << 20;
 /// HTTP/2 connection window, in bytes. A full one would stop every stream of the link, so it is far above what the
 /// bounds on stalled receivers allow to be held.
 pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
@@ -22,14 +24,15 @@ pub const MAX_STREAMS: u32 = 1 << 17;
 
 /// Largest HTTP/2 frame that is accepted, in bytes.
 pub const MAX_FRAME: u32 = 256 << 10;
-/// Bytes that TLS buffers before the socket is written to. Writing a whole frame in one system call is what makes a
-/// single stream fast: with rustls' 64 KiB it moves two thirds as much.
-const TLS_BUFFER: usize = 256 << 10;
+/// The largest piece that is handed to a link at a time, and that TLS buffers before the socket is written to, in bytes.
+/// Writing a whole frame in one system call is what makes a single stream fast: with rustls' 64 KiB it moves two thirds as
+/// much.
+pub const LARGEST_PIECE: usize = 256 << 10;
+/// The smallest: on a slow link pieces delay each other.
+pub const SMALLEST_PIECE: usize = 4 << 10;
 /// Bytes queued per stream in front of the socket: one frame. With twice as much, small messages wait half as long
 /// again behind four bulk transfers, which are no faster for it.
 const SEND_BUFFER: usize = 256 << 10;
-/// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk.
-const LINK_NOTSENT_LOWAT: u32 = 128 << 10;
 /// Bytes of headers or trailers of one message: a few short fields.
 pub const MAX_HEADERS: u32 = 16 << 10;
 /// Resets of streams that may be remembered or pending before the peer counts as hostile. Both ends are
@@ -87,13 +90,17 @@ pub fn tune_link(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
     let socket = SockRef::from(socket);
     socket.set_tcp_keepalive(&keepalive())?;
-    socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT))?;
-    socket.set_tcp_notsent_lowat(LINK_NOTSENT_LOWAT)
+    socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT))
 }
 
 /// Bounds the bytes that the link's TLS buffers.
-pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>) {
-    connection.set_buffer_limit(Some(TLS_BUFFER));
+pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>, piece: usize) {
+    connection.set_buffer_limit(Some(piece));
+}
+
+/// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk.
+pub(super) fn not_sent_limit(piece: usize) -> u32 {
+    u32::try_from(piece / 2).unwrap_or(u32::MAX)
 }
 
 pub(crate) const fn keepalive() -> TcpKeepalive {

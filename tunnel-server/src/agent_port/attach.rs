@@ -1,6 +1,8 @@
 //! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
+use std::future::poll_fn;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
@@ -18,7 +20,7 @@ use tonic::{Code, Status, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
 use tunnel_core::identity::{NodeName, TrustBundle};
-use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, Rtt};
+use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
     self, AgentEvent, Hello, LoopbackPorts, Notice, Refused, Replaced, ServerDraining, Welcome, agent_event,
@@ -157,7 +159,9 @@ async fn drive(
     worker: Handle,
     place: Certified,
 ) -> End {
-    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(stream)).await;
+    let io = LinkIo::new(*stream);
+    let flow = io.flow();
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(io)).await;
     let (send, mut connection) = match handshake {
         Ok(Ok(link)) => link,
         Ok(Err(error)) => return End::Link(error),
@@ -166,10 +170,14 @@ async fn drive(
     let Some(pings) = connection.ping_pong() else { return End::Closed };
     // A task of its own, so that carried bytes wake only it.
     let mut driver = JoinSet::new();
-    driver.spawn(connection);
+    let shared = flow.clone();
+    driver.spawn(poll_fn(move |cx| {
+        shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
+        Pin::new(&mut connection).poll(cx)
+    }));
     tokio::select! {
         biased;
-        end = session(context, send, pings, peer, presented, worker, place) => end,
+        end = session(context, send, pings, flow, peer, presented, worker, place) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
@@ -194,6 +202,7 @@ async fn session(
     context: &LinkContext,
     send: SendRequest<Bytes>,
     pings: PingPong,
+    flow: Arc<Flow>,
     peer: SocketAddr,
     Presented { node, issued }: Presented,
     worker: Handle,
@@ -230,7 +239,7 @@ async fn session(
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
-        rtt: Rtt::default(),
+        flow,
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
         connections: AtomicU32::new(0),
         carried: Totals::default(),
@@ -334,7 +343,7 @@ async fn follow(
     let mut settings = context.settings.clone();
     // They may have changed after the Welcome was sent.
     settings.mark_changed();
-    let mut alive = std::pin::pin!(link::keep_alive(pings, &session.rtt, || session.stalls.sweep()));
+    let mut alive = std::pin::pin!(link::keep_alive(pings, &session.flow, || session.stalls.sweep()));
     let mut span = (Instant::now(), 0u32);
     let mut draining_sent = false;
     loop {

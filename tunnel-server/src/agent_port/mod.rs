@@ -172,11 +172,9 @@ impl AgentPort {
         link::tune_link(&socket)?;
         tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
         place.spoke();
-        let mut stream =
-            tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
-                .await
-                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
-        link::tune_tls(stream.get_mut().1);
+        let stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
+            .await
+            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
         Ok(stream)
     }
 }

@@ -20,7 +20,7 @@ use tunnel_core::carry::{
     Abort, CARRY_PATH, Relay, RelayError, Side, StallBound, TARGET_HEADER, Totals, Traffic,
 };
 use tunnel_core::identity::NodeName;
-use tunnel_core::link::Rtt;
+use tunnel_core::link::Flow;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
@@ -51,7 +51,8 @@ pub struct Session {
     pub since: Instant,
     /// As the agent reports it.
     pub agent_version: String,
-    pub rtt: Rtt,
+    /// What is known about the link's path.
+    pub flow: Arc<Flow>,
     /// Bounds what is held for clients that do not read.
     pub stalls: StallBound,
     pub connections: AtomicU32,
@@ -118,7 +119,7 @@ impl Session {
             connected(asked.elapsed());
             answer
         });
-        Relay { side: Side::Server, stalls: &self.stalls, abort, traffic }
+        Relay { side: Side::Server, flow: &self.flow, stalls: &self.stalls, abort, traffic }
             .run(socket, prefix, &mut send, inbound)
             .await
     }

@@ -100,7 +100,7 @@ impl Reporter {
                 peer: session.peer,
                 epoch: session.epoch,
                 since_s: session.since.elapsed().as_secs(),
-                rtt_ms: session.rtt.last().map(|rtt| rtt.as_secs_f64() * 1e3),
+                rtt_ms: session.flow.rtt.last().map(|rtt| rtt.as_secs_f64() * 1e3),
                 agent_version: session.agent_version.clone(),
                 connections: session.connections.load(Ordering::Relaxed),
                 stalled: session.stalls.blocked(),

@@ -12,6 +12,7 @@ use tokio_stream::Stream;
 use tokio_util::io::poll_read_buf;
 use tonic::{Status, Streaming};
 use tunnel_core::carry::{SMALL_READ, end_on_drop, next_size};
+use tunnel_core::link;
 use tunnel_core::proto::Segment;
 
 /// TLS with Postern's one suite.
@@ -46,7 +47,7 @@ impl Stream for Outward {
         Poll::Ready(match ready!(poll_read_buf(Pin::new(&mut this.socket), cx, &mut data)) {
             Ok(0) => None,
             Ok(read) => {
-                this.size = next_size(this.size, read);
+                this.size = next_size(this.size, read, link::LARGEST_PIECE);
                 Some(Ok(Segment { data: data.freeze() }))
             }
             Err(error) => failed(error),

@@ -110,7 +110,7 @@ impl Service<Uri> for Connector {
             let socket = TcpStream::connect(edge).await?;
             link::tune_link(&socket)?;
             let mut stream = tls.connect(ServerName::from(edge.ip()), socket).await?;
-            link::tune_tls(stream.get_mut().1);
+            link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
             Ok(TokioIo::new(stream))
         })
     }

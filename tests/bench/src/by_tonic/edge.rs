@@ -43,7 +43,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
                 let socket = socket?;
                 link::tune_link(&socket)?;
                 let mut stream = tls.accept(socket).await?;
-                link::tune_tls(stream.get_mut().1);
+                link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
                 io::Result::Ok(Link(stream))
             }
         });

@@ -1,0 +1,164 @@
+//! Links over a wide-area path: delay, little bandwidth, loss, outages, a NAT that forgets.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
+use postern_testbed::percentiles::Times;
+use postern_testbed::report::figure;
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_for;
+use postern_testbed::wan::{Loss, Path};
+use postern_testbed::{Testbed, server::Server};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+
+use crate::common::{hold, server_and_agent, target};
+
+scenarios! {
+    a_lossy_path_changes_no_byte,
+    keystrokes_beside_a_download_on_a_slow_line,
+    a_full_line_of_300_kbit_keeps_its_link,
+    an_outage_of_five_seconds_is_survived,
+    nat_forgets_the_link,
+}
+
+/// How long something may take on a slow path; the scenario's own limit is far above.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn mbit(bytes: u64, took: Duration) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "for printing")]
+    let bits = bytes as f64 * 8.0;
+    bits / 1e6 / took.as_secs_f64()
+}
+
+async fn download(address: SocketAddr, seed: u64, length: u64) -> Result<Duration> {
+    let start = Instant::now();
+    let mut stream = connect(address).await?;
+    let got = digest(&mut stream).await?;
+    ensure!(got == (length, pattern_digest(seed, length)), "{} bytes came, changed or incomplete", got.0);
+    Ok(start.elapsed())
+}
+
+async fn upload(address: SocketAddr, seed: u64, length: u64) -> Result<Duration> {
+    let start = Instant::now();
+    let mut stream = connect(address).await?;
+    let mut pattern = Pattern::new(seed, length);
+    pattern.write_to(&mut stream).await?;
+    stream.shutdown().await?;
+    let answer = client::text(&mut stream, "no checksum arrived").await?;
+    ensure!(answer == format!("{length} {}", pattern.digest()), "uploaded bytes arrived as {answer}");
+    Ok(start.elapsed())
+}
+
+async fn a_lossy_path_changes_no_byte(testbed: &Testbed) -> Result<()> {
+    let mut path = Path::new(100, 100).lossy(Loss::Bursts { rate: 0.003, length: 3.0 });
+    path.reordered = 0.002;
+    let wan = testbed.wan(1, path)?;
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, 30_000_000))?;
+    let sink = target(testbed, 1, 9101, Behaviour::Sink)?;
+    let took = download(source.address, 3, 30_000_000).await?;
+    figure(&format!("download at 100 ms and 100 Mbit/s: {:.0} Mbit/s", mbit(30_000_000, took)));
+    let took = upload(sink.address, 4, 30_000_000).await?;
+    figure(&format!("upload: {:.0} Mbit/s", mbit(30_000_000, took)));
+    let (down, up) = wan.counts();
+    ensure!(down.lost > 10 && up.lost > 10, "the path lost nothing: {down:?}, {up:?}");
+    Ok(())
+}
+
+/// A 64-byte message each 50 ms, as somebody types.
+async fn keystrokes(stream: &mut TcpStream, count: usize) -> Result<Times> {
+    let mut times = Times::default();
+    let mut clock = tokio::time::interval(Duration::from_millis(50));
+    clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    for _ in 0..count {
+        clock.tick().await;
+        let start = Instant::now();
+        tokio::time::timeout(PATIENCE, echo(stream, &[b'k'; 64])).await.context("a keystroke")??;
+        times.add(start.elapsed());
+    }
+    Ok(times)
+}
+
+async fn keystrokes_beside_a_download_on_a_slow_line(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::asymmetric(60, 10_000_000, 5_000_000))?;
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, 100_000_000))?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let mut stream = hold(shell.address, b"login").await?;
+    let mut alone = keystrokes(&mut stream, 20).await?;
+    let mut bulk = connect(source.address).await?;
+    let reading = tokio::spawn(async move { digest(&mut bulk).await });
+    // Until the line is full.
+    keystrokes(&mut stream, 20).await?;
+    let mut beside = keystrokes(&mut stream, 60).await?;
+    ensure!(!reading.is_finished(), "the download ended too early");
+    reading.abort();
+    figure(&format!("keystrokes alone: {}; beside a download: {}", alone.summary(), beside.summary()));
+    Ok(())
+}
+
+/// Since when the node's session has lasted, as the server says.
+async fn session(server: &Server<'_>) -> Result<f64> {
+    let metrics = server.metrics().await?;
+    Ok(metrics.sum("postern_agent_handshakes_total", &[("result", "attached")]))
+}
+
+async fn a_full_line_of_300_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
+    let wan = testbed.wan(1, Path::asymmetric(60, 1_000_000, 300_000))?;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, 100_000_000))?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let before = session(&server).await?;
+    let mut bulk = connect(source.address).await?;
+    let reading = tokio::spawn(async move { digest(&mut bulk).await });
+    // A dead link would be noticed within 22 s.
+    let end = Instant::now() + Duration::from_secs(35);
+    let mut times = Times::default();
+    while Instant::now() < end {
+        let start = Instant::now();
+        let mut stream = connect(shell.address).await?;
+        tokio::time::timeout(PATIENCE, echo(&mut stream, b"hello")).await.context("a new connection")??;
+        times.add(start.elapsed());
+    }
+    ensure!(!reading.is_finished(), "the download has ended");
+    ensure!(session(&server).await? == before, "the agent had to attach again");
+    reading.abort();
+    figure(&format!("connect and echo beside it: {}; {:?}", times.summary(), wan.counts().1));
+    Ok(())
+}
+
+async fn an_outage_of_five_seconds_is_survived(testbed: &Testbed) -> Result<()> {
+    let wan = testbed.wan(1, Path::new(50, 50))?;
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let mut stream = hold(shell.address, b"before").await?;
+    wan.set_out(true);
+    let typing = tokio::spawn(async move {
+        echo(&mut stream, b"during").await?;
+        echo(&mut stream, b"after").await
+    });
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    wan.set_out(false);
+    let start = Instant::now();
+    tokio::time::timeout(PATIENCE, typing).await.context("the held connection")???;
+    figure(&format!("usable {:.2?} after the outage", start.elapsed()));
+    Ok(())
+}
+
+async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(50, 50))?;
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    client::visit(shell.address).await?;
+    testbed.forget_mappings()?;
+    let start = Instant::now();
+    wait_for("a new connection", PATIENCE, async || {
+        let visit = tokio::time::timeout(PATIENCE, client::visit(shell.address)).await;
+        Ok(visit.context("a visit")?.ok())
+    })
+    .await?;
+    figure(&format!("usable {:.1?} after the NAT forgot the link", start.elapsed()));
+    Ok(())
+}

@@ -1,0 +1,86 @@
+//! The thread that moves one way's packets.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tun_rs::SyncDevice;
+
+use super::line::Line;
+
+/// Packets read before those that have arrived are delivered.
+const BATCH: usize = 64;
+/// The longest wait: then the thread looks whether it is to end.
+const LONGEST_WAIT: Duration = Duration::from_millis(50);
+/// Larger than any MTU.
+const LARGEST_PACKET: usize = 1 << 16;
+
+/// The thread of one way. Dropping this ends it.
+#[derive(Debug)]
+pub(super) struct Forwarder {
+    line: Arc<Mutex<Line>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Forwarder {
+    pub(super) fn start(name: &str, line: Line, from: Arc<SyncDevice>, to: Arc<SyncDevice>) -> Result<Self> {
+        let line = Arc::new(Mutex::new(line));
+        let stop = Arc::new(AtomicBool::new(false));
+        let (its_line, its_stop) = (line.clone(), stop.clone());
+        let thread = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || run(&its_line, &from, &to, &its_stop))
+            .context("starting a thread")?;
+        Ok(Self { line, stop, thread: Some(thread) })
+    }
+
+    pub(super) fn line(&self) -> MutexGuard<'_, Line> {
+        lock(&self.line)
+    }
+}
+
+impl Drop for Forwarder {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            eprintln!("wan: a forwarder has panicked");
+        }
+    }
+}
+
+fn lock(line: &Mutex<Line>) -> MutexGuard<'_, Line> {
+    line.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool) {
+    // The default slack of 50 µs would be a part of every delay. Without it delays are a little longer: no reason to stop.
+    let _ = nix::sys::prctl::set_timerslack(1);
+    let start = Instant::now();
+    let mut buffer = vec![0; LARGEST_PACKET];
+    let mut arrived = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        let next = {
+            let mut line = lock(line);
+            for _ in 0..BATCH {
+                // A device whose namespace is being removed reads no more: then there is nothing to forward.
+                let Ok(n) = from.recv(&mut buffer) else { break };
+                line.offer(start.elapsed(), &buffer[..n]);
+            }
+            let now = start.elapsed();
+            arrived.extend(std::iter::from_fn(|| line.take(now)));
+            line.next()
+        };
+        for packet in arrived.drain(..) {
+            // A device that is down drops it, as a real one would.
+            let _ = to.send(&packet);
+        }
+        let wait = next.map_or(LONGEST_WAIT, |next| next.saturating_sub(start.elapsed()).min(LONGEST_WAIT));
+        let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
+        // Interrupted or not: the loop looks again.
+        let _ = poll(&mut [PollFd::new(from, PollFlags::IN)], Some(&wait));
+    }
+}

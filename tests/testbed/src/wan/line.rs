@@ -1,0 +1,218 @@
+//! One way of a path: what happens to each packet, and when.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+
+use super::{Counts, Loss, Path};
+
+/// The smallest buffer: that of a cheap modem.
+const SMALLEST_BUFFER: f64 = 20.0 * 1500.0;
+
+/// One way. Times are since any fixed moment.
+#[derive(Debug)]
+pub(super) struct Line {
+    delay: Duration,
+    /// Bit/s.
+    rate: u64,
+    /// Bytes that may wait for the line.
+    buffer: f64,
+    loss: Loss,
+    reordered: f64,
+    out: bool,
+    random: StdRng,
+    /// Whether Gilbert's model is in its bad state.
+    burst: bool,
+    /// When the line has sent all that it has accepted.
+    free_at: Duration,
+    /// By the time of arrival.
+    under_way: VecDeque<(Duration, Vec<u8>)>,
+    counts: Counts,
+}
+
+impl Line {
+    pub(super) fn new(path: &Path, rate: u64, seed: u64) -> Self {
+        let mut line = Self {
+            delay: Duration::ZERO,
+            rate: 0,
+            buffer: 0.0,
+            loss: Loss::None,
+            reordered: 0.0,
+            out: false,
+            random: StdRng::seed_from_u64(seed),
+            burst: false,
+            free_at: Duration::ZERO,
+            under_way: VecDeque::new(),
+            counts: Counts::default(),
+        };
+        line.set(path, rate);
+        line
+    }
+
+    pub(super) fn set(&mut self, path: &Path, rate: u64) {
+        // A rate of zero would divide by zero: an outage is what is meant.
+        self.rate = rate.max(1);
+        self.delay = path.rtt / 2;
+        self.buffer = (path.buffer * path.rtt.as_secs_f64() * self.rate as f64 / 8.0).max(SMALLEST_BUFFER);
+        self.loss = path.loss;
+        self.reordered = path.reordered;
+    }
+
+    /// Loses everything, also what is under way, until it is called with false.
+    pub(super) fn set_out(&mut self, out: bool) {
+        self.out = out;
+        if out {
+            self.counts.lost += self.under_way.len() as u64;
+            self.under_way.clear();
+        }
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// A packet enters at `now`.
+    pub(super) fn offer(&mut self, now: Duration, packet: &[u8]) {
+        // Drawn for every packet, so that one's fate does not depend on when others came.
+        let lost = self.loses();
+        let late = self.reordered > 0.0 && self.random.random_bool(self.reordered);
+        if self.out || lost {
+            self.counts.lost += 1;
+            return;
+        }
+        let begins = self.free_at.max(now);
+        let waiting = (begins - now).as_secs_f64() * self.rate as f64 / 8.0;
+        if waiting + packet.len() as f64 > self.buffer {
+            self.counts.overflowed += 1;
+            return;
+        }
+        self.free_at = begins + Duration::from_secs_f64(packet.len() as f64 * 8.0 / self.rate as f64);
+        let mut arrives = self.free_at + self.delay;
+        if late {
+            arrives += self.delay / 2;
+        }
+        let place = self.under_way.iter().rposition(|(at, _)| *at <= arrives).map_or(0, |before| before + 1);
+        self.under_way.insert(place, (arrives, packet.to_vec()));
+    }
+
+    /// The next packet that has arrived by `now`.
+    pub(super) fn take(&mut self, now: Duration) -> Option<Vec<u8>> {
+        let (_, packet) = self.under_way.pop_front_if(|(at, _)| *at <= now)?;
+        self.counts.delivered += 1;
+        Some(packet)
+    }
+
+    /// When the next packet arrives.
+    pub(super) fn next(&self) -> Option<Duration> {
+        self.under_way.front().map(|(at, _)| *at)
+    }
+
+    fn loses(&mut self) -> bool {
+        match self.loss {
+            Loss::None => false,
+            Loss::Random(rate) => self.random.random_bool(rate),
+            Loss::Bursts { rate, length } => {
+                // In the bad state every packet is lost. Leaving it with 1/length and entering it so that `rate` of all
+                // packets meet it in the long run.
+                let leave = 1.0 / length.max(1.0);
+                let change = if self.burst { leave } else { (leave * rate / (1.0 - rate)).min(1.0) };
+                self.burst ^= self.random.random_bool(change);
+                self.burst
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PACKET: [u8; 1250] = [0; 1250];
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    fn line(path: &Path) -> Line {
+        Line::new(path, path.up, 7)
+    }
+
+    #[test]
+    fn a_packet_takes_its_time_on_the_line_and_half_a_round_trip() {
+        // 10,000 bit at 1 Mbit/s: 10 ms each.
+        let mut line = line(&Path::new(100, 1));
+        line.offer(ms(0), &PACKET);
+        line.offer(ms(0), &PACKET);
+        assert_eq!(line.next(), Some(ms(60)));
+        assert_eq!(line.take(ms(59)), None);
+        assert!(line.take(ms(60)).is_some());
+        assert_eq!(line.next(), Some(ms(70)));
+        assert!(line.take(ms(70)).is_some());
+        assert_eq!(line.counts(), Counts { delivered: 2, lost: 0, overflowed: 0 });
+    }
+
+    #[test]
+    fn what_finds_the_buffer_full_is_dropped() {
+        // A buffer of one round trip: 1,000,000 bytes at 80 Mbit/s and 100 ms.
+        let mut line = line(&Path::new(100, 80));
+        for _ in 0..1000 {
+            line.offer(ms(0), &PACKET);
+        }
+        assert_eq!(line.counts().overflowed, 200);
+        line.offer(ms(1), &PACKET);
+        assert_eq!(line.counts().overflowed, 200, "8 have been sent meanwhile");
+    }
+
+    fn lost(path: &Path) -> Vec<bool> {
+        let mut line = line(path);
+        let fate = (0..100_000).map(|at| {
+            let before = line.counts().lost;
+            line.offer(Duration::from_secs(at), &PACKET);
+            line.take(Duration::from_secs(at + 1));
+            line.counts().lost > before
+        });
+        fate.collect()
+    }
+
+    #[test]
+    fn losses_have_their_rate_and_repeat_with_the_seed() {
+        let random = Path::new(10, 100).lossy(Loss::Random(0.01));
+        let bursts = Path::new(10, 100).lossy(Loss::Bursts { rate: 0.01, length: 5.0 });
+        for path in [random, bursts] {
+            let fate = lost(&path);
+            let count = fate.iter().filter(|lost| **lost).count();
+            assert!((800..1200).contains(&count), "{count} of 100,000 with {:?}", path.loss);
+            assert_eq!(fate, lost(&path));
+        }
+        let runs = |fate: &[bool]| fate.windows(2).filter(|pair| !pair[0] && pair[1]).count();
+        let (single, together) = (lost(&random), lost(&bursts));
+        assert!(runs(&together) * 3 < runs(&single), "{} and {}", runs(&together), runs(&single));
+    }
+
+    #[test]
+    fn late_packets_are_overtaken() {
+        let mut path = Path::new(100, 1000);
+        path.reordered = 0.5;
+        let mut line = line(&path);
+        for number in 0..100u8 {
+            line.offer(ms(u64::from(number)), &[number; 100]);
+        }
+        let order: Vec<u8> = std::iter::from_fn(|| line.take(ms(1000))).map(|packet| packet[0]).collect();
+        assert_eq!(order.len(), 100);
+        assert!(!order.is_sorted());
+    }
+
+    #[test]
+    fn an_outage_loses_everything() {
+        let mut line = line(&Path::new(100, 1000));
+        line.offer(ms(0), &PACKET);
+        line.set_out(true);
+        line.offer(ms(1), &PACKET);
+        assert_eq!((line.next(), line.counts().lost), (None, 2));
+        line.set_out(false);
+        line.offer(ms(2), &PACKET);
+        assert!(line.take(ms(100)).is_some());
+    }
+}

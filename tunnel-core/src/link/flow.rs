@@ -1,0 +1,234 @@
+//! How much of a link's bytes may be under way, and how much may wait in front of it: both follow the path.
+//!
+//! A stream's window bounds what it has in flight. It has to hold the path's bandwidth times its round-trip time, or the
+//! stream waits for the window instead of the line: 1 MiB is 84 Mbit/s at 100 ms. So a receiver whose stream comes near
+//! its window enlarges that of all streams, as the kernel does for TCP. It never shrinks, and what is held for receivers
+//! that do not read is bounded elsewhere.
+//!
+//! What waits in front of the link delays everything behind it: 256 KiB are 0.4 s at 5 Mbit/s. Large pieces are what makes
+//! a fast link fast. So the size of a piece is what the link delivers in a few milliseconds.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use futures_util::task::AtomicWaker;
+
+use super::liveness::Rtt;
+use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SMALLEST_PIECE, STREAM_WINDOW};
+use super::tcp_info::Delivery;
+
+/// The time on the line of one piece.
+const PIECE_MS: u64 = 5;
+/// Before the link's rate is known.
+const FIRST_PIECE: usize = 16 << 10;
+/// Round trips over which a stream's rate is measured: what one window held for a receiver that has paused, and now takes
+/// all at once, is no reason for a larger one.
+const ROUNDS: u32 = 2;
+/// The shortest time for it.
+const SHORTEST_SPAN: Duration = Duration::from_millis(20);
+
+/// What a link's streams share.
+#[derive(Debug)]
+pub struct Flow {
+    /// The round-trip time of the link.
+    pub rtt: Rtt,
+    /// The stream window to announce, in bytes.
+    window: AtomicU32,
+    /// The one that is announced.
+    announced: AtomicU32,
+    /// Bytes of a piece.
+    piece: AtomicUsize,
+    /// Bytes that the link has received.
+    received: AtomicU64,
+    /// The task that owns the HTTP/2 connection.
+    owner: AtomicWaker,
+}
+
+impl Default for Flow {
+    fn default() -> Self {
+        Self {
+            rtt: Rtt::default(),
+            window: AtomicU32::new(STREAM_WINDOW),
+            announced: AtomicU32::new(STREAM_WINDOW),
+            piece: AtomicUsize::new(FIRST_PIECE),
+            received: AtomicU64::new(0),
+            owner: AtomicWaker::new(),
+        }
+    }
+}
+
+impl Flow {
+    /// What one stream may have in flight, in bytes.
+    pub fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    /// How much to hand to the link at a time, in bytes, so that others need not wait for long behind it.
+    pub fn piece(&self) -> usize {
+        self.piece.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that the link has received.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn add_received(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Announces a larger window once there is one. To be called in each poll of the task that owns the connection;
+    /// `announce` fails while the peer has not acknowledged the last one.
+    pub fn poll_window(&self, waker: &Waker, announce: impl FnOnce(u32) -> Result<(), h2::Error>) {
+        self.owner.register(waker);
+        let window = self.window();
+        if window != self.announced.load(Ordering::Relaxed) && announce(window).is_ok() {
+            self.announced.store(window, Ordering::Relaxed);
+        }
+    }
+
+    /// Follows the link's rate. Returns the new size of a piece when it is another one.
+    pub(super) fn delivered(&self, delivery: Delivery) -> Option<usize> {
+        let now = self.piece();
+        let piece = usize::try_from(delivery.rate * PIECE_MS / 1000).unwrap_or(LARGEST_PIECE);
+        let piece = piece.clamp(SMALLEST_PIECE, LARGEST_PIECE);
+        // An idle link's rate says nothing, and small changes nothing worth a system call.
+        let smaller = piece < now / 4 * 3 && !delivery.app_limited && delivery.rate > 0;
+        let larger = piece > now / 4 * 5;
+        (smaller || larger).then(|| {
+            self.piece.store(piece, Ordering::Relaxed);
+            piece
+        })
+    }
+
+    fn enlarge(&self, window: u32) {
+        if self.window.fetch_max(window, Ordering::Relaxed) < window {
+            self.owner.wake();
+        }
+    }
+}
+
+/// How fast one stream's receiver takes bytes.
+#[derive(Debug)]
+pub(crate) struct Taken {
+    since: Instant,
+    bytes: u64,
+}
+
+impl Default for Taken {
+    fn default() -> Self {
+        Self { since: Instant::now(), bytes: 0 }
+    }
+}
+
+impl Taken {
+    /// Counts bytes, and enlarges the window if they nearly fill it in one round trip.
+    pub(crate) fn add(&mut self, bytes: usize, flow: &Flow) {
+        self.add_at(bytes, flow, Instant::now());
+    }
+
+    fn add_at(&mut self, bytes: usize, flow: &Flow, now: Instant) {
+        self.bytes += bytes as u64;
+        let elapsed = now.saturating_duration_since(self.since);
+        // Before the first PING is answered, a path is as short as any.
+        let round = flow.rtt.shortest().unwrap_or_default();
+        if elapsed < SHORTEST_SPAN.max(round * ROUNDS) {
+            return;
+        }
+        let in_a_round = u128::from(self.bytes) * round.as_micros() / elapsed.as_micros();
+        *self = Self { since: now, bytes: 0 };
+        // Twice the path's own capacity: a lost segment holds back what comes after it for another round trip.
+        let needed = u32::try_from(in_a_round * 2).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
+        if needed > flow.window() {
+            flow.enlarge(needed.next_power_of_two().min(LARGEST_WINDOW));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flow(rtt_ms: u64) -> Flow {
+        let flow = Flow::default();
+        flow.rtt.add(Duration::from_millis(rtt_ms));
+        flow
+    }
+
+    /// A stream that takes so many bytes in each round trip, up to its window.
+    fn window_after(rtt_ms: u64, per_round: u64, rounds: u32) -> u32 {
+        let flow = flow(rtt_ms);
+        let mut taken = Taken::default();
+        let start = taken.since;
+        for round in 1..=rounds {
+            let bytes = per_round.min(flow.window().into());
+            taken.add_at(bytes.try_into().unwrap(), &flow, start + Duration::from_millis(rtt_ms) * round);
+        }
+        flow.window()
+    }
+
+    #[test]
+    fn a_window_that_is_the_limit_grows_to_twice_the_path() {
+        // 200 Mbit/s and 100 ms: 2.5 MB in flight.
+        assert_eq!(window_after(100, 2_500_000, 10), 8 << 20);
+        assert_eq!(window_after(100, 2_500_000, 2), 2 << 20, "one step at a time");
+        assert_eq!(window_after(250, 12_500_000, 20), LARGEST_WINDOW);
+    }
+
+    #[test]
+    fn a_window_that_is_not_the_limit_stays() {
+        assert_eq!(window_after(100, 500_000, 100), STREAM_WINDOW);
+        // 400 MB/s at a millisecond.
+        assert_eq!(window_after(1, 400_000, 100), STREAM_WINDOW);
+    }
+
+    #[test]
+    fn a_receiver_that_takes_a_window_at_once_does_not_enlarge_it() {
+        let flow = flow(100);
+        let mut taken = Taken::default();
+        let start = taken.since;
+        for pause in 1..=10 {
+            taken.add_at(STREAM_WINDOW as usize, &flow, start + Duration::from_secs(pause));
+        }
+        let mut taken = Taken { since: start, bytes: 0 };
+        taken.add_at(STREAM_WINDOW as usize, &flow, start + Duration::from_millis(200));
+        assert_eq!(flow.window(), STREAM_WINDOW);
+    }
+
+    #[test]
+    fn the_owner_announces_a_window_once_the_last_one_is_acknowledged() {
+        let flow = flow(100);
+        let announce = |answer: Result<(), h2::Error>| {
+            let mut asked = None;
+            flow.poll_window(Waker::noop(), |window| {
+                asked = Some(window);
+                answer
+            });
+            asked
+        };
+        assert_eq!(announce(Ok(())), None);
+        flow.enlarge(2 << 20);
+        let pending = || Err(h2::Error::from(h2::Reason::INTERNAL_ERROR));
+        assert_eq!(announce(pending()), Some(2 << 20));
+        assert_eq!(announce(Ok(())), Some(2 << 20));
+        assert_eq!(announce(Ok(())), None);
+        flow.enlarge(1 << 20);
+        assert_eq!(announce(Ok(())), None, "it never shrinks");
+    }
+
+    #[test]
+    fn pieces_take_a_few_milliseconds_on_the_line() {
+        let flow = Flow::default();
+        let delivered = |mbit: u64, app_limited| {
+            flow.delivered(Delivery { rate: mbit * 1_000_000 / 8, app_limited });
+            flow.piece()
+        };
+        assert_eq!(delivered(40, false), 25_000);
+        assert_eq!(delivered(41, false), 25_000, "not for every change");
+        assert_eq!(delivered(1, true), 25_000, "an idle link says nothing about the path");
+        assert_eq!(delivered(1, false), SMALLEST_PIECE);
+        assert_eq!(delivered(10_000, true), LARGEST_PIECE);
+        assert_eq!(delivered(0, false), LARGEST_PIECE, "nothing is known yet");
+    }
+}

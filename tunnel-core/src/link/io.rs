@@ -1,0 +1,109 @@
+//! The link's byte stream: TLS over TCP, whose buffers follow the path, and whose bytes are counted.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsStream;
+
+use super::flow::Flow;
+use super::settings::{not_sent_limit, tune_tls};
+use super::tcp_info::delivery;
+
+/// Between two looks at the link's rate.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The byte stream under a link's HTTP/2.
+#[derive(Debug)]
+pub struct LinkIo {
+    // Boxed: futures that hold it are moved.
+    stream: Box<TlsStream<TcpStream>>,
+    flow: Arc<Flow>,
+    looked: Instant,
+}
+
+impl LinkIo {
+    /// Wraps a stream whose handshake is done, on a socket that [`super::tune_link`] has tuned.
+    pub fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
+        let mut io = Self { stream: Box::new(stream.into()), flow: Arc::default(), looked: Instant::now() };
+        io.resize(io.flow.piece());
+        io
+    }
+
+    /// What the link's streams share.
+    pub fn flow(&self) -> Arc<Flow> {
+        self.flow.clone()
+    }
+
+    /// Lets so much wait in TLS and in the kernel.
+    fn resize(&mut self, piece: usize) {
+        match &mut *self.stream {
+            TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
+            TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
+        }
+        let socket = self.stream.get_ref().0;
+        // Without it the link works, and small messages wait longer.
+        if let Err(error) = SockRef::from(socket).set_tcp_notsent_lowat(not_sent_limit(piece)) {
+            tracing::debug!(%error, "cannot set how much may wait in the link's socket");
+        }
+    }
+
+    fn look(&mut self) {
+        let now = Instant::now();
+        if now - self.looked < LOOK {
+            return;
+        }
+        self.looked = now;
+        if let Some(piece) =
+            delivery(self.stream.get_ref().0).and_then(|delivery| self.flow.delivered(delivery))
+        {
+            self.resize(piece);
+        }
+    }
+}
+
+impl AsyncRead for LinkIo {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
+        self.flow.add_received(buffer.filled().len() - before);
+        read
+    }
+}
+
+impl AsyncWrite for LinkIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.look();
+        Pin::new(&mut *self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.look();
+        Pin::new(&mut *self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut *self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut *self.stream).poll_shutdown(cx)
+    }
+}
