@@ -109,6 +109,7 @@ impl Service<Uri> for Connector {
         Box::pin(async move {
             let socket = TcpStream::connect(edge).await?;
             link::tune_link(&socket)?;
+            socket2::SockRef::from(&socket).set_tcp_notsent_lowat(128 << 10)?;
             let mut stream = tls.connect(ServerName::from(edge.ip()), socket).await?;
             link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
             Ok(TokioIo::new(stream))

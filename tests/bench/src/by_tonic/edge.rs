@@ -42,6 +42,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             async move {
                 let socket = socket?;
                 link::tune_link(&socket)?;
+                socket2::SockRef::from(&socket).set_tcp_notsent_lowat(128 << 10)?;
                 let mut stream = tls.accept(socket).await?;
                 link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
                 io::Result::Ok(Link(stream))
