@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use proptest::prelude::*;
 use tunnel_abi::verdict::{Connect, GlobalState, Reason, Tables, Verdict, VerdictV6, verdict, verdict_v6};
-use tunnel_abi::{ANY_PORT, Address, DOWN, Mapping, V4, V6, counter};
+use tunnel_abi::{ANY_PORT, Address, DOWN, Mapping, PORT_WORDS, Prefix, V4, V6, counter};
 
 #[derive(Clone, Debug, Default)]
 struct World {
@@ -253,6 +253,48 @@ proptest! {
         prop_assert_eq!(Ipv6Addr::from(V6::from(b)), b);
         prop_assert_eq!(V6::from(b).mapped().map(Ipv4Addr::from), b.to_ipv4_mapped());
     }
+}
+
+fn v4(text: &str) -> V4 {
+    text.parse::<Ipv4Addr>().expect("an address").into()
+}
+
+fn v6(text: &str) -> V6 {
+    text.parse::<Ipv6Addr>().expect("an address").into()
+}
+
+#[test]
+fn only_a_mapped_address_is_taken_for_ipv4() {
+    assert_eq!(v6("::ffff:10.8.0.1").mapped(), Some(v4("10.8.0.1")));
+    // One of the three words in front of the IPv4 address is another.
+    for other in
+        ["1::ffff:10.8.0.1", "0:0:1::ffff:10.8.0.1", "::10.8.0.1", "::fffe:10.8.0.1", "::1:ffff:10.8.0.1"]
+    {
+        assert_eq!(v6(other).mapped(), None, "{other}");
+    }
+}
+
+#[test]
+fn a_prefix_contains_its_addresses_and_no_other() {
+    let range = Prefix { base: v4("198.18.0.0"), mask: v4("255.254.0.0") };
+    assert!(range.contains(v4("198.18.0.0")) && range.contains(v4("198.19.255.255")));
+    assert!(!range.contains(v4("198.17.255.255")) && !range.contains(v4("198.20.0.0")));
+    let range = Prefix { base: v6("fd00:706f::"), mask: v6("ffff:ffff:ffff:ffff::") };
+    assert!(range.contains(v6("fd00:706f::")) && range.contains(v6("fd00:706f::ffff:ffff:ffff:ffff")));
+    assert!(!range.contains(v6("fd00:706e:ffff::")) && !range.contains(v6("fd00:706f:0:1::")));
+}
+
+#[test]
+fn every_port_has_its_bit() {
+    assert_eq!(PORT_WORDS * u64::BITS, 65_536);
+}
+
+#[test]
+fn bits_that_both_have_stay_set() {
+    assert_eq!(v4("12.12.12.12").or(v4("10.10.10.10")), v4("14.14.14.14"));
+    assert_eq!(v4("12.12.12.12").and(v4("10.10.10.10")), v4("8.8.8.8"));
+    let (a, b) = (v6("c:c:c:c:c:c:c:c"), v6("a:a:a:a:a:a:a:a"));
+    assert_eq!((a.or(b), a.and(b)), (v6("e:e:e:e:e:e:e:e"), v6("8:8:8:8:8:8:8:8")));
 }
 
 #[test]

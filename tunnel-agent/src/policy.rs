@@ -211,6 +211,7 @@ mod tests {
         let narrow = policy(&["node:10250,10255"], &["10.8.0.7"]);
         assert_eq!(check(&narrow, "10.8.0.7:10250"), Ok(()));
         assert_eq!(check(&narrow, "10.8.0.7:22"), Err(Denied::NoRule));
+        assert_eq!(check(&narrow, "10.8.0.8:10250"), Err(Denied::NoRule), "the port of another host");
         assert_eq!(check(&narrow, "127.0.0.1:10266"), Err(Denied::LoopbackRule));
 
         let wide = policy(&["0.0.0.0/0:22", "192.168.1.0/24:8000-8099"], &["10.8.0.7"]);
@@ -229,6 +230,12 @@ mod tests {
         }
         assert_eq!(check(&explicit, "127.0.0.1:23"), Err(Denied::LoopbackRule));
         assert_eq!(check(&explicit, "10.0.0.1:22"), Err(Denied::NoRule));
+        // Begin or end within such a range, but not both.
+        let across = policy(&["126.0.0.0/7:*", "169.254.0.0/15:*"], &[]);
+        assert_eq!(check(&across, "126.0.0.1:22"), Ok(()));
+        assert_eq!(check(&across, "127.0.0.1:22"), Err(Denied::LoopbackRule));
+        assert_eq!(check(&across, "169.255.0.1:80"), Ok(()));
+        assert_eq!(check(&across, "169.254.169.254:80"), Err(Denied::LinkLocal));
         let broad = policy(&["[::/0]:*", "0.0.0.0/0:*", "node:*"], &["127.0.0.1", "169.254.1.1"]);
         for target in [
             "127.0.0.1:22",

@@ -10,6 +10,7 @@ mod ebpf_sources;
 mod fuzz;
 mod image;
 mod lint;
+mod mutants;
 mod packages;
 mod peers;
 mod soak;
@@ -38,7 +39,8 @@ enum Command {
     /// A real Prometheus scrapes node exporters on two edges behind NAT; with --kubernetes, kubectl and Prometheus work on
     /// such a node of a real cluster (root).
     Demo(demo::Options),
-    /// Every test: unit, property and doc tests, the redirect on the real kernel, scenarios, fuzz targets (root).
+    /// Every test: unit, property and doc tests, the redirect on the real kernel, scenarios, fuzz targets, the quick mutation
+    /// tests (root).
     Test(test::Options),
     /// rustfmt --check, import circles, clippy -D warnings, cargo deny.
     Lint,
@@ -52,6 +54,8 @@ enum Command {
     Bench(bench::Options),
     /// Runs fuzz targets.
     Fuzz(fuzz::Options),
+    /// Changes one operator, branch or result at a time in the code that decides: a unit test has to notice each.
+    Mutants(mutants::Options),
     /// Mixed load with faults for hours; fails if memory, sockets, tasks or map entries grow (root).
     Soak(soak::Options),
 }
@@ -85,6 +89,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Image(options) => image::run_image(&options),
         Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
+        Command::Mutants(options) => mutants::run_all(&options),
         Command::Soak(options) => soak::run_soak(&options),
     }
 }

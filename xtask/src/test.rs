@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 use crate::command::{build, built, cargo, default_packages, is_root, program, run};
 use crate::demo::PROGRAMS;
 use crate::tally::Tally;
-use crate::{bench, build_ebpf, demo, fuzz, image, packages, peers};
+use crate::{bench, build_ebpf, demo, fuzz, image, mutants, packages, peers};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -72,6 +72,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         println!("\n{}", left_out(&scenarios)?);
     } else {
         run_fuzz(options, &mut tally)?;
+        run_mutants(options, &mut tally);
     }
     tally.report();
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.filter);
@@ -122,7 +123,7 @@ fn left_out(quick: &Scenarios) -> Result<String> {
         })
         .collect();
     Ok(format!(
-        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, the fuzz targets",
+        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, the fuzz targets, the mutation tests",
         tests.join(", "),
         all.names.len() - quick.names.len(),
         all.names.len()
@@ -255,6 +256,25 @@ fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
         tally.step(&format!("fuzz::{target}"), fuzz::run_target(&target, FUZZ_SECONDS, true));
     }
     Ok(())
+}
+
+fn run_mutants(options: &Options, tally: &mut Tally) {
+    let chosen: Vec<_> = mutants::quick().filter(|(name, _)| options.selects(name)).collect();
+    if chosen.is_empty() {
+        return;
+    }
+    let names: Vec<_> = chosen.iter().map(|(name, _)| name.as_str()).collect();
+    tally.heading(&format!("mutation tests: {}", names.join(", ")));
+    let prepared = mutants::prepare();
+    if let Err(error) = &prepared {
+        eprintln!("mutants: {error:#}");
+    }
+    for (name, group) in chosen {
+        match prepared {
+            Ok(()) => tally.step(&name, mutants::run_quick(group)),
+            Err(_) => tally.fail(format!("{name} (not started)")),
+        }
+    }
 }
 
 #[cfg(test)]

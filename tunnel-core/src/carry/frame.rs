@@ -239,7 +239,24 @@ mod tests {
             Ok(vec![]),
             "an empty message is an empty segment"
         );
+    }
+
+    #[test]
+    fn the_largest_segment_fills_the_length() {
         assert_eq!(header(MAX_DATA + 1), None);
-        assert!(header(MAX_DATA).is_some());
+        assert_eq!(header(MAX_DATA), Some([0, 0x10, 0, 0, 4, TAG_DATA, 0xff, 0xff, 0xff, 0x7f]));
+        assert_eq!(header(0), Some([0, 0, 0, 0, 5, TAG_DATA, 0x80, 0x80, 0x80, 0]));
+    }
+
+    #[test]
+    fn a_length_has_five_bytes_at_most() {
+        let with_length = |length: &[u8]| {
+            let message = u8::try_from(1 + length.len()).unwrap();
+            deframe([Bytes::from([&[0, 0, 0, 0, message, TAG_DATA], length].concat())])
+        };
+        assert_eq!(with_length(&[0x80, 0x80, 0x80, 0x80, 0]), Ok(vec![]));
+        assert_eq!(with_length(&[0x80, 0x80, 0x80, 0x80, 0x80, 0]), Err(FrameError::Length));
+        // 2^32 does not fit, whatever the message's own length says.
+        assert_eq!(with_length(&[0x80, 0x80, 0x80, 0x80, 0x10]), Err(FrameError::Length));
     }
 }

@@ -374,6 +374,116 @@ mod tests {
         assert_eq!(budget.held(), 0);
     }
 
+    /// As if the only receiver had been blocked since `since`; forgets whether its task was asked.
+    fn blocked_since(ticket: &mut StallTicket<'_>, since: Instant) {
+        let mut blocked = lock(&ticket.link.blocked);
+        let mut receiver = blocked.remove(&ticket.key).unwrap();
+        (receiver.asked, receiver.answered) = (None, None);
+        ticket.key.0 = since;
+        blocked.insert(ticket.key, receiver);
+    }
+
+    fn is_asked(ticket: &StallTicket<'_>) -> bool {
+        lock(&ticket.link.blocked)[&ticket.key].asked.is_some()
+    }
+
+    #[test]
+    fn a_receiver_is_cut_after_its_grace_or_at_the_hard_bound_but_asked_before() {
+        #[derive(Debug, PartialEq)]
+        enum Then {
+            Spared,
+            Asked,
+            Cut,
+        }
+        use Then::{Asked, Cut, Spared};
+        let (ms, none) = (Duration::from_millis(1), None);
+        // The hard bound, for how long it has been blocked, and how long ago its task was asked and has answered.
+        for (hard, since, asked, answered, then) in [
+            (false, GRACE - ms, none, none, Spared),
+            (false, GRACE, none, none, Asked),
+            (false, GRACE, Some(ANSWER - ms), none, Spared),
+            (false, GRACE, Some(ANSWER), none, Asked),
+            (false, GRACE, none, Some(FRESH - ms), Cut),
+            (false, GRACE, none, Some(FRESH), Asked),
+            (true, Duration::ZERO, none, none, Asked),
+            (true, Duration::ZERO, Some(ANSWER - ms), none, Spared),
+            (true, Duration::ZERO, Some(ANSWER), none, Cut),
+            (true, Duration::ZERO, none, Some(FRESH - ms), Cut),
+            (true, Duration::ZERO, none, Some(FRESH), Asked),
+        ] {
+            let bound = StallBound::within(2 * WINDOW, WINDOW, &StallBudget::new(100 * WINDOW));
+            let abort = Arc::default();
+            let mut ticket = enter(&bound, &abort);
+            let now = Instant::now() + Duration::from_secs(3600);
+            blocked_since(&mut ticket, now - since);
+            if let Some(receiver) = lock(&bound.0.blocked).get_mut(&ticket.key) {
+                receiver.asked = asked.map(|ago| now - ago);
+                receiver.answered = answered.map(|ago| now - ago);
+            }
+            let cut = bound.0.relieve(hard, now, LINK_FULL);
+            assert_eq!(cut, abort.0.get().is_some());
+            let found = match lock(&bound.0.blocked).get(&ticket.key) {
+                None => Cut,
+                Some(receiver) if receiver.asked == Some(now) => Asked,
+                Some(_) => Spared,
+            };
+            assert_eq!(found, then, "hard: {hard}, blocked for {since:?}, {asked:?} {answered:?}");
+        }
+    }
+
+    #[test]
+    fn both_bounds_are_exact() {
+        const LIMIT: usize = 8 * WINDOW;
+        let (now, hour) = (Instant::now(), Duration::from_secs(3600));
+        let (young, old) = (now + hour, now + hour - GRACE);
+        for (of_link, of_process, held, since, asked) in [
+            (LIMIT, 100 * LIMIT, LIMIT, old, false),
+            (LIMIT, 100 * LIMIT, LIMIT + 1, old, true),
+            (LIMIT, 100 * LIMIT, 2 * LIMIT, young, false),
+            (LIMIT, 100 * LIMIT, 2 * LIMIT + 1, young, true),
+            (100 * LIMIT, LIMIT, LIMIT, old, false),
+            (100 * LIMIT, LIMIT, LIMIT + 1, old, true),
+            (100 * LIMIT, LIMIT, LIMIT + LIMIT / 4, young, false),
+            (100 * LIMIT, LIMIT, LIMIT + LIMIT / 4 + 1, young, true),
+        ] {
+            let budget = StallBudget::new(of_process);
+            assert_eq!(budget.limit(), of_process);
+            let bound = StallBound::within(of_link, WINDOW, &budget);
+            let mut ticket = bound.enter(&Arc::default(), Waker::noop(), held);
+            blocked_since(&mut ticket, since);
+            bound.0.check(now + hour, true);
+            assert_eq!(is_asked(&ticket), asked, "{held} of {of_link} and {of_process}");
+        }
+    }
+
+    #[test]
+    fn after_a_vain_look_at_all_links_only_an_urgent_one_follows_at_once() {
+        let budget = StallBudget::new(8 * WINDOW);
+        let bound = StallBound::within(100 * WINDOW, WINDOW, &budget);
+        let mut ticket = bound.enter(&Arc::default(), Waker::noop(), 9 * WINDOW);
+        let now = Instant::now() + Duration::from_secs(3600);
+        blocked_since(&mut ticket, now);
+        budget.check(now, true);
+        assert!(!is_asked(&ticket), "it is young");
+        blocked_since(&mut ticket, now - GRACE);
+        let almost = now + SCAN_PAUSE - Duration::from_millis(1);
+        budget.check(almost, false);
+        assert!(!is_asked(&ticket));
+        budget.check(almost, true);
+        assert!(is_asked(&ticket));
+        // This look was in vain too.
+        blocked_since(&mut ticket, now - GRACE);
+        budget.check(almost + SCAN_PAUSE, false);
+        assert!(is_asked(&ticket));
+        // The look before each PING is an urgent one.
+        blocked_since(&mut ticket, Instant::now().checked_sub(GRACE).unwrap());
+        bound.sweep();
+        assert!(is_asked(&ticket));
+        drop(ticket);
+        drop(bound);
+        assert!(lock(&budget.links).is_empty(), "a link that is gone is not looked at");
+    }
+
     #[tokio::test]
     async fn an_abort_before_the_wait_is_seen() {
         let abort = Abort::default();

@@ -319,6 +319,17 @@ mod tests {
     }
 
     #[test]
+    fn a_directory_that_cannot_be_read_is_not_an_empty_one() {
+        let (_directory, store, now) = store();
+        assert_eq!(store.load().unwrap().0, Revocations::default(), "there is none yet");
+        fs::write(store.directory(), "").unwrap();
+        assert!(store.load().is_err() && store.open().is_err());
+        fs::remove_file(store.directory()).unwrap();
+        store.revoke(&node("edge-1"), now).unwrap();
+        assert_eq!(**store.open().unwrap().borrow(), store.load().unwrap().0);
+    }
+
+    #[test]
     fn merging_takes_the_newer_record_and_removes_none() {
         let (_directory, store, now) = store();
         let revoked = store.revoke(&node("edge-1"), now).unwrap();

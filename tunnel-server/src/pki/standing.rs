@@ -153,6 +153,8 @@ impl Standing {
 mod tests {
     use std::time::Duration;
 
+    use futures_util::FutureExt as _;
+
     use super::super::revocations::Revocation;
     use super::*;
 
@@ -191,6 +193,57 @@ mod tests {
         let next = standing.issue_after(&edge) + Duration::from_secs(1);
         assert_eq!(standing.judge(&edge, next), Ok(()));
         assert_eq!(standing.tokens_void_until(&edge), Some(now));
+    }
+
+    #[test]
+    fn a_refusal_says_what_may_end_it() {
+        let (edge, now) = (node("edge-1"), Timestamp::now());
+        for (refusal, wants_enrolment, is_for_now, may_pass) in [
+            (Refusal::Revoked(edge.clone(), now), false, false, false),
+            (Refusal::Damaged(edge.clone()), false, false, false),
+            (Refusal::Superseded(edge.clone(), now), true, false, false),
+            (Refusal::Recreated(edge.clone()), true, false, true),
+            (Refusal::Unknown(edge), false, true, true),
+        ] {
+            let found = (refusal.wants_enrolment(), refusal.is_for_now(), refusal.may_pass());
+            assert_eq!(found, (wants_enrolment, is_for_now, may_pass), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn a_new_certificate_counts_after_readmission_and_creation() {
+        let (standing, revocations, nodes) = standing(true);
+        let (edge, now) = (node("edge-1"), Timestamp::now());
+        assert_eq!(standing.issue_after(&edge), SystemTime::UNIX_EPOCH);
+        assert_eq!(standing.tokens_void_until(&edge), None);
+        let record = Revocation::revoke(None, &edge, now).readmit(now).unwrap();
+        let readmitted = record.issued_after();
+        let records = [(edge.clone(), record)].into();
+        revocations.send_replace(Arc::new(Revocations { records, ..Revocations::default() }));
+        assert_eq!(standing.issue_after(&edge), readmitted);
+        for (created, after) in [
+            (readmitted - Duration::from_secs(1), readmitted),
+            (readmitted + Duration::from_secs(1), readmitted + Duration::from_secs(1)),
+        ] {
+            nodes.send_replace(Some(Arc::new([(edge.clone(), Some(created))].into())));
+            assert_eq!(standing.issue_after(&edge), after);
+        }
+    }
+
+    #[test]
+    fn a_change_of_either_is_waited_for() {
+        let (mut standing, revocations, nodes) = standing(true);
+        let mut changed = || standing.changed().now_or_never().is_some();
+        assert!(!changed());
+        revocations.send_replace(Arc::default());
+        assert!(changed() && !changed());
+        nodes.send_replace(None);
+        assert!(changed() && !changed());
+        drop(revocations);
+        nodes.send_replace(None);
+        assert!(changed() && !changed());
+        drop(nodes);
+        assert!(!changed(), "nothing comes any more");
     }
 
     #[test]

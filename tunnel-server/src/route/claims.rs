@@ -118,6 +118,25 @@ fn since_1970(clock: SystemTime) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inventory::InventoryNode;
+
+    #[test]
+    fn a_cloud_node_that_lists_an_address_twice_claims_it_once() {
+        let address: IpAddr = "10.0.0.2".parse().unwrap();
+        let node = |name: &str| InventoryNode {
+            name: name.parse().unwrap(),
+            edge: false,
+            addresses: vec![address, address],
+            left_out: 0,
+            kubelet_port: 10250,
+            pod_cidrs: Vec::new(),
+            created: None,
+        };
+        let (inventory, now) = (Inventory { nodes: vec![node("cloud-1"), node("cloud-2")] }, Instant::now());
+        let claims = Claims::default().followed_by(&inventory, now);
+        let names: Vec<_> = claims.cloud_nodes(address).map(NodeName::as_str).collect();
+        assert_eq!(names, ["cloud-1", "cloud-2"]);
+    }
 
     #[test]
     fn stored_claims_are_restored() {

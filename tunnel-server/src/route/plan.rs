@@ -293,3 +293,113 @@ fn is_host(address: IpAddr) -> bool {
         IpAddr::V6(v6) => !v6.is_unicast_link_local() && v6.to_ipv4_mapped().is_none(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::InventoryNode;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn net(text: &str) -> IpNet {
+        text.parse().unwrap()
+    }
+
+    fn node(name: &str, edge: bool, pods: &[&str]) -> InventoryNode {
+        InventoryNode {
+            name: name.parse().unwrap(),
+            edge,
+            addresses: Vec::new(),
+            left_out: 0,
+            kubelet_port: 10250,
+            pod_cidrs: pods.iter().map(|range| net(range)).collect(),
+            created: None,
+        }
+    }
+
+    #[test]
+    fn only_a_host_on_a_network_has_such_an_address() {
+        for host in
+            ["10.8.0.7", "169.253.255.255", "169.255.0.1", "223.255.255.255", "fd00::1", "2001:db8::1"]
+        {
+            assert!(is_host(ip(host)), "{host}");
+        }
+        for other in [
+            "0.0.0.0",
+            "127.0.0.1",
+            "224.0.0.1",
+            "169.254.1.1",
+            "255.255.255.255",
+            "::",
+            "::1",
+            "ff02::1",
+            "fe80::1",
+            "::ffff:10.8.0.7",
+        ] {
+            assert!(!is_host(ip(other)), "{other}");
+        }
+    }
+
+    #[test]
+    fn pods_keep_their_addresses_from_other_nodes() {
+        let cloud = ["10.16.0.0/16", "10.18.0.0/15", "fd00:1::/64", "fd00:2::/63"];
+        let nodes = vec![
+            node("edge-1", true, &[]),
+            node("cloud-1", false, &cloud),
+            node("edge-2", true, &["10.244.2.0/24", "10.99.2.0/24"]),
+        ];
+        let inventory = Inventory { nodes };
+        let (host, pods, edge) = (HashSet::new(), [net("10.244.0.0/16")], [net("10.0.0.0/8")]);
+        let rules = |edge_addresses| Rules {
+            edge_addresses,
+            exclude: &[],
+            token_ranges: &[],
+            foreign: &[],
+            pods: &pods,
+            host: &host,
+        };
+        let taken = Pods::new(&inventory, &rules(&[]));
+        for (address, nodes, of_another) in [
+            ("10.16.0.1", &[0][..], true),
+            ("fd00:1::1", &[0], true),
+            ("10.244.2.5", &[0], true),
+            ("10.244.2.5", &[0, 2], true),
+            ("10.244.2.5", &[2], false),
+            // Wider than any node's.
+            ("10.18.0.1", &[0], false),
+            ("fd00:2::1", &[0], false),
+            // Not redirected.
+            ("10.99.2.5", &[0], false),
+        ] {
+            assert_eq!(taken.of_another(ip(address), nodes), of_another, "{address} for {nodes:?}");
+        }
+        // The operator said which addresses are edge nodes'.
+        let taken = Pods::new(&inventory, &rules(&edge));
+        assert!(!taken.of_another(ip("10.16.0.1"), &[0]) && taken.of_another(ip("10.244.2.5"), &[0]));
+    }
+
+    #[test]
+    fn a_node_with_too_many_addresses_is_a_conflict() {
+        let inventory = Inventory {
+            nodes: vec![
+                node("cloud-1", false, &[]),
+                InventoryNode { left_out: 2, ..node("cloud-2", false, &[]) },
+            ],
+        };
+        let host = HashSet::new();
+        let rules = Rules {
+            edge_addresses: &[],
+            exclude: &[],
+            token_ranges: &[],
+            foreign: &[],
+            pods: &[],
+            host: &host,
+        };
+        let plan = Plan::new(&inventory, &rules, &Claims::default(), Instant::now());
+        let nodes = vec!["cloud-2".parse().unwrap()];
+        let conflict = Conflict { kind: ConflictKind::TooMany, address: None, nodes, holder: None };
+        assert_eq!(plan.conflicts, BTreeSet::from([conflict]));
+    }
+}

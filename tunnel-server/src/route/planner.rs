@@ -82,7 +82,7 @@ impl Planner {
         if !config.pods.is_empty() {
             plan.route_pods(&inventory, &token_ranges, &config.pods);
         }
-        self.fit(&mut plan, &inventory);
+        self.fit(&mut plan, &inventory, MAX_ROUTES);
         let pods = plan.pods.iter().map(|(range, index)| pods_of(&inventory, *index, *range));
         let owners =
             plan.routed.iter().map(|address| owner(&inventory, &plan, *address)).chain(pods).collect();
@@ -159,12 +159,13 @@ impl Planner {
         here.flat_map(|node| node.pod_cidrs.iter().copied())
     }
 
-    /// Leaves out the routes for which the kernel's tables have no room; those that are there already stay.
-    fn fit(&self, plan: &mut Plan, inventory: &Inventory) {
+    /// Leaves out the routes for which the kernel's tables, of `most` each, have no room; those that are there already
+    /// stay.
+    fn fit(&self, plan: &mut Plan, inventory: &Inventory, most: usize) {
         for ipv4 in [true, false] {
             let addresses = plan.routed.iter().filter(|address| address.is_ipv4() == ipv4);
             let pods = plan.pods.keys().filter(|range| range.network().is_ipv4() == ipv4);
-            if addresses.clone().count() + pods.clone().count() <= MAX_ROUTES {
+            if addresses.clone().count() + pods.clone().count() <= most {
                 continue;
             }
             let addresses = addresses.map(|address| {
@@ -175,7 +176,7 @@ impl Planner {
                 .map(|(range, index)| (self.tokens.has(&pods_of(inventory, *index, *range)), *range, true));
             let mut wanted: Vec<_> = addresses.chain(pods).collect();
             wanted.sort_by_key(|(known, ..)| !known);
-            for (_, net, pods) in wanted.split_off(MAX_ROUTES) {
+            for (_, net, pods) in wanted.split_off(most) {
                 let address = net.network();
                 let indices = if pods {
                     plan.pods.remove(&net).into_iter().collect()
@@ -198,4 +199,67 @@ fn owner(inventory: &Inventory, plan: &Plan, address: IpAddr) -> Owner {
 
 fn pods_of(inventory: &Inventory, index: usize, range: IpNet) -> Owner {
     Owner::Pods(inventory.nodes[index].name.clone(), range)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::InventoryNode;
+    use crate::route::Conflict;
+
+    #[test]
+    fn addresses_and_pods_share_a_table_and_what_is_there_stays() {
+        let node = |name: &str, addresses: &[&str], pods: &[&str]| InventoryNode {
+            name: name.parse().unwrap(),
+            edge: true,
+            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+            left_out: 0,
+            kubelet_port: 10250,
+            pod_cidrs: pods.iter().map(|range| range.parse().unwrap()).collect(),
+            created: None,
+        };
+        let mut planner = Planner {
+            tokens: Tokens::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap()),
+            claims: Claims::default(),
+            host: HashSet::new(),
+            reports: Reports::register(&mut Registry::default()),
+        };
+        let nodes = vec![
+            node("edge-1", &["10.8.0.1", "fd00:8::1"], &["10.244.1.0/24"]),
+            node("edge-2", &["10.8.0.2"], &[]),
+        ];
+        let inventory = Inventory { nodes };
+        let there = Owner::Node("edge-2".parse().unwrap(), "10.8.0.2".parse().unwrap());
+        planner.tokens.assign(vec![there], Instant::now());
+        let (allowed, host) = (["10.244.0.0/16".parse().unwrap()], HashSet::new());
+        let rules = Rules {
+            edge_addresses: &[],
+            exclude: &[],
+            token_ranges: &[],
+            foreign: &[],
+            pods: &allowed,
+            host: &host,
+        };
+        let fitted = |most: usize| {
+            let mut plan = Plan::new(&inventory, &rules, &Claims::default(), Instant::now());
+            plan.route_pods(&inventory, &[], &allowed);
+            planner.fit(&mut plan, &inventory, most);
+            let left: Vec<_> = plan.conflicts.into_iter().collect();
+            let nets = plan.routed.into_iter().map(IpNet::from).chain(plan.pods.into_keys());
+            (nets.map(|net| net.to_string()).collect::<Vec<_>>(), left)
+        };
+        let all = ["10.8.0.1/32", "10.8.0.2/32", "fd00:8::1/128", "10.244.1.0/24"];
+        assert_eq!(fitted(3), (all.map(str::to_owned).to_vec(), Vec::new()));
+        let left = |address: &str| Conflict {
+            kind: ConflictKind::NoRoom,
+            address: Some(address.parse().unwrap()),
+            nodes: vec!["edge-1".parse().unwrap()],
+            holder: None,
+        };
+        // The table of IPv6 routes has room.
+        assert_eq!(fitted(2), (all[..3].iter().map(ToString::to_string).collect(), vec![left("10.244.1.0")]));
+        let (routed, conflicts) = fitted(1);
+        assert_eq!(routed, ["10.8.0.2/32", "fd00:8::1/128"]);
+        assert_eq!(conflicts, [left("10.8.0.1"), left("10.244.1.0")]);
+    }
 }

@@ -4,6 +4,8 @@
 //! reports a change; changes in between are coalesced.
 
 #[cfg(test)]
+mod change_tests;
+#[cfg(test)]
 mod claims_tests;
 #[cfg(test)]
 mod model_tests;

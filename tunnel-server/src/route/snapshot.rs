@@ -108,3 +108,22 @@ fn translate(token: IpAddr, range: IpNet) -> Option<IpAddr> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_stands_for_the_address_with_its_host_bits() {
+        for (token, range, address) in [
+            ("198.18.4.77", "10.244.3.0/24", Some("10.244.3.77")),
+            ("198.18.4.77", "10.240.0.0/12", Some("10.242.4.77")),
+            ("fd00:706f::4:77", "fd00:9:0:1::/112", Some("fd00:9:0:1::77")),
+            ("fd00:706f::4:77", "fd00:9:0:1::/96", Some("fd00:9:0:1::4:77")),
+            ("fd00:706f::4:77", "10.244.3.0/24", None),
+        ] {
+            let translated = translate(token.parse().unwrap(), range.parse().unwrap());
+            assert_eq!(translated, address.map(|text| text.parse().unwrap()), "{token} in {range}");
+        }
+    }
+}

@@ -350,6 +350,50 @@ mod tests {
     }
 
     #[test]
+    fn a_share_is_the_same_for_all_at_once_and_one_by_one() {
+        let mut tokens = Tokens::new("198.18.0.0/15".parse().unwrap(), "fd00::/64".parse().unwrap());
+        let address = |n: usize| IpAddr::from((0x0a00_0000 + u32::try_from(n).unwrap()).to_be_bytes());
+        let node: NodeName = "edge-1".parse().unwrap();
+        let range = |n: usize| IpNet::new(address(n * 256), 24).unwrap();
+        let mut owners: Vec<_> = (0..NODE_SHARE + 2).map(|n| Owner::Node(node.clone(), address(n))).collect();
+        owners.extend((0..NODE_SHARE_BLOCKS + 2).map(|n| Owner::Pods(node.clone(), range(n))));
+        owners.extend((0..CONTESTED_SHARE + 2).map(|n| Owner::Contested(address(n))));
+        owners.push(owner(9));
+        let now = Instant::now();
+        let without = |given: HashMap<Owner, Option<IpAddr>>| {
+            let mut counts = [0; 3];
+            for (owner, _) in given.iter().filter(|(_, token)| token.is_none()) {
+                counts[match owner {
+                    Owner::Node(..) => 0,
+                    Owner::Pods(..) => 1,
+                    Owner::Contested(_) => 2,
+                }] += 1;
+            }
+            counts
+        };
+        assert_eq!(without(tokens.assign(owners.clone(), now)), [2, 2, 2]);
+        assert_eq!(without(tokens.assign(owners, now)), [2, 2, 2]);
+        // Those that it had count until their quarantine ends.
+        let other = vec![Owner::Node(node, address(1 << 20))];
+        let almost = now + QUARANTINE - Duration::from_millis(1);
+        assert_eq!(without(tokens.assign(other.clone(), now)), [1, 0, 0]);
+        assert_eq!(tokens.due(now), Some(now + QUARANTINE));
+        assert_eq!(tokens.due(now + QUARANTINE), None);
+        assert_eq!(without(tokens.assign(other.clone(), almost)), [1, 0, 0]);
+        assert_eq!(without(tokens.assign(other, now + QUARANTINE)), [0, 0, 0]);
+    }
+
+    #[test]
+    fn the_second_token_of_a_range_is_never_assigned() {
+        let tokens = Tokens::new("198.18.0.0/24".parse().unwrap(), "fd00::/112".parse().unwrap());
+        let unassigned = |like: &str| tokens.unassigned(like.parse().unwrap()).to_string();
+        assert_eq!(
+            (unassigned("10.8.0.7"), unassigned("fd00:8::7")),
+            ("198.18.0.1".into(), "fd00::1".into())
+        );
+    }
+
+    #[test]
     fn whole_address_spaces_do_not_overflow() {
         let mut tokens = Tokens::new("128.0.0.0/1".parse().unwrap(), "::/0".parse().unwrap());
         let v6 = Owner::Contested("fd00::1".parse().unwrap());

@@ -161,7 +161,7 @@ fn a_change_of_this_hosts_addresses_takes_effect_without_an_inventory_change() {
     let edge = node("edge-1", true, &["10.8.0.7"]);
     router.set_inventory(inventory(vec![first, second, edge]));
     set_live(&router, "edge-1", true);
-    let before = router.desired();
+    let (before, snapshot) = (router.desired(), router.snapshot());
     let mut changed = router.changed();
     changed.mark_unchanged();
 
@@ -170,6 +170,7 @@ fn a_change_of_this_hosts_addresses_takes_effect_without_an_inventory_change() {
     HOST.set(None);
     router.refresh();
     assert!(!changed.has_changed().unwrap(), "unknown is not gone");
+    assert!(Arc::ptr_eq(&snapshot, &router.snapshot()), "nothing was computed again");
     HOST.set(Some(HashSet::from([ip("10.0.0.2")])));
     router.refresh();
     assert!(changed.has_changed().unwrap());

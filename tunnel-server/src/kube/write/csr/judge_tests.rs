@@ -237,6 +237,8 @@ fn subjects_other_than_the_one() {
     ] {
         assert_denied(&asking(&params(subject(&parts))), "WrongSubject", "subject");
     }
+    let wanted = "want exactly O=postern:agents and CN=postern:node:edge-1";
+    assert_denied(&asking(&params(subject(&[]))), "WrongSubject", wanted);
     assert_denied(&asking(&params(of_node("edge-2"))), "OtherNode", "would be for node edge-2");
 }
 
@@ -282,6 +284,23 @@ fn requests_for_extensions() {
     for params in [names, address, usage, custom] {
         assert_denied(&asking(&params), "ExtensionsRequested", "2.5.29");
     }
+}
+
+/// A request with one attribute (RFC 2986 §4.1) of this type, whose values are this DER.
+fn with_attribute(oid: &'static [u64], values: &[u8]) -> CertificateSigningRequest {
+    let (params, key) = (params(of_node("edge-1")), generate_key().unwrap());
+    let attributes = vec![rcgen::Attribute { oid, values: values.to_vec() }];
+    let request = params.serialize_request_with_attributes(&key, attributes).unwrap();
+    with(|spec| spec.request = ByteString(request.pem().unwrap().into_bytes()))
+}
+
+#[test]
+fn attributes_other_than_an_empty_request_for_extensions() {
+    const EXTENSIONS: &[u64] = &[1, 2, 840, 113_549, 1, 9, 14];
+    const CHALLENGE: &[u64] = &[1, 2, 840, 113_549, 1, 9, 7];
+    approved(&with_attribute(EXTENSIONS, &[0x31, 2, 0x30, 0]));
+    let challenge = with_attribute(CHALLENGE, &[0x31, 3, 0x0c, 1, b'x']);
+    assert_denied(&challenge, "ExtensionsRequested", "the attribute 1.2.840.113549.1.9.7");
 }
 
 #[test]

@@ -1,0 +1,79 @@
+//! Each change is announced, and nothing else is.
+
+use std::time::Duration;
+
+use super::tests::{inventory, node, route, router};
+use super::*;
+use crate::route::CLOUD_CLAIM_DELAY;
+
+#[test]
+fn every_kind_of_change_is_announced() {
+    let (router, _) = router();
+    let (mut changed, mut now) = (router.changed(), Instant::now());
+    let (one, two) = (node("edge-1", true, &["10.8.0.7"]), node("edge-2", true, &["10.8.0.8"]));
+    let cloud = node("cloud-1", false, &["10.0.0.2"]);
+    for (what, nodes) in [
+        ("routes are added", vec![one.clone(), two.clone()]),
+        ("a route is removed", vec![one.clone()]),
+        ("another one is routed", vec![two.clone()]),
+        ("an address is excluded", vec![two.clone(), cloud.clone()]),
+        ("another is excluded", vec![two.clone(), node("cloud-1", false, &["10.0.0.3"])]),
+    ] {
+        let version = *changed.borrow_and_update();
+        router.set_inventory_at(inventory(nodes.clone()), now);
+        // A cloud node's new address is excluded a while after.
+        now += CLOUD_CLAIM_DELAY;
+        router.refresh_at(now);
+        assert!(*changed.borrow_and_update() > version, "{what}");
+        router.set_inventory_at(inventory(nodes), now);
+        assert!(!changed.has_changed().unwrap(), "{what}, and then nothing");
+    }
+}
+
+#[test]
+fn more_routes_than_one_lock_are_copied_and_compared() {
+    let (router, _) = router();
+    let addresses: Vec<_> = (0..2 * CHUNK + 1).map(|n| format!("10.9.{}.{}", n / 256, n % 256)).collect();
+    let nodes = |last: &str| {
+        let mut nodes: Vec<_> =
+            addresses.iter().zip(0..).map(|(a, n)| node(&format!("edge-{n}"), true, &[a])).collect();
+        nodes.extend([node(last, true, &["10.9.99.99"])]);
+        inventory(nodes)
+    };
+    router.set_inventory(nodes("edge-a"));
+    let generation = router.lock().generation;
+    let desired = router.desired();
+    assert_eq!(desired.routes.len(), 2 * CHUNK + 2);
+    let mut changed = router.changed();
+    changed.mark_unchanged();
+    router.set_inventory(nodes("edge-a"));
+    assert!(!changed.has_changed().unwrap());
+    assert_eq!(router.desired(), desired);
+    assert!(router.copy_routes(generation).is_none(), "the parts would be of two computations");
+    // The last route leads to another node, so it has another token.
+    router.set_inventory(nodes("edge-b"));
+    assert!(changed.has_changed().unwrap());
+    assert_ne!(route(&router.desired(), "10.9.99.99"), route(&desired, "10.9.99.99"));
+}
+
+#[test]
+fn what_is_remembered_is_announced_when_it_changes() {
+    let (router, _) = router();
+    let (mut claims, mut due) = (router.claims_changed(), router.due());
+    let edge = node("edge-1", true, &["10.8.0.7"]);
+    let seen = *claims.borrow_and_update();
+    router.set_inventory(inventory(vec![edge.clone()]));
+    assert!(*claims.borrow_and_update() > seen);
+    router.set_inventory(inventory(vec![edge.clone()]));
+    assert!(!claims.has_changed().unwrap() && !due.has_changed().unwrap());
+    let now = Instant::now();
+    let nodes = || inventory(vec![edge.clone(), node("cloud-1", false, &["10.0.0.2"])]);
+    router.set_inventory_at(nodes(), now);
+    assert!(claims.has_changed().unwrap() && due.has_changed().unwrap());
+    assert_eq!(*due.borrow_and_update(), Some(now + CLOUD_CLAIM_DELAY));
+    router.set_inventory_at(nodes(), now);
+    assert!(!due.has_changed().unwrap(), "it is due at the same time");
+    let almost = now + CLOUD_CLAIM_DELAY - Duration::from_millis(500);
+    router.set_inventory_at(nodes(), almost);
+    assert_eq!(*due.borrow_and_update(), Some(almost + Duration::from_secs(1)), "with what follows soon");
+}
