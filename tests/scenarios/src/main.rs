@@ -19,6 +19,7 @@ mod kubernetes;
 mod limits;
 mod load;
 mod logs;
+mod memory;
 mod operating;
 mod path;
 mod redirect;
@@ -39,6 +40,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         testbed::SCENARIOS,
         path::SCENARIOS,
         load::SCENARIOS,
+        memory::SCENARIOS,
         restart::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,

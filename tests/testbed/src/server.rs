@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::access_log::{self, AccessLine};
+use crate::cgroup::MemoryLimit;
 use crate::client;
 use crate::inventory::Inventory;
 use crate::metrics::Metrics;
@@ -48,13 +49,23 @@ pub struct Builder<'a> {
     stderr: Option<Arc<OwnedFd>>,
     /// Its hard limit of open files, if not this process's.
     open_files: Option<u32>,
+    memory: Option<MemoryLimit>,
 }
 
 impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
-        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None, stderr: None, open_files: None }
+        Self {
+            testbed,
+            flags: Vec::new(),
+            ports,
+            name,
+            kubeconfig: None,
+            stderr: None,
+            open_files: None,
+            memory: None,
+        }
     }
 
     /// A server of a cluster; its ports are those of the cluster's ConfigMap.
@@ -79,6 +90,12 @@ impl<'a> Builder<'a> {
     #[must_use]
     pub fn open_files(mut self, limit: u32) -> Self {
         self.open_files = Some(limit);
+        self
+    }
+
+    #[must_use]
+    pub fn memory(mut self, limit: &MemoryLimit) -> Self {
+        self.memory = Some(limit.clone());
         self
     }
 
@@ -110,10 +127,11 @@ impl<'a> Builder<'a> {
     fn command(&self) -> Result<Command> {
         let dir = self.testbed.dir();
         let program = process::program("tunnel-server")?;
+        let (host, memory) = (self.testbed.on_cloud(), self.memory.as_ref());
         let mut command = match self.open_files {
-            None => self.testbed.on_cloud().command(&program),
+            None => host.command_below(memory, &program),
             Some(limit) => {
-                let mut command = self.testbed.on_cloud().command(Path::new("prlimit"));
+                let mut command = host.command_below(memory, Path::new("prlimit"));
                 command.arg(format!("--nofile={limit}:{limit}")).arg(program);
                 command
             }
