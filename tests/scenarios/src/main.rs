@@ -11,6 +11,7 @@ mod deploy;
 mod disks;
 mod docs;
 mod hostile;
+mod hostile_frames;
 mod hostile_peer;
 mod http;
 mod https;
@@ -26,6 +27,7 @@ mod redirect;
 mod reload;
 mod restart;
 mod runner;
+mod servers;
 mod soak;
 mod testbed;
 
@@ -42,6 +44,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         load::SCENARIOS,
         memory::SCENARIOS,
         restart::SCENARIOS,
+        servers::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,
         https::SCENARIOS,
