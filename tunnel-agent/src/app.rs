@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tunnel_core::carry::register_stalled;
 use tunnel_core::config::ConfigError;
 use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
@@ -62,6 +63,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
     register_tasks(postern, vec![Handle::current()]);
+    register_stalled(postern);
     let metrics = Metrics::new(&mut registry);
     let identity_metrics = IdentityMetrics::register(&mut registry);
     let readiness = Readiness::new();

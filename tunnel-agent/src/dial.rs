@@ -158,7 +158,60 @@ fn parse_timeout(value: &[u8]) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    fn asked(headers: &[(&'static str, &[u8])]) -> Result<DialRequest, DialError> {
+        let headers = headers.iter().map(|(name, value)| {
+            (http::HeaderName::from_static(name), HeaderValue::from_bytes(value).unwrap())
+        });
+        DialRequest::from_headers(&headers.collect())
+    }
+
+    #[test]
+    fn a_target_is_an_address_and_a_port() {
+        for good in ["192.168.50.2:10250", "[fd00::2]:1"] {
+            let request = asked(&[(TARGET_HEADER, good.as_bytes())]).unwrap();
+            assert_eq!((request.target.to_string().as_str(), request.deadline), (good, DEFAULT_DEADLINE));
+        }
+        let long = "1".repeat(100);
+        for bad in [
+            "",
+            "edge-1:80",
+            "192.168.50.2",
+            "fd00::2:80",
+            "1.2.3.4:65536",
+            " 1.2.3.4:5",
+            "1.2.3.4:5\t",
+            "\u{ff}",
+            &*long,
+        ] {
+            let error = asked(&[(TARGET_HEADER, bad.as_bytes())]).unwrap_err();
+            assert!(
+                matches!(&error, DialError::NotAnAddress(shown) if shown.len() <= 64),
+                "{bad:?}: {error}"
+            );
+            assert_eq!(error.label(), "protocol");
+        }
+        assert!(matches!(asked(&[]), Err(DialError::NotAnAddress(shown)) if shown.is_empty()));
+    }
+
+    proptest! {
+        #[test]
+        fn no_deadline_is_longer_than_the_longest(value in "[0-9]{0,9}[HMSmunx]?") {
+            let headers = [(TARGET_HEADER, &b"10.0.0.1:80"[..]), ("grpc-timeout", value.as_bytes())];
+            let expected = parse_timeout(value.as_bytes()).unwrap_or(DEFAULT_DEADLINE).min(LONGEST_DEADLINE);
+            prop_assert_eq!(asked(&headers).unwrap().deadline, expected);
+            prop_assert!(expected <= LONGEST_DEADLINE);
+        }
+
+        #[test]
+        fn any_header_is_a_target_or_an_error(value in "[ -~]{0,80}") {
+            let request = asked(&[(TARGET_HEADER, value.as_bytes())]);
+            prop_assert_eq!(request.ok().map(|request| request.target), value.parse().ok());
+        }
+    }
 
     #[test]
     fn timeouts_follow_grpcs_format() {

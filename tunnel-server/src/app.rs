@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tunnel_core::carry::register_stalled;
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
@@ -69,6 +70,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     postern.register_collector(Box::new(log.lost().clone()));
     let workers = Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?;
     register_tasks(postern, [&[Handle::current()], workers.runtimes()].concat());
+    register_stalled(postern);
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(config.router(Source::api_server(&config.source).await), postern));
     let lifetimes = Lifetimes::from_environment()?;

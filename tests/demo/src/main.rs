@@ -125,10 +125,10 @@ trait Running {
 async fn finish<R: Running>(testbed: &Testbed, running: R, keep: bool) -> Result<()> {
     if keep {
         // A shell must be in the cloud's cgroup to be redirected.
-        let (cgroup, ns) = (testbed.cloud_cgroup.path(), testbed.cloud.path());
-        let (cgroup, ns) = (cgroup.display(), ns.display());
+        let (procs, ns) = (testbed.cloud_cgroup.procs(), testbed.cloud.path());
+        let (procs, ns) = (procs.display(), ns.display());
         println!("\nEverything stays up. {}", R::SHELL);
-        println!("  sudo sh -c 'echo $$ > {cgroup}/cgroup.procs; exec nsenter --net={ns} bash'");
+        println!("  sudo sh -c 'echo $$ > {procs}; exec nsenter --net={ns} bash'");
         println!("in which for example:");
         let bin = std::env::current_exe().unwrap_or_default();
         running.print_examples(&bin.parent().unwrap_or(&bin).to_string_lossy());

@@ -10,7 +10,7 @@ use jiff::{SignedDuration, Timestamp};
 use tonic::Code;
 use tunnel_agent::identity::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
 use tunnel_core::identity::{
-    ALPN_GRPC, agent_tls, anonymous_tls, create_csr, generate_key, pinned_tls, write_atomically,
+    ALPN_GRPC, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls, write_atomically,
 };
 use tunnel_core::proto::{EnrollRequest, RenewRequest};
 use tunnel_server::pki::Lifetimes;
@@ -175,7 +175,7 @@ async fn an_ended_certificate_needs_a_token_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn broken_files_are_named_and_kept() {
     let server = TestServer::start().await;
-    let other_key = generate_key().unwrap().serialize_pem();
+    let other_key = PrivateKey::generate().unwrap().to_pem();
     for (file, content, reason) in [
         ("agent.crt", "", "no certificate"),
         ("agent.crt", "-----BEGIN CERTIFICATE-----\nMII", "not PEM"),
@@ -208,7 +208,7 @@ async fn an_unfinished_renewal_is_finished_at_the_next_start() {
     let (config, identity) = server.enrolled("edge-1").await;
     let (key, next) = (config.state_dir.join("agent.key"), config.state_dir.join("agent.key.next"));
     fs::rename(&key, &next).unwrap();
-    write_atomically(&key, generate_key().unwrap().serialize_pem().as_bytes(), 0o600).unwrap();
+    write_atomically(&key, PrivateKey::generate().unwrap().to_pem().as_bytes(), 0o600).unwrap();
     let without = EnrollConfig { token: None, ..config };
     assert_eq!(enroll(&without).await.unwrap().chain, identity.chain);
     assert!(key.exists() && !next.exists());
@@ -218,7 +218,7 @@ async fn an_unfinished_renewal_is_finished_at_the_next_start() {
 async fn guessing_is_slowed_down() {
     let server = TestServer::start().await;
     let mut client = client(&server.address, pinned_tls(&server.ca_hash()).unwrap()).await;
-    let csr = create_csr(&generate_key().unwrap()).unwrap();
+    let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
     let mut guess = async |token: String| {
         let request = EnrollRequest { node: "edge-1".into(), token, csr: csr.clone() };
         client.enroll(request).await.map(|_| ()).map_err(|status| status.code())
@@ -240,7 +240,7 @@ async fn guessing_is_slowed_down() {
     assert_eq!(server.metrics.enrollments("enroll", "rate_limited"), limited, "it was delayed");
     let tls = agent_tls(&identity, ALPN_GRPC).unwrap();
     let mut honest = crate::harness::client(&server.address, tls).await;
-    honest.renew(RenewRequest { csr: create_csr(&generate_key().unwrap()).unwrap() }).await.unwrap();
+    honest.renew(RenewRequest { csr: create_csr(&PrivateKey::generate().unwrap()).unwrap() }).await.unwrap();
     assert_eq!(server.metrics.enrollments("renew", "issued"), 1);
     // The limit was not lifted by that.
     assert_eq!(guess(format!("abcdef.{}", "0".repeat(26))).await, Err(Code::ResourceExhausted));
@@ -252,7 +252,7 @@ async fn malformed_requests_are_invalid_arguments() {
     let tls = anonymous_tls(server.ca.state().unwrap().bundle(), ALPN_GRPC).unwrap();
     let mut client = client(&server.address, tls).await;
     let token = server.token("edge-1");
-    let csr = create_csr(&generate_key().unwrap()).unwrap();
+    let csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
     let mut unsigned = csr.clone();
     *unsigned.last_mut().unwrap() ^= 1;
     for (node, csr) in [("Edge", &csr), ("edge-1", &Vec::new()), ("edge-1", &unsigned)] {
@@ -299,7 +299,7 @@ async fn a_renewal_is_for_the_same_node() {
     let server = TestServer::start().await;
     let (_, identity) = server.enrolled("edge-1").await;
     let mut client = client(&server.address, agent_tls(&Arc::new(identity), ALPN_GRPC).unwrap()).await;
-    let key = generate_key().unwrap();
+    let key = PrivateKey::generate().unwrap();
     let mut params = rcgen::CertificateParams::default();
     params.distinguished_name.push(rcgen::DnType::CommonName, "postern:node:edge-2");
     let csr = params.serialize_request(&key).unwrap().der().to_vec();
@@ -308,10 +308,7 @@ async fn a_renewal_is_for_the_same_node() {
     let csr = create_csr(&key).unwrap();
     let answer = client.renew(RenewRequest { csr }).await.unwrap().into_inner();
     let bundle = tunnel_core::identity::TrustBundle::from_pem(&answer.trust_bundle).unwrap();
-    let renewed = tunnel_core::identity::AgentIdentity::from_pem(
-        &answer.certificate_chain,
-        &key.serialize_pem(),
-        bundle,
-    );
+    let renewed =
+        tunnel_core::identity::AgentIdentity::from_pem(&answer.certificate_chain, &key.to_pem(), bundle);
     assert_eq!(renewed.unwrap().node, node("edge-1"));
 }

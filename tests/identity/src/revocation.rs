@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
 use tonic::{Code, Status};
 use tunnel_core::identity::{
-    ALPN_GRPC, AgentIdentity, agent_distinguished_name, agent_tls, create_csr, generate_key,
+    ALPN_GRPC, AgentIdentity, PrivateKey, agent_distinguished_name, agent_tls, create_csr,
 };
 use tunnel_core::proto::RenewRequest;
 use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
@@ -21,7 +21,7 @@ async fn renew(server: &TestServer, identity: &AgentIdentity, csr: Vec<u8>) -> R
 }
 
 fn csr() -> Vec<u8> {
-    create_csr(&generate_key().unwrap()).unwrap()
+    create_csr(&PrivateKey::generate().unwrap()).unwrap()
 }
 
 fn publish(server: &TestServer, record: Revocation) {

@@ -4,16 +4,18 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, visit};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{Testbed, load_target};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
+use tunnel_core::link;
 
 /// Port of the healthy echo while something else goes wrong.
 pub(crate) const HEALTHY: u16 = 10255;
@@ -125,6 +127,59 @@ pub(crate) async fn hold(address: SocketAddr, text: &[u8]) -> Result<TcpStream> 
     let mut stream = client::connect(address).await?;
     client::echo(&mut stream, text).await?;
     Ok(stream)
+}
+
+/// [`hold`] for `count` connections.
+pub(crate) async fn hold_many(address: SocketAddr, count: usize) -> Result<Vec<TcpStream>> {
+    let mut opening = JoinSet::new();
+    let mut open = Vec::new();
+    for number in 0..count {
+        opening.spawn(async move { hold(address, format!("connection {number}").as_bytes()).await });
+        // The target's backlog is not what is tested here.
+        if opening.len() >= 100 {
+            open.extend(opening.join_next().await.transpose()?.transpose()?);
+        }
+    }
+    while let Some(stream) = opening.join_next().await {
+        open.push(stream??);
+    }
+    Ok(open)
+}
+
+/// `count` clients of the target's source that ask for `length` bytes each and read none.
+pub(crate) async fn stalled_readers(
+    target: &load_target::Target<'_>,
+    count: usize,
+    length: usize,
+) -> Result<Vec<TcpStream>> {
+    let mut stalled = Vec::new();
+    while stalled.len() < count {
+        for _ in 0..50.min(count - stalled.len()) {
+            stalled.push(client::connect(target.at(load_target::SOURCE)).await?);
+        }
+        // The agent's bound on pending dials is not what is tested here.
+        let all = stalled.len() as u64;
+        let seen = async || target.open().await;
+        wait_until("the connections at the target", client::PATIENCE, seen, |n| *n >= all).await?;
+    }
+    for stream in &mut stalled {
+        stream.write_u64(length as u64).await.context("asking for bytes")?;
+    }
+    Ok(stalled)
+}
+
+/// Waits until connections are reset at a bound on stalled receivers, and then until no more are. The grace period begins
+/// with the last byte that a receiver's kernel has taken; those who have exceeded it are looked for at each PING.
+pub(crate) async fn resets_settled(resets: impl AsyncFn() -> Result<f64>) -> Result<()> {
+    let (span, mut last) = (2 * link::PING_INTERVAL, (Instant::now(), 0.0));
+    wait_for("connections beyond the bound, and no more, to be reset", 8 * span, async || {
+        let now = resets().await?;
+        if now != last.1 {
+            last = (Instant::now(), now);
+        }
+        Ok((now > 0.0 && last.0.elapsed() > span).then_some(()))
+    })
+    .await
 }
 
 /// Starts `count` tasks and waits for all of them.

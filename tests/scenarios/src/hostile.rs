@@ -1,4 +1,5 @@
 //! Hostile agents and clients, alongside healthy traffic.
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 
 use crate::common::{HEALTHY, alongside, expect_reset, hold, never, pause, server, server_and_agent, target};
+use crate::hostile_frames::{self, Flood, Role};
 use crate::hostile_peer::{self, Behaviour as Hostility, Credentials, HostileAgent, Observed};
 
 scenarios! {
@@ -24,15 +26,25 @@ scenarios! {
     certificate_of_another_node(edges = 2, quick),
     no_certificate,
     flood_of_events(edges = 2),
-    flood_of_frames(edges = 2),
+    flood_of_frames(edges = 2, limit = 240),
     flood_in_a_carried_connection(edges = 2),
     agent_without_hello(edges = 2),
     target_outside_the_policy,
     garbage_on_every_port(limit = 180),
 }
 
+const AGENTS: u16 = 10262;
+const HTTPS: u16 = 10263;
+const HTTP: u16 = 10264;
+const ADMIN: u16 = 10265;
+
+const HERE: &str = "from this host";
+const OUTSIDE: &str = "from another host";
+
 /// A server's memory after an attack, compared with before it.
 const MEMORY: u64 = 300_000_000;
+/// How much its most may grow during one flood of frames.
+const FLOOD_MEMORY: u64 = 20_000_000;
 
 /// Enrols an agent on edge `n` and stops it, so that its certificate can be misused.
 async fn stolen(server: &Server<'_>, n: usize) -> Result<Credentials> {
@@ -184,20 +196,51 @@ fn memory(server: &Server<'_>, before: u64) -> Result<()> {
     Ok(())
 }
 
+/// Whether the server ends the connection. What it does not end it ignores or answers at its own pace.
+fn is_ended(kind: Flood) -> bool {
+    match kind {
+        Flood::Resets | Flood::Continuations | Flood::EmptyData | Flood::LargeHeaders | Flood::Promises => {
+            true
+        }
+        Flood::Settings | Flood::Pings | Flood::WindowUpdates | Flood::Priorities | Flood::Unknown => false,
+    }
+}
+
 async fn flood_of_frames(testbed: &Testbed) -> Result<()> {
-    let (server, _agent) = server_and_agent(testbed).await?;
+    let (server, agent) = server_and_agent(testbed).await?;
     let own = stolen(&server, 2).await?;
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
-    let before = server.process.resident_bytes()?;
     let address: SocketAddr = server.agent_address().parse()?;
-    alongside("an agent that floods HTTP/2 frames", healthy.address, async {
-        let stream = own.dial(&testbed.edge(2).ns, address).await?;
-        let written = hostile_peer::flood_frames(stream, Duration::from_secs(5)).await?;
-        figure(&format!("the flooder could write {} KB", written / 1000));
-        Ok(())
-    })
-    .await?;
-    memory(&server, before)
+    let ns = &testbed.edge(2).ns;
+    let mut wrong = Vec::new();
+    for role in [Role::Answering, Role::Asking] {
+        for kind in Flood::ALL {
+            let before = server.process.peak_resident_bytes()?;
+            let what = format!("a flood of frames, {role:?} {kind:?}");
+            let flooded = alongside(&what, healthy.address, async {
+                let stream = match role {
+                    Role::Answering => own.dial(ns, address).await?,
+                    Role::Asking => {
+                        let roots = tls::roots(&agent.state_dir().join("ca.crt"))?;
+                        hostile_peer::dial(ns, address, roots, None, b"h2").await?
+                    }
+                };
+                hostile_frames::flood(stream, role, kind, Duration::from_secs(3)).await
+            })
+            .await?;
+            let grown = server.process.peak_resident_bytes()?.saturating_sub(before);
+            let (ended, written) = (flooded.ended, flooded.written / 1000);
+            figure(&format!("{what}: {written} KB written, ended: {ended}, {} KiB more memory", grown >> 10));
+            if ended != is_ended(kind) {
+                wrong.push(format!("{what}: the server ended it: {ended}"));
+            }
+            if grown >= FLOOD_MEMORY {
+                wrong.push(format!("{what}: the server took {grown} bytes more"));
+            }
+        }
+    }
+    ensure!(wrong.is_empty(), "{wrong:#?}");
+    Ok(())
 }
 
 async fn flood_in_a_carried_connection(testbed: &Testbed) -> Result<()> {
@@ -246,8 +289,20 @@ async fn target_outside_the_policy(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Sends garbage of one kind and reads the answer, until the peer closes or two seconds are over.
-async fn send_garbage(mut stream: tokio::net::TcpStream, kind: usize) {
+/// What became of a connection that sent garbage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Heard {
+    /// No connection.
+    Refused,
+    Answer,
+    /// Closed or reset without an answer.
+    End,
+    /// Neither within two seconds.
+    Nothing,
+}
+
+/// Sends garbage of one kind and reads the answer.
+async fn send_garbage(mut stream: tokio::net::TcpStream, kind: usize) -> Heard {
     let mut bytes = vec![0; 8192];
     rand::rng().fill_bytes(&mut bytes);
     let beginning: &[u8] = match kind % 6 {
@@ -258,15 +313,22 @@ async fn send_garbage(mut stream: tokio::net::TcpStream, kind: usize) {
         4 => b"",
         _ => b"\x15\x03\x03\x00\x02\x02\x28",
     };
+    let mut answer = Vec::new();
     let talk = async {
         stream.write_all(beginning).await?;
         stream.write_all(&bytes).await?;
-        let mut answer = Vec::new();
         stream.read_to_end(&mut answer).await
     };
-    // Any end is fine: the healthy traffic counts.
-    tokio::time::timeout(Duration::from_secs(2), talk).await.ok();
+    let ended = tokio::time::timeout(Duration::from_secs(2), talk).await.is_ok();
+    match ended {
+        _ if !answer.is_empty() => Heard::Answer,
+        true => Heard::End,
+        false => Heard::Nothing,
+    }
 }
+
+/// How many connections to a port ended how, from this host or from another one.
+type Tally = BTreeMap<(u16, &'static str, Heard), usize>;
 
 async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
@@ -275,36 +337,93 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
     let mut held = hold(healthy.address, b"before").await?;
     let before = server.process.resident_bytes()?;
     let sockets = testbed.cloud.output("ss", "-Hltn")?;
-    let ports: Vec<u16> = sockets
+    let ports: BTreeSet<u16> = sockets
         .lines()
         .filter_map(|line| line.split_whitespace().nth(3)?.rsplit_once(':')?.1.parse().ok())
         .collect();
-    ensure!(ports.contains(&10262) && ports.contains(&10263), "the server listens on {ports:?}");
-    alongside(&format!("garbage on the ports {ports:?}"), healthy.address, async {
+    let tally = alongside(&format!("garbage on the ports {ports:?}"), healthy.address, async {
+        let mut tally = Tally::new();
         let start = Instant::now();
         let mut count = 0;
         let mut senders = JoinSet::new();
-        while start.elapsed() < Duration::from_secs(8) && count < 4_000 {
-            for port in &ports {
-                count += 1;
+        let mut note = |(port, from, heard): (u16, &'static str, Heard)| {
+            *tally.entry((port, from, heard)).or_default() += 1
+        };
+        for kind in 0.. {
+            if start.elapsed() > Duration::from_secs(8) || count > 4_000 {
+                break;
+            }
+            for port in ports.iter().copied() {
                 // From this host, where the admin port and the redirect listen too, and from outside.
-                let stream = if count % 2 == 0 {
-                    let local: SocketAddr = ([127, 0, 0, 1], *port).into();
-                    tokio::net::TcpStream::connect(local).await
-                } else {
-                    connect_from(&neighbour, (CLOUD, *port).into(), Duration::from_millis(200))
-                };
-                if let Ok(stream) = stream {
-                    senders.spawn(send_garbage(stream, count));
+                for from in [HERE, OUTSIDE] {
+                    count += 1;
+                    let stream = if from == HERE {
+                        let local: SocketAddr = ([127, 0, 0, 1], port).into();
+                        tokio::net::TcpStream::connect(local).await
+                    } else {
+                        connect_from(&neighbour, (CLOUD, port).into(), Duration::from_millis(200))
+                    };
+                    match stream {
+                        Ok(stream) => {
+                            drop(
+                                senders.spawn(async move { (port, from, send_garbage(stream, kind).await) }),
+                            );
+                        }
+                        Err(_) => note((port, from, Heard::Refused)),
+                    }
                 }
             }
             while senders.len() > 300 {
-                senders.join_next().await;
+                if let Some(ended) = senders.join_next().await {
+                    note(ended?);
+                }
             }
         }
-        figure(&format!("{count} connections sent garbage"));
-        senders.join_all().await;
-        Ok(())
+        while let Some(ended) = senders.join_next().await {
+            note(ended?);
+        }
+        Ok(tally)
+    })
+    .await?;
+    for ((port, from, heard), count) in &tally {
+        figure(&format!("port {port}, {from}: {count} times {heard:?}"));
+    }
+    let seen = |port: u16, from: &'static str, heard: Heard| {
+        tally.get(&(port, from, heard)).copied().unwrap_or_default()
+    };
+    let taken = |port: u16, from: &'static str| {
+        [Heard::Answer, Heard::End, Heard::Nothing].map(|heard| seen(port, from, heard)).iter().sum::<usize>()
+    };
+    for port in [AGENTS, HTTPS, HTTP, ADMIN] {
+        ensure!(
+            taken(port, HERE) > 0 && seen(port, HERE, Heard::Refused) == 0,
+            "port {port} is not served: {tally:?}"
+        );
+    }
+    for port in [HTTP, ADMIN] {
+        ensure!(taken(port, OUTSIDE) == 0, "port {port} is served to other hosts: {tally:?}");
+        ensure!(seen(port, HERE, Heard::Nothing) == 0, "left open on port {port}: {tally:?}");
+        ensure!(seen(port, HERE, Heard::Answer) > 0, "nothing was answered on port {port}: {tally:?}");
+    }
+    // Whatever it is, it is no request, and the door says so.
+    ensure!(taken(HTTP, HERE) == seen(HTTP, HERE, Heard::Answer), "no answer at the http door: {tally:?}");
+    for port in [AGENTS, HTTPS] {
+        ensure!(
+            seen(port, OUTSIDE, Heard::Answer) > 0,
+            "port {port} is not served to other hosts: {tally:?}"
+        );
+    }
+    // What was answered is counted as turned away.
+    let (http, https) =
+        (taken(HTTP, HERE), seen(HTTPS, HERE, Heard::Answer) + seen(HTTPS, OUTSIDE, Heard::Answer));
+    let counted = async || {
+        let metrics = server.metrics().await?;
+        Ok(["http", "https"].map(|door| metrics.sum("postern_callers_refused_total", &[("door", door)])))
+    };
+    #[expect(clippy::cast_precision_loss, reason = "thousands fit")]
+    let (http, https) = (http as f64, https as f64);
+    wait_until("the doors to count whom they turned away", client::PATIENCE, counted, |counted| {
+        counted[0] == http && counted[1] >= https
     })
     .await?;
     echo(&mut held, b"after").await?;

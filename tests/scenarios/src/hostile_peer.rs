@@ -186,27 +186,3 @@ impl Agent for Service {
         Ok(Response::new(NoticeAck {}))
     }
 }
-
-/// Floods with HTTP/2 frames that each ask for an answer, reading nothing: SETTINGS first, then PINGs, then resets of
-/// streams that were never opened. Ends when the server has closed the connection or `limit` is over; returns the
-/// bytes that could be written.
-pub(crate) async fn flood_frames(mut stream: TlsStream<TcpStream>, limit: Duration) -> Result<u64> {
-    use tokio::io::AsyncWriteExt as _;
-    let mut frames = Vec::new();
-    // length (3), type (1), flags (1), stream (4); RFC 9113 section 4.1.
-    frames.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
-    for number in 0_u32..2_000 {
-        frames.extend([0, 0, 8, 6, 0, 0, 0, 0, 0]);
-        frames.extend(u64::from(number).to_be_bytes());
-        frames.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
-    }
-    let mut written = 0;
-    let flood = async {
-        while stream.write_all(&frames).await.is_ok() {
-            written += frames.len() as u64;
-        }
-    };
-    // Either end is fine: the server closed, or it lets the flood stand in the socket.
-    tokio::time::timeout(limit, flood).await.ok();
-    Ok(written)
-}

@@ -14,10 +14,12 @@ use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{Testbed, load_target};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
-use tokio::task::JoinSet;
 use tunnel_core::link;
 
-use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, pause, server_and_agent, target};
+use crate::common::{
+    HEALTHY, alongside, at_once, expect_reset, hold_many, pause, resets_settled, server_and_agent,
+    stalled_readers, target,
+};
 
 scenarios! {
     bulk_both_ways(limit = 180),
@@ -209,32 +211,10 @@ async fn five_hundred_stalled_readers_of_one_node(testbed: &Testbed) -> Result<(
     let before = server.process.resident_bytes()?;
     let what = "500 readers of the same node that stop reading";
     let stalling = async {
-        let mut stalled = Vec::new();
-        while stalled.len() < COUNT {
-            for _ in 0..50 {
-                stalled.push(connect(at(load_target::SOURCE)).await?);
-            }
-            // The agent's bound on pending dials is not what is tested here.
-            let all = stalled.len() as u64;
-            let seen = async || target.open().await;
-            wait_until("the connections at the target", client::PATIENCE, seen, |n| *n >= all).await?;
-        }
-        for stream in &mut stalled {
-            stream.write_u64(LENGTH as u64).await.context("asking for bytes")?;
-        }
-        let resets = async || -> Result<f64> {
+        let stalled = stalled_readers(&target, COUNT, LENGTH).await?;
+        resets_settled(async || {
             let metrics = server.metrics().await?;
             Ok(metrics.sum("postern_connections_total", &[("outcome", "stalled")]))
-        };
-        // The grace period begins with the last byte that a client's kernel has taken; those who have exceeded it are
-        // looked for at each PING.
-        let (span, mut last) = (2 * link::PING_INTERVAL, (Instant::now(), 0.0));
-        wait_for("connections beyond the bound, and no more, to be reset", 8 * span, async || {
-            let now = resets().await?;
-            if now != last.1 {
-                last = (Instant::now(), now);
-            }
-            Ok((now > 0.0 && last.0.elapsed() > span).then_some(()))
         })
         .await?;
         Ok(stalled)
@@ -346,19 +326,7 @@ async fn two_thousand_concurrent_connections(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     let (server_before, agent_before) = (server.process.resident_bytes()?, agent.process.resident_bytes()?);
     let start = Instant::now();
-    let mut opening = JoinSet::new();
-    let mut open = Vec::new();
-    for number in 0..COUNT {
-        let address = on_edge.address;
-        opening.spawn(async move { hold(address, format!("connection {number}").as_bytes()).await });
-        // The target's backlog is not what is tested here.
-        if opening.len() >= 100 {
-            open.extend(opening.join_next().await.transpose()?.transpose()?);
-        }
-    }
-    while let Some(stream) = opening.join_next().await {
-        open.push(stream??);
-    }
+    let mut open = hold_many(on_edge.address, COUNT).await?;
     figure(&format!("{COUNT} connections opened and used in {:.1?}", start.elapsed()));
     #[expect(clippy::cast_precision_loss, reason = "2000 fits")]
     let count = COUNT as f64;

@@ -11,6 +11,7 @@ mod deploy;
 mod disks;
 mod docs;
 mod hostile;
+mod hostile_frames;
 mod hostile_peer;
 mod http;
 mod https;
@@ -19,12 +20,14 @@ mod kubernetes;
 mod limits;
 mod load;
 mod logs;
+mod memory;
 mod operating;
 mod path;
 mod redirect;
 mod reload;
 mod restart;
 mod runner;
+mod servers;
 mod soak;
 mod testbed;
 mod wan;
@@ -40,7 +43,9 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         testbed::SCENARIOS,
         path::SCENARIOS,
         load::SCENARIOS,
+        memory::SCENARIOS,
         restart::SCENARIOS,
+        servers::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,
         https::SCENARIOS,

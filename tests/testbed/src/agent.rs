@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
+use crate::cgroup::MemoryLimit;
 use crate::client;
 use crate::metrics::Metrics;
 use crate::process::{self, Process};
@@ -29,6 +30,7 @@ pub struct Builder<'a> {
     stderr: Option<Arc<OwnedFd>>,
     /// A process whose mounts the agent sees.
     mounts_of: Option<u32>,
+    memory: Option<MemoryLimit>,
 }
 
 impl<'a> Builder<'a> {
@@ -56,6 +58,7 @@ impl<'a> Builder<'a> {
             flags: Vec::new(),
             stderr: None,
             mounts_of: None,
+            memory: None,
         }
     }
 
@@ -100,8 +103,23 @@ impl<'a> Builder<'a> {
         self
     }
 
+    #[must_use]
+    pub fn memory(mut self, limit: &MemoryLimit) -> Self {
+        self.memory = Some(limit.clone());
+        self
+    }
+
     pub fn state_dir(&self) -> PathBuf {
         self.testbed.dir().join(&self.name)
+    }
+
+    /// Creates a token for its node, starts the program and waits for its tunnel.
+    pub async fn enrol(self, server: &Server<'a>) -> Result<Agent<'a>> {
+        let token = server.token(&self.node)?;
+        let node = self.node.clone();
+        let agent = self.token(token).spawn()?;
+        server.wait_connected(&node, true, START).await?;
+        Ok(agent)
     }
 
     /// Starts the program, without waiting for its tunnel.
@@ -118,7 +136,7 @@ impl<'a> Builder<'a> {
                 command.arg(format!("--mount=/proc/{pid}/ns/mnt")).arg("--").arg(program);
                 command
             }
-            None => host.command(&program),
+            None => host.command_below(self.memory.as_ref(), &program),
         };
         if let Some(server) = &self.server {
             command.arg(format!("--server={server}"));
@@ -155,12 +173,8 @@ impl<'a> Agent<'a> {
     /// As [`Agent::enrol`], with further flags.
     pub async fn enrol_with(server: &Server<'a>, n: usize, flags: &[&str]) -> Result<Self> {
         let builder = Builder::new(server, n);
-        let token = server.token(&builder.node)?;
-        let builder = flags.iter().fold(builder.token(token), |builder, flag| builder.flag(*flag));
-        let node = builder.node.clone();
-        let agent = builder.spawn()?;
-        server.wait_connected(&node, true, START).await?;
-        Ok(agent)
+        let builder = flags.iter().fold(builder, |builder, flag| builder.flag(*flag));
+        builder.enrol(server).await
     }
 
     /// Starts the agent again after it has exited; it has its certificate, so it gets no token.

@@ -8,6 +8,10 @@ use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::id::Id;
+
+/// A cgroup whose processes are in a child: in cgroup v2 only one without processes of its own can have children with a
+/// memory limit.
 #[derive(Debug, Clone)]
 pub struct Cgroup {
     path: PathBuf,
@@ -15,22 +19,130 @@ pub struct Cgroup {
 
 impl Cgroup {
     pub fn create(path: PathBuf) -> Result<Self> {
-        fs::create_dir(&path).with_context(|| format!("creating cgroup {} (needs root)", path.display()))?;
-        Ok(Self { path })
+        let cgroup = Self { path };
+        let leaf = cgroup.leaf();
+        fs::create_dir_all(&leaf)
+            .with_context(|| format!("creating cgroup {} (needs root)", leaf.display()))?;
+        Ok(cgroup)
     }
 
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Moves a process into it.
-    pub fn add(&self, pid: u32) -> Result<()> {
-        move_to(&self.path, pid)
+    /// The file that a process's id is written to, to move it here.
+    pub fn procs(&self) -> PathBuf {
+        self.leaf().join(PROCS)
     }
 
-    pub fn members(&self) -> Result<Vec<u32>> {
-        members(&self.path).with_context(|| format!("reading {}", self.path.display()))
+    /// Moves a process into it.
+    pub fn add(&self, pid: u32) -> Result<()> {
+        move_to(&self.leaf(), pid)
     }
+
+    fn leaf(&self) -> PathBuf {
+        self.path.join("rest")
+    }
+}
+
+const PROCS: &str = "cgroup.procs";
+
+/// A limit of the memory of one program, as a container has it: a cgroup of its own. The run's sweep removes it.
+#[derive(Debug, Clone)]
+pub struct MemoryLimit {
+    path: PathBuf,
+    bytes: u64,
+    version: MemoryVersion,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum MemoryVersion {
+    V1,
+    V2,
+}
+
+impl MemoryLimit {
+    /// Makes a cgroup `name` with a limit of `bytes`, for a program that is in `parent` otherwise.
+    pub(crate) fn create(id: &Id, parent: &Cgroup, name: &str, bytes: u64) -> Result<Self> {
+        let (path, version) = match v1_mounts()?.into_iter().find(|mount| mount.ends_with("memory")) {
+            Some(mount) => (mount.join(id.to_string()).join(name), MemoryVersion::V1),
+            None => {
+                delegate_memory(parent.path())?;
+                (parent.path().join(name), MemoryVersion::V2)
+            }
+        };
+        fs::create_dir_all(&path).with_context(|| format!("creating cgroup {}", path.display()))?;
+        let limit = Self { path, bytes, version };
+        limit.write(limit.of_version("memory.limit_in_bytes", "memory.max"), &bytes.to_string())?;
+        Ok(limit)
+    }
+
+    /// In bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The file that a process's id is written to, to move it here. Has to happen before the program starts: it reads its
+    /// limit, and what it has in memory already is not counted.
+    pub fn procs(&self) -> PathBuf {
+        self.path.join(PROCS)
+    }
+
+    /// An error if `pid` is not below this limit, or if the kernel has killed a process at it.
+    pub fn expect_kept(&self, pid: u32) -> Result<()> {
+        let inside = members(&self.path).with_context(|| format!("reading {}", self.path.display()))?;
+        ensure!(inside == [pid], "the processes below the limit are {inside:?}, expected {pid}");
+        let text = self.read(self.of_version("memory.oom_control", "memory.events"))?;
+        let kills = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        let kills: u64 = kills
+            .context("no oom_kill among the cgroup's events (Linux 4.13)")?
+            .parse()
+            .context("the count oom_kill")?;
+        ensure!(kills == 0, "the kernel killed {kills} processes at the limit of {} bytes", self.bytes);
+        Ok(())
+    }
+
+    /// The most memory that was charged to it, in bytes, the page cache included.
+    pub fn peak(&self) -> Result<u64> {
+        let file = self.of_version("memory.max_usage_in_bytes", "memory.peak");
+        self.read(file)?.trim().parse().with_context(|| format!("reading {file}"))
+    }
+
+    fn of_version(&self, v1: &'static str, v2: &'static str) -> &'static str {
+        if self.version == MemoryVersion::V1 { v1 } else { v2 }
+    }
+
+    fn read(&self, file: &str) -> Result<String> {
+        let file = self.path.join(file);
+        fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))
+    }
+
+    fn write(&self, file: &str, text: &str) -> Result<()> {
+        let file = self.path.join(file);
+        fs::write(&file, text).with_context(|| format!("writing {text} to {}", file.display()))
+    }
+}
+
+/// Lets the children of a cgroup v2 have memory limits.
+fn delegate_memory(parent: &Path) -> Result<()> {
+    let mount = unified_mount()?;
+    let controllers = fs::read_to_string(mount.join("cgroup.controllers"))
+        .with_context(|| format!("reading {}/cgroup.controllers", mount.display()))?;
+    ensure!(
+        controllers.split_whitespace().any(|controller| controller == "memory"),
+        "this host has no memory controller, neither in cgroup v1 nor in v2 ({} has {:?}): mount one with \
+         `mount -t cgroup -o memory none /sys/fs/cgroup/memory`, or boot without `cgroup_disable=memory`",
+        mount.display(),
+        controllers.trim()
+    );
+    let mut path = mount.clone();
+    let below = parent.strip_prefix(&mount).context("a cgroup outside of the v2 hierarchy")?;
+    for step in std::iter::once(Path::new("")).chain(below.iter().map(Path::new)) {
+        path.push(step);
+        let file = path.join("cgroup.subtree_control");
+        fs::write(&file, "+memory").with_context(|| format!("writing +memory to {}", file.display()))?;
+    }
+    Ok(())
 }
 
 /// Where the cgroup v2 hierarchy is mounted; on hybrid hosts that is not /sys/fs/cgroup.
@@ -86,12 +198,12 @@ pub fn of_this_process(mount: &Path) -> Result<PathBuf> {
 
 /// Moves a process into the cgroup at `path`.
 pub fn move_to(path: &Path, pid: u32) -> Result<()> {
-    let file = path.join("cgroup.procs");
+    let file = path.join(PROCS);
     fs::write(&file, pid.to_string()).with_context(|| format!("writing {pid} to {}", file.display()))
 }
 
 fn members(path: &Path) -> io::Result<Vec<u32>> {
-    let text = fs::read_to_string(path.join("cgroup.procs"))?;
+    let text = fs::read_to_string(path.join(PROCS))?;
     Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 

@@ -166,11 +166,15 @@ impl<'a> Target<'a> {
         Ok(target)
     }
 
+    /// Where clients reach one of its ports.
+    pub fn at(&self, port: u16) -> SocketAddr {
+        SocketAddr::new(self.testbed.edge(self.edge).ip(), port)
+    }
+
     /// Connections of the load that are open at the target.
     pub async fn open(&self) -> Result<u64> {
         let edge = self.testbed.edge(self.edge);
-        let address = SocketAddr::new(edge.ip(), CONTROL);
-        let mut stream = client::connect_from(&edge.ns, address, client::PATIENCE)?;
+        let mut stream = client::connect_from(&edge.ns, self.at(CONTROL), client::PATIENCE)?;
         stream.read_u64().await.context("asking the target")
     }
 

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 
-use crate::cgroup::Cgroup;
+use crate::cgroup::{Cgroup, MemoryLimit};
 use crate::netns::Namespace;
 use crate::wait::wait_for;
 
@@ -32,8 +32,19 @@ impl Placement<'_> {
                 r#"echo $$ > "$1" || exit 125; ulimit -S -n 1024; net="$2"; shift 2; exec nsenter --net="$net" -- "$@""#,
                 "sh",
             ])
-            .arg(self.cgroup.path().join("cgroup.procs"))
+            .arg(self.cgroup.procs())
             .arg(self.ns.path())
+            .arg(program);
+        command
+    }
+
+    /// The same below a memory limit, if there is one.
+    pub fn command_below(&self, limit: Option<&MemoryLimit>, program: &Path) -> Command {
+        let Some(limit) = limit else { return self.command(program) };
+        let mut command = self.command(Path::new("sh"));
+        command
+            .args(["-c", r#"echo $$ > "$1" || exit 125; shift; exec "$@""#, "sh"])
+            .arg(limit.procs())
             .arg(program);
         command
     }

@@ -1,4 +1,6 @@
 //! The real tunnel-server on the cloud host.
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -10,18 +12,20 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::access_log::{self, AccessLine};
+use crate::cgroup::MemoryLimit;
 use crate::client;
 use crate::inventory::Inventory;
 use crate::metrics::Metrics;
-use crate::process::{self, Process};
-use crate::topology::{CLOUD, Testbed};
+use crate::netns::Namespace;
+use crate::process::{self, Placement, Process};
+use crate::topology::{CLOUD, NEIGHBOUR, Testbed};
 use crate::wait::{wait_for, wait_until};
 
 /// How long a server may take until /readyz answers 200.
 pub const START: Duration = Duration::from_secs(20);
 /// The ports that the redirect of a testbed serves.
 pub const PORTS: &str = "10250,10255,9100,9101,9102,9103,9104,9105";
-const ADMIN: &str = "127.0.0.1:10265";
+const ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 10265);
 
 /// What `tunnel-server token create -o json` prints.
 #[derive(Debug, Clone, Deserialize)]
@@ -48,13 +52,49 @@ pub struct Builder<'a> {
     stderr: Option<Arc<OwnedFd>>,
     /// Its hard limit of open files, if not this process's.
     open_files: Option<u32>,
+    memory: Option<MemoryLimit>,
+    host: Host<'a>,
+}
+
+/// Where a server runs.
+#[derive(Debug, Clone, Copy)]
+struct Host<'a> {
+    ns: &'a Namespace,
+    address: Ipv4Addr,
+    /// The name of its state folder.
+    state: &'static str,
 }
 
 impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
-        Self { testbed, flags: Vec::new(), ports, name, kubeconfig: None, stderr: None, open_files: None }
+        let host = Host { ns: &testbed.cloud, address: CLOUD, state: "server" };
+        Self {
+            testbed,
+            flags: Vec::new(),
+            ports,
+            name,
+            kubeconfig: None,
+            stderr: None,
+            open_files: None,
+            memory: None,
+            host,
+        }
+    }
+
+    /// One more server with the same CA on [`Testbed::add_neighbour`], without a redirect.
+    pub fn on_neighbour(first: &Server<'a>, neighbour: &'a Namespace) -> Result<Self> {
+        let testbed = first.testbed();
+        let host = Host { ns: neighbour, address: NEIGHBOUR, state: "neighbour" };
+        let (from, to) = (testbed.dir().join("server/ca"), testbed.dir().join("neighbour/ca"));
+        fs::create_dir_all(&to).with_context(|| format!("creating {}", to.display()))?;
+        for entry in fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
+            let entry = entry?;
+            fs::copy(entry.path(), to.join(entry.file_name())).context("copying the CA")?;
+        }
+        let name = "tunnel-server-neighbour".to_owned();
+        Ok(Self { host, name, ports: None, ..Self::new(testbed) }.flag("--redirect=off"))
     }
 
     /// A server of a cluster; its ports are those of the cluster's ConfigMap.
@@ -79,6 +119,12 @@ impl<'a> Builder<'a> {
     #[must_use]
     pub fn open_files(mut self, limit: u32) -> Self {
         self.open_files = Some(limit);
+        self
+    }
+
+    #[must_use]
+    pub fn memory(mut self, limit: &MemoryLimit) -> Self {
+        self.memory = Some(limit.clone());
         self
     }
 
@@ -110,10 +156,12 @@ impl<'a> Builder<'a> {
     fn command(&self) -> Result<Command> {
         let dir = self.testbed.dir();
         let program = process::program("tunnel-server")?;
+        let memory = self.memory.as_ref();
+        let host = Placement { ns: self.host.ns, ..self.testbed.on_cloud() };
         let mut command = match self.open_files {
-            None => self.testbed.on_cloud().command(&program),
+            None => host.command_below(memory, &program),
             Some(limit) => {
-                let mut command = self.testbed.on_cloud().command(Path::new("prlimit"));
+                let mut command = host.command_below(memory, Path::new("prlimit"));
                 command.arg(format!("--nofile={limit}:{limit}")).arg(program);
                 command
             }
@@ -126,7 +174,7 @@ impl<'a> Builder<'a> {
             command.arg(format!("--redirect-ports={ports}"));
         }
         command
-            .arg(format!("--state-dir={}", dir.join("server").display()))
+            .arg(format!("--state-dir={}", dir.join(self.host.state).display()))
             .arg(format!("--redirect-cgroup={}", self.testbed.cloud_cgroup.path().display()))
             .arg("--log-format=json")
             .args(&self.flags);
@@ -153,24 +201,26 @@ impl<'a> Server<'a> {
             if let Some(status) = self.process.ended()? {
                 bail!("tunnel-server ended with {status} instead of becoming ready");
             }
-            Ok(matches!(get("/readyz").await, Ok((200, _))).then_some(()))
+            Ok(matches!(self.get("/readyz").await, Ok((200, _))).then_some(()))
         })
         .await
     }
 
     /// An admin page: status and body.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
-        get(path).await
+        let stream = client::connect_from(self.builder.host.ns, ADMIN, client::PATIENCE)
+            .context("connecting to the server's admin port")?;
+        client::http(stream, "GET", path, "").await
     }
 
     pub async fn metrics(&self) -> Result<Metrics> {
-        let (status, body) = get("/metrics").await?;
+        let (status, body) = self.get("/metrics").await?;
         ensure!(status == 200, "/metrics answered {status}: {body}");
         Metrics::parse(&body)
     }
 
     pub async fn status(&self) -> Result<Value> {
-        let (status, body) = get("/status").await?;
+        let (status, body) = self.get("/status").await?;
         ensure!(status == 200, "/status answered {status}: {body}");
         serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
     }
@@ -241,7 +291,8 @@ impl<'a> Server<'a> {
 
     /// Runs `tunnel-server ARGS --state-dir …`; an exit code other than 0 is an error.
     pub fn run(&self, args: &[&str]) -> Result<String> {
-        let state = format!("--state-dir={}", self.builder.testbed.dir().join("server").display());
+        let state = self.builder.testbed.dir().join(self.builder.host.state);
+        let state = format!("--state-dir={}", state.display());
         let output = run(self.builder.testbed, &[args, &[state.as_str()]].concat())?;
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         if !output.status.success() {
@@ -253,7 +304,7 @@ impl<'a> Server<'a> {
 
     /// The address that agents dial.
     pub fn agent_address(&self) -> String {
-        format!("{CLOUD}:10262")
+        format!("{}:10262", self.builder.host.address)
     }
 
     pub fn testbed(&self) -> &'a Testbed {
@@ -265,9 +316,4 @@ impl<'a> Server<'a> {
 pub fn run(testbed: &Testbed, args: &[&str]) -> Result<Output> {
     let mut command = testbed.on_cloud().command(&process::program("tunnel-server")?);
     command.args(args).output().with_context(|| format!("running tunnel-server {args:?}"))
-}
-
-async fn get(path: &str) -> Result<(u16, String)> {
-    let address: std::net::SocketAddr = ADMIN.parse().context("the admin address")?;
-    client::http(client::connect(address).await?, "GET", path, "").await
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::cgroup::{self, Cgroup};
+use crate::cgroup::{self, Cgroup, MemoryLimit};
 use crate::id::Id;
 use crate::netns::Namespace;
 use crate::process::{self, Placement};
@@ -129,6 +129,16 @@ impl Testbed {
     /// The placement of a process on edge `n`.
     pub fn on_edge(&self, n: usize) -> Placement<'_> {
         Placement { ns: &self.edge(n).ns, cgroup: &self.edge_cgroup }
+    }
+
+    /// A memory limit for one program on the cloud host.
+    pub fn limit_on_cloud(&self, name: &str, bytes: u64) -> Result<MemoryLimit> {
+        MemoryLimit::create(&self.id, &self.cloud_cgroup, name, bytes)
+    }
+
+    /// A memory limit for one program on an edge.
+    pub fn limit_on_edge(&self, name: &str, bytes: u64) -> Result<MemoryLimit> {
+        MemoryLimit::create(&self.id, &self.edge_cgroup, name, bytes)
     }
 
     /// Moves this process into the cloud's cgroup and network namespace. Only the calling thread changes its

@@ -10,6 +10,7 @@ use tunnel_core::logging;
 
 use super::Cli;
 use crate::config::Config;
+use crate::identity::EnrollConfig;
 
 const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
@@ -25,6 +26,26 @@ fn error(args: &[&str]) -> String {
 #[test]
 fn the_command_line_is_consistent() {
     Cli::command().debug_assert();
+}
+
+#[test]
+fn no_debug_output_has_the_token() {
+    const TOKEN: &str = "abcdef.0123456789abcdefghijklmnop";
+    let (token, hash) = (format!("--token={TOKEN}"), format!("--ca-hash={HASH}"));
+    let cli =
+        Cli::try_parse_from(["tunnel-agent", "--node-name=edge-1", "--server=a:1", &token, &hash]).unwrap();
+    let config = cli.run.to_config().unwrap();
+    let enrol = EnrollConfig {
+        servers: vec!["a:1".into()],
+        node: config.node.clone(),
+        state_dir: config.state_dir.clone(),
+        token: config.token.clone(),
+        ca_hash: config.ca_hash.clone(),
+    };
+    assert_eq!(enrol.token.as_ref().unwrap().expose_secret(), TOKEN);
+    for shown in [format!("{:?}", cli.run), format!("{config:?} {config:#?}"), format!("{enrol:?}")] {
+        assert!(shown.contains("token") && !shown.contains(&TOKEN[7..]), "{shown}");
+    }
 }
 
 #[test]

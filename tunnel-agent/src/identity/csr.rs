@@ -10,12 +10,13 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
 use kube::api::PostParams;
 use rand::Rng;
-use rcgen::{CertificateParams, KeyPair};
+use rcgen::CertificateParams;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject;
 use tunnel_core::backoff::jittered;
 use tunnel_core::identity::{
-    AgentIdentity, IdentityError, NodeName, TrustBundle, agent_distinguished_name, pem_of_certificates,
+    AgentIdentity, IdentityError, NodeName, PrivateKey, TrustBundle, agent_distinguished_name,
+    pem_of_certificates,
 };
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
@@ -133,7 +134,7 @@ impl CsrEnrolment {
     }
 
     /// One request, from its creation to its end.
-    async fn attempt(&self, key: &KeyPair, request: &str) -> Result<AgentIdentity, AttemptError> {
+    async fn attempt(&self, key: &PrivateKey, request: &str) -> Result<AgentIdentity, AttemptError> {
         let api = || async {
             let client = self.api.client().await.map_err(AttemptError::transient)?;
             Ok::<_, AttemptError>(Api::<CertificateSigningRequest>::all(client))
@@ -181,7 +182,7 @@ impl CsrEnrolment {
     fn outcome(
         &self,
         csr: &CertificateSigningRequest,
-        key: &KeyPair,
+        key: &PrivateKey,
     ) -> Option<Result<AgentIdentity, AttemptError>> {
         let status = csr.status.as_ref()?;
         let conditions = status.conditions.as_deref().unwrap_or_default();
@@ -242,7 +243,7 @@ fn request_name(node: &NodeName) -> String {
 }
 
 /// A PKCS #10 request as PEM that names the node and asks for nothing else.
-fn request(key: &KeyPair, node: &NodeName) -> Result<String, IdentityError> {
+fn request(key: &PrivateKey, node: &NodeName) -> Result<String, IdentityError> {
     let fail = |error: rcgen::Error| IdentityError::Csr(error.to_string());
     let mut params = CertificateParams::default();
     params.distinguished_name = agent_distinguished_name(node);
@@ -251,7 +252,7 @@ fn request(key: &KeyPair, node: &NodeName) -> Result<String, IdentityError> {
 
 /// The identity in an answer, which is the certificate followed by the roots, if it is for this node and this key, is
 /// valid now, and is signed by one of the roots.
-fn identity_of(pem: &[u8], key: &KeyPair, node: &NodeName) -> Result<AgentIdentity, IdentityError> {
+fn identity_of(pem: &[u8], key: &PrivateKey, node: &NodeName) -> Result<AgentIdentity, IdentityError> {
     let mut certificates = CertificateDer::pem_slice_iter(pem)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| IdentityError::Parse(format!("not PEM: {error}")))?;
@@ -259,7 +260,7 @@ fn identity_of(pem: &[u8], key: &KeyPair, node: &NodeName) -> Result<AgentIdenti
         return Err(IdentityError::Parse("it has no certificate".into()));
     }
     let roots = TrustBundle::new(certificates.split_off(1))?;
-    let identity = AgentIdentity::from_pem(&pem_of_certificates(&certificates), &key.serialize_pem(), roots)?;
+    let identity = AgentIdentity::from_pem(&pem_of_certificates(&certificates), &key.to_pem(), roots)?;
     let identity = check_issued(identity, node)?;
     if identity.validity().is_over(SystemTime::now()) {
         return Err(IdentityError::Parse("it has expired: is this node's clock right?".into()));

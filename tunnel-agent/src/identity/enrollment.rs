@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use rcgen::KeyPair;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
 use tokio::net::TcpStream;
@@ -16,7 +15,9 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tower::service_fn;
 use tunnel_core::error::chain;
-use tunnel_core::identity::{AgentIdentity, IdentityError, NodeName, TrustBundle, refusal, server_name};
+use tunnel_core::identity::{
+    AgentIdentity, IdentityError, NodeName, PrivateKey, TrustBundle, refusal, server_name,
+};
 use tunnel_core::proto::EnrollResponse;
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
 
@@ -75,13 +76,13 @@ impl Connection {
     pub(super) fn issued_identity(
         &self,
         response: &EnrollResponse,
-        key: &KeyPair,
+        key: &PrivateKey,
         node: &NodeName,
     ) -> Result<AgentIdentity, AttemptError> {
         let parse = || {
             let bundle = TrustBundle::from_pem(&response.trust_bundle)?;
             bundle.verify_server(&self.server_chain)?;
-            AgentIdentity::from_pem(&response.certificate_chain, &key.serialize_pem(), bundle)
+            AgentIdentity::from_pem(&response.certificate_chain, &key.to_pem(), bundle)
         };
         parse()
             .and_then(|identity| check_issued(identity, node))

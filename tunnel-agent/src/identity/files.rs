@@ -3,9 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rcgen::KeyPair;
 use tunnel_core::identity::files::{self, PRIVATE_FILE, PUBLIC_FILE};
-use tunnel_core::identity::{AgentIdentity, IdentityError, TrustBundle, generate_key, pem_of_certificates};
+use tunnel_core::identity::{AgentIdentity, IdentityError, PrivateKey, TrustBundle, pem_of_certificates};
 
 const RESTORE: &str = "restore it from a backup, or move agent.key, agent.crt and ca.crt away and enrol again with a \
                     new token (`tunnel-server token create`)";
@@ -78,24 +77,24 @@ impl IdentityFiles {
     }
 
     /// The key to request a certificate for: that of an earlier attempt, whose answer may have been lost, or a new one.
-    pub(crate) fn pending_key(&self) -> Result<KeyPair, IdentityError> {
+    pub(crate) fn pending_key(&self) -> Result<PrivateKey, IdentityError> {
         let path = self.next_key();
         if let Some(pem) = files::read_optional_private(&path)? {
             let fix = "remove it, and a new key is made (a token that was used with it must be replaced)";
-            return KeyPair::from_pem(&pem).map_err(|error| IdentityError::file(&path, &error, fix));
+            return PrivateKey::from_pem(&pem).map_err(|error| IdentityError::file(&path, &error, fix));
         }
-        let key = generate_key()?;
-        files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE_FILE)?;
+        let key = PrivateKey::generate()?;
+        files::replace(&path, key.to_pem().as_bytes(), PRIVATE_FILE)?;
         Ok(key)
     }
 
     /// [`IdentityFiles::pending_key`], or one that is only in memory while the directory cannot be written. Not for what
     /// can be asked for only once, as with a token.
-    pub(crate) fn pending_key_or_unsaved(&self) -> Result<KeyPair, IdentityError> {
+    pub(crate) fn pending_key_or_unsaved(&self) -> Result<PrivateKey, IdentityError> {
         match self.pending_key() {
             Err(error @ IdentityError::Io { .. }) => {
                 tracing::warn!(%error, "the key for the new certificate is not stored");
-                generate_key()
+                PrivateKey::generate()
             }
             key => key,
         }
@@ -105,9 +104,7 @@ impl IdentityFiles {
     /// any two steps [`IdentityFiles::load`] finds either the old identity or the new one.
     pub(crate) fn store(&self, identity: &AgentIdentity) -> Result<(), IdentityError> {
         let next = self.next_key();
-        let key = KeyPair::try_from(&identity.key)
-            .map_err(|error| IdentityError::Key(format!("a key that cannot be stored: {error}")))?
-            .serialize_pem();
+        let key = PrivateKey::from_der(&identity.key)?.to_pem();
         if files::read_optional_private(&next)?.as_ref() != Some(&key) {
             files::replace(&next, key.as_bytes(), PRIVATE_FILE)?;
         }

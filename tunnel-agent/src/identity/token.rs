@@ -6,8 +6,8 @@ use std::time::SystemTime;
 
 use rustls::ClientConfig;
 use tunnel_core::identity::{
-    ALPN_GRPC, AgentIdentity, ExposeSecret, NodeName, SecretString, TrustBundle, anonymous_tls, create_csr,
-    pinned_tls,
+    ALPN_GRPC, AgentIdentity, ExposeSecret, NodeName, PrivateKey, SecretString, TrustBundle, anonymous_tls,
+    create_csr, pinned_tls,
 };
 use tunnel_core::proto::EnrollRequest;
 
@@ -132,7 +132,7 @@ struct Round<'a> {
     files: &'a IdentityFiles,
     token: &'a SecretString,
     tls: Arc<ClientConfig>,
-    key: rcgen::KeyPair,
+    key: PrivateKey,
     csr: Vec<u8>,
 }
 

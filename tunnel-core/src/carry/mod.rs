@@ -5,6 +5,7 @@ mod error;
 mod frame;
 mod inward;
 mod memory;
+mod metrics;
 mod outward;
 mod relay;
 mod socket;
@@ -13,6 +14,7 @@ mod traffic;
 
 pub use error::{RelayError, Side};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
+pub use metrics::register_stalled;
 pub use outward::{SMALL_READ, next_size};
 pub use relay::Relay;
 pub use socket::{end_on_drop, flushed, prepare_socket, reset_on_drop};

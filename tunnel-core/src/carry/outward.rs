@@ -68,11 +68,19 @@ impl Outward<'_> {
             if let Some(sent) = unwanted(readable.await)? {
                 return Ok(sent);
             }
-            let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
+            let room = match self.room(&socket, send, size).await {
+                Ok(room) => room,
+                Err(RelayError::Reset(Reason::NO_ERROR)) => return Ok(Sent::Unwanted),
+                Err(error) => return Err(error),
+            };
+            let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
             segment.put_bytes(0, HEADER_LEN);
             let read = match read_now(&mut socket, &mut segment).await {
                 Ok(Some(read)) => read,
-                Ok(None) => continue,
+                Ok(None) => {
+                    send.reserve_capacity(0);
+                    continue;
+                }
                 Err(error) => return Err(self.broken(send, error)),
             };
             if read == 0 {
@@ -82,7 +90,9 @@ impl Outward<'_> {
                 }
                 return self.end(&socket, send).await;
             }
-            size = next_size(size, read, self.flow.piece());
+            if room == size {
+                size = next_size(size, read, self.flow.piece());
+            }
             early = early.saturating_add(read.max(EARLY_SEGMENT));
             if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
                 return Ok(sent);
@@ -125,6 +135,39 @@ impl Outward<'_> {
         RelayError::Socket(error)
     }
 
+    /// Waits until a small read, at least, can be sent whole, and returns how much of a read of `size` can. What is read
+    /// beyond that would be held here, and counted by no bound, for as long as the other end's receiver does not read.
+    async fn room(
+        &self,
+        socket: &ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+        size: usize,
+    ) -> Result<usize, RelayError> {
+        send.reserve_capacity(HEADER_LEN + size);
+        // A receiver that has taken everything has announced half of its window at least.
+        while send.capacity() < HEADER_LEN + SMALL_READ {
+            self.more_capacity(socket, send).await?;
+        }
+        Ok(size.min(send.capacity() - HEADER_LEN))
+    }
+
+    /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first.
+    async fn more_capacity(
+        &self,
+        socket: &ReadHalf<'_>,
+        send: &mut SendStream<Bytes>,
+    ) -> Result<(), RelayError> {
+        let changed = tokio::select! {
+            biased;
+            changed = poll_fn(|cx| send.poll_capacity(cx)) => changed,
+            error = self.client_lost(socket.as_ref()) => return Err(error),
+        };
+        match changed {
+            Some(capacity) => capacity.map(drop).map_err(RelayError::from),
+            None => Err(RelayError::Reset(stream_reset(send).await)),
+        }
+    }
+
     async fn send_segment(
         &self,
         socket: &ReadHalf<'_>,
@@ -137,18 +180,9 @@ impl Outward<'_> {
         let mut rest = segment.freeze();
         send.reserve_capacity(rest.len());
         while !rest.is_empty() {
-            // `poll_capacity` reports changes only: capacity that is there already must be asked for first.
             let capacity = send.capacity();
             if capacity == 0 {
-                let changed = tokio::select! {
-                    biased;
-                    changed = poll_fn(|cx| send.poll_capacity(cx)) => changed,
-                    error = self.client_lost(socket.as_ref()) => return Err(error),
-                };
-                match changed {
-                    Some(capacity) => capacity?,
-                    None => return Err(RelayError::Reset(stream_reset(send).await)),
-                };
+                self.more_capacity(socket, send).await?;
                 continue;
             }
             if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {

@@ -3,15 +3,17 @@
 use std::fmt;
 use std::time::SystemTime;
 
-use rcgen::{DistinguishedName, DnType, KeyPair};
+use rcgen::{DistinguishedName, DnType};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use zeroize::Zeroizing;
 
 use super::bundle::TrustBundle;
 use super::certificate::{
     AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, Validity, node_of_certificate, validity,
 };
 use super::error::IdentityError;
+use super::key::PrivateKey;
 use super::name::NodeName;
 use super::request;
 
@@ -22,7 +24,7 @@ pub struct AgentIdentity {
     /// The certificate chain, leaf first.
     pub chain: Vec<CertificateDer<'static>>,
     /// The leaf's private key.
-    pub key: PrivateKeyDer<'static>,
+    pub key: Zeroizing<PrivateKeyDer<'static>>,
     /// The roots that may sign a server's certificate.
     pub bundle: TrustBundle,
     validity: Validity,
@@ -35,15 +37,14 @@ impl AgentIdentity {
     /// The chain is empty, its leaf is not an agent's certificate, or the key is not the leaf's.
     pub fn new(
         chain: Vec<CertificateDer<'static>>,
-        key: PrivateKeyDer<'static>,
+        key: Zeroizing<PrivateKeyDer<'static>>,
         bundle: TrustBundle,
     ) -> Result<Self, IdentityError> {
         let leaf =
             chain.first().ok_or_else(|| IdentityError::Parse("the chain has no certificate".into()))?;
         let node = node_of_certificate(leaf)?;
         let validity = validity(leaf)?;
-        let pair = KeyPair::try_from(&key).map_err(|error| IdentityError::Key(error.to_string()))?;
-        if !request::matches(&pair, leaf)? {
+        if !request::matches(&PrivateKey::from_der(&key)?, leaf)? {
             return Err(IdentityError::Key("it is not the certificate's key".into()));
         }
         Ok(Self { node, chain, key, bundle, validity })
@@ -56,7 +57,7 @@ impl AgentIdentity {
             .map_err(|error| IdentityError::Parse(format!("not PEM: {error}")))?;
         let key = PrivateKeyDer::from_pem_slice(key.as_bytes())
             .map_err(|error| IdentityError::Key(format!("not PEM: {error}")))?;
-        Self::new(chain, key, bundle)
+        Self::new(chain, Zeroizing::new(key), bundle)
     }
 
     /// The same identity with other trusted roots.
@@ -65,7 +66,7 @@ impl AgentIdentity {
         Self {
             node: self.node.clone(),
             chain: self.chain.clone(),
-            key: self.key.clone_key(),
+            key: Zeroizing::new(self.key.clone_key()),
             bundle,
             validity: self.validity,
         }

@@ -6,6 +6,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
+use zeroize::Zeroizing;
+
 use super::error::IdentityError;
 
 /// Mode of a file that holds a private key or the hash of a token.
@@ -65,7 +67,7 @@ pub fn read_optional(path: &Path) -> Result<Option<String>, IdentityError> {
 ///
 /// # Errors
 /// Also when others may read the file, because they may already know the key.
-pub fn read_optional_private(path: &Path) -> Result<Option<String>, IdentityError> {
+pub fn read_optional_private(path: &Path) -> Result<Option<Zeroizing<String>>, IdentityError> {
     match fs::metadata(path) {
         Ok(metadata) if metadata.mode() & 0o077 != 0 => Err(IdentityError::file(
             path,
@@ -75,7 +77,7 @@ pub fn read_optional_private(path: &Path) -> Result<Option<String>, IdentityErro
                 path.display()
             ),
         )),
-        _ => read_optional(path),
+        _ => Ok(read_optional(path)?.map(Zeroizing::new)),
     }
 }
 
@@ -154,7 +156,7 @@ mod tests {
         let error = read_optional_private(&path).unwrap_err().to_string();
         assert!(error.contains("0640") && error.contains("chmod 600"), "{error}");
         write_atomically(&path, b"k", PRIVATE_FILE).unwrap();
-        assert_eq!(read_optional_private(&path).unwrap().as_deref(), Some("k"));
+        assert_eq!(read_optional_private(&path).unwrap().unwrap().as_str(), "k");
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod bundle;
 mod certificate;
 mod error;
 pub mod files;
+mod key;
 mod name;
 mod request;
 mod tls;
@@ -24,9 +25,11 @@ pub use certificate::{
 };
 pub use error::IdentityError;
 pub use files::write_atomically;
+pub use key::PrivateKey;
 pub use name::NodeName;
-pub use request::{CsrKey, create_csr, generate_key, public_key_of_csr};
+pub use request::{CsrKey, create_csr, public_key_of_csr};
 pub use secrecy::{ExposeSecret, SecretString};
 pub use tls::{
     ALPN_GRPC, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, pinned_tls, refusal, server_name,
 };
+pub use zeroize::Zeroizing;

@@ -1,6 +1,6 @@
 //! Certificate signing requests.
 
-use rcgen::{CertificateParams, DistinguishedName, KeyPair, PublicKeyData, SubjectPublicKeyInfo};
+use rcgen::{CertificateParams, DistinguishedName, PublicKeyData, SigningKey, SubjectPublicKeyInfo};
 use rustls_pki_types::CertificateDer;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer;
@@ -20,14 +20,9 @@ pub struct CsrKey {
     pub hash: String,
 }
 
-/// A fresh ECDSA P-256 key.
-pub fn generate_key() -> Result<KeyPair, IdentityError> {
-    KeyPair::generate().map_err(|error| IdentityError::Key(error.to_string()))
-}
-
 /// A PKCS #10 request (RFC 2986, DER) that proves possession of `key` and holds nothing else: who the key is for
 /// follows from the token or from the current certificate, never from the request.
-pub fn create_csr(key: &KeyPair) -> Result<Vec<u8>, IdentityError> {
+pub fn create_csr(key: &impl SigningKey) -> Result<Vec<u8>, IdentityError> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     let csr = params.serialize_request(key).map_err(|error| IdentityError::Csr(error.to_string()))?;
@@ -61,19 +56,24 @@ pub fn public_key_of_csr(der: &[u8]) -> Result<CsrKey, IdentityError> {
 }
 
 /// Whether the certificate is for this key.
-pub(super) fn matches(key: &KeyPair, certificate: &CertificateDer<'_>) -> Result<bool, IdentityError> {
+pub(super) fn matches(
+    key: &impl PublicKeyData,
+    certificate: &CertificateDer<'_>,
+) -> Result<bool, IdentityError> {
     Ok(public_key_info(certificate)? == key.subject_public_key_info())
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use rcgen::KeyPair;
 
     use super::*;
+    use crate::identity::PrivateKey;
 
     #[test]
     fn only_the_key_is_read() {
-        let key = generate_key().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let found = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
         assert_eq!(found.public_key.subject_public_key_info(), key.subject_public_key_info());
         assert_eq!(found.hash, public_key_hash(&key.subject_public_key_info()));
@@ -85,14 +85,14 @@ mod tests {
 
     #[test]
     fn without_proof_of_possession_it_is_refused() {
-        let mut csr = create_csr(&generate_key().unwrap()).unwrap();
+        let mut csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
         let last = csr.len() - 1;
         csr[last] ^= 1;
         assert!(public_key_of_csr(&csr).unwrap_err().to_string().contains("not signed"));
         // Another's public key under a signature of one's own: swap the key bits and keep the rest.
-        let mut stolen = create_csr(&generate_key().unwrap()).unwrap();
-        let victim = generate_key().unwrap();
-        let point = victim.public_key_raw();
+        let mut stolen = create_csr(&PrivateKey::generate().unwrap()).unwrap();
+        let victim = PrivateKey::generate().unwrap();
+        let point = victim.der_bytes();
         let at = stolen.windows(2).position(|pair| pair == [0x00, 0x04]).unwrap() + 1;
         stolen[at..at + point.len()].copy_from_slice(point);
         assert!(public_key_of_csr(&stolen).unwrap_err().to_string().contains("not signed"));
@@ -105,7 +105,7 @@ mod tests {
         let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).unwrap();
         assert!(public_key_of_csr(&create_csr(&key).unwrap()).unwrap_err().to_string().contains("P-256"));
         assert!(public_key_of_csr(&[0x30; 5000]).unwrap_err().to_string().contains("longer"));
-        let mut csr = create_csr(&generate_key().unwrap()).unwrap();
+        let mut csr = create_csr(&PrivateKey::generate().unwrap()).unwrap();
         csr.push(0);
         assert!(public_key_of_csr(&csr).unwrap_err().to_string().contains("follow"));
     }
@@ -118,7 +118,7 @@ mod tests {
 
         #[test]
         fn no_changed_byte_keeps_it_valid(at in any::<proptest::sample::Index>(), bit in 0u8..8) {
-            let key = generate_key().unwrap();
+            let key = PrivateKey::generate().unwrap();
             let mut csr = create_csr(&key).unwrap();
             let at = at.index(csr.len());
             csr[at] ^= 1 << bit;

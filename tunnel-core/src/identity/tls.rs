@@ -8,7 +8,10 @@ use rustls::client::Resumption;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{CertificateError, ClientConfig, OtherError, RootCertStore, ServerConfig, version};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{
+    CertificateError, ClientConfig, InconsistentKeys, OtherError, RootCertStore, ServerConfig, version,
+};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::TlsAcceptor;
 
@@ -49,6 +52,21 @@ fn client(
         .with_custom_certificate_verifier(Arc::new(TunnelServerVerifier { trust, provider })))
 }
 
+/// As rustls does it, without taking the key: what it is given it does not wipe.
+fn certified(
+    chain: Vec<CertificateDer<'static>>,
+    key: &PrivateKeyDer<'_>,
+) -> Result<Arc<SingleCertAndKey>, IdentityError> {
+    let certified =
+        CertifiedKey::new(chain, rustls::crypto::ring::sign::any_supported_type(key).map_err(tls_error)?);
+    match certified.keys_match() {
+        Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => {
+            Ok(Arc::new(SingleCertAndKey::from(certified)))
+        }
+        Err(error) => Err(tls_error(error)),
+    }
+}
+
 fn finish(mut config: ClientConfig, alpn: &[u8]) -> Arc<ClientConfig> {
     config.alpn_protocols = vec![alpn.to_vec()];
     // Every handshake presents the current certificate and is checked against the current roots.
@@ -60,8 +78,7 @@ fn finish(mut config: ClientConfig, alpn: &[u8]) -> Arc<ClientConfig> {
 /// names [`SERVER_NAME`].
 pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
     let config = client(Trust::Roots(Arc::new(identity.bundle.root_store())))?
-        .with_client_auth_cert(identity.chain.clone(), identity.key.clone_key())
-        .map_err(tls_error)?;
+        .with_client_cert_resolver(certified(identity.chain.clone(), &identity.key)?);
     Ok(finish(config, alpn))
 }
 
@@ -124,7 +141,7 @@ impl ServerTls {
     /// rustls does not take the certificate, the key or the roots.
     pub fn new(
         chain: Vec<CertificateDer<'static>>,
-        key: PrivateKeyDer<'static>,
+        key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
     ) -> Result<Self, IdentityError> {
         Ok(Self { config: ArcSwap::from(server_config(chain, key, client_roots.root_store())?) })
@@ -137,7 +154,7 @@ impl ServerTls {
     pub fn replace(
         &self,
         chain: Vec<CertificateDer<'static>>,
-        key: PrivateKeyDer<'static>,
+        key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
     ) -> Result<(), IdentityError> {
         self.config.store(server_config(chain, key, client_roots.root_store())?);
@@ -152,7 +169,7 @@ impl ServerTls {
 
 fn server_config(
     chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
+    key: &PrivateKeyDer<'_>,
     client_roots: RootCertStore,
 ) -> Result<Arc<ServerConfig>, IdentityError> {
     let provider = provider();
@@ -164,8 +181,7 @@ fn server_config(
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
         .with_client_cert_verifier(Arc::new(AgentVerifier(verifier)))
-        .with_single_cert(chain, key)
-        .map_err(tls_error)?;
+        .with_cert_resolver(certified(chain, key)?);
     config.alpn_protocols = vec![ALPN_TUNNEL.to_vec(), ALPN_GRPC.to_vec()];
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;

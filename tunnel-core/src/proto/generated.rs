@@ -133,6 +133,7 @@ pub struct LoopbackPorts {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct NoticeAck {}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[prost(skip_debug)]
 pub struct EnrollRequest {
     #[prost(string, tag = "1")]
     pub node: ::prost::alloc::string::String,

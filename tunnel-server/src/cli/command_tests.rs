@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use serde_json::Value;
-use tunnel_core::identity::{create_csr, generate_key, public_key_of_csr};
+use tunnel_core::identity::{PrivateKey, create_csr, public_key_of_csr};
 
 use super::ca::CaCommand;
 use super::token::TokenCommand;
@@ -120,7 +120,7 @@ fn a_broken_token_file_does_not_hide_the_others() {
 fn ca_commands_rotate() {
     let (_directory, state_dir, ca) = new_ca();
     let node = "edge-1".parse().unwrap();
-    let key = public_key_of_csr(&create_csr(&generate_key().unwrap()).unwrap()).unwrap();
+    let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
     let issued = ca.state().unwrap().issue_agent(&node, &key).unwrap();
     IssuedLedger::new(ca.state_dir()).record(&node, &issued).unwrap();
     let status = run_json(&state_dir, "ca status");

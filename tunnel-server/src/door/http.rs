@@ -14,7 +14,7 @@ use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
 use super::context::{Door, OpenError, OpenRequest};
-use super::http_head::{Head, PROXY_DEST, parse, split};
+use super::http_head::{Head, HeadReader, PROXY_DEST, split};
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
 use super::resolve::resolve;
 use crate::route::Router;
@@ -26,7 +26,8 @@ impl Door for Http {
 
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<OpenRequest, OpenError> {
         const HEAD: &str = "request";
-        let mut read = BytesMut::new();
+        let (mut read, mut reader) = (BytesMut::new(), HeadReader::default());
+        let parse = |read: &[u8]| reader.parse(read);
         let (status, reason) = match read_preface(socket, &mut read, HEAD, parse).await {
             Ok(head) => match target(&head, router) {
                 Ok((node, target)) => return Ok(OpenRequest { node, target, prefix: head.prefix(&read) }),

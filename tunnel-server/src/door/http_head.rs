@@ -31,6 +31,47 @@ impl Head {
     }
 }
 
+/// Parses a head that arrives in pieces: at its end, and before that, to refuse early what is not a request, each time that
+/// twice as much has come. So the work grows with the head's length, however small the pieces are.
+#[derive(Debug, Default)]
+pub struct HeadReader {
+    /// Bytes that were searched for the end.
+    searched: usize,
+    /// Empty lines in front of the request, which are ignored (RFC 9112 section 2.2).
+    start: usize,
+    /// How many bytes are parsed next, if no end comes before.
+    next: usize,
+}
+
+impl HeadReader {
+    /// [`parse`] of all that was `read` so far, if that can tell more than the last time.
+    ///
+    /// # Errors
+    /// As [`parse`].
+    pub fn parse(&mut self, read: &[u8]) -> Result<Option<Head>, String> {
+        if self.is_worth_parsing(read) { parse(read) } else { Ok(None) }
+    }
+
+    fn is_worth_parsing(&mut self, read: &[u8]) -> bool {
+        let worth = self.finds_end(read) || read.len() >= self.next.min(MAX_HEAD);
+        if worth {
+            self.next = 2 * read.len();
+        }
+        worth
+    }
+
+    /// Whether an empty line is in what has come since the last time.
+    fn finds_end(&mut self, read: &[u8]) -> bool {
+        if self.start == self.searched {
+            self.start += read[self.start..].iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
+        }
+        // An end may have begun before.
+        let new = &read[self.searched.saturating_sub(2).max(self.start)..];
+        self.searched = read.len();
+        new.windows(2).any(|bytes| bytes == b"\n\n") || new.windows(3).any(|bytes| bytes == b"\n\r\n")
+    }
+}
+
 /// None: the head is not whole yet.
 ///
 /// # Errors
@@ -248,6 +289,26 @@ mod tests {
     }
 
     #[test]
+    fn a_head_in_single_bytes_is_parsed_a_few_times() {
+        let (start, end) = ("GET / HTTP/1.1\r\nHost: a:1\r\nX: ", "\r\n\r\n");
+        let line = "\r\n".repeat(1000);
+        let fill = "x".repeat(MAX_HEAD - line.len() - start.len() - end.len());
+        let whole = format!("{line}{start}{fill}{end}");
+        let mut reader = HeadReader::default();
+        let mut parsed = Vec::new();
+        for length in 0..=whole.len() {
+            let read = &whole.as_bytes()[..length];
+            if reader.is_worth_parsing(read) {
+                parsed.push(length);
+                assert_eq!(parse(read).unwrap().is_some(), length == MAX_HEAD, "{length} bytes");
+            }
+        }
+        // The powers of two, and the end, which is one.
+        let doubled: Vec<_> = std::iter::once(0).chain((0..=16).map(|power| 1 << power)).collect();
+        assert_eq!(parsed, doubled);
+    }
+
+    #[test]
     fn requests_whose_end_is_ambiguous_are_refused() {
         for (headers, reason) in [
             ("Content-Length: 3\r\nTransfer-Encoding: chunked", "both Transfer-Encoding and Content-Length"),
@@ -293,6 +354,31 @@ mod tests {
     }
 
     proptest! {
+        /// However it is cut, a head is taken or refused when its last byte has come, at the latest.
+        #[test]
+        fn pieces_give_the_same_head(
+            lines in prop::collection::vec(prop::sample::select(vec![
+                "\r\n", "\n", "GET / HTTP/1.1\r\n", "GET / HTTP/1.1\n", "Host: a:1\r\n", "Host: a:1\n", "X: y\r\n", "\r", "\0",
+            ]), 0..9),
+            cuts in prop::collection::vec(1usize..20, 0..20),
+        ) {
+            let whole = lines.concat().into_bytes();
+            let mut reader = HeadReader::default();
+            let (mut length, mut found) = (0, reader.parse(&[]));
+            for cut in cuts.into_iter().chain([whole.len()]) {
+                if !matches!(found, Ok(None)) {
+                    break;
+                }
+                length = (length + cut).min(whole.len());
+                found = reader.parse(&whole[..length]);
+            }
+            match parse(&whole) {
+                // An error that is not followed by an end may be found later.
+                Err(_) => prop_assert!(!matches!(found, Ok(Some(_)))),
+                head => prop_assert_eq!(found, head),
+            }
+        }
+
         /// A request that is carried has one meaning: hyper frames it as it came and as it is sent alike.
         #[test]
         fn hyper_agrees_on_where_a_request_ends(

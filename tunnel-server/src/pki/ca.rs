@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use tunnel_core::identity::Zeroizing;
 use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE, PUBLIC_FILE};
 
 use super::LOCK;
@@ -138,7 +139,7 @@ impl Ca {
     fn write(&self, material: &CaMaterial) -> Result<(), PkiError> {
         for (name, key) in material.keys() {
             let path = self.directory().join(name);
-            if files::read_optional(&path)?.as_ref() != Some(key) {
+            if files::read_optional(&path)?.map(Zeroizing::new).as_ref() != Some(key) {
                 files::replace(&path, key.as_bytes(), PRIVATE_FILE)?;
             }
         }

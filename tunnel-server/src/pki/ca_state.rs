@@ -5,12 +5,12 @@ use std::time::{Duration, SystemTime};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
-    KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+    KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
 };
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use rustls_pki_types::CertificateDer;
 use serde::Serialize;
 use tunnel_core::identity::{
-    BACKDATE, CsrKey, NodeName, SERVER_NAME, TrustBundle, Validity, agent_distinguished_name, generate_key,
+    BACKDATE, CsrKey, NodeName, PrivateKey, SERVER_NAME, TrustBundle, Validity, agent_distinguished_name,
     public_key_hash, validity,
 };
 use x509_parser::prelude::{FromDer, X509Certificate};
@@ -77,23 +77,25 @@ pub struct Root {
     pub hash: String,
     /// 1 for the installation's first root; every introduction adds 1. It is the certificate's serial number.
     pub generation: u64,
-    signer: Option<Issuer<'static, KeyPair>>,
+    signer: Option<Issuer<'static, PrivateKey>>,
 }
 
 impl Root {
-    pub(super) fn create(generation: u64) -> Result<(Self, KeyPair), PkiError> {
-        let key = generate_key()?;
+    pub(super) fn create(generation: u64) -> Result<(Self, PrivateKey), PkiError> {
+        let key = PrivateKey::generate()?;
         let mut params = ca_params(&key, 1);
         params.serial_number = Some(SerialNumber::from(generation));
         set_validity(&mut params, SystemTime::now(), ROOT_LIFE);
         let certificate = params.self_signed(&key).map_err(|error| PkiError::sign(&error))?.der().clone();
-        let pair = KeyPair::try_from(&PrivateKeyDer::Pkcs8(key.serialize_der().into()))
-            .map_err(|error| PkiError::sign(&error))?;
+        let pair = PrivateKey::from_der(&key.to_der())?;
         Ok((Self::new(certificate, Some(pair))?, key))
     }
 
     /// `key` must be the certificate's.
-    pub(super) fn new(certificate: CertificateDer<'static>, key: Option<KeyPair>) -> Result<Self, PkiError> {
+    pub(super) fn new(
+        certificate: CertificateDer<'static>,
+        key: Option<PrivateKey>,
+    ) -> Result<Self, PkiError> {
         let parsed = match X509Certificate::from_der(&certificate) {
             Ok((_, parsed)) => parsed,
             Err(error) => return Err(PkiError::Sign(format!("root certificate: {error}"))),
@@ -177,7 +179,7 @@ impl CaState {
         }
     }
 
-    fn signer(&self) -> Result<(&Root, &Issuer<'static, KeyPair>), PkiError> {
+    fn signer(&self) -> Result<(&Root, &Issuer<'static, PrivateKey>), PkiError> {
         self.roots
             .first()
             .and_then(|root| Some((root, root.signer.as_ref()?)))
@@ -217,8 +219,8 @@ impl CaState {
         &self,
         dns: &[String],
         addresses: &[IpAddr],
-    ) -> Result<(IssuedCertificate, PrivateKeyDer<'static>), PkiError> {
-        let key = generate_key()?;
+    ) -> Result<(IssuedCertificate, PrivateKey), PkiError> {
+        let key = PrivateKey::generate()?;
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ServerAuth);
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, SERVER_NAME);
@@ -242,7 +244,7 @@ impl CaState {
             }
             issued.chain.push(other.certificate.clone());
         }
-        Ok((issued, PrivateKeyDer::Pkcs8(key.serialize_der().into())))
+        Ok((issued, key))
     }
 
     fn sign(
@@ -267,7 +269,7 @@ pub(super) fn dns_name(name: &str) -> Result<rcgen::string::Ia5String, PkiError>
 }
 
 /// The name follows from the key, so a cross-signed twin of a root has the same name.
-fn ca_params(key: &KeyPair, path_length: u8) -> CertificateParams {
+fn ca_params(key: &PrivateKey, path_length: u8) -> CertificateParams {
     let hash = public_key_hash(&key.subject_public_key_info());
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use rcgen::KeyPair;
-use tunnel_core::identity::{TrustBundle, ca_hash, pem_of_certificates};
+use tunnel_core::identity::{PrivateKey, TrustBundle, Zeroizing, ca_hash, pem_of_certificates};
 
 use super::ca_state::{CaState, Lifetimes, Role, Root, short_hash};
 use super::error::PkiError;
@@ -20,7 +19,7 @@ pub(crate) const KEY_SUFFIX: &str = ".key";
 #[derive(Clone, PartialEq, Eq)]
 pub struct CaMaterial {
     roots: String,
-    keys: BTreeMap<String, String>,
+    keys: BTreeMap<String, Zeroizing<String>>,
 }
 
 /// The keys are left out.
@@ -44,12 +43,12 @@ pub(super) fn key_names(roots: &str) -> Result<Vec<String>, PkiError> {
 impl CaMaterial {
     pub fn generate() -> Result<Self, PkiError> {
         let (root, key) = Root::create(1)?;
-        let keys = BTreeMap::from([(key_name(&root.hash), key.serialize_pem())]);
+        let keys = BTreeMap::from([(key_name(&root.hash), key.to_pem())]);
         Ok(Self { roots: pem_of_certificates(std::slice::from_ref(&root.certificate)), keys })
     }
 
     /// Does not check the texts; [`CaMaterial::state`] does.
-    pub fn new(roots: String, keys: BTreeMap<String, String>) -> Self {
+    pub fn new(roots: String, keys: BTreeMap<String, Zeroizing<String>>) -> Self {
         Self { roots, keys }
     }
 
@@ -58,7 +57,7 @@ impl CaMaterial {
         &self.roots
     }
 
-    pub fn keys(&self) -> &BTreeMap<String, String> {
+    pub fn keys(&self) -> &BTreeMap<String, Zeroizing<String>> {
         &self.keys
     }
 
@@ -72,7 +71,9 @@ impl CaMaterial {
         for (index, certificate) in bundle.roots().iter().enumerate() {
             let name = key_name(&ca_hash(certificate)?);
             let key = match self.keys.get(&name) {
-                Some(pem) => Some(KeyPair::from_pem(pem).map_err(|error| PkiError::material(&name, &error))?),
+                Some(pem) => {
+                    Some(PrivateKey::from_pem(pem).map_err(|error| PkiError::material(&name, &error))?)
+                }
                 None if index == 0 => {
                     return Err(PkiError::material(&name, &"the signing root's key is missing"));
                 }
@@ -114,7 +115,7 @@ impl CaMaterial {
         let (root, key) = Root::create(generation)?;
         let all: Vec<_> = state.roots().iter().chain([&root]).collect();
         let mut next = self.with_roots(&all)?;
-        next.keys.insert(key_name(&root.hash), key.serialize_pem());
+        next.keys.insert(key_name(&root.hash), key.to_pem());
         Ok((next, root.hash))
     }
 
@@ -192,6 +193,9 @@ mod tests {
             let error = material.state(Lifetimes::default()).map(|_| ()).unwrap_err().to_string();
             assert!(parts.iter().all(|part| error.contains(part)), "{error}");
         }
-        assert!(!format!("{good:?}").contains("PRIVATE"));
+        let pem = good.keys().values().next().unwrap();
+        for line in pem.lines() {
+            assert!(!format!("{good:?} {good:#?}").contains(line), "{good:?}");
+        }
     }
 }

@@ -74,7 +74,7 @@ impl ServerCertificate {
         let sans = names.sans();
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
-        let tls = Arc::new(ServerTls::new(issued.chain, key, state.bundle())?);
+        let tls = Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle())?);
         let (names_sender, names) = watch::channel(names);
         let (state_sender, state_receiver) = watch::channel(state);
         let renewal = Renewal {
@@ -171,7 +171,7 @@ impl Renewal {
         }
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
-        self.tls.replace(issued.chain, key, state.bundle())?;
+        self.tls.replace(issued.chain, &key.to_der(), state.bundle())?;
         (self.validity, self.sans, self.fingerprint) = (validity, sans, fingerprint);
         tracing::info!(
             ca_changed,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_core::identity::{
-    IdentityError, NodeName, SERVER_NAME, create_csr, generate_key, node_of_certificate, public_key_of_csr,
+    IdentityError, NodeName, PrivateKey, SERVER_NAME, create_csr, node_of_certificate, public_key_of_csr,
     server_names_of_certificate, validity,
 };
 
@@ -39,7 +39,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 fn issue(ca: &Ca, name: &str) -> super::IssuedCertificate {
-    let key = public_key_of_csr(&create_csr(&generate_key().unwrap()).unwrap()).unwrap();
+    let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
     let issued = ca.state().unwrap().issue_agent(&node(name), &key).unwrap();
     IssuedLedger::new(ca.state_dir()).record(&node(name), &issued).unwrap();
     issued
@@ -87,7 +87,11 @@ fn a_broken_ca_is_never_replaced() {
         (|roots, _| fs::remove_file(roots).unwrap(), "ca.crt", "no such file"),
         (|_, key| fs::remove_file(key).unwrap(), ".key", "key is missing"),
         (|_, key| fs::write(key, "garbage").unwrap(), ".key", ""),
-        (|_, key| fs::write(key, generate_key().unwrap().serialize_pem()).unwrap(), ".key", "not the key of"),
+        (
+            |_, key| fs::write(key, PrivateKey::generate().unwrap().to_pem()).unwrap(),
+            ".key",
+            "not the key of",
+        ),
         (|_, key| fs::set_permissions(key, fs::Permissions::from_mode(0o644)).unwrap(), ".key", "chmod 600"),
     ];
     for (index, (damage, file, reason)) in cases.into_iter().enumerate() {
@@ -210,7 +214,7 @@ fn a_copy_of_a_secret_is_rotated_there() {
         .collect();
     assert_eq!(aside.len(), 1);
     for (name, key) in old.keys() {
-        assert_eq!(&fs::read_to_string(aside[0].join(name)).unwrap(), key);
+        assert_eq!(fs::read_to_string(aside[0].join(name)).unwrap(), key.as_str());
     }
     let error = copy.introduce().unwrap_err().to_string();
     assert!(

@@ -16,7 +16,7 @@ use tunnel_agent::identity::{
 };
 use tunnel_agent::session::LinkSet;
 use tunnel_core::identity::{
-    AgentIdentity, CsrKey, create_csr, generate_key, pem_of_certificates, public_key_of_csr,
+    AgentIdentity, CsrKey, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
 };
 use tunnel_server::pki::{CaState, Revocation, Revocations};
 
@@ -154,11 +154,11 @@ async fn a_certificate_other_than_the_requested_one_is_not_used() {
 
 /// Puts an expired identity of this CA into the state directory.
 async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
-    let (key, ca) = (generate_key().unwrap(), server.ca.state().unwrap());
+    let (key, ca) = (PrivateKey::generate().unwrap(), server.ca.state().unwrap());
     let asked = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
     let issued =
         ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1), SystemTime::UNIX_EPOCH).unwrap();
-    let (chain, key) = (pem_of_certificates(&issued.chain), key.serialize_pem());
+    let (chain, key) = (pem_of_certificates(&issued.chain), key.to_pem());
     let identity = AgentIdentity::from_pem(&chain, &key, ca.bundle().clone()).unwrap();
     eventually("it ends", || identity.validity().is_over(SystemTime::now()).then_some(())).await;
     fs::write(state_dir.join("agent.key"), key).unwrap();

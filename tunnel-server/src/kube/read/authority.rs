@@ -17,6 +17,7 @@ use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher::Event;
 use kube::{Api, Client};
 use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::Zeroizing;
 use tunnel_core::log_once::LogOnce;
 use tunnel_kube::{FIELD_MANAGER, named, request};
 
@@ -68,6 +69,26 @@ pub enum AuthorityError {
     Stopped(String),
 }
 
+/// A Secret whose values are wiped from memory when it is dropped.
+struct Wiped(Secret);
+
+impl Wiped {
+    /// Removes the CA.
+    fn clear(&mut self) {
+        let known = self.0.data.get_or_insert_default();
+        let gone = known.extract_if(.., |name, _| name == ROOTS || name.ends_with(KEY_SUFFIX));
+        gone.for_each(|(_, value)| drop(Zeroizing::new(value.0)));
+    }
+}
+
+impl Drop for Wiped {
+    fn drop(&mut self) {
+        for value in self.0.data.iter_mut().flat_map(BTreeMap::values_mut) {
+            drop(Zeroizing::new(std::mem::take(&mut value.0)));
+        }
+    }
+}
+
 #[derive(Clone)]
 pub struct CaSecret {
     api: Api<Secret>,
@@ -99,12 +120,12 @@ impl CaSecret {
         })
     }
 
-    async fn get(&self) -> Result<Option<Secret>, AuthorityError> {
-        self.within("reading", self.api.get_opt(&self.name)).await
+    async fn get(&self) -> Result<Option<Wiped>, AuthorityError> {
+        Ok(self.within("reading", self.api.get_opt(&self.name)).await?.map(Wiped))
     }
 
     /// The CA in a Secret, checked.
-    fn material(&self, secret: &Secret) -> Result<CaMaterial, AuthorityError> {
+    fn material(&self, Wiped(secret): &Wiped) -> Result<CaMaterial, AuthorityError> {
         let malformed = |reason: String| AuthorityError::Malformed { secret: self.to_string(), reason };
         let text = |name: &str, bytes: &ByteString| {
             String::from_utf8(bytes.0.clone()).map_err(|_| malformed(format!("{name}: it is not text")))
@@ -114,7 +135,7 @@ impl CaSecret {
             data.and_then(|data| data.get(ROOTS)).ok_or_else(|| malformed(format!("{ROOTS}: missing")))?;
         let mut keys = BTreeMap::new();
         for (name, key) in data.into_iter().flatten().filter(|(name, _)| name.ends_with(KEY_SUFFIX)) {
-            keys.insert(name.clone(), text(name, key)?);
+            keys.insert(name.clone(), Zeroizing::new(text(name, key)?));
         }
         let material = CaMaterial::new(text(ROOTS, roots)?, keys);
         match material.state(Lifetimes::default()) {
@@ -132,21 +153,21 @@ impl CaSecret {
     /// # Errors
     /// [`AuthorityError::Conflict`] when another server was faster with another CA.
     async fn create(&self, material: &CaMaterial) -> Result<(), AuthorityError> {
-        let secret = Secret {
+        let secret = Wiped(Secret {
             metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
             type_: Some("Opaque".to_owned()),
             data: Some(data(material)),
             ..Secret::default()
-        };
+        });
         let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
-        self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&secret))).await?;
+        self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&secret.0))).await?;
         Ok(())
     }
 
     pub async fn read(&self) -> Result<Held, AuthorityError> {
         let secret = self.get().await?.ok_or_else(|| AuthorityError::Missing(self.to_string()))?;
         let material = self.material(&secret)?;
-        let annotations = secret.metadata.annotations.as_ref();
+        let annotations = secret.0.metadata.annotations.as_ref();
         let activated = annotations.and_then(|known| known.get(ACTIVATED)?.parse().ok());
         Ok(Held { secret, material, activated })
     }
@@ -154,19 +175,18 @@ impl CaSecret {
     /// Replaces the Secret, unless it has changed since it was read.
     async fn replace(
         &self,
-        mut secret: Secret,
+        mut secret: Wiped,
         material: &CaMaterial,
         activated: Option<Timestamp>,
     ) -> Result<(), AuthorityError> {
-        let known = secret.data.get_or_insert_default();
-        known.retain(|name, _| name != ROOTS && !name.ends_with(KEY_SUFFIX));
-        known.extend(data(material));
-        let annotations = secret.metadata.annotations.get_or_insert_default();
+        secret.clear();
+        secret.0.data.get_or_insert_default().extend(data(material));
+        let annotations = secret.0.metadata.annotations.get_or_insert_default();
         match activated {
             Some(at) => annotations.insert(ACTIVATED.to_owned(), format!("{at:.0}")),
             None => annotations.remove(ACTIVATED),
         };
-        self.within("changing", self.api.replace(&self.name, &write(), &secret)).await?;
+        self.within("changing", self.api.replace(&self.name, &write(), &secret.0)).await?;
         Ok(())
     }
 
@@ -219,7 +239,7 @@ impl CaSecret {
 }
 
 pub struct Held {
-    secret: Secret,
+    secret: Wiped,
     material: CaMaterial,
     /// When the root that signs was activated.
     pub activated: Option<Timestamp>,
@@ -368,7 +388,7 @@ impl Copy {
             Event::Init => self.listed = false,
             Event::InitApply(secret) | Event::Apply(secret) => {
                 (self.listed, self.gone) = (true, false);
-                self.install(&secret).await;
+                self.install(&Wiped(secret)).await;
             }
             Event::InitDone if self.listed => {}
             Event::InitDone | Event::Delete(_) => {
@@ -378,7 +398,7 @@ impl Copy {
         }
     }
 
-    async fn install(&mut self, secret: &Secret) {
+    async fn install(&mut self, secret: &Wiped) {
         let installed = match self.secret.material(secret) {
             Ok(material) => install(self.state_dir.clone(), Lifetimes::default(), material, &self.secret)
                 .await

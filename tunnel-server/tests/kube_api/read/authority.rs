@@ -10,7 +10,7 @@ use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::Barrier;
 use tokio_util::sync::CancellationToken;
-use tunnel_core::identity::{create_csr, generate_key, public_key_of_csr};
+use tunnel_core::identity::{PrivateKey, create_csr, public_key_of_csr};
 use tunnel_server::kube::read::authority::{ACTIVATED, AuthorityError, follow, obtain};
 use tunnel_server::pki::{Ca, CaMaterial, Lifetimes};
 
@@ -61,7 +61,7 @@ async fn servers_that_start_concurrently_agree_on_one_ca() {
         .map(|number| Ca::open(&state_dir(&server, &format!("server-{number}")), Lifetimes::default()))
         .map(|ca| ca.unwrap().state().unwrap())
         .collect();
-    let key = public_key_of_csr(&create_csr(&generate_key().unwrap()).unwrap()).unwrap();
+    let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
     let issued = states[3].issue_agent(&"edge-1".parse().unwrap(), &key).unwrap();
     assert_eq!(states[0].bundle().issuer_of(&issued.chain[0]), Some(0));
 }
@@ -196,7 +196,7 @@ async fn the_copy_follows_the_secret_and_survives_its_removal() {
         .expect("the old CA is set aside");
     assert_eq!(before.keys().len(), 1);
     for (name, key) in before.keys() {
-        assert_eq!(std::fs::read_to_string(aside.join(name)).unwrap(), *key);
+        assert_eq!(std::fs::read_to_string(aside.join(name)).unwrap(), **key);
     }
 
     context.stop.cancel();

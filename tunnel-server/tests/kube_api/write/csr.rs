@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tunnel_core::identity::{
-    NodeName, TrustBundle, agent_distinguished_name, generate_key, node_of_certificate, validity,
+    NodeName, PrivateKey, TrustBundle, agent_distinguished_name, node_of_certificate, validity,
 };
 use tunnel_kube::SIGNER;
 use tunnel_server::kube::KubeContext;
@@ -62,7 +62,7 @@ fn request(name: &str, node: &str, user: &str) -> Value {
     let node: NodeName = node.parse().unwrap();
     let mut params = CertificateParams::default();
     params.distinguished_name = agent_distinguished_name(&node);
-    let pem = params.serialize_request(&generate_key().unwrap()).unwrap().pem().unwrap();
+    let pem = params.serialize_request(&PrivateKey::generate().unwrap()).unwrap().pem().unwrap();
     json!({
         "apiVersion": "certificates.k8s.io/v1",
         "kind": "CertificateSigningRequest",

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::ByteString;
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair, SanType};
-use tunnel_core::identity::{AGENT_ORGANIZATION, generate_key};
+use tunnel_core::identity::{AGENT_ORGANIZATION, PrivateKey};
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer as _;
 
@@ -34,7 +34,7 @@ fn params(name: DistinguishedName) -> CertificateParams {
 }
 
 fn pem(params: &CertificateParams) -> String {
-    params.serialize_request(&generate_key().unwrap()).unwrap().pem().unwrap()
+    params.serialize_request(&PrivateKey::generate().unwrap()).unwrap().pem().unwrap()
 }
 
 fn section(der: &[u8]) -> ByteString {
@@ -118,7 +118,7 @@ fn a_node_gets_its_own_certificate() {
 
 #[test]
 fn the_agents_own_request_is_approved() {
-    let key = generate_key().unwrap();
+    let key = PrivateKey::generate().unwrap();
     let node: NodeName = "edge-1".parse().unwrap();
     let mut params = params(tunnel_core::identity::agent_distinguished_name(&node));
     params.is_ca = rcgen::IsCa::NoCa;
@@ -313,7 +313,7 @@ fn keys_that_are_weak_or_not_the_requesters() {
     }
     // Whoever made the request does not have the key: the signature is another's.
     let mut der =
-        params(of_node("edge-1")).serialize_request(&generate_key().unwrap()).unwrap().der().to_vec();
+        params(of_node("edge-1")).serialize_request(&PrivateKey::generate().unwrap()).unwrap().der().to_vec();
     *der.last_mut().unwrap() ^= 1;
     let csr = with(|spec| spec.request = section(&der));
     assert_denied(&csr, "InvalidRequest", "not signed by the key");

@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::certificates::v1::CertificateSigningRequestSpec;
 use rcgen::CertificateParams;
-use tunnel_core::identity::{agent_distinguished_name, generate_key};
+use tunnel_core::identity::{PrivateKey, agent_distinguished_name};
 
 use super::*;
 
@@ -11,7 +11,7 @@ const YOUNG: Duration = Duration::from_secs(1);
 fn request(user: &str) -> CertificateSigningRequest {
     let mut params = CertificateParams::default();
     params.distinguished_name = agent_distinguished_name(&"edge-1".parse().unwrap());
-    let pem = params.serialize_request(&generate_key().unwrap()).unwrap().pem().unwrap();
+    let pem = params.serialize_request(&PrivateKey::generate().unwrap()).unwrap().pem().unwrap();
     CertificateSigningRequest {
         spec: CertificateSigningRequestSpec {
             signer_name: SIGNER.to_owned(),

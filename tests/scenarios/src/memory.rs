@@ -1,0 +1,185 @@
+//! Floods under the memory limit of a container: they end with resets and counters, never with an OOM kill.
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::cgroup::MemoryLimit;
+use postern_testbed::client::{self, End, connect, echo, end_of};
+use postern_testbed::metrics::Metrics;
+use postern_testbed::process::Process;
+use postern_testbed::report::figure;
+use postern_testbed::server::{self, Server};
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{Testbed, load_target};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+
+use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_readers, target};
+
+scenarios! {
+    stalled_readers_of_two_nodes(edges = 2, limit = 300),
+    targets_that_never_read_beside_two_thousand_connections(limit = 300),
+}
+
+const SERVER: u64 = 256 << 20;
+const AGENT: u64 = 64 << 20;
+/// Bytes of one connection that nobody reads: more than a window and what the kernel takes.
+const LENGTH: usize = 3_000_000;
+
+/// A quarter of the limit may be held for those who do not read; the metric shows what the program has read from its cgroup.
+fn expect_budget(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
+    #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
+    let quarter = (limit.bytes() / 4) as f64;
+    metrics.expect("postern_stalled_limit_bytes", &[], quarter)?;
+    metrics.expect("postern_stalled_bytes", &[], 0.0)
+}
+
+/// That what is held is at the bound, not far below it and not above.
+fn expect_held(metrics: &Metrics) -> Result<()> {
+    let [held, bound] =
+        ["postern_stalled_bytes", "postern_stalled_limit_bytes"].map(|name| metrics.sum(name, &[]));
+    ensure!(
+        bound / 2.0 < held && held <= bound,
+        "{held} bytes are held for receivers that do not read, of {bound}"
+    );
+    Ok(())
+}
+
+fn expect_alive(process: &mut Process, limit: &MemoryLimit) -> Result<()> {
+    let ended = process.ended()?;
+    ensure!(ended.is_none(), "{} ended: {ended:?}", process.name());
+    limit.expect_kept(process.pid())?;
+    let (resident, charged) = (process.peak_resident_bytes()?, limit.peak()?);
+    let megabytes = |bytes: u64| bytes >> 20;
+    figure(&format!(
+        "{} had {} MiB resident at most, {} MiB were charged with the page cache, of {} MiB",
+        process.name(),
+        megabytes(resident),
+        megabytes(charged),
+        megabytes(limit.bytes())
+    ));
+    Ok(())
+}
+
+async fn stalled_at(server: &Server<'_>) -> Result<f64> {
+    Ok(server.metrics().await?.sum("postern_connections_total", &[("outcome", "stalled")]))
+}
+
+/// The flood is within the server's bound for one node and not within its memory. The link that holds most pays, and the
+/// other node's readers keep what they have.
+async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
+    const GREEDY: usize = 400;
+    const MODEST: usize = 10;
+    let limit = testbed.limit_on_cloud("tunnel-server", SERVER)?;
+    let mut server = server::Builder::new(testbed).memory(&limit).start().await?;
+    let _agents = (Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?);
+    expect_budget(&server.metrics().await?, &limit)?;
+    let greedy = load_target::Target::start(testbed, 1).await?;
+    let modest = load_target::Target::start(testbed, 2).await?;
+    let kept = stalled_readers(&modest, MODEST, LENGTH).await?;
+    let flood = alongside("a flood of another node", modest.at(load_target::ECHO), async {
+        let flood = stalled_readers(&greedy, GREEDY, LENGTH).await?;
+        resets_settled(async || {
+            limit.expect_kept(server.process.pid())?;
+            stalled_at(&server).await
+        })
+        .await?;
+        Ok(flood)
+    })
+    .await?;
+    alongside("its own node's flood", greedy.at(load_target::ECHO), async {
+        expect_held(&server.metrics().await?)
+    })
+    .await?;
+    expect_alive(&mut server.process, &limit)?;
+    let lines: Vec<_> =
+        server.access_log()?.into_iter().filter(|line| line.text("outcome") == "stalled").collect();
+    figure(&format!("{} of {GREEDY} were reset", lines.len()));
+    for line in lines {
+        ensure!(line.text("node") == "edge-1", "a connection of the modest node was reset: {line:?}");
+        ensure!(
+            line.text("error").contains("than the memory allows"),
+            "not at the process's bound: {line:?}"
+        );
+    }
+    drop(flood);
+    for mut stream in kept {
+        // The target ends when nothing more is asked for.
+        stream.shutdown().await.context("asking for the end")?;
+        let end = end_of(&mut stream, client::PATIENCE).await?;
+        ensure!(end == End::Eof(LENGTH), "one within the bound ended with {end:?}");
+    }
+    let held = async || Ok(server.metrics().await?.sum("postern_stalled_bytes", &[]));
+    wait_until("nothing to be held any more", client::PATIENCE, held, |held| *held == 0.0).await?;
+    Ok(())
+}
+
+/// Sends until the other end resets the connection, which is then Ok.
+async fn send_until_reset(mut stream: TcpStream) -> Result<()> {
+    let chunk = vec![7; 64 * 1024];
+    let mut left = LENGTH;
+    while left > 0 {
+        let part = left.min(chunk.len());
+        if stream.write_all(&chunk[..part]).await.is_err() {
+            return Ok(());
+        }
+        left -= part;
+    }
+    let mut byte = [0];
+    let end = tokio::io::AsyncReadExt::read(&mut stream, &mut byte).await;
+    ensure!(end.is_err(), "a target that never reads has answered: {end:?}");
+    Ok(())
+}
+
+/// What the agent may hold is less than what is sent to targets that never read, beside as many connections as a busy node
+/// has.
+async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testbed) -> Result<()> {
+    const OPEN: usize = 2_000;
+    const STUCK: usize = 200;
+    let limit = testbed.limit_on_edge("tunnel-agent", AGENT)?;
+    let server = crate::common::server(testbed).await?;
+    let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
+    expect_budget(&agent.metrics().await?, &limit)?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let never_reads = target(testbed, 1, 9100, Behaviour::NeverReads)?;
+    let on_edge = target(testbed, 1, 9101, Behaviour::Echo)?;
+    let mut open = hold_many(on_edge.address, OPEN).await?;
+
+    let mut stuck = JoinSet::new();
+    alongside("targets that never read", healthy.address, async {
+        for _ in 0..STUCK {
+            stuck.spawn(send_until_reset(connect(never_reads.address).await?));
+        }
+        resets_settled(async || {
+            limit.expect_kept(agent.process.pid())?;
+            let metrics = agent.metrics().await?;
+            Ok(metrics.sum("postern_agent_connections_total", &[("outcome", "stalled")]))
+        })
+        .await
+    })
+    .await?;
+    let metrics = agent.metrics().await?;
+    expect_held(&metrics)?;
+    expect_alive(&mut agent.process, &limit)?;
+    for stream in &mut open {
+        echo(stream, b"still there").await.context("one of the connections beside them")?;
+    }
+    // Each reset reached its client, and the server says why.
+    let resets = metrics.sum("postern_agent_connections_total", &[("outcome", "stalled")]);
+    figure(&format!("{resets} of {STUCK} were reset"));
+    let logged = async || stalled_at(&server).await;
+    wait_until("the server to log every reset", client::PATIENCE, logged, |logged| *logged == resets).await?;
+    #[expect(clippy::cast_precision_loss, reason = "hundreds fit")]
+    let left = STUCK as f64 - resets;
+    let waiting = async || {
+        while let Some(ended) = stuck.try_join_next() {
+            ended.context("a client")??;
+        }
+        #[expect(clippy::cast_precision_loss, reason = "hundreds fit")]
+        let waiting = stuck.len() as f64;
+        Ok(waiting)
+    };
+    wait_until("the clients of these to be reset", client::PATIENCE, waiting, |waiting| *waiting == left)
+        .await?;
+    Ok(())
+}

@@ -1,0 +1,6 @@
+//! The relay between real sockets, over a real HTTP/2 connection (in memory): what arrives, and how it ends.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
+
+mod ends;
+mod stalls;
+mod support;

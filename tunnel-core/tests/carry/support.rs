@@ -1,0 +1,109 @@
+//! A link in memory, and connections that are carried over it.
+
+use std::future::ready;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use http::{Request, Response};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tunnel_core::carry::{Abort, Relay, RelayError, Side, StallBound, Traffic, prepare_socket};
+use tunnel_core::link::{self, Flow};
+use tunnel_core::outcome::Outcome;
+
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+
+pub(crate) type Ended = Result<(), Outcome>;
+
+/// An HTTP/2 link whose agent side connects every stream to what `targets` accepts.
+pub(crate) struct Link {
+    pub(crate) send: SendRequest<Bytes>,
+    pub(crate) targets: TcpListener,
+    pub(crate) agent_ends: mpsc::UnboundedReceiver<Ended>,
+}
+
+pub(crate) async fn link() -> Link {
+    let (server_io, agent_io) = tokio::io::duplex(1 << 20);
+    let targets = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = targets.local_addr().unwrap();
+    let (ends, agent_ends) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let mut connection = link::server_builder().handshake(agent_io).await.unwrap();
+        let stalls = Arc::new(StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize));
+        while let Some(Ok((request, mut respond))) = connection.accept().await {
+            let (stalls, ends) = (stalls.clone(), ends.clone());
+            tokio::spawn(async move {
+                let mut socket = TcpStream::connect(address).await.unwrap();
+                prepare_socket(&socket).unwrap();
+                let mut send = respond.send_response(Response::new(()), false).unwrap();
+                let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+                let relay = Relay {
+                    side: Side::Agent,
+                    flow: &Flow::default(),
+                    stalls: &stalls,
+                    abort: &abort,
+                    traffic: &traffic,
+                };
+                let ended =
+                    relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(request.into_body()))).await;
+                let _ = ends.send(ended.map_err(|error| error.outcome(Side::Agent)));
+            });
+        }
+    });
+    let (send, connection) = link::client_builder().handshake(server_io).await.unwrap();
+    tokio::spawn(connection);
+    Link { send, targets, agent_ends }
+}
+
+/// How one carried connection ended for the server: the outcome, and the bytes from and to its socket.
+pub(crate) type ServerEnd = tokio::task::JoinHandle<(Ended, u64, u64)>;
+
+pub(crate) async fn carry(
+    send: &SendRequest<Bytes>,
+    stalls: Arc<StallBound>,
+    prefix: &'static [u8],
+) -> (TcpStream, ServerEnd) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let (mut socket, _) = listener.accept().await.unwrap();
+    prepare_socket(&socket).unwrap();
+    let mut send = send.clone().ready().await.unwrap();
+    let end = tokio::spawn(async move {
+        let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
+        let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+        let relay = Relay {
+            side: Side::Server,
+            flow: &Flow::default(),
+            stalls: &stalls,
+            abort: &abort,
+            traffic: &traffic,
+        };
+        let inbound = async { Ok(response.await?.into_body()) };
+        let ended = relay.run(&mut socket, Bytes::from_static(prefix), &mut stream, inbound).await;
+        let bytes = (traffic.from_socket(), traffic.to_socket());
+        (ended.map_err(|error: RelayError| error.outcome(Side::Server)), bytes.0, bytes.1)
+    });
+    (client, end)
+}
+
+pub(crate) fn stalls() -> Arc<StallBound> {
+    Arc::new(StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize))
+}
+
+pub(crate) async fn within<T>(work: impl Future<Output = T>) -> T {
+    tokio::time::timeout(DEADLINE, work).await.expect("in time")
+}
+
+pub(crate) fn pattern(len: usize, seed: u32) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            state.to_le_bytes()[1]
+        })
+        .collect()
+}
