@@ -227,6 +227,7 @@ mod tests {
         let nodes = vec![
             node("edge-1", &["10.8.0.1", "fd00:8::1"], &["10.244.1.0/24"]),
             node("edge-2", &["10.8.0.2"], &[]),
+            node("edge-3", &["10.8.0.3"], &[]),
         ];
         let inventory = Inventory { nodes };
         let there = Owner::Node("edge-2".parse().unwrap(), "10.8.0.2".parse().unwrap());
@@ -248,18 +249,19 @@ mod tests {
             let nets = plan.routed.into_iter().map(IpNet::from).chain(plan.pods.into_keys());
             (nets.map(|net| net.to_string()).collect::<Vec<_>>(), left)
         };
-        let all = ["10.8.0.1/32", "10.8.0.2/32", "fd00:8::1/128", "10.244.1.0/24"];
-        assert_eq!(fitted(3), (all.map(str::to_owned).to_vec(), Vec::new()));
-        let left = |address: &str| Conflict {
+        let all = ["10.8.0.1/32", "10.8.0.2/32", "10.8.0.3/32", "fd00:8::1/128", "10.244.1.0/24"];
+        assert_eq!(fitted(4), (all.map(str::to_owned).to_vec(), Vec::new()));
+        let left = |address: &str, node: &str| Conflict {
             kind: ConflictKind::NoRoom,
             address: Some(address.parse().unwrap()),
-            nodes: vec!["edge-1".parse().unwrap()],
+            nodes: vec![node.parse().unwrap()],
             holder: None,
         };
+        let pods = left("10.244.1.0", "edge-1");
         // The table of IPv6 routes has room.
-        assert_eq!(fitted(2), (all[..3].iter().map(ToString::to_string).collect(), vec![left("10.244.1.0")]));
+        assert_eq!(fitted(3), (all[..4].iter().map(ToString::to_string).collect(), vec![pods.clone()]));
         let (routed, conflicts) = fitted(1);
         assert_eq!(routed, ["10.8.0.2/32", "fd00:8::1/128"]);
-        assert_eq!(conflicts, [left("10.8.0.1"), left("10.244.1.0")]);
+        assert_eq!(conflicts, [left("10.8.0.1", "edge-1"), left("10.8.0.3", "edge-3"), pods]);
     }
 }

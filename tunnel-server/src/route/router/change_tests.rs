@@ -14,10 +14,10 @@ fn every_kind_of_change_is_announced() {
     let cloud = node("cloud-1", false, &["10.0.0.2"]);
     for (what, nodes) in [
         ("routes are added", vec![one.clone(), two.clone()]),
-        ("a route is removed", vec![one.clone()]),
+        ("a route is removed", vec![one]),
         ("another one is routed", vec![two.clone()]),
-        ("an address is excluded", vec![two.clone(), cloud.clone()]),
-        ("another is excluded", vec![two.clone(), node("cloud-1", false, &["10.0.0.3"])]),
+        ("an address is excluded", vec![two.clone(), cloud]),
+        ("another is excluded", vec![two, node("cloud-1", false, &["10.0.0.3"])]),
     ] {
         let version = *changed.borrow_and_update();
         router.set_inventory_at(inventory(nodes.clone()), now);

@@ -326,7 +326,7 @@ fn a_session_does_not_wait_for_a_recomputation_and_is_in_its_result() {
         // The conflict is logged in the middle of the recomputation.
         let nodes = [("a", "10.8.0.7"), ("b", "10.8.0.7"), ("c", "10.8.0.3"), ("d", "10.8.0.4")];
         router.set_inventory(inventory(nodes.map(|(name, address)| node(name, true, &[address])).to_vec()));
-        assert!(seen.recv().unwrap(), "the session waited");
+        assert_eq!(seen.try_recv(), Ok(true), "the session waited, or nothing was logged");
         assert!(route(&router.desired(), "10.8.0.3").unwrap().up);
         assert!(!route(&router.desired(), "10.8.0.4").unwrap().up);
     });
