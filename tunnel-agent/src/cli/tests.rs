@@ -37,7 +37,7 @@ fn no_debug_output_has_the_token() {
     let config = cli.run.to_config().unwrap();
     let enrol = EnrollConfig {
         servers: vec!["a:1".into()],
-        node: config.node.clone(),
+        node: config.node_name.clone(),
         state_dir: config.state_dir.clone(),
         token: config.token.clone(),
         ca_hash: config.ca_hash.clone(),

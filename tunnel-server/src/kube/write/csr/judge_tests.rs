@@ -288,7 +288,7 @@ fn requests_for_extensions() {
 
 /// A request with one attribute (RFC 2986 §4.1) of this type, whose values are this DER.
 fn with_attribute(oid: &'static [u64], values: &[u8]) -> CertificateSigningRequest {
-    let (params, key) = (params(of_node("edge-1")), generate_key().unwrap());
+    let (params, key) = (params(of_node("edge-1")), PrivateKey::generate().unwrap());
     let attributes = vec![rcgen::Attribute { oid, values: values.to_vec() }];
     let request = params.serialize_request_with_attributes(&key, attributes).unwrap();
     with(|spec| spec.request = ByteString(request.pem().unwrap().into_bytes()))
