@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
 
-use super::liveness::Rtt;
+use super::rtt::Rtt;
 use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SMALLEST_PIECE, STREAM_WINDOW};
 use super::tcp_info::Delivery;
 

@@ -5,6 +5,7 @@ mod error;
 mod flow;
 mod io;
 mod liveness;
+mod rtt;
 mod settings;
 mod tcp_info;
 
@@ -12,5 +13,6 @@ pub use error::{LinkDead, reason};
 pub use flow::Flow;
 pub(crate) use flow::Taken;
 pub use io::LinkIo;
-pub use liveness::{Rtt, keep_alive};
+pub use liveness::keep_alive;
+pub use rtt::Rtt;
 pub use settings::*;
