@@ -347,7 +347,7 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
         let mut count = 0;
         let mut senders = JoinSet::new();
         let mut note = |(port, from, heard): (u16, &'static str, Heard)| {
-            *tally.entry((port, from, heard)).or_default() += 1
+            *tally.entry((port, from, heard)).or_default() += 1;
         };
         for kind in 0.. {
             if start.elapsed() > Duration::from_secs(8) || count > 4_000 {

@@ -177,12 +177,19 @@ async fn drive(
     }));
     tokio::select! {
         biased;
-        end = session(context, send, pings, flow, peer, presented, worker, place) => end,
+        end = session(context, Link { send, pings, flow }, peer, presented, worker, place) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
         },
     }
+}
+
+/// What a session does with its link.
+struct Link {
+    send: SendRequest<Bytes>,
+    pings: PingPong,
+    flow: Arc<Flow>,
 }
 
 /// Removes the session from the registry, however its task ends.
@@ -200,9 +207,7 @@ impl Drop for Registered<'_> {
 
 async fn session(
     context: &LinkContext,
-    send: SendRequest<Bytes>,
-    pings: PingPong,
-    flow: Arc<Flow>,
+    Link { send, pings, flow }: Link,
     peer: SocketAddr,
     Presented { node, issued }: Presented,
     worker: Handle,
