@@ -6,7 +6,8 @@ use postern_testbed::Testbed;
 use postern_testbed::load_target::{ECHO, Target};
 use postern_testbed::percentiles::Times;
 use postern_testbed::wan::{Loss, Path, Wan};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use crate::dial::Dialer;
 use crate::disturbance::Disturbance;
@@ -142,7 +143,12 @@ impl Paths {
         for _ in 0..self.span.keys {
             clock.tick().await;
             let start = Instant::now();
-            load::trip(&mut stream, &mut [1; 64]).await?;
+            let mut message = [1; 64];
+            let trip = async {
+                stream.write_all(&message).await?;
+                stream.read_exact(&mut message).await
+            };
+            timeout(PATIENCE, trip).await.context("a keystroke was not answered")??;
             times.add(start.elapsed());
         }
         stream.close().await?;
@@ -150,6 +156,8 @@ impl Paths {
     }
 }
 
+/// How long a message may take: through some peers seconds, beside a download on a slow line.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// How long transfers may take to close.
 const SETTLE: Duration = Duration::from_secs(20);
 
