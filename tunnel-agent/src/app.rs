@@ -121,6 +121,8 @@ impl Bound {
             addresses: self.addresses.subscribe(),
             bundles,
             attached: Attached::default(),
+            max_links: self.config.max_links,
+            keepalive: self.config.keepalive,
             metrics: self.metrics,
             draining: shutdown.draining_token().clone(),
             forced: shutdown.forced_token().clone(),

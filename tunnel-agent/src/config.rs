@@ -28,6 +28,10 @@ pub struct Config {
     pub admin_address: Option<SocketAddr>,
     /// Empty: the default policy.
     pub allow_targets: Vec<TargetRule>,
+    /// TCP connections with each server, at most.
+    pub max_links: u32,
+    /// How long a link may be silent before the kernel asks whether it is alive.
+    pub keepalive: Duration,
     pub drain_timeout: Duration,
     pub log_format: logging::Format,
     pub log_level: logging::Level,
@@ -56,6 +60,8 @@ impl Config {
                 "admin-address",
                 self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
             ),
+            ("max-links", self.max_links.to_string()),
+            ("keepalive", duration_text(self.keepalive)),
             ("drain-timeout", duration_text(self.drain_timeout)),
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),

@@ -92,10 +92,11 @@ impl AgentStatus {
         for link in &self.servers {
             let state = match link.phase {
                 LinkPhase::Attached => format!(
-                    "attached to {} for {}, session {}, {} connections{}",
+                    "attached to {} for {}, session {}, {} links, {} connections{}",
                     harmless(link.server_id.as_deref().unwrap_or("?")),
                     age(link.attached_for_s.unwrap_or_default()),
                     link.epoch,
+                    link.links,
                     link.connections,
                     link.rtt_ms.map(|rtt| format!(", RTT {rtt:.1} ms")).unwrap_or_default()
                 ),
@@ -191,6 +192,7 @@ mod tests {
             attached_for_s: Some(3700),
             epoch: 7,
             rtt_ms: Some(12.34),
+            links: 2,
             connections: 3,
             last_error: Some("connection refused".to_owned()),
         }
@@ -215,7 +217,7 @@ mod tests {
             "certificate: expires in 1d1h, renewal in 1m1s\n",
             "may be reached: node:22\n",
             "connections: 6\n",
-            "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 3 connections, RTT 12.3 ms\n",
+            "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 2 links, 3 connections, RTT 12.3 ms\n",
             "server tunnel.example.org:10262: waiting before the next attempt (last error: connection refused)\n",
         ] {
             assert!(text.contains(line), "{line}{text}");

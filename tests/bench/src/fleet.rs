@@ -21,6 +21,7 @@ use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::session::{Attached, EpochSource, LinkLoop, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
+use tunnel_core::link;
 
 /// Lifetime of the agents' certificates.
 const LIFETIME: Duration = Duration::from_secs(24 * 3600);
@@ -83,6 +84,8 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
                 addresses,
                 bundles: bundles.clone(),
                 attached: Attached::default(),
+                max_links: 8,
+                keepalive: link::PING_INTERVAL,
                 metrics: metrics.clone(),
                 draining: CancellationToken::new(),
                 forced: CancellationToken::new(),

@@ -64,6 +64,8 @@ fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
         addresses: watch::channel(Arc::new(Vec::new())).1,
         bundles,
         attached: Attached::default(),
+        max_links: 1,
+        keepalive: Duration::from_secs(10),
         metrics: Metrics::new(&mut Registry::default()),
         draining: CancellationToken::new(),
         forced: CancellationToken::new(),

@@ -214,3 +214,9 @@ pub(crate) async fn never(
     }
     Ok(())
 }
+
+/// The session of the node with this index, as the server's status has it.
+pub(crate) async fn session_of(server: &Server<'_>, index: usize) -> Result<serde_json::Value> {
+    let status = server.status().await?;
+    status["nodes"][index].get("session").cloned().with_context(|| format!("no session in {status}"))
+}

@@ -16,13 +16,16 @@ use rand::RngCore as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 
-use crate::common::{HEALTHY, alongside, expect_reset, hold, never, pause, server, server_and_agent, target};
+use crate::common::{
+    HEALTHY, alongside, expect_reset, hold, never, pause, server, server_and_agent, session_of, target,
+};
 use crate::hostile_frames::{self, Flood, Role};
 use crate::hostile_peer::{self, Behaviour as Hostility, Credentials, HostileAgent, Observed};
 
 scenarios! {
     newer_session_wins_and_older_is_notified,
     two_real_agents_of_one_node_do_not_flap(edges = 2, limit = 180),
+    additional_links_that_nobody_asked_for,
     certificate_of_another_node(edges = 2, quick),
     no_certificate,
     flood_of_events(edges = 2),
@@ -61,9 +64,21 @@ async fn serve(
     epoch: u64,
     hostility: Hostility,
 ) -> Result<HostileAgent> {
+    serve_link(server, from, own, node, (epoch, 0), hostility).await
+}
+
+/// The same as an additional link of a session.
+async fn serve_link(
+    server: &Server<'_>,
+    from: usize,
+    own: &Credentials,
+    node: &str,
+    (epoch, link): (u64, u32),
+    hostility: Hostility,
+) -> Result<HostileAgent> {
     let address: SocketAddr = server.agent_address().parse()?;
     let stream = own.dial(&server.testbed().edge(from).ns, address).await?;
-    Ok(HostileAgent::serve(stream, node, epoch, hostility))
+    Ok(HostileAgent::serve(stream, node, (epoch, link), hostility))
 }
 
 async fn wait_observed(what: &str, agent: &HostileAgent, accept: impl Fn(&Observed) -> bool) -> Result<()> {
@@ -96,6 +111,32 @@ async fn newer_session_wins_and_older_is_notified(testbed: &Testbed) -> Result<(
     drop(second);
     server.wait_connected("edge-1", false, client::PATIENCE).await?;
     expect_unreachable(address).await
+}
+
+async fn additional_links_that_nobody_asked_for(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let mut agent = Agent::enrol(&server, 1).await?;
+    let echo_target = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let own = Credentials::of_agent(&agent.state_dir())?;
+    let mut held = hold(echo_target.address, b"before").await?;
+    let epoch = session_of(&server, 0).await?["epoch"].as_u64().context("no epoch")?;
+    for (claimed, link, reason) in [
+        (epoch, 1, "link 1 of this session was not asked for, or is up already"),
+        (epoch, u32::MAX, "link 4294967295 of this session was not asked for, or is up already"),
+        (epoch + 1, 1, &*format!("no session with number {} is attached to this server", epoch + 1)),
+    ] {
+        let hostile = serve_link(&server, 1, &own, "edge-1", (claimed, link), Hostility::FloodsCarry).await?;
+        wait_observed("the link to be refused", &hostile, |seen| seen.refused == [reason]).await?;
+        hostile.wait_ended("the link to be closed", client::PATIENCE).await?;
+        ensure!(hostile.observed(|seen| seen.carried) == 0, "it was asked to carry");
+    }
+    echo(&mut held, b"after").await?;
+    // Nor does the session's end let them in.
+    agent.crash(&server).await?;
+    let hostile = serve_link(&server, 1, &own, "edge-1", (epoch, 1), Hostility::Quiet).await?;
+    wait_observed("the link to be refused", &hostile, |seen| !seen.refused.is_empty()).await?;
+    ensure!(!server.is_connected("edge-1").await?, "an additional link made a session");
+    Ok(())
 }
 
 async fn two_real_agents_of_one_node_do_not_flap(testbed: &Testbed) -> Result<()> {

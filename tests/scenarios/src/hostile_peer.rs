@@ -101,10 +101,20 @@ struct Service {
 
 impl HostileAgent {
     /// Serves the tunnel protocol on a dialled connection, claiming to be `node`.
-    pub(crate) fn serve(stream: TlsStream<TcpStream>, node: &str, epoch: u64, behaviour: Behaviour) -> Self {
+    pub(crate) fn serve(
+        stream: TlsStream<TcpStream>,
+        node: &str,
+        (epoch, link): (u64, u32),
+        behaviour: Behaviour,
+    ) -> Self {
         let observed = Arc::new(Mutex::new(Observed::default()));
-        let hello =
-            Hello { node: node.to_owned(), epoch, agent_version: "hostile".to_owned(), ..Hello::default() };
+        let hello = Hello {
+            node: node.to_owned(),
+            epoch,
+            link,
+            agent_version: "hostile".to_owned(),
+            ..Hello::default()
+        };
         let service = Service { hello, behaviour, observed: Arc::clone(&observed) };
         let routes = tonic::service::Routes::new(AgentServer::new(service)).prepare();
         let connection = tokio::spawn(async move {

@@ -238,7 +238,7 @@ async fn expired_certificate_is_refused(testbed: &Testbed) -> Result<()> {
     let address: SocketAddr = server.agent_address().parse()?;
     let dialled = credentials.dial(&testbed.edge(1).ns, address).await;
     if let Ok(stream) = dialled {
-        let expired = HostileAgent::serve(stream, "edge-1", u64::MAX, Hostility::Quiet);
+        let expired = HostileAgent::serve(stream, "edge-1", (u64::MAX, 0), Hostility::Quiet);
         expired.wait_ended("the server to end the connection", client::PATIENCE).await?;
         ensure!(expired.observed(|seen| seen.attached) == 0, "attached with an expired certificate");
     }
@@ -295,7 +295,7 @@ async fn rotating_the_ca_loses_no_agent(testbed: &Testbed) -> Result<()> {
 async fn copy_of(server: &Server<'_>, credentials: &Credentials) -> Result<HostileAgent> {
     let address: SocketAddr = server.agent_address().parse()?;
     let stream = credentials.dial(&server.testbed().edge(1).ns, address).await?;
-    Ok(HostileAgent::serve(stream, "edge-1", u64::MAX - 1, Hostility::Quiet))
+    Ok(HostileAgent::serve(stream, "edge-1", (u64::MAX - 1, 0), Hostility::Quiet))
 }
 
 /// Waits until the server has told the copy why it may have no session, and has ended it.

@@ -7,19 +7,21 @@ use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_dige
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::wait_for;
+use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{Testbed, server::Server};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
-use crate::common::{hold, server_and_agent, target};
+use crate::common::{hold, server_and_agent, session_of, target};
 
 scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
+    a_busy_node_has_more_links,
     a_full_line_of_300_kbit_keeps_its_link,
     an_outage_of_five_seconds_is_survived,
+    a_long_outage_ends_at_once(limit = 180),
     nat_forgets_the_link,
 }
 
@@ -99,6 +101,84 @@ async fn keystrokes_beside_a_download_on_a_slow_line(testbed: &Testbed) -> Resul
     Ok(())
 }
 
+/// The connections on each link of the only node.
+async fn on_each_link(server: &Server<'_>) -> Result<Vec<u64>> {
+    let session = session_of(server, 0).await?;
+    let links = session["links"].as_array().with_context(|| format!("no links in {session}"))?;
+    Ok(links.iter().filter_map(|link| link["connections"].as_u64()).collect())
+}
+
+async fn wait_links(server: &Server<'_>, expected: &[u64]) -> Result<()> {
+    let what = format!("links with {expected:?} connections");
+    wait_until(&what, PATIENCE, async || on_each_link(server).await, |links| links == expected).await?;
+    Ok(())
+}
+
+async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(40, 100))?;
+    let (server, agent) = server_and_agent(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, 20_000_000))?;
+    let mut held = Vec::new();
+    for count in 1..8 {
+        held.push(hold(shell.address, b"login").await?);
+        // The spare one.
+        let mut expected = vec![1; count];
+        expected.push(0);
+        wait_links(&server, &expected).await?;
+    }
+    ensure!(
+        agent.status().await?["servers"][0]["links"] == 8,
+        "the agent counts others: {:?}",
+        agent.status().await
+    );
+    // A transfer on its own link, and then what shares one.
+    download(source.address, 3, 20_000_000).await?;
+    held.push(hold(shell.address, b"login").await?);
+    held.push(hold(shell.address, b"login").await?);
+    let links = on_each_link(&server).await?;
+    ensure!(links.len() == 8 && links.iter().all(|on| [1, 2].contains(on)), "{links:?}");
+    // One link fails: its connections are reset, and no others.
+    let peers = testbed.edge(1).ns.output("ss", "-H -t -n -o state established dport = :10262")?;
+    let ports: Vec<&str> = peers.lines().filter_map(local_port).collect();
+    ensure!(ports.len() == 8, "{} links of the agent: {peers}", ports.len());
+    let session = session_of(&server, 0).await?;
+    let first = session["peer"].as_str().and_then(|peer| peer.rsplit(':').next()).context("no peer")?;
+    let other = ports.iter().find(|port| **port != first).context("no other link")?;
+    testbed.edge(1).ns.output("ss", &format!("-K -t sport = :{other}"))?;
+    wait_until(
+        "the link to be gone",
+        PATIENCE,
+        async || on_each_link(&server).await,
+        |links| links.len() == 7,
+    )
+    .await?;
+    let mut lost = 0;
+    for stream in &mut held {
+        lost += usize::from(echo(stream, b"still there").await.is_err());
+    }
+    ensure!((1..=2).contains(&lost), "{lost} of {} connections ended with one link", held.len());
+    ensure!(session_of(&server, 0).await?["epoch"] == session["epoch"], "the session is another one");
+    // The first one's end is that of the session.
+    testbed.edge(1).ns.output("ss", &format!("-K -t sport = :{first}"))?;
+    wait_until(
+        "another session",
+        PATIENCE,
+        async || Ok(session_of(&server, 0).await.ok()),
+        |now| now.as_ref().is_some_and(|now| now["epoch"] != session["epoch"]),
+    )
+    .await?;
+    for stream in &mut held {
+        ensure!(echo(stream, b"gone").await.is_err(), "a connection of the old session lives");
+    }
+    Ok(())
+}
+
+/// The local port in a line of `ss -t -n`.
+fn local_port(line: &str) -> Option<&str> {
+    line.split_whitespace().nth(2)?.rsplit(':').next()
+}
+
 /// Since when the node's session has lasted, as the server says.
 async fn session(server: &Server<'_>) -> Result<f64> {
     let metrics = server.metrics().await?;
@@ -143,6 +223,27 @@ async fn an_outage_of_five_seconds_is_survived(testbed: &Testbed) -> Result<()> 
     wan.set_out(false);
     let start = Instant::now();
     tokio::time::timeout(PATIENCE, typing).await.context("the held connection")???;
+    figure(&format!("usable {:.2?} after the outage", start.elapsed()));
+    Ok(())
+}
+
+async fn a_long_outage_ends_at_once(testbed: &Testbed) -> Result<()> {
+    let wan = testbed.wan(1, Path::new(50, 50))?;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    client::visit(shell.address).await?;
+    wan.set_out(true);
+    let out = Instant::now();
+    // While the link still looks alive, clients are told soon.
+    let error = client::visit(shell.address).await.err().context("a visit over a line that is out")?;
+    figure(&format!("a new connection fails after {:.1?}: {error:#}", out.elapsed()));
+    server.wait_access("the silent link", |line| line.text("error").contains("has been silent for")).await?;
+    // Longer than a dead link needs to be noticed.
+    server.wait_connected("edge-1", false, PATIENCE).await?;
+    tokio::time::sleep(Duration::from_secs(30).saturating_sub(out.elapsed())).await;
+    wan.set_out(false);
+    let start = Instant::now();
+    wait_for("a new connection", PATIENCE, async || Ok(client::visit(shell.address).await.ok())).await?;
     figure(&format!("usable {:.2?} after the outage", start.elapsed()));
     Ok(())
 }

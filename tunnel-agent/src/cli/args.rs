@@ -53,6 +53,14 @@ pub struct RunArgs {
     /// CIDR within it is given here or, with the default, the server names the port when a session begins.
     #[arg(long, value_name = "CIDR:PORTS")]
     pub allow_target: Vec<String>,
+    /// TCP connections with each server, 1 to 8. With more than one, a busy node's bulk transfers do not delay its other
+    /// connections; they are opened when the server needs them, and closed when it does not.
+    #[arg(long, value_name = "N", default_value = "8")]
+    pub max_links: String,
+    /// How long a connection with a server may be silent before the kernel asks whether it is alive, from 1s to 5m: a NAT
+    /// that has forgotten it is noticed that soon. 2s cost 4.5 MB a day.
+    #[arg(long, value_name = "DURATION", default_value = "2s")]
+    pub keepalive: String,
     /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
     #[arg(long, value_name = "DURATION", default_value = "30s")]
     pub drain_timeout: String,

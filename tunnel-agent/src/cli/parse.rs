@@ -2,18 +2,24 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::path::Path;
+use std::time::Duration;
 
 use tunnel_core::config::{
     ConfigError, HostPort, host_name, parse_duration, parse_ip, parse_loopback_door, parse_target_rules,
     parse_with,
 };
 use tunnel_core::identity::{ExposeSecret, NodeName, SecretString, parse_ca_hash};
+use tunnel_core::link::MAX_LINKS;
 
 use super::args::{IgnoredArgs, RunArgs};
 use crate::config::Config;
 use crate::identity::IdentityFiles;
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
+
+/// A shorter one would be traffic for nothing; with a longer one a NAT forgets the link.
+const KEEPALIVES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(300);
 
 impl RunArgs {
     /// # Errors
@@ -56,12 +62,31 @@ impl RunArgs {
             state_dir: self.state_dir.clone(),
             admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
             allow_targets: parse_target_rules("--allow-target", &self.allow_target)?,
+            max_links: max_links(&self.max_links)?,
+            keepalive: keepalive(&self.keepalive)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
             log_format: parse_with("--log-format", &self.log_format)?,
             log_level: parse_with("--log-level", &self.log_level)?,
             ignored: ignored(&self.ignored),
         })
     }
+}
+
+fn max_links(value: &str) -> Result<u32, ConfigError> {
+    let number: u32 = parse_with("--max-links", value)?;
+    if (1..=MAX_LINKS).contains(&number) {
+        return Ok(number);
+    }
+    Err(ConfigError::new("--max-links", value, format!("not from 1 to {MAX_LINKS}")))
+}
+
+fn keepalive(value: &str) -> Result<Duration, ConfigError> {
+    let time = parse_duration("--keepalive", value)?;
+    // The kernel counts whole seconds.
+    if KEEPALIVES.contains(&time) && time.subsec_nanos() == 0 {
+        return Ok(time);
+    }
+    Err(ConfigError::new("--keepalive", value, "not whole seconds from 1s to 5m"))
 }
 
 fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {

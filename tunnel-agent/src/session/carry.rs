@@ -57,7 +57,7 @@ pub(super) async fn carry(
     let relay = Relay {
         side: Side::Agent,
         flow: &session.flow,
-        stalls: &session.stalls,
+        stalls: &session.common.stalls,
         abort: &abort,
         traffic: &traffic,
     };
@@ -91,7 +91,7 @@ async fn dial(
     request: Result<DialRequest, DialError>,
 ) -> Result<(SocketAddr, TcpStream), DialError> {
     let request = request?;
-    let socket = session.dialler.dial(request, &session.loopback_ports.load_full()).await?;
+    let socket = session.common.dialler.dial(request, &session.common.loopback_ports.load_full()).await?;
     Ok((request.target, socket))
 }
 

@@ -1,6 +1,8 @@
 //! Connecting to a server: TCP, TLS and the first HTTP/2 frames.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
@@ -10,7 +12,8 @@ use tokio_rustls::{TlsConnector, rustls};
 use tunnel_core::identity::server_name;
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 
-use super::session_end::SessionEnd;
+use super::reach::reach;
+use super::session_end::{SessionEnd, TCP};
 
 /// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
 pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
@@ -18,18 +21,31 @@ pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
 /// The certificates that a server presents, leaf first.
 pub(super) type Chain = Arc<[CertificateDer<'static>]>;
 
-/// Connects up to HTTP/2's first frames.
+/// A connected link.
+pub(super) struct Connected {
+    pub(super) link: LinkConnection,
+    pub(super) chain: Chain,
+    pub(super) flow: Arc<Flow>,
+    /// The server's address.
+    pub(super) peer: SocketAddr,
+}
+
+/// Connects up to HTTP/2's first frames. `keepalive`: see [`link::probe_after`].
 pub(super) async fn connect(
     server: &str,
     tls: Arc<rustls::ClientConfig>,
-) -> Result<(LinkConnection, Chain, Arc<Flow>), SessionEnd> {
+    keepalive: Duration,
+) -> Result<Connected, SessionEnd> {
     let stream = handshake(server, tls).await?;
+    let (socket, _) = stream.get_ref();
+    link::probe_after(socket, keepalive).map_err(SessionEnd::Connect)?;
+    let peer = socket.peer_addr().map_err(SessionEnd::Connect)?;
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();
     let link =
         within("HTTP/2 preface", link::server_builder().handshake(io)).await?.map_err(SessionEnd::Link)?;
-    Ok((link, chain, flow))
+    Ok(Connected { link, chain, flow, peer })
 }
 
 /// What the server presents now; a session may be older than the server's certificate.
@@ -38,7 +54,7 @@ pub(super) async fn fetch_chain(server: &str, tls: Arc<rustls::ClientConfig>) ->
 }
 
 async fn handshake(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<TlsStream<TcpStream>, SessionEnd> {
-    let socket = within("TCP connection", TcpStream::connect(server)).await?.map_err(SessionEnd::Connect)?;
+    let socket = within(TCP, reach(server)).await?.map_err(SessionEnd::Connect)?;
     link::tune_link(&socket).map_err(SessionEnd::Connect)?;
     // Every server proves this name, whatever address or load balancer leads to it.
     let handshake = TlsConnector::from(tls).connect(server_name(), socket);

@@ -25,32 +25,31 @@ impl Agent for AgentService {
     async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
         let session = &self.0;
         let welcome = request.into_inner();
-        if let Err(through) =
-            session.shared.attached.claim(&welcome.server_id, &session.server, session.epoch)
-        {
-            let status =
-                Status::already_exists(format!("this agent is attached to this server through {through}"));
-            session.phase.send_replace(SessionPhase::SameServer { through });
-            return Err(status);
-        }
+        session.claim(&welcome.server_id).map_err(Status::already_exists)?;
         let events = session
             .take_event_stream()
             .ok_or_else(|| Status::failed_precondition("this session is attached already"))?;
-        session.loopback_ports.store(Arc::new(ports(&welcome.loopback_ports)));
-        if !welcome.trust_bundle.is_empty() {
-            session.announce(welcome.trust_bundle).await;
+        if session.link == 0 {
+            session.common.loopback_ports.store(Arc::new(ports(&welcome.loopback_ports)));
+            if !welcome.trust_bundle.is_empty() {
+                session.announce(welcome.trust_bundle).await;
+            }
         }
         let hello = Hello {
             node: session.shared.node.to_string(),
             epoch: session.epoch,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             addresses: session.shared.addresses.borrow().iter().map(ToString::to_string).collect(),
+            max_links: session.shared.max_links,
+            link: session.link,
             features: Vec::new(),
         };
         // The channel is new and has room.
         let _ = session.events.send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).await;
-        session.shared.metrics.sessions_started.inc();
-        tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
+        if session.link == 0 {
+            session.shared.metrics.sessions_started.inc();
+            tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
+        }
         session
             .phase
             .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: SystemTime::now() });
@@ -80,7 +79,17 @@ impl Agent for AgentService {
                 return Ok(Response::new(NoticeAck {}));
             }
             Some(notice::Notice::LoopbackPorts(named)) => {
-                self.0.loopback_ports.store(Arc::new(ports(&named.ports)));
+                self.0.common.loopback_ports.store(Arc::new(ports(&named.ports)));
+                return Ok(Response::new(NoticeAck {}));
+            }
+            Some(notice::Notice::OpenLinks(wanted)) => {
+                let Some(asked) = &self.0.asked else {
+                    return Err(Status::invalid_argument("only the first link of a session asks for others"));
+                };
+                for link in wanted.links {
+                    // A full queue: as many as there may be are asked for already.
+                    let _ = asked.try_send(link);
+                }
                 return Ok(Response::new(NoticeAck {}));
             }
             None => return Err(Status::invalid_argument("a notice of a kind that this agent does not know")),

@@ -4,23 +4,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
+use tunnel_core::link::MAX_LINKS;
 
-use super::connect::connect;
+use super::additional;
+use super::connect::{Connected, connect};
 use super::serve::serve;
 use super::session_end::SessionEnd;
 use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
+use super::successor;
 use crate::identity::Refused;
 
 /// The first pause after a failure.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
 /// The longest pause between two attempts. With the jitter, a fleet of 10,000 agents comes back at about 1,300 a second.
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
+/// The longest pause while nothing answers: no server has work with that.
+const SILENT_PAUSE: Duration = Duration::from_millis(500);
 /// The pause after another agent took this node over: two agents with one identity must not replace each other in turns.
 const REPLACED_PAUSE: Duration = Duration::from_secs(120);
 /// How often to retry an address that leads to a server which is attached through another one: it may lead elsewhere
@@ -41,7 +46,7 @@ pub enum LinkPhase {
     Waiting,
 }
 
-/// The state of one link, for the operator.
+/// The state of the session with one server, for the operator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinkStatus {
     /// The address as configured.
@@ -54,6 +59,8 @@ pub struct LinkStatus {
     pub epoch: u64,
     /// Round-trip time in milliseconds.
     pub rtt_ms: Option<f64>,
+    /// TCP connections, up or under way.
+    pub links: usize,
     /// Connections carried now.
     pub connections: u32,
     /// Why the last session, or attempt, ended.
@@ -138,10 +145,12 @@ impl LinkLoop {
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
+        // The link of the next session, if it is up already.
+        let mut successor = None;
         loop {
             let started = Instant::now();
             let end = tokio::select! {
-                end = self.session(&mut identity, &leftovers) => end,
+                end = self.session(&mut identity, &leftovers, &mut successor) => end,
                 () = self.shared.forced.cancelled() => break,
             };
             if self.leaving.is_cancelled() {
@@ -157,6 +166,8 @@ impl LinkLoop {
             let pause = match end {
                 SessionEnd::Replaced(_) | SessionEnd::Refused(_) => jittered(REPLACED_PAUSE, 0.5),
                 SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
+                SessionEnd::Overtaken => Duration::ZERO,
+                _ if end.line_is_out() => delay.min(SILENT_PAUSE),
                 _ => delay,
             };
             self.shared.metrics.sessions_ended.inc();
@@ -204,6 +215,7 @@ impl LinkLoop {
         self: &Arc<Self>,
         identity: &mut watch::Receiver<Arc<AgentIdentity>>,
         leftovers: &TaskTracker,
+        successor: &mut Option<Connected>,
     ) -> SessionEnd {
         let tls = {
             if identity.has_changed().unwrap_or(false) {
@@ -216,11 +228,14 @@ impl LinkLoop {
                 Err(error) => return SessionEnd::Tls(std::io::Error::other(error)),
             }
         };
-        let connected = tokio::select! {
-            connected = connect(&self.server, tls) => connected,
-            () = self.leaving.cancelled() => return SessionEnd::Stopping,
+        let connected = match successor.take() {
+            Some(connected) => Ok(connected),
+            None => tokio::select! {
+                connected = connect(&self.server, tls.clone(), self.shared.keepalive) => connected,
+                () = self.leaving.cancelled() => return SessionEnd::Stopping,
+            },
         };
-        let (link, chain, flow) = match connected {
+        let Connected { link, chain, flow, peer } = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
         };
@@ -228,8 +243,9 @@ impl LinkLoop {
             Ok(epoch) => epoch,
             Err(error) => return SessionEnd::Connect(error),
         };
-        let state = SessionState::new(self.shared.clone(), self.server.clone(), epoch, chain, flow);
-        let state = Arc::new(state);
+        let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
+        let server = (self.server.clone(), peer);
+        let state = Arc::new(SessionState::first(self.shared.clone(), server, epoch, chain, flow, asked));
         self.observed().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
@@ -240,12 +256,22 @@ impl LinkLoop {
                 std::future::pending::<()>().await;
             }
         };
-        let end = tokio::select! {
-            ended = &mut serving => ended.unwrap_or(SessionEnd::Closed),
-            () = server_drains.cancelled() => SessionEnd::Draining,
-            () = left => {
-                state.leave();
-                SessionEnd::Stopping
+        let mut left = std::pin::pin!(left);
+        let mut silence = std::pin::pin!(successor::find(&state, &tls));
+        let end = loop {
+            tokio::select! {
+                ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),
+                () = server_drains.cancelled() => break SessionEnd::Draining,
+                () = &mut left => {
+                    state.leave();
+                    break SessionEnd::Stopping;
+                }
+                found = &mut silence => {
+                    *successor = Some(found);
+                    state.stop.cancel();
+                    break SessionEnd::Overtaken;
+                }
+                Some(number) = wanted.recv() => additional::open(&state, number, identity, leftovers),
             }
         };
         let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
@@ -292,6 +318,7 @@ impl LinkLoop {
             attached_for_s: since.map(|since| since.elapsed().unwrap_or_default().as_secs()),
             epoch: session.map_or(0, |session| session.epoch),
             rtt_ms: session.and_then(|session| session.flow.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
+            links: session.map_or(0, SessionState::links),
             connections: session.map_or(0, SessionState::connections),
             last_error: observed.last_error.clone(),
         }

@@ -1,5 +1,6 @@
 //! The sessions with the servers: connect, let the server attach, serve its streams, and connect again.
 
+mod additional;
 mod bundles;
 mod carry;
 mod connect;
@@ -7,10 +8,12 @@ mod control;
 mod epoch;
 mod link_loop;
 mod link_set;
+mod reach;
 mod serve;
 mod session_end;
 mod shared;
 mod state;
+mod successor;
 
 pub use bundles::install_bundles;
 pub use epoch::EpochSource;

@@ -65,7 +65,7 @@ pub(super) async fn serve(
         }
     };
     drop(watching);
-    session.shared.attached.release(session.epoch);
+    session.release();
     // Everything still carried is reset; the GOAWAY says that this was on purpose.
     session.stop.cancel();
     link.graceful_shutdown();
@@ -98,10 +98,11 @@ async fn watch(
 ) -> SessionEnd {
     tokio::select! {
         end = never_attached(&session) => end,
-        dead = link::keep_alive(pings, &session.flow, || session.stalls.sweep()) => dead.into(),
-        end = report(session.clone()) => end,
+        dead = link::keep_alive(pings, &session.flow, || session.common.stalls.sweep()) => dead.into(),
+        end = report(session.clone()), if session.link == 0 => end,
         end = ended_by_server(&session, &mut phase, &on_draining) => end,
-        end = drained(&session, &on_draining) => end,
+        // An additional link ends with the first.
+        end = drained(&session, &on_draining), if session.link == 0 => end,
         () = session.stop.cancelled() => SessionEnd::Stopping,
     }
 }
@@ -129,7 +130,7 @@ async fn ended_by_server(
         match &*phase.borrow_and_update() {
             SessionPhase::Draining => {
                 // The server's successor may be reached through the same address, or another.
-                session.shared.attached.release(session.epoch);
+                session.release();
                 on_draining.cancel();
             }
             SessionPhase::Refused(reason) => return SessionEnd::Refused(reason.clone()),
@@ -179,7 +180,7 @@ async fn report(session: Arc<SessionState>) -> SessionEnd {
                 agent_event::Event::Addresses(Addresses { addresses: now })
             }
             _ = tick.tick() => {
-                let pending_dials = u32::try_from(session.dialler.pending()).unwrap_or(u32::MAX);
+                let pending_dials = u32::try_from(session.common.dialler.pending()).unwrap_or(u32::MAX);
                 let now = Load { connections: session.connections(), pending_dials };
                 if now == reported { continue }
                 reported = now;

@@ -6,6 +6,9 @@ use rustls::AlertDescription;
 use tunnel_core::error::causes;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
 
+/// The first step of a start.
+pub(super) const TCP: &str = "TCP connection";
+
 /// How a session ended, or why there was none.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionEnd {
@@ -24,6 +27,9 @@ pub(super) enum SessionEnd {
     /// The link went silent.
     #[error("link lost: {0}")]
     Dead(#[from] link::LinkDead),
+    /// Nothing arrives on the link, but on another connection to the same server.
+    #[error("link lost: it is silent, and another connection to the server works")]
+    Overtaken,
     #[error("the server closed the connection")]
     Closed,
     #[error("the server is draining")]
@@ -46,6 +52,19 @@ pub(super) enum SessionEnd {
 }
 
 impl SessionEnd {
+    /// Whether nothing answered at all: then trying again soon is no load for anybody, and finds the line as soon as it is
+    /// back.
+    pub(super) fn line_is_out(&self) -> bool {
+        match self {
+            Self::Slow { step } => *step == TCP,
+            Self::Connect(error) => matches!(
+                error.kind(),
+                io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable
+            ),
+            _ => false,
+        }
+    }
+
     /// Whether a new identity could fix it: the server is not verified by the roots, or refuses the certificate.
     pub(super) fn concerns_identity(&self) -> bool {
         match self {
@@ -88,6 +107,15 @@ mod tests {
     use rustls::CertificateError;
 
     use super::*;
+
+    #[test]
+    fn a_refusal_is_an_answer() {
+        assert!(SessionEnd::Slow { step: TCP }.line_is_out());
+        assert!(SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into()).line_is_out());
+        assert!(!SessionEnd::Slow { step: "TLS handshake" }.line_is_out());
+        assert!(!SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()).line_is_out());
+        assert!(!SessionEnd::Closed.line_is_out());
+    }
 
     #[test]
     fn only_certificate_errors_concern_the_identity() {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Notify, mpsc, watch};
@@ -24,6 +25,10 @@ pub struct Shared {
     /// Takes the trust bundles that servers announce.
     pub bundles: mpsc::Sender<Announced>,
     pub attached: Attached,
+    /// TCP connections of a session at most.
+    pub max_links: u32,
+    /// How long a link may be silent before the kernel asks whether it is alive.
+    pub keepalive: Duration,
     pub metrics: Metrics,
     /// Take nothing new, finish what is carried.
     pub draining: CancellationToken,

@@ -1,8 +1,9 @@
 //! The state of one session.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
@@ -19,24 +20,61 @@ use crate::metrics::Metrics;
 
 type EventResult = Result<AgentEvent, tonic::Status>;
 
-/// One session with one server.
+/// One link of a session with one server: the first, by which the server controls the session, or an additional one.
 pub(super) struct SessionState {
     pub(super) shared: Arc<Shared>,
     /// The server's address as configured.
     pub(super) server: String,
+    /// The address that the server was reached at.
+    pub(super) peer: SocketAddr,
     pub(super) epoch: u64,
-    pub(super) dialler: Dialler,
-    pub(super) stalls: StallBound,
-    /// Ends the session.
+    /// Its number in the session, 0 for the first.
+    pub(super) link: u32,
+    pub(super) common: Arc<Common>,
+    /// Ends the link, and with the first one the session.
     pub(super) stop: CancellationToken,
     pub(super) flow: Arc<Flow>,
-    pub(super) loopback_ports: ArcSwap<BTreeSet<u16>>,
+    /// Takes the numbers of additional links that the server asks for.
+    pub(super) asked: Option<mpsc::Sender<u32>>,
     pub(super) phase: watch::Sender<SessionPhase>,
     /// Read by the server once it has attached.
     pub(super) events: mpsc::Sender<EventResult>,
     event_stream: Mutex<Option<mpsc::Receiver<EventResult>>>,
     server_chain: Arc<[CertificateDer<'static>]>,
-    connections: Arc<AtomicU32>,
+    /// The first link, for an additional one.
+    first: Option<Arc<Self>>,
+}
+
+/// What all links of a session share.
+pub(super) struct Common {
+    pub(super) dialler: Dialler,
+    pub(super) stalls: StallBound,
+    pub(super) loopback_ports: ArcSwap<BTreeSet<u16>>,
+    connections: AtomicU32,
+    /// The numbers of additional links that are under way or up.
+    additional: Mutex<BTreeSet<u32>>,
+}
+
+impl Common {
+    /// Takes the number of an additional link, until it is dropped; `None` if it is taken, or none that a server may ask
+    /// for.
+    pub(super) fn place(self: &Arc<Self>, number: u32) -> Option<Place> {
+        let asked = (1..link::MAX_LINKS).contains(&number);
+        let free = asked && lock(&self.additional).insert(number);
+        free.then(|| Place { common: self.clone(), number })
+    }
+}
+
+/// The number of an additional link, until it is dropped.
+pub(super) struct Place {
+    common: Arc<Common>,
+    number: u32,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(&self.common.additional).remove(&self.number);
+    }
 }
 
 /// How far a session is, mostly by what the server has said about it.
@@ -66,41 +104,113 @@ pub(super) enum SessionPhase {
 }
 
 impl SessionState {
-    pub(super) fn new(
+    /// The first link, through `server`, which was reached at `peer`. `asked` takes the numbers of those that the server
+    /// asks for.
+    pub(super) fn first(
         shared: Arc<Shared>,
-        server: String,
+        (server, peer): (String, SocketAddr),
         epoch: u64,
         server_chain: Arc<[CertificateDer<'static>]>,
         flow: Arc<Flow>,
+        asked: mpsc::Sender<u32>,
     ) -> Self {
         let (events, event_stream) = mpsc::channel(64);
-        Self {
+        let common = Common {
             dialler: Dialler::new(shared.policy.clone()),
+            stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
+            loopback_ports: ArcSwap::default(),
+            connections: AtomicU32::new(0),
+            additional: Mutex::default(),
+        };
+        Self {
             stop: shared.forced.child_token(),
             shared,
             server,
+            peer,
             epoch,
-            stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
+            link: 0,
+            common: Arc::new(common),
             flow,
-            loopback_ports: ArcSwap::default(),
+            asked: Some(asked),
             phase: watch::Sender::default(),
             events,
             event_stream: Mutex::new(Some(event_stream)),
             server_chain,
-            connections: Arc::default(),
+            first: None,
+        }
+    }
+
+    /// An additional link of the session that began with `first`, and ends with it.
+    pub(super) fn additional(
+        first: Arc<Self>,
+        link: u32,
+        server_chain: Arc<[CertificateDer<'static>]>,
+        flow: Arc<Flow>,
+    ) -> Self {
+        let (events, event_stream) = mpsc::channel(1);
+        Self {
+            stop: first.stop.child_token(),
+            shared: first.shared.clone(),
+            server: first.server.clone(),
+            peer: first.peer,
+            epoch: first.epoch,
+            link,
+            common: first.common.clone(),
+            flow,
+            asked: None,
+            phase: watch::Sender::default(),
+            events,
+            event_stream: Mutex::new(Some(event_stream)),
+            server_chain,
+            first: Some(first),
+        }
+    }
+
+    /// Takes the server into use: no other address leads to it, or this link belongs to the session that it has.
+    ///
+    /// # Errors
+    /// Why not, as the server is told.
+    pub(super) fn claim(&self, server_id: &str) -> Result<(), String> {
+        match &self.first {
+            None => self.shared.attached.claim(server_id, &self.server, self.epoch).map_err(|through| {
+                let reason = format!("this agent is attached to this server through {through}");
+                self.phase.send_replace(SessionPhase::SameServer { through });
+                reason
+            }),
+            Some(first) => match &*first.phase.borrow() {
+                SessionPhase::Attached { server_id: other, .. } if other == server_id => Ok(()),
+                _ => {
+                    let reason = "this link is for the session with another server".to_owned();
+                    self.phase.send_replace(SessionPhase::Refused(reason.clone()));
+                    Err(reason)
+                }
+            },
+        }
+    }
+
+    /// Gives up what [`Self::claim`] claimed.
+    pub(super) fn release(&self) {
+        if self.first.is_none() {
+            self.shared.attached.release(self.epoch);
         }
     }
 
     /// Counts a carried connection until the guard is dropped.
     pub(super) fn connection(&self) -> ConnectionGuard {
-        self.connections.fetch_add(1, Ordering::Relaxed);
+        self.common.connections.fetch_add(1, Ordering::Relaxed);
         let metrics = self.shared.metrics.clone();
         metrics.connections_active.inc();
-        ConnectionGuard { connections: self.connections.clone(), metrics }
+        ConnectionGuard { common: self.common.clone(), metrics }
     }
 
+    /// Connections that the session carries, on all links.
     pub(super) fn connections(&self) -> u32 {
-        self.connections.load(Ordering::Relaxed)
+        self.common.connections.load(Ordering::Relaxed)
+    }
+
+    /// Links of the session that are up or under way.
+    pub(super) fn links(&self) -> usize {
+        1 + lock(&self.common.additional).len()
     }
 
     /// Passes a trust bundle on to be installed.
@@ -123,7 +233,7 @@ impl SessionState {
 
     /// The receiver of `events`, for the first Attach only.
     pub(super) fn take_event_stream(&self) -> Option<mpsc::Receiver<EventResult>> {
-        self.event_stream.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.event_stream).take()
     }
 }
 
@@ -133,13 +243,17 @@ pub(super) const fn draining() -> AgentEvent {
 
 /// Counts a carried connection.
 pub(super) struct ConnectionGuard {
-    connections: Arc<AtomicU32>,
+    common: Arc<Common>,
     metrics: Metrics,
 }
 
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        self.connections.fetch_sub(1, Ordering::Relaxed);
+        self.common.connections.fetch_sub(1, Ordering::Relaxed);
         self.metrics.connections_active.dec();
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,15 +8,16 @@
 //! What waits in front of the link delays everything behind it: 256 KiB are 0.4 s at 5 Mbit/s. Large pieces are what makes
 //! a fast link fast. So the size of a piece is what the link delivers in a few milliseconds.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
+use tokio::sync::watch;
 
 use super::rtt::Rtt;
 use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SMALLEST_PIECE, STREAM_WINDOW};
-use super::tcp_info::Delivery;
+use super::tcp::Delivery;
 
 /// The time on the line of one piece.
 const PIECE_MS: u64 = 5;
@@ -27,6 +28,9 @@ const FIRST_PIECE: usize = 16 << 10;
 const ROUNDS: u32 = 2;
 /// The shortest time for it.
 const SHORTEST_SPAN: Duration = Duration::from_millis(20);
+
+/// How long the link's task may take to answer.
+const ANSWER: Duration = Duration::from_secs(1);
 
 /// What a link's streams share.
 #[derive(Debug)]
@@ -41,8 +45,17 @@ pub struct Flow {
     piece: AtomicUsize,
     /// Bytes that the link has received.
     received: AtomicU64,
+    /// Bytes that the link has sent.
+    sent: AtomicU64,
+    /// Bytes that the path took each second when something was sent last.
+    rate: AtomicU64,
+    /// Segments that were sent again.
+    retransmits: AtomicU32,
     /// The task that owns the HTTP/2 connection.
     owner: AtomicWaker,
+    /// Somebody wants to know for how long the peer has been silent.
+    asked: AtomicBool,
+    silence: watch::Sender<Option<Duration>>,
 }
 
 impl Default for Flow {
@@ -53,7 +66,12 @@ impl Default for Flow {
             announced: AtomicU32::new(STREAM_WINDOW),
             piece: AtomicUsize::new(FIRST_PIECE),
             received: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            rate: AtomicU64::new(0),
+            retransmits: AtomicU32::new(0),
             owner: AtomicWaker::new(),
+            asked: AtomicBool::new(false),
+            silence: watch::Sender::default(),
         }
     }
 }
@@ -74,6 +92,46 @@ impl Flow {
         self.received.load(Ordering::Relaxed)
     }
 
+    /// Bytes that the link has received and sent.
+    pub fn moved(&self) -> u64 {
+        self.received() + self.sent.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that the path took each second when this end sent something last; 0 before that.
+    pub fn rate(&self) -> u64 {
+        self.rate.load(Ordering::Relaxed)
+    }
+
+    /// TCP segments that this end has sent again.
+    pub fn retransmits(&self) -> u32 {
+        self.retransmits.load(Ordering::Relaxed)
+    }
+
+    /// For how long the peer has not answered on TCP's level, if there is anything to answer. A link that looks alive
+    /// otherwise may be dead: a NAT has forgotten it, or the line is out.
+    pub async fn silence(&self) -> Option<Duration> {
+        let mut silence = self.silence.subscribe();
+        self.asked.store(true, Ordering::Release);
+        self.owner.wake();
+        // Without an answer the link is being closed.
+        tokio::time::timeout(ANSWER, silence.changed()).await.ok()?.ok()?;
+        *silence.borrow()
+    }
+
+    /// Whether [`Self::silence`] waits for an answer.
+    pub(super) fn is_asked(&self) -> bool {
+        self.asked.load(Ordering::Relaxed) && self.asked.swap(false, Ordering::Acquire)
+    }
+
+    pub(super) fn answer(&self, silence: Option<Duration>) {
+        self.silence.send_replace(silence);
+    }
+
+    /// Counts bytes that the link has sent.
+    pub fn add_sent(&self, bytes: usize) {
+        self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     pub(super) fn add_received(&self, bytes: usize) {
         self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
@@ -90,6 +148,8 @@ impl Flow {
 
     /// Follows the link's rate. Returns the new size of a piece when it is another one.
     pub(super) fn delivered(&self, delivery: Delivery) -> Option<usize> {
+        self.rate.store(delivery.rate, Ordering::Relaxed);
+        self.retransmits.store(delivery.retransmits, Ordering::Relaxed);
         let now = self.piece();
         let piece = usize::try_from(delivery.rate * PIECE_MS / 1000).unwrap_or(LARGEST_PIECE);
         let piece = piece.clamp(SMALLEST_PIECE, LARGEST_PIECE);
@@ -221,7 +281,14 @@ mod tests {
     fn pieces_take_a_few_milliseconds_on_the_line() {
         let flow = Flow::default();
         let delivered = |mbit: u64, app_limited| {
-            flow.delivered(Delivery { rate: mbit * 1_000_000 / 8, app_limited });
+            let rate = mbit * 1_000_000 / 8;
+            flow.delivered(Delivery {
+                rate,
+                app_limited,
+                rtt: Duration::ZERO,
+                retransmits: 3,
+                silence: None,
+            });
             flow.piece()
         };
         assert_eq!(delivered(40, false), 25_000);
@@ -230,5 +297,6 @@ mod tests {
         assert_eq!(delivered(1, false), SMALLEST_PIECE);
         assert_eq!(delivered(10_000, true), LARGEST_PIECE);
         assert_eq!(delivered(0, false), LARGEST_PIECE, "nothing is known yet");
+        assert_eq!((flow.rate(), flow.retransmits()), (0, 3));
     }
 }

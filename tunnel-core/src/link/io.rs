@@ -13,7 +13,7 @@ use tokio_rustls::TlsStream;
 
 use super::flow::Flow;
 use super::settings::{not_sent_limit, tune_tls};
-use super::tcp_info::delivery;
+use super::tcp::{delivery, rto_max, set_rto_max};
 
 /// Between two looks at the link's rate.
 const LOOK: Duration = Duration::from_millis(10);
@@ -25,13 +25,26 @@ pub struct LinkIo {
     stream: Box<TlsStream<TcpStream>>,
     flow: Arc<Flow>,
     looked: Instant,
+    /// The longest pause between two retransmissions, as the kernel was told.
+    rto_max: Duration,
 }
 
 impl LinkIo {
     /// Wraps a stream whose handshake is done, on a socket that [`super::tune_link`] has tuned.
     pub fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
-        let mut io = Self { stream: Box::new(stream.into()), flow: Arc::default(), looked: Instant::now() };
+        let mut io = Self {
+            stream: Box::new(stream.into()),
+            flow: Arc::default(),
+            looked: Instant::now(),
+            rto_max: Duration::ZERO,
+        };
         io.resize(io.flow.piece());
+        let rtt = delivery(io.stream.get_ref().0).map(|delivery| delivery.rtt).unwrap_or_default();
+        if rtt > Duration::ZERO {
+            // From the handshake, until a PING is answered.
+            io.flow.rtt.add(rtt);
+        }
+        io.pause_at_most(rto_max(rtt));
         io
     }
 
@@ -53,16 +66,34 @@ impl LinkIo {
         }
     }
 
+    /// Bounds the pause between two retransmissions.
+    fn pause_at_most(&mut self, pause: Duration) {
+        self.rto_max = pause;
+        // Without it the link works, and is used again later after an outage.
+        if let Err(error) = set_rto_max(self.stream.get_ref().0, pause) {
+            tracing::debug!(%error, "cannot bound the pause between retransmissions");
+        }
+    }
+
+    fn count(&self, written: &Poll<io::Result<usize>>) {
+        if let Poll::Ready(Ok(bytes)) = written {
+            self.flow.add_sent(*bytes);
+        }
+    }
+
     fn look(&mut self) {
         let now = Instant::now();
         if now - self.looked < LOOK {
             return;
         }
         self.looked = now;
-        if let Some(piece) =
-            delivery(self.stream.get_ref().0).and_then(|delivery| self.flow.delivered(delivery))
-        {
+        let Some(delivery) = delivery(self.stream.get_ref().0) else { return };
+        if let Some(piece) = self.flow.delivered(delivery) {
             self.resize(piece);
+        }
+        let pause = rto_max(delivery.rtt);
+        if pause > self.rto_max || pause < self.rto_max / 2 {
+            self.pause_at_most(pause * 5 / 4);
         }
     }
 }
@@ -73,6 +104,9 @@ impl AsyncRead for LinkIo {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.flow.is_asked() {
+            self.flow.answer(delivery(self.stream.get_ref().0).and_then(|delivery| delivery.silence));
+        }
         let before = buffer.filled().len();
         let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
         self.flow.add_received(buffer.filled().len() - before);
@@ -83,7 +117,9 @@ impl AsyncRead for LinkIo {
 impl AsyncWrite for LinkIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         self.look();
-        Pin::new(&mut *self.stream).poll_write(cx, bytes)
+        let written = Pin::new(&mut *self.stream).poll_write(cx, bytes);
+        self.count(&written);
+        written
     }
 
     fn poll_write_vectored(
@@ -92,7 +128,9 @@ impl AsyncWrite for LinkIo {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.look();
-        Pin::new(&mut *self.stream).poll_write_vectored(cx, slices)
+        let written = Pin::new(&mut *self.stream).poll_write_vectored(cx, slices);
+        self.count(&written);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {

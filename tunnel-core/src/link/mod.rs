@@ -7,7 +7,7 @@ mod io;
 mod liveness;
 mod rtt;
 mod settings;
-mod tcp_info;
+mod tcp;
 
 pub use error::{LinkDead, reason};
 pub use flow::Flow;

@@ -21,7 +21,8 @@ impl Rtt {
         duration(&self.shortest)
     }
 
-    pub(super) fn add(&self, sample: Duration) {
+    /// Adds a measurement.
+    pub fn add(&self, sample: Duration) {
         let micros = u32::try_from(sample.as_micros()).unwrap_or(u32::MAX).max(1);
         self.last.store(micros, Ordering::Relaxed);
         // A path that has become longer is believed after some minutes.

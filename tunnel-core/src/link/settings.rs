@@ -19,6 +19,8 @@ pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 pub const SERVER_STALL_BYTES: usize = 256 << 20;
 /// Bytes that an agent holds for targets that do not read.
 pub const AGENT_STALL_BYTES: usize = 64 << 20;
+/// Links of one session.
+pub const MAX_LINKS: u32 = 8;
 /// Connections that one link may carry at a time.
 pub const MAX_STREAMS: u32 = 1 << 17;
 
@@ -43,6 +45,8 @@ pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
 /// Time between two PINGs.
 pub const PING_INTERVAL: Duration = Duration::from_secs(10);
+/// Between two questions of [`probe_after`] that were not answered.
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a PING may go unanswered: a dead link is noticed within `PING_INTERVAL + PING_TIMEOUT`.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(12);
 /// How long the handshakes of TLS and HTTP/2 and the session's first message may take.
@@ -101,6 +105,15 @@ pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>, piece: usize) {
 /// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk.
 pub(super) fn not_sent_limit(piece: usize) -> u32 {
     u32::try_from(piece / 2).unwrap_or(u32::MAX)
+}
+
+/// Has the kernel ask whether the link is alive once it has been silent for so long. Only the agent's end does: its
+/// questions keep the mapping of a NAT, and when the mapping was forgotten the server's kernel answers with a reset.
+///
+/// # Errors
+/// The options cannot be set.
+pub fn probe_after(socket: &TcpStream, silence: Duration) -> io::Result<()> {
+    SockRef::from(socket).set_tcp_keepalive(&keepalive().with_time(silence).with_interval(PROBE_INTERVAL))
 }
 
 pub(crate) const fn keepalive() -> TcpKeepalive {

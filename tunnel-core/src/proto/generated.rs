@@ -51,6 +51,13 @@ pub struct Hello {
     pub addresses: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     #[prost(string, repeated, tag = "5")]
     pub features: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// How many links the agent opens for a session when it is asked, this one included; 0 is 1.
+    #[prost(uint32, tag = "6")]
+    pub max_links: u32,
+    /// 0: the first link of a session. Otherwise an additional one, with the number from OpenLinks and the session's
+    /// epoch; it carries connections and sends no further events.
+    #[prost(uint32, tag = "7")]
+    pub link: u32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Addresses {
@@ -74,7 +81,7 @@ pub struct Segment {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Notice {
-    #[prost(oneof = "notice::Notice", tags = "1, 2, 3, 4, 5")]
+    #[prost(oneof = "notice::Notice", tags = "1, 2, 3, 4, 5, 6")]
     pub notice: ::core::option::Option<notice::Notice>,
 }
 /// Nested message and enum types in `Notice`.
@@ -91,6 +98,8 @@ pub mod notice {
         TrustBundle(super::TrustBundle),
         #[prost(message, tag = "5")]
         LoopbackPorts(super::LoopbackPorts),
+        #[prost(message, tag = "6")]
+        OpenLinks(super::OpenLinks),
     }
 }
 /// The server stops soon: attach elsewhere, and let connections in flight finish.
@@ -129,6 +138,12 @@ pub struct TrustBundle {
 pub struct LoopbackPorts {
     #[prost(uint32, repeated, tag = "1")]
     pub ports: ::prost::alloc::vec::Vec<u32>,
+}
+/// Asks for additional links to this server, by their numbers; sent on the first one.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct OpenLinks {
+    #[prost(uint32, repeated, tag = "1")]
+    pub links: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct NoticeAck {}

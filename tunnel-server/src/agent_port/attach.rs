@@ -3,7 +3,6 @@
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -23,15 +22,16 @@ use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
-    self, AgentEvent, Hello, LoopbackPorts, Notice, Refused, Replaced, ServerDraining, Welcome, agent_event,
-    notice,
+    self, AgentEvent, Hello, LoopbackPorts, Notice, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
+    agent_event, notice,
 };
 use tunnel_core::text::printable;
 
+use super::additional;
 use super::gate::Certified;
 use crate::metrics::Metrics;
 use crate::pki::{Refusal, Standing};
-use crate::session::{Fenced, Session, Sessions};
+use crate::session::{Fenced, Link, Links, Session, Sessions};
 use crate::settings::Settings;
 
 /// The largest control message accepted from an agent, in bytes.
@@ -70,8 +70,9 @@ pub(super) struct Presented {
     pub(super) issued: SystemTime,
 }
 
+/// Why a link has ended.
 #[derive(Debug, thiserror::Error)]
-enum End {
+pub(super) enum End {
     #[error("link lost: {}", link::reason(.0))]
     Link(#[from] h2::Error),
     #[error("the agent closed the connection")]
@@ -100,6 +101,12 @@ enum End {
     Flood,
     #[error("replaced by a newer session, or this server stops")]
     Stopped,
+    #[error("{0}")]
+    NotJoined(String),
+    #[error("an additional link sends no events")]
+    Unasked,
+    #[error("it was not needed any more")]
+    Idle,
 }
 
 impl From<Status> for End {
@@ -119,8 +126,13 @@ pub(super) async fn run(
 ) {
     let started = Instant::now();
     let node = presented.node.clone();
-    let end = drive(&context, stream, peer, presented, worker, place).await;
+    let additional = OnceLock::new();
+    let end = drive(&context, stream, peer, presented, worker, place, &additional).await;
     let lasted_s = started.elapsed().as_secs();
+    if let Some(link) = additional.get() {
+        tracing::debug!(%node, %peer, lasted_s, link, "additional link ended: {end}");
+        return;
+    }
     match end {
         // The agent has two addresses of this server, and is attached through the other one.
         End::Attach(status) if status.code() == Code::AlreadyExists => {
@@ -158,6 +170,7 @@ async fn drive(
     presented: Presented,
     worker: Handle,
     place: Certified,
+    additional: &OnceLock<u32>,
 ) -> End {
     let io = LinkIo::new(*stream);
     let flow = io.flow();
@@ -177,7 +190,7 @@ async fn drive(
     }));
     tokio::select! {
         biased;
-        end = session(context, Link { send, pings, flow }, peer, presented, worker, place) => end,
+        end = session(context, Transport { send, pings, flow }, peer, presented, worker, place, additional) => end,
         Some(ended) = driver.join_next() => match ended {
             Ok(Err(error)) => End::Link(error),
             _ => End::Closed,
@@ -185,11 +198,11 @@ async fn drive(
     }
 }
 
-/// What a session does with its link.
-struct Link {
-    send: SendRequest<Bytes>,
-    pings: PingPong,
-    flow: Arc<Flow>,
+/// A link whose HTTP/2 connection is driven by another task.
+pub(super) struct Transport {
+    pub(super) send: SendRequest<Bytes>,
+    pub(super) pings: PingPong,
+    pub(super) flow: Arc<Flow>,
 }
 
 /// Removes the session from the registry, however its task ends.
@@ -207,12 +220,14 @@ impl Drop for Registered<'_> {
 
 async fn session(
     context: &LinkContext,
-    Link { send, pings, flow }: Link,
+    transport: Transport,
     peer: SocketAddr,
     Presented { node, issued }: Presented,
     worker: Handle,
     place: Certified,
+    additional: &OnceLock<u32>,
 ) -> End {
+    let send = transport.send.clone();
     let mut client =
         AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&context.settings.borrow());
@@ -235,6 +250,14 @@ async fn session(
     if let Err(refusal) = context.standing.judge(&node, issued) {
         return not_admitted(&mut client, refusal).await;
     }
+    if hello.link > 0 {
+        let _ = additional.set(hello.link);
+        let link = (&mut client, events);
+        return additional::serve(context, transport, link, (&node, peer), &hello, worker, place).await;
+    }
+    let Transport { send, pings, flow } = transport;
+    let over = context.forced.child_token();
+    let first = Link::new(0, flow.clone(), over.child_token(), send, worker);
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
@@ -244,14 +267,11 @@ async fn session(
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
-        flow,
+        links: Links::new(first, hello.max_links),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
-        connections: AtomicU32::new(0),
         carried: Totals::default(),
         closed: CancellationToken::new(),
-        over: context.forced.child_token(),
-        send,
-        worker,
+        over,
     });
     match context.sessions.register(session.clone()) {
         Ok(older) => retire(older, &session),
@@ -268,7 +288,7 @@ async fn session(
     place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    let end = follow(context, &session, &mut client, &mut events, pings, loopback).await;
+    let end = follow(context, &session, &flow, &mut client, &mut events, pings, loopback).await;
     if let Some(refusal) = session.refusal.get() {
         // No client gets there any more while the agent is told.
         context.sessions.unregister(&session);
@@ -288,7 +308,7 @@ async fn session(
     end
 }
 
-fn refused(reason: String) -> notice::Notice {
+pub(super) fn refused(reason: String) -> notice::Notice {
     notice::Notice::Refused(Refused { reason, ..Refused::default() })
 }
 
@@ -338,6 +358,7 @@ async fn greet(
 async fn follow(
     context: &LinkContext,
     session: &Arc<Session>,
+    flow: &Flow,
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
     pings: PingPong,
@@ -348,7 +369,8 @@ async fn follow(
     let mut settings = context.settings.clone();
     // They may have changed after the Welcome was sent.
     settings.mark_changed();
-    let mut alive = std::pin::pin!(link::keep_alive(pings, &session.flow, || session.stalls.sweep()));
+    let mut alive = std::pin::pin!(link::keep_alive(pings, flow, || session.stalls.sweep()));
+    let mut wanted = session.links.wanted();
     let mut span = (Instant::now(), 0u32);
     let mut draining_sent = false;
     loop {
@@ -358,7 +380,7 @@ async fn follow(
                     Ok(Some(event)) => event,
                     Ok(None) => {
                         context.sessions.leave(session);
-                        finish(context, session).await;
+                        finish(context, session, || session.links.connections()).await;
                         return End::Left;
                     }
                     Err(status) => return End::Lost(Box::new(status)),
@@ -397,6 +419,12 @@ async fn follow(
                     notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
                 }
             }
+            // The session owns the sender.
+            Ok(()) = wanted.changed(), if !draining_sent => {
+                let links = session.links.missing(*wanted.borrow_and_update());
+                tracing::debug!(node = %session.node, ?links, "asking for more links");
+                notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
+            }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
                 let timeout_seconds = u32::try_from(context.drain_timeout.as_secs()).unwrap_or(u32::MAX);
@@ -413,10 +441,10 @@ fn loopback_ports(settings: &Settings) -> Vec<u32> {
 }
 
 /// After the agent has left on purpose: lets clients that read slowly receive what was carried.
-async fn finish(context: &LinkContext, session: &Session) {
+pub(super) async fn finish(context: &LinkContext, session: &Session, connections: impl Fn() -> u32) {
     let idle = async {
         let mut tick = tokio::time::interval(Duration::from_millis(20));
-        while session.connections.load(Ordering::Relaxed) > 0 {
+        while connections() > 0 {
             tick.tick().await;
         }
     };
@@ -428,7 +456,7 @@ async fn finish(context: &LinkContext, session: &Session) {
     }
 }
 
-async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) {
+pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) {
     let notice = Notice { notice: Some(notice) };
     match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
         Ok(Ok(_)) => {}

@@ -1,5 +1,6 @@
 //! The agent port: accepts, does mutual TLS, and by ALPN serves an agent's link or gRPC (enrolment).
 
+mod additional;
 mod attach;
 mod enroll;
 mod gate;

@@ -64,7 +64,7 @@ impl AccessLogGuard {
         self.place = Some(Box::new(place));
     }
 
-    /// Why the connection ends when its session's [`Session::over`] is cancelled.
+    /// Why the connection ends when its link's [`crate::session::Link::over`] is cancelled.
     pub(super) fn why_over(&self) -> Outcome {
         if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
     }

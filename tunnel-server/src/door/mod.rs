@@ -28,7 +28,7 @@ pub use redirect::Redirected;
 
 use crate::accept::accept;
 use crate::admission::{Full, Share, Shares};
-use crate::session::{Session, Sessions};
+use crate::session::{Session, Sessions, Taken};
 use access_log::AccessLogGuard;
 
 /// Serves a door until the drain starts. `shares` bounds its connections, for as long as they last.
@@ -92,10 +92,11 @@ async fn receive<D: Door>(
         return;
     };
     // From the accepting thread to the one that owns the link; both sides of the pump stay there.
-    let worker = session.worker.clone();
+    let link = session.links.take();
+    let worker = link.worker.clone();
     match socket.into_std() {
         Ok(socket) => {
-            worker.spawn(carry::<D>(socket, request, session, record));
+            worker.spawn(carry::<D>(socket, request, session, link, record));
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
@@ -116,6 +117,7 @@ async fn carry<D: Door>(
     socket: std::net::TcpStream,
     request: OpenRequest,
     session: Arc<Session>,
+    link: Taken,
     mut record: AccessLogGuard,
 ) {
     let mut socket = match TcpStream::from_std(socket) {
@@ -126,6 +128,7 @@ async fn carry<D: Door>(
     let ended = {
         let connected = |took| record.dialled(took);
         let mut carrying = std::pin::pin!(session.carry(
+            &link,
             &mut socket,
             request.prefix,
             request.target,
@@ -136,7 +139,7 @@ async fn carry<D: Door>(
         tokio::select! {
             biased;
             ended = &mut carrying => ended,
-            () = session.over.cancelled() => {
+            () = link.over.cancelled() => {
                 abort.trigger(record.why_over());
                 carrying.await
             }
@@ -166,7 +169,7 @@ fn no_tunnel(sessions: &Sessions, node: &NodeName) -> String {
 mod tests {
     use super::*;
 
-    fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
+    fn size_of_future<A, B, C, D, E, F>(_: fn(A, B, C, D, E) -> F) -> usize {
         size_of::<F>()
     }
 

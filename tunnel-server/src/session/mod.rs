@@ -1,19 +1,18 @@
 //! The sessions with the agents: which node has one, and a stream on its link for each connection.
 
+mod links;
 mod registry;
 mod workers;
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use h2::RecvStream;
-use h2::client::{ResponseFuture, SendRequest};
+use h2::client::ResponseFuture;
 use http::{HeaderValue, Method, Request, StatusCode, Version, header};
 use tokio::net::TcpStream;
-use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use tunnel_core::carry::{
@@ -26,15 +25,18 @@ use tunnel_core::text::printable;
 
 use crate::pki::Refusal;
 
+pub use links::{Link, Links, NotWanted, Taken};
 pub use registry::{Fenced, Sessions};
 pub use workers::Workers;
 
 /// How long an agent may take to connect to a target.
 const DIAL_DEADLINE: Duration = Duration::from_secs(5);
+/// How long a link may leave a dial unacknowledged, and twice its round-trip time.
+const SILENCE: Duration = Duration::from_millis(2500);
 /// Added to that for the way through the tunnel; then the agent counts as hung.
 const DIAL_GRACE: Duration = Duration::from_secs(3);
 
-/// An attached link.
+/// An attached agent.
 pub struct Session {
     /// Unique in this process.
     pub id: u64,
@@ -51,21 +53,15 @@ pub struct Session {
     pub since: Instant,
     /// As the agent reports it.
     pub agent_version: String,
-    /// What is known about the link's path.
-    pub flow: Arc<Flow>,
+    pub links: Links,
     /// Bounds what is held for clients that do not read.
     pub stalls: StallBound,
-    pub connections: AtomicU32,
     /// Bytes carried, from clients to the node and back.
     pub carried: Totals,
     /// Cancelled when the session has to end; see [`Session::close`].
     pub closed: CancellationToken,
-    /// Cancelled when its connections have to: with the session, or when the time of the server's drain is up. One token of
-    /// the session's own, because every poll of a connection's task locks it.
+    /// Cancelled when its connections have to end: with the session, or when the time of the server's drain is up.
     pub(crate) over: CancellationToken,
-    pub(crate) send: SendRequest<Bytes>,
-    /// The thread that owns the link. Its streams and their sockets stay there.
-    pub(crate) worker: Handle,
 }
 
 impl Session {
@@ -82,13 +78,23 @@ impl Session {
         self.over.cancel();
     }
 
-    /// Carries an accepted connection to `target`, which the agent dials, until both directions have ended. Has to run
-    /// on [`Session::worker`]. `connected` gets the duration of the agent's dial.
+    /// Ends a link and its connections; the first one's end is that of the session.
+    fn close_link(&self, link: &Link) {
+        if link.number == 0 {
+            return self.close();
+        }
+        self.links.part(link);
+        link.over.cancel();
+    }
+
+    /// Carries an accepted connection to `target`, which the agent dials, over `link` until both directions have ended.
+    /// Has to run on [`Link::worker`]. `connected` gets the duration of the agent's dial.
     ///
     /// # Errors
     /// Whatever ended it early; the socket then sends a TCP RST when it is dropped.
     pub async fn carry(
         &self,
+        link: &Link,
         socket: &mut TcpStream,
         prefix: Bytes,
         target: SocketAddr,
@@ -96,47 +102,31 @@ impl Session {
         traffic: &Traffic,
         connected: impl FnOnce(Duration),
     ) -> Result<(), RelayError> {
-        let _counted = Counted::new(self);
-        let mut link = self.send.clone();
+        let mut stream = link.send.clone();
         let request =
             carry_request(target).map_err(|error| RelayError::Dial(Outcome::Protocol, error.to_string()))?;
-        if let Err(error) = std::future::poll_fn(|cx| link.poll_ready(cx)).await {
+        if let Err(error) = std::future::poll_fn(|cx| stream.poll_ready(cx)).await {
             // Nothing can be carried on this link any more, even if its PINGs are still answered.
-            self.close();
+            self.close_link(link);
             return Err(RelayError::Link(error));
         }
         // Beyond the agent's limit h2 would queue the stream. One of them is the session's own.
-        if self.connections.load(Ordering::Relaxed) as usize >= link.current_max_send_streams() {
-            let reason =
-                format!("{} accepts no more than {} streams", self.node, link.current_max_send_streams());
+        let most = stream.current_max_send_streams();
+        if link.connections() as usize >= most {
+            let reason = format!("{} accepts no more than {most} streams", self.node);
             return Err(RelayError::Dial(Outcome::Busy, reason));
         }
-        let (response, mut send) = link.send_request(request, false).map_err(RelayError::Link)?;
+        let (response, mut send) = stream.send_request(request, false).map_err(RelayError::Link)?;
         let asked = Instant::now();
         // Boxed: its memory is freed once the agent has connected.
         let inbound = Box::pin(async move {
-            let answer = dialled(&self.node, target, response).await;
+            let answer = dialled(&self.node, target, &link.flow, response).await;
             connected(asked.elapsed());
             answer
         });
-        Relay { side: Side::Server, flow: &self.flow, stalls: &self.stalls, abort, traffic }
+        Relay { side: Side::Server, flow: &link.flow, stalls: &self.stalls, abort, traffic }
             .run(socket, prefix, &mut send, inbound)
             .await
-    }
-}
-
-struct Counted<'a>(&'a Session);
-
-impl<'a> Counted<'a> {
-    fn new(session: &'a Session) -> Self {
-        session.connections.fetch_add(1, Ordering::Relaxed);
-        Self(session)
-    }
-}
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.connections.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -152,14 +142,33 @@ fn carry_request(target: SocketAddr) -> Result<Request<()>, http::Error> {
         .body(())
 }
 
+/// Ends once the link has not even acknowledged for so long that its line must be out. A slow line acknowledges.
+async fn silent(flow: &Flow) -> Duration {
+    loop {
+        let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
+        tokio::time::sleep(patience).await;
+        if let Some(silence) = flow.silence().await.filter(|silence| *silence >= patience) {
+            return silence;
+        }
+    }
+}
+
 /// Waits for the agent's answer: headers mean connected, a status says why not.
 async fn dialled(
     node: &NodeName,
     target: SocketAddr,
+    flow: &Flow,
     response: ResponseFuture,
 ) -> Result<RecvStream, RelayError> {
     let limit = DIAL_DEADLINE + DIAL_GRACE;
-    let response = tokio::time::timeout(limit, response).await.map_err(|_| {
+    let response = tokio::select! {
+        response = tokio::time::timeout(limit, response) => response,
+        silence = silent(flow) => {
+            let reason = format!("the link to {node} has been silent for {:.1} s", silence.as_secs_f32());
+            return Err(RelayError::Dial(Outcome::TimedOut, reason));
+        }
+    };
+    let response = response.map_err(|_| {
         RelayError::Dial(
             Outcome::TimedOut,
             format!("{node} did not answer the dial of {target} within {} s", limit.as_secs()),

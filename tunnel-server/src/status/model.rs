@@ -45,11 +45,28 @@ pub struct SessionStatus {
     /// None before the first PING.
     pub rtt_ms: Option<f64>,
     pub agent_version: String,
+    pub links: Vec<LinkStatus>,
     pub connections: u32,
     /// Those whose receiver is not reading at present.
     pub stalled: usize,
     pub bytes_to_node: u64,
     pub bytes_from_node: u64,
+}
+
+/// One TCP connection with an agent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinkStatus {
+    /// 0 is the first; others come and go with the load.
+    pub number: u32,
+    pub connections: u32,
+    /// None before the first PING.
+    pub rtt_ms: Option<f64>,
+    /// Bytes a second that the path took when the server sent something last; 0 before that.
+    pub delivery_rate: u64,
+    /// TCP segments that the server has sent again.
+    pub retransmits: u32,
+    /// Bytes that one connection may have in flight.
+    pub window: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

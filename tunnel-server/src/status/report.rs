@@ -3,25 +3,42 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tunnel_core::admin;
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Readiness;
 
 use super::model::{
-    DoorStatus, InventoryStatus, NodeStatus, ProgramStatus, RedirectState, RedirectStatus, SessionStatus,
-    StatusReport,
+    DoorStatus, InventoryStatus, LinkStatus, NodeStatus, ProgramStatus, RedirectState, RedirectStatus,
+    SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
 use crate::metrics::Metrics;
 use crate::redirect::Redirect;
 use crate::route::Router;
-use crate::session::{Session, Sessions};
+use crate::session::{Link, Session, Sessions};
 
 /// The agent port's name among the doors. What it accepts are links, so its connections are the sessions.
 pub const AGENTS: &str = "agents";
+
+impl LinkStatus {
+    fn of(link: &Link) -> Self {
+        let flow = &link.flow;
+        Self {
+            number: link.number,
+            connections: link.connections(),
+            rtt_ms: flow.rtt.last().map(milliseconds),
+            delivery_rate: flow.rate(),
+            retransmits: flow.retransmits(),
+            window: flow.window(),
+        }
+    }
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
 
 /// Reports on the source of the nodes.
 pub type SourceReport = Box<dyn Fn() -> SourceStatus + Send + Sync>;
@@ -100,9 +117,10 @@ impl Reporter {
                 peer: session.peer,
                 epoch: session.epoch,
                 since_s: session.since.elapsed().as_secs(),
-                rtt_ms: session.flow.rtt.last().map(|rtt| rtt.as_secs_f64() * 1e3),
+                rtt_ms: session.links.rtt().map(milliseconds),
                 agent_version: session.agent_version.clone(),
-                connections: session.connections.load(Ordering::Relaxed),
+                links: session.links.all().iter().map(|link| LinkStatus::of(link)).collect(),
+                connections: session.links.connections(),
                 stalled: session.stalls.blocked(),
                 bytes_to_node: session.carried.from_socket.get(),
                 bytes_from_node: session.carried.to_socket.get(),

@@ -73,11 +73,11 @@ impl StatusReport {
         let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
         let mut table = Table::new();
         table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-        let header = "NODE|STATE|ADDRESSES|PEER|RTT|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT";
+        let header = "NODE|STATE|ADDRESSES|PEER|RTT|LINKS|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT";
         table.set_header(header.split('|'));
         for (index, column) in table.column_iter_mut().enumerate() {
             column.set_padding((0, 2));
-            if (4..9).contains(&index) {
+            if (4..10).contains(&index) {
                 column.set_cell_alignment(CellAlignment::Right);
             }
         }
@@ -143,13 +143,14 @@ impl NodeStatus {
             Some(session) => row.extend([
                 session.peer.to_string(),
                 session.rtt_ms.map_or_else(none, |rtt| format!("{rtt:.1} ms")),
+                session.links.len().to_string(),
                 session.connections.to_string(),
                 session.stalled.to_string(),
                 bytes(session.bytes_to_node),
                 bytes(session.bytes_from_node),
                 harmless(&session.agent_version),
             ]),
-            None => row.extend(std::iter::repeat_with(none).take(7)),
+            None => row.extend(std::iter::repeat_with(none).take(8)),
         }
         row
     }
@@ -182,7 +183,18 @@ mod tests {
     use super::*;
     use crate::inventory::SourceStatus;
     use crate::route::{Conflict, ConflictKind};
-    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, SessionStatus};
+    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, LinkStatus, SessionStatus};
+
+    fn link(number: u32) -> LinkStatus {
+        LinkStatus {
+            number,
+            connections: 2,
+            rtt_ms: Some(12.34),
+            delivery_rate: 1_000_000,
+            retransmits: 0,
+            window: 1 << 20,
+        }
+    }
 
     fn node(name: &str, session: Option<usize>) -> NodeStatus {
         NodeStatus {
@@ -196,6 +208,7 @@ mod tests {
                 since_s: 3700,
                 rtt_ms: Some(12.34),
                 agent_version: "0.1.0".to_owned(),
+                links: vec![link(0), link(1)],
                 connections: 5,
                 stalled,
                 bytes_to_node: 1023,

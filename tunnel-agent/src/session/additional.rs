@@ -1,0 +1,48 @@
+//! Additional links of a session: TCP connections that the server asks for when the node is busy.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
+
+use super::connect::{Connected, connect};
+use super::serve::serve;
+use super::session_end::SessionEnd;
+use super::state::SessionState;
+
+/// Opens the link with this number as a task of `tasks`, unless it is under way or up.
+pub(super) fn open(
+    first: &Arc<SessionState>,
+    number: u32,
+    identity: &watch::Receiver<Arc<AgentIdentity>>,
+    tasks: &TaskTracker,
+) {
+    let Some(place) = first.common.place(number) else { return };
+    let (first, identity) = (first.clone(), identity.borrow().clone());
+    tasks.spawn(async move {
+        let end = match first.stop.run_until_cancelled(Box::pin(run(&first, number, &identity))).await {
+            Some(end) => end,
+            None => SessionEnd::Stopping,
+        };
+        // The server goes on without it, and asks again when it needs it.
+        tracing::debug!(server = %first.server, link = number, reason = %end, "additional link ended");
+        drop(place);
+    });
+}
+
+async fn run(first: &Arc<SessionState>, number: u32, identity: &AgentIdentity) -> SessionEnd {
+    let tls = match agent_tls(identity, ALPN_TUNNEL) {
+        Ok(tls) => tls,
+        Err(error) => return SessionEnd::Tls(std::io::Error::other(error)),
+    };
+    // The very address that the session has: the name may lead to several servers.
+    match connect(&first.peer.to_string(), tls, first.shared.keepalive).await {
+        Ok(Connected { link, chain, flow, .. }) => {
+            let state = Arc::new(SessionState::additional(first.clone(), number, chain, flow));
+            serve(state, link, CancellationToken::new()).await
+        }
+        Err(end) => end,
+    }
+}

@@ -1,0 +1,92 @@
+//! A TCP connection with a server: its name is resolved each time, and all its addresses are tried (RFC 8305).
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::net::{TcpStream, lookup_host};
+use tokio::task::JoinSet;
+
+/// Before the next address is tried beside those that have not answered.
+const NEXT_ADDRESS: Duration = Duration::from_millis(250);
+/// Before all are tried once more. The kernel repeats its questions ever more rarely: after an outage it would ask seconds
+/// late.
+const NEXT_ROUND: Duration = Duration::from_millis(1500);
+
+/// Connects to the first address that answers. Never gives up while none refuses: the caller bounds it.
+///
+/// # Errors
+/// The name does not resolve, or every address refuses.
+pub(super) async fn reach(server: &str) -> io::Result<TcpStream> {
+    let addresses = interleaved(lookup_host(server).await?.collect());
+    if addresses.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
+    }
+    let mut attempts = JoinSet::new();
+    let mut next = addresses.iter();
+    let mut pause = Duration::ZERO;
+    loop {
+        tokio::select! {
+            biased;
+            Some(ended) = attempts.join_next() => match ended.map_err(io::Error::other).flatten() {
+                Ok(stream) => return Ok(stream),
+                Err(error) if attempts.is_empty() && next.len() == 0 => return Err(error),
+                // The next one need not wait.
+                Err(_) if next.len() > 0 => pause = Duration::ZERO,
+                Err(_) => {}
+            },
+            () = tokio::time::sleep(pause) => {
+                if next.len() == 0 {
+                    next = addresses.iter();
+                }
+                if let Some(address) = next.next() {
+                    attempts.spawn(TcpStream::connect(*address));
+                }
+                pause = if next.len() == 0 { NEXT_ROUND } else { NEXT_ADDRESS };
+            }
+        }
+    }
+}
+
+/// In the resolver's order, which knows what works best here, but the two families in turns.
+fn interleaved(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+    let Some(first) = addresses.first() else { return addresses };
+    let ipv6 = first.is_ipv6();
+    let (one, other): (Vec<_>, Vec<_>) =
+        addresses.iter().copied().partition(|address| address.is_ipv6() == ipv6);
+    let mut other = other.into_iter();
+    let mut mixed: Vec<_> =
+        one.into_iter().flat_map(|address| std::iter::once(address).chain(other.next())).collect();
+    mixed.extend(other);
+    mixed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addresses(list: &[&str]) -> Vec<SocketAddr> {
+        list.iter().map(|address| address.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn families_take_turns() {
+        let (a, b, c, x, y) = ("[fd00::1]:1", "[fd00::2]:1", "[fd00::3]:1", "10.0.0.1:1", "10.0.0.2:1");
+        let mixed = |list: &[&str]| interleaved(addresses(list));
+        assert_eq!(mixed(&[a, b, c, x]), addresses(&[a, x, b, c]));
+        assert_eq!(mixed(&[x, y, a]), addresses(&[x, a, y]));
+        assert_eq!(mixed(&[x, a, b, c]), addresses(&[x, a, b, c]));
+        assert_eq!(mixed(&[]), addresses(&[]));
+    }
+
+    #[tokio::test]
+    async fn a_refusal_ends_it_and_a_listener_is_reached() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stream = reach(&address.to_string()).await.unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), address);
+        drop(listener);
+        let error = reach(&address.to_string()).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    }
+}

@@ -1,0 +1,82 @@
+//! An additional link of a session, which the server has asked for. It carries connections and nothing else.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tonic::Streaming;
+use tunnel_core::identity::NodeName;
+use tunnel_core::link::keep_alive;
+use tunnel_core::proto::agent_client::AgentClient;
+use tunnel_core::proto::{AgentEvent, Hello};
+
+use super::attach::{End, LinkContext, Transport, finish, notify, refused};
+use super::gate::Certified;
+use crate::session::{Link, Session};
+use tunnel_core::grpc::Channel;
+
+/// How often to look whether it is still of use.
+const CHECK: Duration = Duration::from_secs(5);
+
+/// Takes the link out of use, however its task ends.
+struct Joined {
+    session: Arc<Session>,
+    link: Arc<Link>,
+}
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        self.session.links.part(&self.link);
+        self.link.over.cancel();
+    }
+}
+
+/// Adds the link to the session that `hello` names, and serves it until its end.
+pub(super) async fn serve(
+    context: &LinkContext,
+    Transport { send, pings, flow }: Transport,
+    (client, mut events): (&mut AgentClient<Channel>, Streaming<AgentEvent>),
+    (node, peer): (&NodeName, SocketAddr),
+    hello: &Hello,
+    worker: Handle,
+    place: Certified,
+) -> End {
+    let session = context.sessions.get(node).filter(|session| session.epoch == hello.epoch);
+    let Some(session) = session else {
+        // It led to another server, or the session has ended meanwhile.
+        let reason = format!("no session with number {} is attached to this server", hello.epoch);
+        notify(client, refused(reason.clone())).await;
+        return End::NotJoined(reason);
+    };
+    let link = Link::new(hello.link, flow, session.over.child_token(), send, worker);
+    if let Err(error) = session.links.join(link.clone()) {
+        notify(client, refused(error.to_string())).await;
+        return End::NotJoined(error.to_string());
+    }
+    let joined = Joined { session, link };
+    let Joined { session, link } = &joined;
+    place.attached();
+    context.metrics.handshake("additional");
+    tracing::debug!(%node, %peer, epoch = session.epoch, link = link.number, "additional link");
+    let mut alive = std::pin::pin!(keep_alive(pings, &link.flow, || session.stalls.sweep()));
+    let mut tick = tokio::time::interval(CHECK);
+    loop {
+        tokio::select! {
+            event = events.message() => match event {
+                Ok(Some(_)) => return End::Unasked,
+                Ok(None) => {
+                    session.links.part(link);
+                    finish(context, session, || link.connections()).await;
+                    return End::Left;
+                }
+                Err(status) => return End::Lost(Box::new(status)),
+            },
+            dead = &mut alive => return dead.into(),
+            _ = tick.tick() => if session.links.part_if_idle(link) { return End::Idle },
+            () = link.over.cancelled() => return End::Stopped,
+            () = session.closed.cancelled() => return End::Stopped,
+            () = context.stop.cancelled() => return End::Stopped,
+        }
+    }
+}

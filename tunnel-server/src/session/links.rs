@@ -1,0 +1,429 @@
+//! The links of one session. A second TCP connection is what keeps small messages and other transfers out of the way of
+//! a bulk transfer, and of what one lost segment holds back.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::link::{Flow, MAX_LINKS};
+
+/// Below this round-trip time a line is short: what waits on it is gone in a moment, and fewer links send larger records.
+const FAR: Duration = Duration::from_millis(3);
+/// A link that moves more bytes a second is busy with bulk transfers.
+const BUSY: u64 = 64 << 10;
+/// The shortest time over which that is measured.
+const SHORTEST_SPAN: Duration = Duration::from_millis(50);
+/// How long to wait for a link that was asked for before it is asked for again; doubled each time, up to the longest.
+const PATIENCE: Duration = Duration::from_secs(5);
+const LONGEST_PATIENCE: Duration = Duration::from_secs(300);
+/// How long a link without connections is kept: what was busy once is soon busy again.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// One TCP connection with an agent.
+#[derive(Debug)]
+pub struct Link {
+    /// 0 is the one that the session began with, and ends with.
+    pub number: u32,
+    /// What is known about its path.
+    pub flow: Arc<Flow>,
+    /// Cancelled when its connections have to end: with the link, with the session, or when the time of the server's
+    /// drain is up. A token of its own, because every poll of a connection's task locks it.
+    pub(crate) over: CancellationToken,
+    pub(crate) send: SendRequest<Bytes>,
+    /// The thread that owns the link. Its streams and their sockets stay there.
+    pub(crate) worker: Handle,
+    connections: AtomicU32,
+}
+
+impl Link {
+    pub(crate) fn new(
+        number: u32,
+        flow: Arc<Flow>,
+        over: CancellationToken,
+        send: SendRequest<Bytes>,
+        worker: Handle,
+    ) -> Arc<Self> {
+        Arc::new(Self { number, flow, over, send, worker, connections: AtomicU32::new(0) })
+    }
+
+    /// Connections that it carries now.
+    pub fn connections(&self) -> u32 {
+        self.connections.load(Ordering::Relaxed)
+    }
+}
+
+/// A link that carries one connection more, until this is dropped.
+#[derive(Debug)]
+pub struct Taken(Arc<Link>);
+
+impl Taken {
+    fn new(link: Arc<Link>) -> Self {
+        link.connections.fetch_add(1, Ordering::Relaxed);
+        Self(link)
+    }
+}
+
+impl std::ops::Deref for Taken {
+    type Target = Link;
+
+    fn deref(&self) -> &Link {
+        &self.0
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The number of a link was not asked for, or is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("link {0} of this session was not asked for, or is up already")]
+pub struct NotWanted(u32);
+
+/// The links of one session. There is always the first one.
+#[derive(Debug)]
+pub struct Links {
+    state: Mutex<State>,
+    /// How many there should be, for the one who asks the agent.
+    wanted: watch::Sender<u32>,
+    /// How many there may be.
+    most: u32,
+}
+
+#[derive(Debug)]
+struct State {
+    links: Vec<Measured>,
+    asked: Option<Instant>,
+    patience: Duration,
+}
+
+impl State {
+    fn up(&self) -> u32 {
+        u32::try_from(self.links.len()).unwrap_or(u32::MAX)
+    }
+
+    fn is_up(&self, number: u32) -> bool {
+        self.links.iter().any(|link| link.link.number == number)
+    }
+}
+
+#[derive(Debug)]
+struct Measured {
+    link: Arc<Link>,
+    /// When, and the bytes until then.
+    last: (Instant, u64),
+    /// Bytes a second.
+    rate: u64,
+    idle_since: Option<Instant>,
+}
+
+impl Measured {
+    fn new(link: Arc<Link>, now: Instant) -> Self {
+        let moved = link.flow.moved();
+        Self { link, last: (now, moved), rate: 0, idle_since: Some(now) }
+    }
+
+    fn measure(&mut self, now: Instant) {
+        let elapsed = now.saturating_duration_since(self.last.0);
+        if elapsed >= SHORTEST_SPAN {
+            let moved = self.link.flow.moved();
+            let bytes = u128::from(moved.saturating_sub(self.last.1));
+            self.rate = u64::try_from(bytes * 1000 / elapsed.as_millis()).unwrap_or(u64::MAX);
+            self.last = (now, moved);
+        }
+    }
+
+    /// The least comes first.
+    fn load(&self) -> (bool, u32, u64) {
+        (self.rate > BUSY, self.link.connections(), self.rate)
+    }
+}
+
+impl Links {
+    /// `most`: how many links the agent opens when it is asked.
+    pub(crate) fn new(first: Arc<Link>, most: u32) -> Self {
+        let links = vec![Measured::new(first, Instant::now())];
+        let state = Mutex::new(State { links, asked: None, patience: PATIENCE });
+        Self { state, wanted: watch::Sender::new(1), most: most.clamp(1, MAX_LINKS) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The link for a new connection. On a long path that is the one with the least load, and another one is asked for
+    /// when each has some.
+    pub(crate) fn take(&self) -> Taken {
+        self.take_at(Instant::now())
+    }
+
+    fn take_at(&self, now: Instant) -> Taken {
+        let mut state = self.state();
+        // There is always the first.
+        let first = &state.links[0].link;
+        if self.most == 1 || first.flow.rtt.shortest().is_none_or(|rtt| rtt < FAR) {
+            return Taken::new(first.clone());
+        }
+        state.links.iter_mut().for_each(|link| link.measure(now));
+        let least = (0..state.links.len()).min_by_key(|index| state.links[*index].load()).unwrap_or_default();
+        state.links[least].idle_since = None;
+        let taken = Taken::new(state.links[least].link.clone());
+        self.want_more(&mut state, now);
+        taken
+    }
+
+    /// Asks for as many links as there are connections, and a spare one.
+    fn want_more(&self, state: &mut State, now: Instant) {
+        let connections: u32 = state.links.iter().map(|link| link.link.connections()).sum();
+        let wanted = self.most.min(connections.saturating_add(1));
+        let all_in_use = state.links.iter().all(|link| link.link.connections() > 0);
+        if wanted <= state.up() || !all_in_use {
+            return;
+        }
+        if let Some(asked) = state.asked {
+            if now.saturating_duration_since(asked) >= state.patience {
+                // They lead elsewhere, as behind a load balancer, or nowhere.
+                state.patience = LONGEST_PATIENCE.min(state.patience * 2);
+            } else if wanted <= *self.wanted.borrow() {
+                return;
+            }
+        }
+        state.asked = Some(now);
+        self.wanted.send_replace(wanted);
+    }
+
+    /// Sees how many links there should be; a change is also the wish to ask again.
+    pub(crate) fn wanted(&self) -> watch::Receiver<u32> {
+        self.wanted.subscribe()
+    }
+
+    /// The numbers of those to ask for.
+    pub(crate) fn missing(&self, wanted: u32) -> Vec<u32> {
+        let state = self.state();
+        let free = (1..MAX_LINKS).filter(|number| !state.is_up(*number));
+        free.take(wanted.saturating_sub(state.up()) as usize).collect()
+    }
+
+    /// Takes a link into use.
+    ///
+    /// # Errors
+    /// There is one with this number, or nobody asked for it.
+    pub(crate) fn join(&self, link: Arc<Link>) -> Result<(), NotWanted> {
+        let mut state = self.state();
+        let wanted = *self.wanted.borrow();
+        if link.number >= MAX_LINKS || state.is_up(link.number) || state.up() >= wanted {
+            return Err(NotWanted(link.number));
+        }
+        state.links.push(Measured::new(link, Instant::now()));
+        if state.up() >= wanted {
+            (state.asked, state.patience) = (None, PATIENCE);
+        }
+        Ok(())
+    }
+
+    /// Takes a link out of use. The first stays: without it there is no session.
+    pub(crate) fn part(&self, link: &Link) {
+        self.state().links.retain(|other| other.link.number == 0 || !std::ptr::eq(&*other.link, link));
+    }
+
+    /// Takes a link out of use if it has carried nothing for a while, and is not the spare one of a session that carries
+    /// something. Whether it did.
+    pub(crate) fn part_if_idle(&self, link: &Link) -> bool {
+        self.part_if_idle_at(link, Instant::now())
+    }
+
+    fn part_if_idle_at(&self, link: &Link, now: Instant) -> bool {
+        let mut state = self.state();
+        let carries = state.links.iter().any(|link| link.link.connections() > 0);
+        let idle = |link: &Measured| link.link.connections() == 0;
+        let spare = state.links.iter().filter(|link| idle(link)).count() == 1;
+        let Some(index) = state.links.iter().position(|other| std::ptr::eq(&*other.link, link)) else {
+            return true;
+        };
+        let this = &mut state.links[index];
+        if !idle(this) {
+            this.idle_since = None;
+            return false;
+        }
+        let since = *this.idle_since.get_or_insert(now);
+        if link.number == 0 || now.saturating_duration_since(since) < IDLE || (carries && spare) {
+            return false;
+        }
+        state.links.remove(index);
+        let up = state.up();
+        // So that it may be asked for again; nobody is to ask now.
+        self.wanted.send_if_modified(|wanted| {
+            *wanted = up;
+            false
+        });
+        true
+    }
+
+    /// All that are up.
+    pub fn all(&self) -> Vec<Arc<Link>> {
+        self.state().links.iter().map(|link| link.link.clone()).collect()
+    }
+
+    /// The first one's round-trip time.
+    pub fn rtt(&self) -> Option<Duration> {
+        // There is always the first.
+        self.state().links[0].link.flow.rtt.last()
+    }
+
+    /// Connections on all of them.
+    pub fn connections(&self) -> u32 {
+        self.state().links.iter().map(|link| link.link.connections()).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// A link over a path with this round-trip time.
+    async fn link(number: u32, rtt: Duration) -> Arc<Link> {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let preface = tokio::spawn(h2::server::handshake(far));
+        let (send, _) = h2::client::handshake(near).await.unwrap();
+        drop(preface);
+        let flow = Arc::new(Flow::default());
+        flow.rtt.add(rtt);
+        Link::new(number, flow, CancellationToken::new(), send, Handle::current())
+    }
+
+    async fn links(rtt: Duration, most: u32) -> Links {
+        Links::new(link(0, rtt).await, most)
+    }
+
+    fn numbers(taken: &[Taken]) -> Vec<u32> {
+        taken.iter().map(|taken| taken.number).collect()
+    }
+
+    #[tokio::test]
+    async fn a_near_node_and_an_old_agent_have_one_link() {
+        for links in [links(MS, 8).await, links(50 * MS, 1).await, links(50 * MS, 0).await] {
+            let taken: Vec<_> = (0..10).map(|_| links.take()).collect();
+            assert_eq!(numbers(&taken), [0; 10]);
+            assert_eq!(*links.wanted().borrow(), 1);
+            assert_eq!(links.join(link(1, MS).await), Err(NotWanted(1)));
+        }
+    }
+
+    #[tokio::test]
+    async fn each_connection_gets_a_link_of_its_own_while_there_are_some() {
+        let links = links(50 * MS, 8).await;
+        let wanted = links.wanted();
+        let mut taken = vec![links.take()];
+        assert_eq!((*wanted.borrow(), links.missing(2)), (2, vec![1]), "a spare one");
+        links.join(link(1, 50 * MS).await).unwrap();
+        taken.push(links.take());
+        assert_eq!((*wanted.borrow(), links.missing(3)), (3, vec![2]));
+        // Those are under way: until they are up, connections share.
+        taken.extend([links.take(), links.take()]);
+        assert_eq!((*wanted.borrow(), links.missing(5)), (5, vec![2, 3, 4]));
+        for number in [4, 2, 3] {
+            links.join(link(number, 50 * MS).await).unwrap();
+        }
+        taken.extend([links.take(), links.take(), links.take()]);
+        assert_eq!(numbers(&taken), [0, 1, 0, 1, 4, 2, 3]);
+        assert_eq!((links.connections(), *wanted.borrow()), (7, 8), "no more than there may be");
+        drop(taken);
+        assert_eq!(links.connections(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_busy_link_is_left_to_those_it_has() {
+        let links = links(50 * MS, 2).await;
+        let bulk = links.take();
+        links.join(link(1, 50 * MS).await).unwrap();
+        let others = [links.take(), links.take()];
+        assert_eq!(numbers(&others), [1, 0]);
+        let start = Instant::now();
+        for moved in 1..=3 {
+            bulk.flow.add_sent(1_000_000);
+            drop(links.take_at(start + moved * 1000 * MS));
+        }
+        let more: Vec<_> = (0..3).map(|_| links.take_at(start + 3001 * MS)).collect();
+        assert_eq!(numbers(&more), [1, 1, 1]);
+        // Later it is idle again.
+        drop(links.take_at(start + 60_000 * MS));
+        assert_eq!(links.take_at(start + 60_001 * MS).number, 0);
+    }
+
+    #[tokio::test]
+    async fn only_what_was_asked_for_joins_and_once() {
+        let links = links(50 * MS, 8).await;
+        assert_eq!(links.join(link(1, MS).await), Err(NotWanted(1)));
+        let _taken = links.take();
+        assert_eq!(links.join(link(0, MS).await), Err(NotWanted(0)));
+        assert_eq!(links.join(link(8, MS).await), Err(NotWanted(8)));
+        assert_eq!(links.join(link(5, MS).await), Ok(()), "any number");
+        assert_eq!(links.join(link(5, MS).await), Err(NotWanted(5)));
+        assert_eq!(links.join(link(6, MS).await), Err(NotWanted(6)), "one was asked for");
+    }
+
+    #[tokio::test]
+    async fn who_does_not_come_is_asked_ever_more_rarely() {
+        let links = links(50 * MS, 2).await;
+        let (start, mut wanted) = (Instant::now(), links.wanted());
+        let mut asked = Vec::new();
+        let _first = links.take_at(start);
+        for second in 0..100 {
+            let _taken = links.take_at(start + Duration::from_secs(second));
+            if wanted.has_changed().unwrap() {
+                asked.push(second);
+                wanted.mark_unchanged();
+            }
+        }
+        assert_eq!(asked, [0, 5, 15, 35, 75]);
+        links.join(link(1, MS).await).unwrap();
+        assert_eq!(links.state().patience, PATIENCE);
+    }
+
+    #[tokio::test]
+    async fn idle_links_end_but_for_the_first_and_a_spare_one() {
+        let links = links(50 * MS, 8).await;
+        let held = links.take();
+        let (one, two) = (link(1, MS).await, link(2, MS).await);
+        links.join(one.clone()).unwrap();
+        let _second = links.take();
+        links.join(two.clone()).unwrap();
+        drop(_second);
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        assert!(!links.part_if_idle_at(&one, start) && !links.part_if_idle_at(&two, start));
+        assert!(!links.part_if_idle_at(&one, after(59)));
+        assert!(links.part_if_idle_at(&one, after(61)));
+        assert!(!links.part_if_idle_at(&two, after(1000)), "the spare one");
+        drop(held);
+        assert!(!links.part_if_idle_at(&links.all()[0], after(1000)), "the first");
+        assert!(links.part_if_idle_at(&two, after(1000)));
+        assert_eq!(links.all().len(), 1);
+        // They are asked for again.
+        let mut wanted = links.wanted();
+        let _taken = links.take();
+        assert!(wanted.has_changed().unwrap() && *wanted.borrow_and_update() == 2);
+    }
+
+    #[tokio::test]
+    async fn a_link_that_ends_takes_no_more() {
+        let links = links(50 * MS, 8).await;
+        let _held = links.take();
+        let one = link(1, MS).await;
+        links.join(one.clone()).unwrap();
+        links.part(&one);
+        links.part(&links.all()[0]);
+        assert_eq!(links.all().len(), 1, "the first stays");
+        assert_eq!(links.take().number, 0);
+        assert_eq!(links.missing(3), [1, 2]);
+    }
+}
