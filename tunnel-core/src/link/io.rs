@@ -13,10 +13,10 @@ use tokio_rustls::TlsStream;
 
 use super::flow::Flow;
 use super::settings::{not_sent_limit, tune_tls};
-use super::tcp_info::delivery;
+use crate::tcp_info::delivery;
 
-/// Between two looks at the link's rate.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often to ask for the link's rate, at most.
+const RATE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The byte stream under a link's HTTP/2.
 #[derive(Debug)]
@@ -24,13 +24,14 @@ pub struct LinkIo {
     // Boxed: futures that hold it are moved.
     stream: Box<TlsStream<TcpStream>>,
     flow: Arc<Flow>,
-    looked: Instant,
+    rate_read: Instant,
 }
 
 impl LinkIo {
     /// Wraps a stream whose handshake is done, on a socket that [`super::tune_link`] has tuned.
     pub fn new(stream: impl Into<TlsStream<TcpStream>>) -> Self {
-        let mut io = Self { stream: Box::new(stream.into()), flow: Arc::default(), looked: Instant::now() };
+        let mut io =
+            Self { stream: Box::new(stream.into()), flow: Arc::default(), rate_read: Instant::now() };
         io.resize(io.flow.piece());
         io
     }
@@ -40,7 +41,7 @@ impl LinkIo {
         self.flow.clone()
     }
 
-    /// Lets so much wait in TLS and in the kernel.
+    /// Bounds what waits in TLS and in the kernel by the size of a piece, in bytes.
     fn resize(&mut self, piece: usize) {
         match &mut *self.stream {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
@@ -53,12 +54,12 @@ impl LinkIo {
         }
     }
 
-    fn look(&mut self) {
+    fn follow_rate(&mut self) {
         let now = Instant::now();
-        if now - self.looked < LOOK {
+        if now - self.rate_read < RATE_INTERVAL {
             return;
         }
-        self.looked = now;
+        self.rate_read = now;
         if let Some(piece) =
             delivery(self.stream.get_ref().0).and_then(|delivery| self.flow.delivered(delivery))
         {
@@ -82,7 +83,7 @@ impl AsyncRead for LinkIo {
 
 impl AsyncWrite for LinkIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.look();
+        self.follow_rate();
         Pin::new(&mut *self.stream).poll_write(cx, bytes)
     }
 
@@ -91,7 +92,7 @@ impl AsyncWrite for LinkIo {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.look();
+        self.follow_rate();
         Pin::new(&mut *self.stream).poll_write_vectored(cx, slices)
     }
 

@@ -1,5 +1,5 @@
-//! The link between an agent and a server: its settings, and whether it is alive. The agent dials; the server is the
-//! HTTP/2 client.
+//! The link between an agent and a server: its settings, how it follows its path, and whether it is alive. The agent
+//! dials; the server is the HTTP/2 client.
 
 mod error;
 mod flow;
@@ -7,7 +7,6 @@ mod io;
 mod liveness;
 mod rtt;
 mod settings;
-mod tcp_info;
 
 pub use error::{LinkDead, reason};
 pub use flow::Flow;
