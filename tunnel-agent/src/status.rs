@@ -140,12 +140,12 @@ impl StatusSource {
         }
     }
 
-    /// Once.
+    /// Only the first call counts.
     pub(crate) fn set_servers(&self, servers: Arc<Servers>) {
         let _ = self.servers.set(servers);
     }
 
-    /// Once.
+    /// Only the first call counts.
     pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
         let _ = self.running.set((links, keeper));
     }

@@ -18,7 +18,7 @@ const LINES: usize = 4096;
 /// How long the end of the process waits for the lines before it to be written.
 const LAST_WRITE: Duration = Duration::from_millis(1500);
 
-/// Writes the lines that still wait when it is dropped, as far as somebody reads them.
+/// Writes the lines that still wait when it is dropped, as far as they are read.
 #[derive(Debug)]
 #[must_use = "dropping it ends the log"]
 pub struct LogGuard(Option<WorkerGuard>);

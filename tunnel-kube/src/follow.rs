@@ -18,8 +18,8 @@ use tunnel_core::backoff::Backoff;
 
 use crate::client::reason;
 
-/// How late the end of a watch may be.
-const LATE: Duration = Duration::from_secs(5);
+/// How much later than asked for the API server may end a watch.
+const END_GRACE: Duration = Duration::from_secs(5);
 
 /// How eagerly objects are followed: a few servers want to know soon, ten thousand agents must not crowd the API server.
 #[derive(Clone, Debug)]
@@ -221,7 +221,7 @@ where
     async fn watch(&mut self, mut watch: Watch<K>) -> Option<Event<K>> {
         let open = watch.opened.elapsed();
         let patience =
-            if watch.settled { watch.length + LATE } else { self.settings.settled.saturating_sub(open) };
+            if watch.settled { watch.length + END_GRACE } else { self.settings.settled.saturating_sub(open) };
         let error = match timeout(patience, watch.changes.next()).await {
             Ok(Some(Ok(WatchEvent::Error(status)))) => kube::Error::Api(status).into(),
             Ok(Some(Ok(change))) => {

@@ -14,7 +14,7 @@ use crate::config::{ConfigError, parse_loopback_door, report_error};
 /// Pause between two requests with `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// How to show it.
+/// How `status` shows its answer.
 #[derive(Args, Clone, Debug)]
 pub struct Show {
     /// text, or json as `/status` has it.

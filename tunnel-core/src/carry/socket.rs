@@ -19,7 +19,7 @@ use crate::tcp_info::unacknowledged;
 const NOTSENT_LOWAT: u32 = 256 << 10;
 /// How long a carried connection may be idle before the first keepalive probe.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
-/// How long a client may take none of the last bytes before its connection is reset without them.
+/// How long a client may read none of the last bytes before its connection is reset without them.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Sets the options of a carried connection's socket, on either end, and [`reset_on_drop`]. What is set on a listener

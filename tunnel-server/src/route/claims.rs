@@ -16,7 +16,7 @@ pub const CLOUD_CLAIM_DELAY: Duration = Duration::from_secs(300);
 /// What follows from earlier inventories.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Claims {
-    /// Whether there was an inventory with nodes; before the first, nobody is late.
+    /// Whether there was an inventory with nodes; before the first, no node is late.
     pub(super) known: bool,
     /// The edge node that has an address.
     pub(super) edge: HashMap<IpAddr, NodeName>,
