@@ -9,7 +9,7 @@ use tunnel_core::identity::NodeName;
 
 use crate::inventory::Inventory;
 
-/// A cloud node's address is excluded from the redirect once it has been the node's for so long: an edge node that drops
+/// A cloud node's address is excluded from the redirect once it has been the node's for this long: an edge node that drops
 /// its own label must not decide at once what is direct for everybody.
 pub const CLOUD_CLAIM_DELAY: Duration = Duration::from_secs(300);
 

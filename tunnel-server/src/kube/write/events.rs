@@ -18,7 +18,7 @@ use crate::kube::context::WRITE_DEADLINE;
 /// Events that may be published in a burst, and how many more a second.
 const BURST: u32 = 50;
 const PER_SECOND: u32 = 5;
-/// An Event that could not be published for so long is dropped.
+/// An Event that could not be published for this long is dropped.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(120);
 /// Different notes for which repetitions are counted in one Event.
 const NOTES: usize = 64;

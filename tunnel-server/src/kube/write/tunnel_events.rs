@@ -13,7 +13,7 @@ use super::events::{self, Events};
 
 /// How often the end of a node's tunnel is reported immediately. One that follows sooner may be a link that flaps.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-/// A tunnel that may be flapping counts as ended when it has been away for so long.
+/// A tunnel that may be flapping counts as ended when it has been away for this long.
 const FLAP_END: Duration = Duration::from_secs(10);
 
 /// Publishes the Events of server `identity`, until `live` ends. `live` has the nodes with a tunnel to it.

@@ -12,7 +12,7 @@ use crate::inventory::Inventory;
 /// An agent that this server has never seen gets this long to connect: agents need a moment to find a server that has
 /// started, and a new leader does not know yet which of them will.
 const CONNECT_GRACE: Duration = Duration::from_secs(30);
-/// An agent that was seen may be away for so long.
+/// An agent that was seen may be away for this long.
 const AWAY_GRACE: Duration = Duration::from_secs(5);
 
 /// What a node's condition should become.
