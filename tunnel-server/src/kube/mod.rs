@@ -109,7 +109,7 @@ impl Kube {
     }
 
     /// Reads the revocations once, before anyone is let in. While the API server is away the copy in the state directory
-    /// has to do.
+    /// is used.
     pub async fn revocations(&self, store: &RevocationStore) {
         let map = RevocationMap::new(self.client.clone(), &self.namespace, &self.names.revocations);
         if let Err(error) = map.copy_to(store).await {
