@@ -32,7 +32,7 @@ use crate::status::StatusSource;
 /// Trust bundles that may wait to be installed.
 const BUNDLES: usize = 16;
 /// How long the servers may take to read the resets of what the drain has cut.
-const GOODBYE: Duration = Duration::from_secs(3);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// An agent that has its identity and answers on the admin address, and has not connected to any server yet.
 pub struct Bound {
@@ -161,7 +161,7 @@ async fn drain(tasks: &TaskTracker, shutdown: &Shutdown, timeout: Duration) {
         () = shutdown.forced() => "ended immediately",
     };
     shutdown.force();
-    let _ = tokio::time::timeout(GOODBYE, tasks.wait()).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, tasks.wait()).await;
     tracing::info!(drained, "stopped");
 }
 

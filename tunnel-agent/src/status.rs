@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use tunnel_core::admin::Status;
 use tunnel_core::config::TargetRule;
 use tunnel_core::identity::{AgentIdentity, NodeName};
-use tunnel_core::text::harmless;
+use tunnel_core::text::{age, harmless};
 
 use crate::config::Config;
 use crate::identity::IdentityKeeper;
@@ -121,16 +121,6 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Whole seconds as the two largest units.
-fn age(seconds: u64) -> String {
-    match seconds {
-        0..60 => format!("{seconds}s"),
-        60..3600 => format!("{}m{}s", seconds / 60, seconds % 60),
-        3600..86400 => format!("{}h{}m", seconds / 3600, seconds % 3600 / 60),
-        _ => format!("{}d{}h", seconds / 86400, seconds % 86400 / 3600),
-    }
-}
-
 /// Where a running agent's status comes from; filled in as the start proceeds.
 pub(crate) struct StatusSource {
     config: Config,
@@ -151,12 +141,12 @@ impl StatusSource {
         }
     }
 
-    /// Once.
+    /// Only the first call counts.
     pub(crate) fn set_servers(&self, servers: Arc<Servers>) {
         let _ = self.servers.set(servers);
     }
 
-    /// Once.
+    /// Only the first call counts.
     pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
         let _ = self.running.set((links, keeper));
     }

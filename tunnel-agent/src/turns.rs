@@ -22,7 +22,7 @@ struct State {
     /// Including those that have given up and were not removed yet.
     waiting: usize,
     targets: HashMap<SocketAddr, Target>,
-    /// Targets that somebody waits for.
+    /// Targets with waiting dials.
     wanted: BTreeSet<(usize, SocketAddr)>,
 }
 
@@ -127,7 +127,7 @@ impl State {
 }
 
 impl Target {
-    /// Its place among the targets that somebody waits for.
+    /// Its place among the targets with waiting dials.
     fn wanted(&self) -> Option<usize> {
         (!self.waiters.is_empty()).then_some(self.under_way)
     }

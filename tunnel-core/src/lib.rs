@@ -17,4 +17,5 @@ pub mod logging;
 pub mod net;
 pub mod outcome;
 pub mod proto;
+mod tcp_info;
 pub mod text;

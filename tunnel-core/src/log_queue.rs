@@ -18,7 +18,7 @@ const LINES: usize = 4096;
 /// How long the end of the process waits for the lines before it to be written.
 const LAST_WRITE: Duration = Duration::from_millis(1500);
 
-/// Writes the lines that still wait when it is dropped, as far as somebody reads them.
+/// Writes the lines that still wait when it is dropped, as far as they are read.
 #[derive(Debug)]
 #[must_use = "dropping it ends the log"]
 pub struct LogGuard(Option<WorkerGuard>);
@@ -79,7 +79,7 @@ pub(crate) fn start(to: impl Write + Send + 'static) -> (NonBlocking, LogGuard, 
 
 fn start_with(to: impl Write + Send + 'static, lines: usize) -> (NonBlocking, LogGuard, LostLines) {
     let lost = LostLines::default();
-    let output = Output { to, lost: lost.clone(), told: 0 };
+    let output = Output { to, lost: lost.clone(), reported: 0 };
     let (queue, guard) = NonBlockingBuilder::default()
         .lossy(true)
         .buffered_lines_limit(lines)
@@ -94,8 +94,8 @@ fn start_with(to: impl Write + Send + 'static, lines: usize) -> (NonBlocking, Lo
 struct Output<W> {
     to: W,
     lost: LostLines,
-    /// Lost lines that were reported.
-    told: u64,
+    /// How many of the lost lines were reported.
+    reported: u64,
 }
 
 impl<W: Write> Write for Output<W> {
@@ -114,12 +114,12 @@ impl<W: Write> Write for Output<W> {
     fn flush(&mut self) -> io::Result<()> {
         self.to.flush()?;
         let lost = self.lost.dropped() + self.lost.failed();
-        if lost > self.told {
+        if lost > self.reported {
             tracing::warn!(
-                lines = lost - self.told,
+                lines = lost - self.reported,
                 "log lines were lost: standard error was not read fast enough, or could not be written"
             );
-            self.told = lost;
+            self.reported = lost;
         }
         Ok(())
     }
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_lines_are_told_once_there_is_room() {
+    fn lost_lines_are_reported_once_there_is_room() {
         let (reader, writer) = io::pipe().unwrap();
         let (queue, _guard, lost) = start_with(std::fs::File::from(OwnedFd::from(writer)), 8);
         let subscriber = tracing_subscriber::fmt().with_writer(queue.clone()).with_ansi(false).finish();
@@ -174,9 +174,9 @@ mod tests {
         log(&queue, 2000);
         wait_until(|| lost.dropped() > 0);
         let mut lines = io::BufRead::lines(io::BufReader::new(reader));
-        let told =
+        let line =
             lines.find(|line| line.as_ref().unwrap().contains("log lines were lost")).unwrap().unwrap();
-        assert!(told.contains("WARN") && told.contains("lines="), "{told}");
+        assert!(line.contains("WARN") && line.contains("lines="), "{line}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Makes text from the other end safe for logs and terminals.
+//! Text for logs and terminals: made safe when it is from the other end, and lengths of time.
 
 /// At most `max` characters of `text`, without control characters: no forged lines in our log, no escape sequences on an
 /// operator's terminal.
@@ -9,6 +9,16 @@ pub fn printable(text: &str, max: usize) -> String {
 /// `text` without control characters.
 pub fn harmless(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
+}
+
+/// A number of seconds in its two largest units, such as `1h1m`.
+pub fn age(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{}s", seconds / 60, seconds % 60),
+        3600..86400 => format!("{}h{}m", seconds / 3600, seconds % 3600 / 60),
+        _ => format!("{}d{}h", seconds / 86400, seconds % 86400 / 3600),
+    }
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ pub struct ClientSettings {
     /// An edge's uplink may take long to connect.
     pub connect_timeout: Duration,
     /// Longer than a watch runs (see [`crate::FollowSettings::watch_seconds`]) and than any request may take: only a peer
-    /// that is gone without a word is silent for so long.
+    /// that is gone without a word is silent for this long.
     pub read_timeout: Duration,
     /// Whether the system's roots will do for a kubeconfig without a CA. An edge may have none.
     pub system_roots: bool,

@@ -18,8 +18,8 @@ use tunnel_core::backoff::Backoff;
 
 use crate::client::reason;
 
-/// How late the end of a watch may be.
-const LATE: Duration = Duration::from_secs(5);
+/// How much later than asked for the API server may end a watch.
+const END_GRACE: Duration = Duration::from_secs(5);
 
 /// How eagerly objects are followed: a few servers want to know soon, ten thousand agents must not crowd the API server.
 #[derive(Clone, Debug)]
@@ -27,10 +27,10 @@ pub struct FollowSettings {
     /// How long a watch runs before the API server ends it, unless the watch's configuration says. Random, so that a
     /// fleet's watches do not end together; a watch that has become silent is noticed this soon.
     pub watch_seconds: RangeInclusive<u32>,
-    /// A watch that has been open for so long, or has sent something, works. Behind a proxy that cuts streams no watch
+    /// A watch that has been open for this long, or has sent something, works. Behind a proxy that cuts streams no watch
     /// gets there, and pauses have to keep growing.
     pub settled: Duration,
-    /// A request that is not answered for so long is reported, and goes on.
+    /// A request that is not answered for this long is reported, and goes on.
     pub slow: Option<Duration>,
     /// A request that takes longer is given up.
     pub deadline: Duration,
@@ -38,7 +38,7 @@ pub struct FollowSettings {
     pub backoff: Backoff,
     /// The longest Retry-After that is respected.
     pub longest_retry_after: Duration,
-    /// After so many failed watches in a row the objects are listed again: an API server whose data was restored from a
+    /// After this many failed watches in a row the objects are listed again: an API server whose data was restored from a
     /// backup does not know the version yet, and reports that like any other error.
     pub relist_after: u32,
     /// The time between two such lists. Where watches never work, this is how late changes are seen.
@@ -221,7 +221,7 @@ where
     async fn watch(&mut self, mut watch: Watch<K>) -> Option<Event<K>> {
         let open = watch.opened.elapsed();
         let patience =
-            if watch.settled { watch.length + LATE } else { self.settings.settled.saturating_sub(open) };
+            if watch.settled { watch.length + END_GRACE } else { self.settings.settled.saturating_sub(open) };
         let error = match timeout(patience, watch.changes.next()).await {
             Ok(Some(Ok(WatchEvent::Error(status)))) => kube::Error::Api(status).into(),
             Ok(Some(Ok(change))) => {

@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     }
     let done = match cli.command {
         None => run(&cli.run),
-        Some(Command::Status(command)) => block_on(command.run()),
+        Some(Command::Status(command)) => block_on(command.run()).map_err(Into::into),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),
         Some(Command::Agent(command)) => block_on(command.run()),

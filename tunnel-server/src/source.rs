@@ -98,10 +98,11 @@ impl Source {
             Self::File { source, inventory, .. } => {
                 let (router, known) = (parts.router, parts.known_nodes);
                 let apply = move |inventory: Inventory| {
-                    let (router, known, births) = (router.clone(), known.clone(), inventory.births());
+                    let (router, known, creation_times) =
+                        (router.clone(), known.clone(), inventory.creation_times());
                     async move {
                         update(router, inventory).await;
-                        known.send_replace(Some(Arc::new(births)));
+                        known.send_replace(Some(Arc::new(creation_times)));
                     }
                 };
                 apply(inventory).await;

@@ -12,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 use crate::command::{program, root, shown};
 
 /// How often a long build reports that it is still running.
-const SAY: Duration = Duration::from_secs(15);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -156,14 +156,14 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
 
 fn watch(mut child: Child, what: &str) -> Result<()> {
     let start = Instant::now();
-    let mut said = start;
+    let mut reported = start;
     loop {
         if let Some(status) = child.try_wait().context("waiting for go")? {
             ensure!(status.success(), "go ended with {status}");
             return Ok(());
         }
-        if said.elapsed() >= SAY {
-            said = Instant::now();
+        if reported.elapsed() >= PROGRESS_INTERVAL {
+            reported = Instant::now();
             println!("  still building {what}, {:.0?}", start.elapsed());
         }
         std::thread::sleep(Duration::from_millis(100));

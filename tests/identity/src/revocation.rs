@@ -1,4 +1,4 @@
-//! Whom the Enrollment service refuses although his token or certificate is good.
+//! Clients that the Enrollment service refuses although their token or certificate is valid.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
 
 use crate::harness::{TestServer, client, enroll, node};
 
-/// Asks for a renewal as whoever has the identity's key can.
+/// Asks for a renewal, as anyone with the identity's key can.
 async fn renew(server: &TestServer, identity: &AgentIdentity, csr: Vec<u8>) -> Result<(), Status> {
     let mut client = client(&server.address, agent_tls(identity, ALPN_GRPC).unwrap()).await;
     client.renew(RenewRequest { csr }).await.map(drop)

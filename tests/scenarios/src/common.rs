@@ -169,7 +169,7 @@ pub(crate) async fn stalled_readers(
 }
 
 /// Waits until connections are reset at a bound on stalled receivers, and then until no more are. The grace period begins
-/// with the last byte that a receiver's kernel has taken; those who have exceeded it are looked for at each PING.
+/// with the last byte that a receiver's kernel has taken; connections that have exceeded it are searched for at each PING.
 pub(crate) async fn resets_settled(resets: impl AsyncFn() -> Result<f64>) -> Result<()> {
     let (span, mut last) = (2 * link::PING_INTERVAL, (Instant::now(), 0.0));
     wait_for("connections beyond the bound, and no more, to be reset", 8 * span, async || {

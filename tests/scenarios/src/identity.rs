@@ -298,10 +298,10 @@ async fn copy_of(server: &Server<'_>, credentials: &Credentials) -> Result<Hosti
     Ok(HostileAgent::serve(stream, "edge-1", (u64::MAX - 1, 0), Hostility::Quiet))
 }
 
-/// Waits until the server has told the copy why it may have no session, and has ended it.
+/// Waits until the server has refused the copy's session for this reason, and has ended it.
 async fn shut_out(copy: &HostileAgent, reason: &str) -> Result<()> {
     wait_for(&format!("the copy to be refused: {reason}"), client::PATIENCE, async || {
-        Ok(copy.observed(|seen| seen.refused.iter().any(|told| told.contains(reason))).then_some(()))
+        Ok(copy.observed(|seen| seen.refused.iter().any(|refusal| refusal.contains(reason))).then_some(()))
     })
     .await
     .with_context(|| copy.observed(|seen| format!("{seen:?}")))?;
@@ -352,8 +352,8 @@ async fn copied_identity_is_shut_out(testbed: &Testbed) -> Result<()> {
     wait_for("the readmission to be in effect", client::PATIENCE, async || {
         let copy = copy_of(&server, &credentials).await?;
         copy.wait_ended("the copy's link to end", client::PATIENCE).await?;
-        let told = |told: &String| told.contains("older than its readmission");
-        Ok(copy.observed(|seen| seen.refused.iter().any(told)).then_some(()))
+        let older = |refusal: &String| refusal.contains("older than its readmission");
+        Ok(copy.observed(|seen| seen.refused.iter().any(older)).then_some(()))
     })
     .await?;
     refused(&server, Builder::new(&server, 1).named("agent-void").token(unused), "void").await?;

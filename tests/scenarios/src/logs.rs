@@ -62,12 +62,12 @@ async fn nobody_reads_standard_error(testbed: &Testbed) -> Result<()> {
         ensure!(begin.elapsed() < LIMIT, "no line was dropped: {of_server:?} {of_agent:?}");
     }
     ensure!(server.is_connected("edge-1").await?, "the tunnel was lost");
-    // Somebody reads again, and is told.
-    let told = tokio::task::spawn_blocking(move || {
+    // Standard error is read again, and has a line about the lost ones.
+    let line = tokio::task::spawn_blocking(move || {
         let mut lines = BufReader::new(of_server).lines();
         lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("log lines were lost"))).is_some()
     });
-    ensure!(tokio::time::timeout(LIMIT, told).await.context("nothing was told")??, "the log ended");
+    ensure!(tokio::time::timeout(LIMIT, line).await.context("no line about lost lines")??, "the log ended");
     visit(on_edge.address).await?;
     // The agent's pipe is full to the end; the server's has no reader any more.
     let status = agent.process.stop().await?;

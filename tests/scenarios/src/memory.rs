@@ -114,7 +114,7 @@ async fn stalled_readers_of_two_nodes(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Sends until the other end resets the connection, which is then Ok.
+/// Sends until the other end resets the connection, which is success.
 async fn send_until_reset(mut stream: TcpStream) -> Result<()> {
     let chunk = vec![7; 64 * 1024];
     let mut left = LENGTH;

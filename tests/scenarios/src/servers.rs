@@ -45,7 +45,7 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
         server.metrics().await?.expect("postern_connections_active", &[("door", door)], 1.0)?;
     }
 
-    // Whoever uses the second one notices nothing.
+    // Connections through the second one notice nothing.
     let killed = Cell::new(false);
     let kill = async {
         first.process.crash().await?;

@@ -229,7 +229,7 @@ impl Client {
     }
 }
 
-/// One thing goes wrong, another each time, and is right again.
+/// Makes one thing fail, another each time, and restores it.
 async fn shake(testbed: &Testbed, server: &Server<'_>, other: &mut Agent<'_>, number: usize) -> Result<()> {
     match number % 5 {
         0 => {

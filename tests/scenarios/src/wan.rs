@@ -69,7 +69,7 @@ async fn a_lossy_path_changes_no_byte(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A 64-byte message each 50 ms, as somebody types.
+/// A 64-byte message each 50 ms, like a user's typing.
 async fn keystrokes(stream: &mut TcpStream, count: usize) -> Result<Times> {
     let mut times = Times::default();
     let mut clock = tokio::time::interval(Duration::from_millis(50));
@@ -179,7 +179,7 @@ fn local_port(line: &str) -> Option<&str> {
     line.split_whitespace().nth(2)?.rsplit(':').next()
 }
 
-/// Since when the node's session has lasted, as the server says.
+/// When the node's session began, as the server reports it.
 async fn session(server: &Server<'_>) -> Result<f64> {
     let metrics = server.metrics().await?;
     Ok(metrics.sum("postern_agent_handshakes_total", &[("result", "attached")]))

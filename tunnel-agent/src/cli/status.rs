@@ -21,9 +21,9 @@ impl StatusCommand {
     /// Prints once, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// As [`Show::run_at`].
+    /// As [`Show::run`].
     pub async fn run(&self) -> Result<(), ShowError> {
         let to_text = |status: AgentStatus| status.to_text(SystemTime::now());
-        self.show.run_at("tunnel-agent", &self.admin_address, to_text).await
+        self.show.run("tunnel-agent", &self.admin_address, to_text).await
     }
 }

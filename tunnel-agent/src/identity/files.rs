@@ -89,7 +89,7 @@ impl IdentityFiles {
     }
 
     /// [`IdentityFiles::pending_key`], or one that is only in memory while the directory cannot be written. Not for what
-    /// can be asked for only once, as with a token.
+    /// can be requested only once, as with a token.
     pub(crate) fn pending_key_or_unsaved(&self) -> Result<PrivateKey, IdentityError> {
         match self.pending_key() {
             Err(error @ IdentityError::Io { .. }) => {

@@ -10,10 +10,10 @@ use super::renew::IdentityKeeper;
 
 /// How often to re-check that enrolment is needed.
 const RECHECK: Duration = Duration::from_secs(1);
-/// The longest random wait when a server asks this one agent to enrol.
-const PROMPT: Duration = Duration::from_secs(2);
+/// The longest random delay when a server asks for another enrolment: it asks this agent alone.
+const ASKED_SPREAD: Duration = Duration::from_secs(2);
 
-/// That servers and this agent do not take each other's certificate; the stronger reason to enrol is the greater.
+/// How servers and this agent refuse each other's certificate; the stronger reason to enrol is the greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
     /// From the first refusal to the last.
@@ -38,7 +38,7 @@ pub async fn recover(
         match refused() {
             Some(Refused::EnrollAgain) => Some((
                 "a server asks for it: the Node was created again, or is readmitted",
-                pace.spread.min(PROMPT),
+                pace.spread.min(ASKED_SPREAD),
             )),
             Some(Refused::For(time)) if time >= pace.patience => Some((
                 "no server takes the certificate or is verified by the roots: the CA may have been replaced",

@@ -22,8 +22,8 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(600);
 const JITTER_SHARE: u32 = 20;
 /// After a rotation every agent renews soon; this spreads them.
 const ROTATION_JITTER: Duration = Duration::from_secs(60);
-/// How often it is tried to store what a full or read-only disk did not take.
-const STORE_AGAIN: Duration = Duration::from_secs(10);
+/// How often to try to store what a full or read-only disk did not take.
+const STORE_RETRY: Duration = Duration::from_secs(10);
 /// When a renewal did not bring a certificate of the newest root: no sooner again than this.
 const ROTATION_RETRY: Duration = Duration::from_secs(300);
 
@@ -275,7 +275,7 @@ impl Renewer {
 
     async fn store_again(self: Arc<Self>) {
         loop {
-            tokio::time::sleep(STORE_AGAIN).await;
+            tokio::time::sleep(STORE_RETRY).await;
             let mut unsaved = self.storing.lock().await;
             let identity = Arc::clone(&self.current.borrow());
             if *unsaved && self.write(&identity).await.is_ok() {

@@ -27,9 +27,9 @@ use super::state::{SessionPhase, SessionState, draining};
 type Accepted = (Request<RecvStream>, SendResponse<Bytes>);
 
 /// How long the server may take to read the last frames of a session that failed.
-const GOODBYE: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same after a drain: what was carried may still wait behind a slow link.
-const LONG_GOODBYE: Duration = Duration::from_secs(10);
+const DRAIN_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long nothing must be carried for a drain to be over; on a slow link twice its round trip.
 const QUIET: Duration = Duration::from_millis(100);
 /// Time between two reports of load.
@@ -69,12 +69,14 @@ pub(super) async fn serve(
     // Everything still carried is reset; the GOAWAY says that this was on purpose.
     session.stop.cancel();
     link.graceful_shutdown();
-    let goodbye = async { while let Some(Ok(_)) = link.accept().await {} };
+    let closing = async { while let Some(Ok(_)) = link.accept().await {} };
     let patience = match end {
-        SessionEnd::Draining | SessionEnd::Stopping if !session.shared.forced.is_cancelled() => LONG_GOODBYE,
-        _ => GOODBYE,
+        SessionEnd::Draining | SessionEnd::Stopping if !session.shared.forced.is_cancelled() => {
+            DRAIN_CLOSE_TIMEOUT
+        }
+        _ => CLOSE_TIMEOUT,
     };
-    if tokio::time::timeout(patience, goodbye).await.is_err() {
+    if tokio::time::timeout(patience, closing).await.is_err() {
         tracing::debug!(server = %session.server, "the server did not close the link in time");
     }
     end

@@ -16,12 +16,12 @@ use crate::text::printable;
 
 /// How long a connection may take to send a request's head, from its start or from the last answer, and then its body.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a request's head.
+/// The longest head of a request, in bytes.
 const MAX_HEAD: usize = 16 << 10;
-/// Before accepting again after an error: those of a single connection do not repeat, EMFILE does.
+/// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// Answers for ever.
+/// Accepts connections and answers their requests until it is dropped.
 pub(super) async fn answer(listener: &TcpListener, router: &Router) -> io::Result<Infallible> {
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD);

@@ -14,7 +14,7 @@ use crate::config::{ConfigError, parse_loopback_door, report_error};
 /// Pause between two requests with `--watch`.
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// How to show it.
+/// How `status` shows its answer.
 #[derive(Args, Clone, Debug)]
 pub struct Show {
     /// text, or json as `/status` has it.
@@ -49,32 +49,21 @@ pub enum ShowError {
 }
 
 impl Show {
-    /// [`Show::run`] for the value of an `--admin-address`.
+    /// Prints the status of the `program` whose `--admin-address` this is, formatted by `to_text`; until Ctrl-C with
+    /// `--watch`.
     ///
     /// # Errors
-    /// Also a value that is not a loopback address and port.
-    pub async fn run_at<T: DeserializeOwned>(
+    /// The address is no loopback address and port, standard output fails, or, without `--watch`, there is no answer.
+    pub async fn run<T: DeserializeOwned>(
         &self,
         program: &str,
         admin_address: &str,
         to_text: impl Fn(T) -> String,
     ) -> Result<(), ShowError> {
-        match parse_loopback_door("--admin-address", admin_address).map_err(ShowError::Config)? {
-            Some(address) => self.run(program, address, to_text).await,
-            None => Err(ShowError::Off { program: program.to_owned(), address: admin_address.to_owned() }),
-        }
-    }
-
-    /// Prints what `program` says at `address`, made readable by `to_text`; until Ctrl-C with `--watch`.
-    ///
-    /// # Errors
-    /// Standard output fails, or, without `--watch`, there is no answer.
-    pub async fn run<T: DeserializeOwned>(
-        &self,
-        program: &str,
-        address: SocketAddr,
-        to_text: impl Fn(T) -> String,
-    ) -> Result<(), ShowError> {
+        let parsed = parse_loopback_door("--admin-address", admin_address).map_err(ShowError::Config)?;
+        let Some(address) = parsed else {
+            return Err(ShowError::Off { program: program.to_owned(), address: admin_address.to_owned() });
+        };
         if !self.watch {
             print(&self.fetch_text(address, &to_text).await?)?;
             return Ok(());

@@ -17,11 +17,11 @@ use tokio::net::tcp::WriteHalf;
 use super::error::{RelayError, Side};
 use super::frame::{Deframer, FrameError};
 use super::outward::Answer;
-use super::socket::sent_nothing_for;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
 use crate::link::{Flow, Taken};
+use crate::tcp_info::sent_nothing_for;
 use crate::text::printable;
 
 /// Pieces shorter than this (bytes) are copied together while the socket is blocked: in h2 each takes some 250 bytes of

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 /// What the process's bound on stalled receivers is at least, in bytes: a few windows.
-const LEAST: u64 = 8 << 20;
+const MIN_BUDGET: u64 = 8 << 20;
 
 /// Bytes that may be held for receivers that do not read: a quarter of the cgroup's memory limit, or of the machine's
 /// memory. A quarter more is allowed for a while, and the rest is for everything else: 2,000 connections with their sockets
@@ -14,7 +14,7 @@ pub(super) fn stall_budget() -> usize {
         memory_of_machine(&fs::read_to_string("/proc/meminfo").unwrap_or_default()).unwrap_or(1 << 30);
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let limit = limit_of_cgroup(Path::new("/sys/fs/cgroup"), &cgroups).filter(|limit| *limit < memory);
-    usize::try_from((limit.unwrap_or(memory) / 4).max(LEAST)).unwrap_or(usize::MAX)
+    usize::try_from((limit.unwrap_or(memory) / 4).max(MIN_BUDGET)).unwrap_or(usize::MAX)
 }
 
 fn memory_of_machine(meminfo: &str) -> Option<u64> {
@@ -29,7 +29,7 @@ fn limit_of_cgroup(mounted: &Path, cgroups: &str) -> Option<u64> {
         let (_, rest) = line.split_once(':')?;
         let (controllers, path) = rest.split_once(':')?;
         let (root, file) = if controllers.is_empty() {
-            // Beside version 1 the unified hierarchy is mounted below.
+            // Next to version 1 the unified hierarchy is mounted below.
             (vec![mounted.to_owned(), mounted.join("unified")], "memory.max")
         } else if controllers.split(',').any(|controller| controller == "memory") {
             (vec![mounted.join("memory")], "memory.limit_in_bytes")

@@ -8,21 +8,18 @@ use std::io;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use nix::getsockopt_impl;
-use nix::libc;
-use nix::sys::socket::getsockopt;
-use nix::sys::socket::sockopt::GetStruct;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use crate::link;
+use crate::tcp_info::unacknowledged;
 
 /// Unsent bytes in the kernel above which the socket is not written to: bounds the kernel memory held for a receiver
 /// that does not read.
 const NOTSENT_LOWAT: u32 = 256 << 10;
 /// How long a carried connection may be idle before the first keepalive probe.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
-/// How long a client may take none of the last bytes before its connection is reset without them.
+/// How long a client may read none of the last bytes before its connection is reset without them.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Sets the options of a carried connection's socket, on either end, and [`reset_on_drop`]. What is set on a listener
@@ -48,16 +45,16 @@ pub fn end_on_drop(socket: &TcpStream) {
     linger(socket, None);
 }
 
-/// Waits until the peer's kernel has everything that was written, because a reset discards what is not sent. Gives up when
-/// nothing moves for [`FLUSH_PATIENCE`].
+/// Waits until the peer's kernel has everything that was written, because a reset discards what was not sent. Gives up
+/// when nothing moves for [`FLUSH_PATIENCE`].
 pub async fn flushed(socket: &TcpStream) {
     let mut last = (0, 0);
     let mut moved = Instant::now();
     let mut pause = Duration::from_millis(1);
     // The kernel has no event for it.
     loop {
-        let now = match getsockopt(socket, TcpInfo) {
-            Ok(info) => (info[UNACKED], info[NOTSENT_BYTES]),
+        let now = match unacknowledged(socket) {
+            Ok(now) => now,
             Err(error) => return tracing::debug!(%error, "cannot tell what a socket has sent"),
         };
         if now == (0, 0) || moved.elapsed() > FLUSH_PATIENCE {
@@ -70,28 +67,6 @@ pub async fn flushed(socket: &TcpStream) {
         pause = (pause * 2).min(Duration::from_millis(100));
     }
 }
-
-/// For how long the kernel has sent no byte to the peer. While some wait to be sent, that is how long the peer has not read.
-pub(super) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
-    let info = getsockopt(socket, OldTcpInfo).ok()?;
-    Some(Duration::from_millis(info[LAST_DATA_SENT].into()))
-}
-
-/// `struct tcp_info` as far as every kernel has it, in words.
-#[derive(Clone, Copy, Debug)]
-struct OldTcpInfo;
-getsockopt_impl!(OldTcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 26], GetStruct<[u32; 26]>);
-/// `tcpi_last_data_sent`, in milliseconds.
-const LAST_DATA_SENT: usize = 11;
-
-/// `struct tcp_info` up to `tcpi_min_rtt`, in words (Linux 4.9).
-#[derive(Clone, Copy, Debug)]
-struct TcpInfo;
-getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 38], GetStruct<[u32; 38]>);
-/// `tcpi_unacked`: segments that are sent and not acknowledged.
-const UNACKED: usize = 6;
-/// `tcpi_notsent_bytes`.
-const NOTSENT_BYTES: usize = 36;
 
 fn linger(socket: &impl AsFd, time: Option<Duration>) {
     if let Err(error) = SockRef::from(socket).set_linger(time) {

@@ -26,7 +26,7 @@ const GRACE: Duration = Duration::from_secs(15);
 const ANSWER: Duration = Duration::from_millis(100);
 /// How long that answer stays true.
 const FRESH: Duration = Duration::from_secs(1);
-/// Between two looks for the link that holds most, when the last one found nothing to cut.
+/// The pause between two searches for the link that holds most, when the last one found nothing to cut.
 const SCAN_PAUSE: Duration = Duration::from_millis(20);
 
 const LINK_FULL: &str = "it did not read, and its link held more than it may for such receivers";
@@ -92,7 +92,8 @@ impl StallBudget {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// Cuts until the bound is kept. After a look that found nothing to cut, only an `urgent` one follows without a pause.
+    /// Cuts until the bound is kept. After a search that found nothing to cut, only an `urgent` one follows without a
+    /// pause.
     fn check(&self, now: Instant, urgent: bool) {
         while self.held() > self.limit {
             let Ok(mut scan) = self.scan.try_lock() else { return };
@@ -118,7 +119,7 @@ struct Link {
     id: u64,
     limit: usize,
     ids: AtomicU64,
-    /// As in `blocked`, for those who look for the fullest link.
+    /// As in `blocked`, for the search for the fullest link.
     held: AtomicUsize,
     blocked: Mutex<BTreeMap<Key, Receiver>>,
     budget: Arc<StallBudget>,
@@ -251,7 +252,7 @@ pub struct StallTicket<'a> {
 }
 
 impl StallTicket<'_> {
-    /// Says how much is held now. `idle` is called when somebody has asked: for how long has the socket sent nothing?
+    /// Says how much is held now. `idle` is called if this task was asked: for how long has the socket sent nothing?
     pub fn update(&mut self, waker: &Waker, held: usize, idle: impl FnOnce() -> Option<Duration>) {
         let link = self.link;
         let mut blocked = lock(&link.blocked);
@@ -360,7 +361,7 @@ mod tests {
         let mut tickets = Vec::new();
         for abort in &many {
             tickets.push(enter(&greedy, abort));
-            // The next look at all links may have to wait; this one does not.
+            // The next search of all links may have to wait; this one does not.
             greedy.sweep();
             answer(&mut tickets, |_| Duration::MAX);
             assert!(budget.held() <= 11 * WINDOW, "{} windows", budget.held() / WINDOW);
@@ -457,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_vain_look_at_all_links_only_an_urgent_one_follows_at_once() {
+    fn after_a_search_in_vain_only_an_urgent_one_follows_at_once() {
         let budget = StallBudget::new(8 * WINDOW);
         let bound = StallBound::within(100 * WINDOW, WINDOW, &budget);
         let mut ticket = bound.enter(&Arc::default(), Waker::noop(), 9 * WINDOW);
@@ -471,17 +472,17 @@ mod tests {
         assert!(!is_asked(&ticket));
         budget.check(almost, true);
         assert!(is_asked(&ticket));
-        // This look was in vain too.
+        // This search found nothing either.
         blocked_since(&mut ticket, now - GRACE);
         budget.check(almost + SCAN_PAUSE, false);
         assert!(is_asked(&ticket));
-        // The look before each PING is an urgent one.
+        // The search before each PING is an urgent one.
         blocked_since(&mut ticket, Instant::now().checked_sub(GRACE).unwrap());
         bound.sweep();
         assert!(is_asked(&ticket));
         drop(ticket);
         drop(bound);
-        assert!(lock(&budget.links).is_empty(), "a link that is gone is not looked at");
+        assert!(lock(&budget.links).is_empty(), "a link that is gone is not searched");
     }
 
     #[tokio::test]

@@ -74,8 +74,8 @@ pub fn report_clap_error(error: &clap::Error) -> u8 {
     if error.use_stderr() { exit::CONFIG } else { exit::OK }
 }
 
-/// Prints an error and its causes on one line, unless standard error is a pipe that stays full. Returns the exit code: [`exit::CONFIG`] if one of them is a
-/// [`ConfigError`], else [`exit::FAILED`].
+/// Prints an error and its causes on one line, unless standard error is a pipe that stays full. Returns the exit code:
+/// [`exit::CONFIG`] if one of them is a [`ConfigError`], else [`exit::FAILED`].
 pub fn report_error(program: &str, error: &(dyn std::error::Error + 'static)) -> u8 {
     let line = format!("{program}: {}\n", chain(error));
     let (written, done) = mpsc::channel();

@@ -85,7 +85,7 @@ mod tests {
         assert!(matches!(PrivateKey::from_pem("x"), Err(IdentityError::Key(_))));
     }
 
-    /// What [`Zeroizing`] does when it is dropped; the memory cannot be looked at afterwards.
+    /// What [`Zeroizing`] does when it is dropped; the memory cannot be read afterwards.
     #[test]
     fn wiping_it_leaves_no_byte() {
         let mut key = PrivateKey::generate().unwrap();

@@ -52,7 +52,7 @@ fn client(
         .with_custom_certificate_verifier(Arc::new(TunnelServerVerifier { trust, provider })))
 }
 
-/// As rustls does it, without taking the key: what it is given it does not wipe.
+/// As rustls does it, but without handing over the key, which rustls would not wipe.
 fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,

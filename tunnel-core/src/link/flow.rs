@@ -17,7 +17,7 @@ use tokio::sync::watch;
 
 use super::rtt::Rtt;
 use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SMALLEST_PIECE, STREAM_WINDOW};
-use super::tcp::Delivery;
+use crate::tcp_info::Delivery;
 
 /// The time on the line of one piece.
 const PIECE_MS: u64 = 5;

@@ -12,11 +12,12 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsStream;
 
 use super::flow::Flow;
+use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
-use super::tcp::{delivery, rto_max, set_rto_max};
+use crate::tcp_info::delivery;
 
-/// Between two looks at the link's rate.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often to ask for the link's rate, at most.
+const RATE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The byte stream under a link's HTTP/2.
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub struct LinkIo {
     // Boxed: futures that hold it are moved.
     stream: Box<TlsStream<TcpStream>>,
     flow: Arc<Flow>,
-    looked: Instant,
+    rate_read: Instant,
     /// The longest pause between two retransmissions, as the kernel was told.
     rto_max: Duration,
 }
@@ -35,7 +36,7 @@ impl LinkIo {
         let mut io = Self {
             stream: Box::new(stream.into()),
             flow: Arc::default(),
-            looked: Instant::now(),
+            rate_read: Instant::now(),
             rto_max: Duration::ZERO,
         };
         io.resize(io.flow.piece());
@@ -53,7 +54,7 @@ impl LinkIo {
         self.flow.clone()
     }
 
-    /// Lets so much wait in TLS and in the kernel.
+    /// Bounds what waits in TLS and in the kernel by the size of a piece, in bytes.
     fn resize(&mut self, piece: usize) {
         match &mut *self.stream {
             TlsStream::Client(stream) => tune_tls(stream.get_mut().1, piece),
@@ -81,12 +82,12 @@ impl LinkIo {
         }
     }
 
-    fn look(&mut self) {
+    fn follow_rate(&mut self) {
         let now = Instant::now();
-        if now - self.looked < LOOK {
+        if now - self.rate_read < RATE_INTERVAL {
             return;
         }
-        self.looked = now;
+        self.rate_read = now;
         let Some(delivery) = delivery(self.stream.get_ref().0) else { return };
         if let Some(piece) = self.flow.delivered(delivery) {
             self.resize(piece);
@@ -116,7 +117,7 @@ impl AsyncRead for LinkIo {
 
 impl AsyncWrite for LinkIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.look();
+        self.follow_rate();
         let written = Pin::new(&mut *self.stream).poll_write(cx, bytes);
         self.count(&written);
         written
@@ -127,7 +128,7 @@ impl AsyncWrite for LinkIo {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.look();
+        self.follow_rate();
         let written = Pin::new(&mut *self.stream).poll_write_vectored(cx, slices);
         self.count(&written);
         written

@@ -1,13 +1,13 @@
-//! The link between an agent and a server: its settings, and whether it is alive. The agent dials; the server is the
-//! HTTP/2 client.
+//! The link between an agent and a server: its settings, how it follows its path, and whether it is alive. The agent
+//! dials; the server is the HTTP/2 client.
 
 mod error;
 mod flow;
 mod io;
 mod liveness;
+mod retransmission;
 mod rtt;
 mod settings;
-mod tcp;
 
 pub use error::{LinkDead, reason};
 pub use flow::Flow;

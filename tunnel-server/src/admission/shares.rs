@@ -2,7 +2,7 @@
 //!
 //! A node may have as many connections as places are free, a source half as many: a node that all want gets half of the
 //! door, a source that wants everything a third, two of them a quarter each, and something is left for whoever comes next
-//! (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). Nobody's share has to be configured. A source gets less
+//! (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). No share has to be configured. A source gets less
 //! than a node, so that it cannot take all that a node may have.
 
 use std::collections::HashMap;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tonic::Streaming;
+use tunnel_core::grpc::Channel;
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::keep_alive;
 use tunnel_core::proto::agent_client::AgentClient;
@@ -14,7 +15,6 @@ use tunnel_core::proto::{AgentEvent, Hello};
 use super::attach::{End, LinkContext, Transport, finish, notify, refused};
 use super::gate::Certified;
 use crate::session::{Link, Session};
-use tunnel_core::grpc::Channel;
 
 /// How often to look whether it is still of use.
 const CHECK: Duration = Duration::from_secs(5);

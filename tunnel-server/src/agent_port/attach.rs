@@ -290,7 +290,7 @@ async fn session(
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
     let end = follow(context, &session, &flow, &mut client, &mut events, pings, loopback).await;
     if let Some(refusal) = session.refusal.get() {
-        // No client gets there any more while the agent is told.
+        // No client gets there any more while the agent is notified.
         context.sessions.unregister(&session);
         return not_admitted(&mut client, refusal.clone()).await;
     }

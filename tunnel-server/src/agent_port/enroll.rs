@@ -38,13 +38,13 @@ const MAX_HEADERS: u32 = 16 << 10;
 const IDLE: Duration = Duration::from_secs(5);
 /// How long its request may take, from the handshake to the answer.
 const LIFETIME: Duration = Duration::from_secs(30);
-/// How long the last bytes of an answer may take.
-const GOODBYE: Duration = Duration::from_secs(5);
-/// The same for who has to make room.
-const SHORT_GOODBYE: Duration = Duration::from_millis(250);
+/// How long a connection stays open after its answer, for the last bytes to arrive.
+const LINGER: Duration = Duration::from_secs(5);
+/// The same for a connection that has to make room.
+const SHORT_LINGER: Duration = Duration::from_millis(250);
 /// The metric's label for a connection that got its answer.
 const ANSWERED: &str = "answered";
-/// Connections at a time that are told that there is no place for them; further ones are closed without a word.
+/// Connections without a place that get an error at a time; further ones are closed without one.
 const REFUSALS: usize = 16;
 const NO_PLACE: &str = "the server has no place for more enrolments at present; try again later";
 
@@ -67,19 +67,19 @@ pub fn for_client(
 }
 
 /// The place of a gRPC connection.
-pub(super) enum Seat {
+pub(super) enum EnrollPlace {
     Certified(Certified),
     Stranger(Place<std::net::IpAddr>),
-    /// It has none, and is told so.
+    /// There was none left; the client gets an error that says so.
     None {
         certified: bool,
     },
 }
 
-impl Seat {
+impl EnrollPlace {
     fn spoke(&self) {
         match self {
-            Self::Certified(seat) => seat.place.spoke(),
+            Self::Certified(certified) => certified.place.spoke(),
             Self::Stranger(place) => place.spoke(),
             Self::None { .. } => {}
         }
@@ -87,7 +87,7 @@ impl Seat {
 
     async fn evicted(&self) {
         match self {
-            Self::Certified(seat) => seat.place.evicted().await,
+            Self::Certified(certified) => certified.place.evicted().await,
             Self::Stranger(place) => place.evicted().await,
             Self::None { .. } => {}
         }
@@ -120,10 +120,10 @@ impl EnrollConnections {
         stream: TlsStream<TcpStream>,
         peer: SocketAddr,
         certificate: Option<CertificateDer<'static>>,
-        seat: Seat,
+        place: EnrollPlace,
     ) -> io::Result<()> {
-        let client = seat.client();
-        let refusal = if matches!(seat, Seat::None { .. }) {
+        let client = place.client();
+        let refusal = if matches!(place, EnrollPlace::None { .. }) {
             self.metrics.enrolment(client, "refused");
             let Ok(refusal) = self.refusals.try_acquire() else {
                 return Err(io::Error::other(NO_PLACE));
@@ -133,9 +133,9 @@ impl EnrollConnections {
             self.metrics.handshake("grpc");
             None
         };
-        let progress = Arc::new(Progress::new(seat));
+        let progress = Arc::new(Progress::new(place));
         let inner = for_client(self.routes.clone(), peer, certificate);
-        let service = TowerToHyperService::new(Seated { inner, progress: progress.clone() });
+        let service = TowerToHyperService::new(WithPlace { inner, progress: progress.clone() });
         let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .max_concurrent_streams(MAX_STREAMS)
@@ -154,12 +154,12 @@ impl EnrollConnections {
                 progress.left()
             }
             end = progress.end() => {
-                // Without a request there is nothing to say, and a client could draw the GOAWAY's exchange out.
+                // Without a request there is nothing to answer, and a client could draw out the exchange of GOAWAYs.
                 if progress.asked.is_cancelled() {
                     served.as_mut().graceful_shutdown();
                     tokio::select! {
                         _ = served => {}
-                        () = progress.goodbye(end) => {}
+                        () = progress.linger(end) => {}
                     }
                 }
                 end
@@ -175,14 +175,14 @@ impl EnrollConnections {
 
 /// How far a connection has come.
 struct Progress {
-    seat: Seat,
+    place: EnrollPlace,
     asked: CancellationToken,
     answered: CancellationToken,
 }
 
 impl Progress {
-    fn new(seat: Seat) -> Self {
-        Self { seat, asked: CancellationToken::new(), answered: CancellationToken::new() }
+    fn new(place: EnrollPlace) -> Self {
+        Self { place, asked: CancellationToken::new(), answered: CancellationToken::new() }
     }
 
     /// Waits until the connection has to be closed, and says why: the metric's label `result`.
@@ -197,34 +197,34 @@ impl Progress {
         tokio::select! {
             biased;
             ended = tokio::time::timeout(LIFETIME, ending) => ended.unwrap_or("slow"),
-            // Who has no seat is answered first.
-            () = self.seat.evicted(), if !matches!(self.seat, Seat::None { .. }) => "evicted",
+            // A connection without a place gets its error first.
+            () = self.place.evicted(), if !matches!(self.place, EnrollPlace::None { .. }) => "evicted",
         }
     }
 
-    /// How long the client has to read its answer.
-    async fn goodbye(&self, end: &'static str) {
-        if end == ANSWERED && !matches!(self.seat, Seat::None { .. }) {
-            let _ = tokio::time::timeout(GOODBYE, self.seat.evicted()).await;
+    /// Waits for as long as the client has to read its answer.
+    async fn linger(&self, end: &'static str) {
+        if end == ANSWERED && !matches!(self.place, EnrollPlace::None { .. }) {
+            let _ = tokio::time::timeout(LINGER, self.place.evicted()).await;
         } else {
-            tokio::time::sleep(SHORT_GOODBYE).await;
+            tokio::time::sleep(SHORT_LINGER).await;
         }
     }
 
-    /// The client closed.
+    /// The metric's label when the client has closed the connection.
     fn left(&self) -> &'static str {
         if self.answered.is_cancelled() { ANSWERED } else { "left" }
     }
 }
 
-/// A connection's service, which loses its request with its seat.
+/// A connection's service, whose request ends when its place is taken away.
 #[derive(Clone)]
-struct Seated<S> {
+struct WithPlace<S> {
     inner: S,
     progress: Arc<Progress>,
 }
 
-impl<S> Service<http::Request<Incoming>> for Seated<S>
+impl<S> Service<http::Request<Incoming>> for WithPlace<S>
 where
     S: Service<http::Request<Incoming>, Response = http::Response<tonic::body::Body>>,
     S::Future: Send + 'static,
@@ -240,13 +240,13 @@ where
     fn call(&mut self, request: http::Request<Incoming>) -> Self::Future {
         let progress = self.progress.clone();
         progress.asked.cancel();
-        progress.seat.spoke();
+        progress.place.spoke();
         let answer = self.inner.call(request);
         Box::pin(async move {
             let _answered = progress.answered.clone().drop_guard();
             tokio::select! {
                 biased;
-                () = progress.seat.evicted() => Ok(Status::resource_exhausted(NO_PLACE).into_http()),
+                () = progress.place.evicted() => Ok(Status::resource_exhausted(NO_PLACE).into_http()),
                 answer = answer => answer,
             }
         })

@@ -28,7 +28,7 @@ use crate::admission::Place;
 use crate::pki::EnrollService;
 use crate::session::Workers;
 use attach::Presented;
-use enroll::{EnrollConnections, Seat};
+use enroll::{EnrollConnections, EnrollPlace};
 use gate::Gate;
 
 /// How long a client may take to send its first byte. An agent sends it at once.
@@ -148,13 +148,13 @@ impl AgentPort {
                 worker.spawn(self.links.track_future(link));
             }
             Some(ALPN_GRPC) => {
-                let seat = match &node {
-                    Some(node) => self.gate.certified(node, peer.ip()).map(Seat::Certified),
-                    None => self.gate.enrolment(peer.ip()).map(Seat::Stranger),
+                let enrol_place = match &node {
+                    Some(node) => self.gate.certified(node, peer.ip()).map(EnrollPlace::Certified),
+                    None => self.gate.enrolment(peer.ip()).map(EnrollPlace::Stranger),
                 };
                 drop(place);
-                let seat = seat.unwrap_or(Seat::None { certified: node.is_some() });
-                self.enroll.serve(stream, peer, certificate, seat).await?;
+                let enrol_place = enrol_place.unwrap_or(EnrollPlace::None { certified: node.is_some() });
+                self.enroll.serve(stream, peer, certificate, enrol_place).await?;
             }
             _ => {
                 let offered = "the client offered neither postern/1 nor h2";

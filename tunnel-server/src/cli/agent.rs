@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
 use super::cluster_args::ClusterArgs;
-use super::output::{Common, Output, note, print, print_json};
+use super::output::{Common, Output, fail_if_any, print, print_json};
 use crate::kube::ObjectNames;
 use crate::kube::read::revocations::RevocationMap;
 use crate::pki::{PkiError, Revocation, RevocationStore, cluster_of};
@@ -135,13 +135,7 @@ impl AgentCommand {
             }
         };
         self.print_list(&records, out)?;
-        // The others are listed, but the command still fails.
-        let mut broken = broken.into_iter();
-        let first = broken.next();
-        for error in broken {
-            note(&format!("error: {error}"));
-        }
-        first.map_or(Ok(()), Err)
+        fail_if_any(broken)
     }
 
     fn print_list(&self, records: &[Revocation], out: &mut dyn Write) -> Result<(), PkiError> {

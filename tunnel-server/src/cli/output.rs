@@ -1,5 +1,6 @@
 //! Output of the `token`, `agent` and `ca` commands.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -38,4 +39,14 @@ pub(super) fn print_json(out: &mut dyn Write, value: &Value) -> Result<(), PkiEr
 pub(super) fn note(text: &str) {
     // A closed stderr cannot be reported anywhere.
     let _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Fails with the first error and prints the others: records that can be read are listed, but the command still fails.
+pub(super) fn fail_if_any<E: Display>(errors: Vec<E>) -> Result<(), E> {
+    let mut errors = errors.into_iter();
+    let first = errors.next();
+    for error in errors {
+        note(&format!("error: {error}"));
+    }
+    first.map_or(Ok(()), Err)
 }

@@ -1,8 +1,7 @@
 //! `tunnel-server status`.
 
 use clap::Args;
-use tunnel_core::admin::Show;
-use tunnel_core::config::parse_loopback_door;
+use tunnel_core::admin::{Show, ShowError};
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::status::StatusReport;
@@ -20,17 +19,12 @@ pub struct StatusCommand {
 }
 
 impl StatusCommand {
-    /// Prints the status once, or with `--watch` until Ctrl-C.
+    /// Prints once, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// A bad `--admin-address`, or, without `--watch`, no answer there.
-    pub async fn run(&self) -> anyhow::Result<()> {
-        let Some(address) = parse_loopback_door("--admin-address", &self.admin_address)? else {
-            anyhow::bail!(
-                "--admin-address={}: port 0 means that the server has no admin endpoints",
-                self.admin_address
-            );
-        };
-        Ok(self.show.run("tunnel-server", address, |report: StatusReport| report.to_text(self.all)).await?)
+    /// As [`Show::run`].
+    pub async fn run(&self) -> Result<(), ShowError> {
+        let to_text = |report: StatusReport| report.to_text(self.all);
+        self.show.run("tunnel-server", &self.admin_address, to_text).await
     }
 }

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use tunnel_core::identity::NodeName;
 
-use super::output::{Common, Output, note, print, print_json};
+use super::output::{Common, Output, fail_if_any, note, print, print_json};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
 /// Create, list and revoke the tokens with which agents enrol.
@@ -163,13 +163,7 @@ impl TokenCommand {
                 print(out, &format!("{table}\n"))?;
             }
         }
-        // The others are listed, but the command still fails.
-        let mut broken = broken.into_iter();
-        let first = broken.next();
-        for error in broken {
-            note(&format!("error: {error}"));
-        }
-        first.map_or(Ok(()), Err)
+        fail_if_any(broken)
     }
 }
 

@@ -75,7 +75,7 @@ async fn receive<D: Door>(
     let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
     let admitted = place.map_or_else(|| shares.admit(client.ip()), Ok).and_then(|mut place| {
         let reached = place.reaches(&request.node);
-        // Kept even if it was refused: the client is still to be told.
+        // Kept even if it was refused: the client still gets the reason.
         record.hold(place);
         reached
     });
@@ -91,7 +91,7 @@ async fn receive<D: Door>(
         record.end(Outcome::NoTunnel, &reason);
         return;
     };
-    // From the accepting thread to the one that owns the link; both sides of the pump stay there.
+    // From the accepting thread to the one that owns the link; both directions are relayed there.
     let link = session.links.take();
     let worker = link.worker.clone();
     match socket.into_std() {

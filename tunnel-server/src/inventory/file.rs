@@ -39,7 +39,7 @@ pub struct SourceStatus {
 pub struct FileSource {
     path: PathBuf,
     selector: Selector,
-    /// A file without nodes is one too.
+    /// Whether a file without nodes takes effect.
     allow_empty: bool,
     status: ArcSwap<SourceStatus>,
     /// The content in effect.
@@ -163,7 +163,7 @@ impl FileSource {
         }
     }
 
-    /// A file without nodes is rather a mistake of what wrote it than a cluster that vanished at once.
+    /// A file without nodes is more likely its writer's mistake than a cluster that vanished at once.
     fn parse(&self, text: &str) -> Result<Inventory, InventoryError> {
         let inventory = parse(text, &self.selector)?;
         if inventory.nodes.is_empty() && !self.allow_empty {
@@ -214,7 +214,7 @@ fn read(path: &Path) -> io::Result<String> {
         false => Err(io::Error::other("it is not a regular file")),
     };
     regular(&fs::metadata(path)?)?;
-    // What is put there meanwhile must not be waited for either, as opening a FIFO does.
+    // Opening must not block on what was put there meanwhile, as it does on a FIFO.
     let file = OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
     regular(&file.metadata()?)?;
     let mut text = String::new();

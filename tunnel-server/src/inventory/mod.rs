@@ -40,8 +40,8 @@ pub struct InventoryNode {
     pub left_out: usize,
     pub kubelet_port: u16,
     pub pod_cidrs: Vec<IpNet>,
-    /// When the Node was created: one that is created again under the same name is another one. None where nobody vouches
-    /// for it, as in a file.
+    /// When the Node was created: one that is created again under the same name is another one. None where that is not
+    /// certain, as in a file.
     pub created: Option<SystemTime>,
 }
 
@@ -53,7 +53,7 @@ impl Inventory {
     }
 
     /// The nodes' names, and when each was created.
-    pub fn births(&self) -> HashMap<NodeName, Option<SystemTime>> {
+    pub fn creation_times(&self) -> HashMap<NodeName, Option<SystemTime>> {
         self.nodes.iter().map(|node| (node.name.clone(), node.created)).collect()
     }
 }

@@ -57,14 +57,14 @@ pub struct Parts<'a> {
     pub server_names: ServerNames,
     pub server_id: &'a str,
     pub selector: Selector,
-    /// A cluster whose nodes are all gone is believed.
+    /// Nodes that vanish all at once count as gone.
     pub allow_empty: bool,
     pub doors: Doors,
     pub state_dir: PathBuf,
     pub pki_metrics: PkiMetrics,
     /// Gets the ConfigMap's ports.
     pub settings: watch::Sender<Arc<Settings>>,
-    /// Gets the nodes' names, for who asks whether an agent is one of them.
+    /// Gets the nodes' names: an agent must be one of them.
     pub known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     pub revocations: RevocationStore,
     pub standing: Standing,
@@ -109,7 +109,7 @@ impl Kube {
     }
 
     /// Reads the revocations once, before anyone is let in. While the API server is away the copy in the state directory
-    /// has to do.
+    /// is used.
     pub async fn revocations(&self, store: &RevocationStore) {
         let map = RevocationMap::new(self.client.clone(), &self.namespace, &self.names.revocations);
         if let Err(error) = map.copy_to(store).await {
@@ -184,7 +184,7 @@ fn publish_nodes(
         let known_nodes = known_nodes.clone();
         async move {
             update(router, nodes.clone()).await;
-            known_nodes.send_replace(Some(Arc::new(nodes.births())));
+            known_nodes.send_replace(Some(Arc::new(nodes.creation_times())));
             inventory.send_replace(Arc::new(nodes));
             drop(known);
         }

@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_file_keeps_its_node_out_and_is_told_with_the_fix() {
+    fn a_damaged_file_keeps_its_node_out_and_is_reported_with_the_fix() {
         let (_directory, store, now) = store();
         store.revoke(&node("edge-1"), now).unwrap();
         for text in ["", "{\"node\":", "{\"node\":\"edge-2\",\"revoked\":\"2026-01-01T00:00:00Z\"}", "\u{0}"]

@@ -10,7 +10,7 @@ use tunnel_core::net::source_address;
 use super::{PkiError, ServerNames};
 
 /// Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route.
-const BEYOND: [SocketAddr; 2] = [
+const DOCUMENTATION_ADDRESSES: [SocketAddr; 2] = [
     SocketAddr::new(IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), 9),
     SocketAddr::new(IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)), 9),
 ];
@@ -53,7 +53,7 @@ pub fn agent_addresses(names: &ServerNames, listening: SocketAddr) -> Vec<String
         return given;
     }
     let own = if listening.ip().is_unspecified() {
-        BEYOND.into_iter().find_map(source_address)
+        DOCUMENTATION_ADDRESSES.into_iter().find_map(source_address)
     } else {
         Some(listening.ip())
     };

@@ -11,7 +11,7 @@ use tunnel_core::log_once::LogOnce;
 use super::{Desired, Redirect};
 
 /// Changes of routes within this time are applied as one.
-const PAUSE: Duration = Duration::from_millis(20);
+const DEBOUNCE: Duration = Duration::from_millis(20);
 /// Pause after the kernel refused a change of its maps.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -71,7 +71,7 @@ impl Feeder {
             if !self.feed().await {
                 tokio::time::sleep(RETRY).await;
             }
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(DEBOUNCE).await;
         }
     }
 }

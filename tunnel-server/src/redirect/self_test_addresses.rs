@@ -12,7 +12,7 @@ use super::config::RedirectConfig;
 use super::desired::RouteTarget;
 use super::error::RedirectError;
 
-/// How many routes of one family fit into the kernel beside that of the self-test.
+/// How many routes of one family fit into the kernel next to that of the self-test.
 pub const MAX_ROUTES: usize = tunnel_abi::ROUTE_CAPACITY as usize - 1;
 
 /// Tunnelled port used while no other is.

@@ -9,14 +9,14 @@ use tunnel_core::identity::NodeName;
 
 use crate::inventory::Inventory;
 
-/// A cloud node's address is excluded from the redirect once it has been the node's for so long: an edge node that drops
+/// A cloud node's address is excluded from the redirect once it has been the node's for this long: an edge node that drops
 /// its own label must not decide at once what is direct for everybody.
 pub const CLOUD_CLAIM_DELAY: Duration = Duration::from_secs(300);
 
 /// What follows from earlier inventories.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Claims {
-    /// Whether there was an inventory with nodes; before the first, nobody is late.
+    /// Whether there was an inventory with nodes; before the first, no node is late.
     pub(super) known: bool,
     /// The edge node that has an address.
     pub(super) edge: HashMap<IpAddr, NodeName>,

@@ -17,7 +17,7 @@ const NAME: &str = "address-claims.json";
 /// Larger files are neither written nor read. 100,000 nodes with two addresses each are some 10 MiB.
 const MAX_BYTES: u64 = 64 << 20;
 /// Changes within this time are written once.
-const PAUSE: Duration = Duration::from_secs(2);
+const DEBOUNCE: Duration = Duration::from_secs(2);
 
 /// Takes over what an earlier run left in the state directory. A file that cannot be used is reported; then the first
 /// inventory says who has what.
@@ -38,7 +38,7 @@ pub fn load_claims(router: &Router, state_dir: &Path) {
 }
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    // Only the owner of the directory can put anything else than a file there, but opening a FIFO would never return.
+    // Only the owner of the directory can put anything other than a file there, but opening a FIFO would never return.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
@@ -80,7 +80,7 @@ pub async fn keep_claims(router: Arc<Router>, state_dir: PathBuf, stop: Cancella
             }
         }
         tokio::select! {
-            () = tokio::time::sleep(PAUSE) => {}
+            () = tokio::time::sleep(DEBOUNCE) => {}
             () = stop.cancelled() => {}
         }
     }

@@ -19,7 +19,7 @@ const WIDEST_CLOUD_PODS: (u8, u8) = (16, 64);
 pub(super) struct Rules<'a> {
     /// Empty: any address of a host.
     pub(super) edge_addresses: &'a [IpNet],
-    /// Never redirected, by the operator's wish.
+    /// What the operator excluded: never redirected.
     pub(super) exclude: &'a [IpNet],
     pub(super) token_ranges: &'a [IpNet],
     /// The API server and the Services.
@@ -232,7 +232,7 @@ impl Plan {
     }
 }
 
-/// The node that was created before the others; None when that cannot be told. The only one needs no age.
+/// The node that was created before the others; None when that is not known. The only one needs no age.
 fn oldest(inventory: &Inventory, nodes: &[usize]) -> Option<usize> {
     if let [index] = nodes {
         return Some(*index);

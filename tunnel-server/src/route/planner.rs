@@ -19,8 +19,8 @@ use super::tokens::{Owner, Tokens};
 use crate::inventory::Inventory;
 use crate::redirect::{MAX_ROUTES, RouteTarget};
 
-/// What ends soon after each other is computed together.
-const TOGETHER: Duration = Duration::from_secs(1);
+/// Delays that end within this time are handled in one computation.
+const DEBOUNCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Planner {
@@ -128,7 +128,7 @@ impl Planner {
         let clients = config.clients.iter().copied().chain(self.pods_here(config, &inventory, &plan.claims));
         let clients = clients.collect();
         let free = if lacking { self.tokens.due(now) } else { None };
-        let due = plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + TOGETHER));
+        let due = plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
         let names = inventory.nodes.iter().enumerate().filter(|(_, node)| node.edge);
         let names = names.map(|(index, node)| (node.name.clone(), index)).collect();
         let conflicts = plan.conflicts.iter().cloned().collect();

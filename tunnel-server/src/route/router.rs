@@ -31,7 +31,7 @@ use super::snapshot::Snapshot;
 use crate::inventory::Inventory;
 use crate::redirect::{Desired, RouteTarget};
 
-/// So many routes are looked at under one lock: a session that comes or goes waits for no more.
+/// How many routes are compared under one lock: a session that comes or goes waits for no more.
 const CHUNK: usize = 512;
 
 /// The routes, kept up to date.

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
-use tunnel_core::text::harmless;
+use tunnel_core::text::{age, harmless};
 
 use super::model::{NodeStatus, RedirectState, RedirectStatus, StatusReport};
 
@@ -153,16 +153,6 @@ impl NodeStatus {
             None => row.extend(std::iter::repeat_with(none).take(8)),
         }
         row
-    }
-}
-
-/// Whole seconds as the two largest units.
-fn age(seconds: u64) -> String {
-    match seconds {
-        0..60 => format!("{seconds}s"),
-        60..3600 => format!("{}m{}s", seconds / 60, seconds % 60),
-        3600..86400 => format!("{}h{}m", seconds / 3600, seconds % 3600 / 60),
-        _ => format!("{}d{}h", seconds / 86400, seconds % 86400 / 3600),
     }
 }
 

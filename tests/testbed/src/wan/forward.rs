@@ -13,7 +13,7 @@ use super::line::Line;
 
 /// Packets read before those that have arrived are delivered.
 const BATCH: usize = 64;
-/// The longest wait: then the thread looks whether it is to end.
+/// The longest wait: then the thread checks whether to stop.
 const LONGEST_WAIT: Duration = Duration::from_millis(50);
 /// Larger than any MTU.
 const LARGEST_PACKET: usize = 1 << 16;
@@ -80,7 +80,7 @@ fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool
         }
         let wait = next.map_or(LONGEST_WAIT, |next| next.saturating_sub(start.elapsed()).min(LONGEST_WAIT));
         let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
-        // Interrupted or not: the loop looks again.
+        // Interrupted or not: the loop checks again.
         let _ = poll(&mut [PollFd::new(from, PollFlags::IN)], Some(&wait));
     }
 }

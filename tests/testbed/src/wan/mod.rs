@@ -113,7 +113,7 @@ impl Wan {
         *lock(&self.path)
     }
 
-    /// Begins or ends an outage: nothing arrives, and neither side is told.
+    /// Begins or ends an outage: nothing arrives, and neither side gets an error.
     pub fn set_out(&self, out: bool) {
         self.down.line().set_out(out);
         self.up.line().set_out(out);

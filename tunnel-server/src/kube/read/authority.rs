@@ -30,7 +30,7 @@ pub const ACTIVATED: &str = "postern.internal/ca-activated";
 /// The API server answers within this, or is away.
 const ANSWER: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(2);
-/// How often it is logged that the start waits.
+/// How often to log that the start is waiting.
 const REMIND: Duration = Duration::from_secs(60);
 
 #[derive(Debug, thiserror::Error)]

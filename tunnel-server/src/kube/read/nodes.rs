@@ -20,7 +20,7 @@ use crate::kube::partial_node::PartialNode;
 pub type SlimNode = PartialNode<NodeSpec<String>, NodeStatus<String, i64>>;
 
 /// Changes that come this close together are published as one.
-const TOGETHER: Duration = Duration::from_millis(50);
+const DEBOUNCE: Duration = Duration::from_millis(50);
 
 /// Fields of one Node that are named when they cannot be used; the rest is counted.
 const MAX_SKIPPED: usize = 8;
@@ -29,7 +29,7 @@ const MAX_SKIPPED: usize = 8;
 /// inventory always has all nodes, so the first is published when every node is known; cloud nodes are in it whether they
 /// are Ready or not.
 ///
-/// Unless `allow_empty`, nodes that vanish all at once stay: that is rather a mistake of the API server.
+/// Unless `allow_empty`, nodes that vanish all at once stay: that is more likely a mistake of the API server.
 ///
 /// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
 pub async fn run<F: Future<Output = ()> + Send>(
@@ -66,7 +66,7 @@ pub async fn run<F: Future<Output = ()> + Send>(
             event = events.next() => {
                 let Some(event) = event else { return };
                 if nodes.apply(event) {
-                    due.get_or_insert_with(|| Instant::now() + TOGETHER);
+                    due.get_or_insert_with(|| Instant::now() + DEBOUNCE);
                 }
             }
         }

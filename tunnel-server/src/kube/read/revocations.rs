@@ -23,7 +23,7 @@ use crate::kube::context::KubeContext;
 use crate::pki::{PkiError, Revocation, RevocationStore};
 
 const ANSWER: Duration = Duration::from_secs(10);
-/// Until the copy is written again that could not be written.
+/// The pause before a copy that could not be written is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
 #[derive(Debug, thiserror::Error)]
@@ -143,7 +143,7 @@ impl RevocationMap {
 
 type Unusable = Vec<(NodeName, String)>;
 
-/// Keys that name no node are nobody's entry.
+/// The records, and the entries that cannot be used. Keys that are no name of a node are ignored.
 fn entries(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     let data = configmap.and_then(|configmap| configmap.data.as_ref());

@@ -18,8 +18,8 @@ use crate::kube::context::WRITE_DEADLINE;
 /// Events that may be published in a burst, and how many more a second.
 const BURST: u32 = 50;
 const PER_SECOND: u32 = 5;
-/// How long publishing an Event is tried.
-const WORTH_TRYING: Duration = Duration::from_secs(120);
+/// An Event that could not be published for this long is dropped.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(120);
 /// Different notes for which repetitions are counted in one Event.
 const NOTES: usize = 64;
 /// Events that were left out are logged this often at most.
@@ -150,7 +150,7 @@ impl Publisher {
                 attempts.report(&error);
                 // A refusal is final; without an answer, or after "too many requests", another attempt may succeed.
                 let refused = error.code.is_some_and(|code| (400..500).contains(&code) && code != 429);
-                if refused || queued.at.elapsed() > WORTH_TRYING {
+                if refused || queued.at.elapsed() > GIVE_UP_AFTER {
                     break;
                 }
                 tokio::time::sleep(attempts.next_delay()).await;

@@ -12,9 +12,9 @@ use tunnel_core::identity::NodeName;
 use super::events::{self, Events};
 
 /// How often the end of a node's tunnel is reported immediately. One that follows sooner may be a link that flaps.
-const OFTEN: Duration = Duration::from_secs(60);
-/// A tunnel that may be flapping has ended when it has been away for so long.
-const AWAY: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+/// A tunnel that may be flapping counts as ended when it has been away for this long.
+const FLAP_END: Duration = Duration::from_secs(10);
 
 /// Publishes the Events of server `identity`, until `live` ends. `live` has the nodes with a tunnel to it.
 pub(super) async fn run(identity: &str, events: Events, mut live: watch::Receiver<Arc<HashSet<NodeName>>>) {
@@ -63,8 +63,11 @@ impl Tunnel {
         match (self.live, self.reported_up) {
             (true, false) => Some(self.since),
             (false, true) => {
-                let away = self.since + AWAY;
-                Some(self.reported_down.map_or(self.since, |at| (at + OFTEN).max(self.since).min(away)))
+                let away = self.since + FLAP_END;
+                Some(
+                    self.reported_down
+                        .map_or(self.since, |at| (at + REPORT_INTERVAL).max(self.since).min(away)),
+                )
             }
             _ => None,
         }
@@ -87,7 +90,9 @@ impl Tunnels {
         }
         // Of a tunnel that is gone only a recent report has to be remembered.
         self.0.retain(|_, tunnel| {
-            tunnel.live || tunnel.reported_up || tunnel.reported_down.is_some_and(|at| now < at + OFTEN)
+            tunnel.live
+                || tunnel.reported_up
+                || tunnel.reported_down.is_some_and(|at| now < at + REPORT_INTERVAL)
         });
     }
 
@@ -184,7 +189,7 @@ mod tests {
         reports.at(0, true);
         reports.at(10, false);
         assert_eq!(reports.tunnels.0.len(), 1);
-        reports.at(10 + OFTEN.as_secs(), false);
+        reports.at(10 + REPORT_INTERVAL.as_secs(), false);
         assert_eq!(reports.tunnels.0.len(), 0);
         assert_eq!(reports.tunnels.due(), None);
     }

@@ -291,7 +291,7 @@ fn what_waits_for_a_token_gets_it_when_it_is_free() {
     changed.mark_unchanged();
     router.refresh_at(later + QUARANTINE);
     assert_eq!((ways(&router).len(), *router.due().borrow()), (2, None));
-    assert!(changed.has_changed().unwrap(), "the redirect is told");
+    assert!(changed.has_changed().unwrap(), "the redirect is notified");
 }
 
 #[test]

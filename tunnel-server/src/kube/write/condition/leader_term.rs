@@ -11,9 +11,9 @@ use crate::inventory::Inventory;
 
 /// An agent that this server has never seen gets this long to connect: agents need a moment to find a server that has
 /// started, and a new leader does not know yet which of them will.
-const COMING: Duration = Duration::from_secs(30);
-/// An agent that was seen may be away for so long.
-const AWAY: Duration = Duration::from_secs(5);
+const CONNECT_GRACE: Duration = Duration::from_secs(30);
+/// An agent that was seen may be away for this long.
+const AWAY_GRACE: Duration = Duration::from_secs(5);
 
 /// What a node's condition should become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,8 +77,8 @@ impl LeaderTerm {
                 continue;
             }
             let absence = self.absent.get(node).copied().unwrap_or_else(|| {
-                let patience = if before.contains(node) { AWAY } else { COMING };
-                let claim = (now + patience).max(self.began + COMING);
+                let patience = if before.contains(node) { AWAY_GRACE } else { CONNECT_GRACE };
+                let claim = (now + patience).max(self.began + CONNECT_GRACE);
                 Absence { claim, since: Timestamp::now() }
             });
             absent.insert(node.clone(), absence);
@@ -158,12 +158,12 @@ mod tests {
         let start = Instant::now();
         let mut term = LeaderTerm::new(start, HashMap::new());
         term.update(start, &inventory(&[("edge-1", true), ("edge-2", true)]), &live(&["edge-1"]));
-        assert_eq!(term.plan(start), (vec![name("edge-1")], Some(start + COMING)));
+        assert_eq!(term.plan(start), (vec![name("edge-1")], Some(start + CONNECT_GRACE)));
         assert_eq!(term.want(start, &name("edge-1")), Some(Want::Up));
         term.wrote(&name("edge-1"), Want::Up);
-        assert_eq!(term.plan(start + COMING - seconds(1)).0, []);
-        assert_eq!(term.plan(start + COMING), (vec![name("edge-2")], None));
-        assert!(matches!(term.want(start + COMING, &name("edge-2")), Some(Want::Down(_))));
+        assert_eq!(term.plan(start + CONNECT_GRACE - seconds(1)).0, []);
+        assert_eq!(term.plan(start + CONNECT_GRACE), (vec![name("edge-2")], None));
+        assert!(matches!(term.want(start + CONNECT_GRACE, &name("edge-2")), Some(Want::Down(_))));
     }
 
     #[test]
@@ -190,14 +190,14 @@ mod tests {
         term.update(start, &nodes, &live(&["edge-1"]));
         let later = start + seconds(100);
         term.update(later, &nodes, &live(&[]));
-        assert_eq!(term.plan(later), (vec![], Some(later + AWAY)));
+        assert_eq!(term.plan(later), (vec![], Some(later + AWAY_GRACE)));
         term.update(later + seconds(2), &nodes, &live(&["edge-1"]));
         assert_eq!(term.plan(later + seconds(60)), (vec![], None));
         let end = start + seconds(200);
         term.update(end, &nodes, &live(&[]));
         // Another node's change in between does not restart the time.
         term.update(end + seconds(3), &nodes, &live(&[]));
-        assert_eq!(term.plan(end + AWAY).0, [name("edge-1")]);
+        assert_eq!(term.plan(end + AWAY_GRACE).0, [name("edge-1")]);
     }
 
     #[test]
@@ -207,8 +207,8 @@ mod tests {
         let mut term = LeaderTerm::new(start, present(&[("edge-1", "True")]));
         term.update(start, &nodes, &live(&["edge-1"]));
         term.update(start + seconds(1), &nodes, &live(&[]));
-        assert_eq!(term.plan(start + COMING - seconds(1)), (vec![], Some(start + COMING)));
-        assert_eq!(term.plan(start + COMING).0, [name("edge-1")]);
+        assert_eq!(term.plan(start + CONNECT_GRACE - seconds(1)), (vec![], Some(start + CONNECT_GRACE)));
+        assert_eq!(term.plan(start + CONNECT_GRACE).0, [name("edge-1")]);
     }
 
     #[test]

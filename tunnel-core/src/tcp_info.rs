@@ -1,0 +1,105 @@
+//! What the kernel knows about a TCP connection: `struct tcp_info` of tcp(7), as words of 32 bits.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use nix::getsockopt_impl;
+use nix::libc;
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::GetStruct;
+use tokio::net::TcpStream;
+
+/// `struct tcp_info` as far as every kernel has it.
+#[derive(Clone, Copy, Debug)]
+struct OldTcpInfo;
+getsockopt_impl!(OldTcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 26], GetStruct<[u32; 26]>);
+
+/// `struct tcp_info` up to `tcpi_delivery_rate` (Linux 4.9).
+#[derive(Clone, Copy, Debug)]
+struct TcpInfo;
+getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 42], GetStruct<[u32; 42]>);
+
+/// The word whose last byte is `tcpi_probes`: questions whether the peer is there that it has not answered.
+const PROBES: usize = 0;
+/// The word whose last byte has the flag `tcpi_delivery_rate_app_limited`.
+const FLAGS: usize = 1;
+const APP_LIMITED: u8 = if cfg!(target_endian = "little") { 1 } else { 1 << 7 };
+/// `tcpi_unacked`: segments that are sent and not acknowledged.
+const UNACKED: usize = 6;
+/// `tcpi_last_data_sent`, in milliseconds.
+const LAST_DATA_SENT: usize = 11;
+/// `tcpi_last_data_recv` and `tcpi_last_ack_recv`, milliseconds ago.
+const LAST_RECEIVED: [usize; 2] = [13, 14];
+/// `tcpi_rtt`, in microseconds.
+const RTT: usize = 17;
+/// `tcpi_total_retrans`, in segments.
+const RETRANSMITS: usize = 25;
+/// `tcpi_notsent_bytes`.
+const NOTSENT_BYTES: usize = 36;
+/// `tcpi_delivery_rate`, 64 bits.
+const DELIVERY_RATE: usize = 40;
+
+/// What the kernel has seen of the path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Delivery {
+    /// How fast the last bytes were delivered, in bytes each second; 0 before the first acknowledgement.
+    pub(crate) rate: u64,
+    /// The path could have taken more, but there was nothing to send.
+    pub(crate) app_limited: bool,
+    /// With what waits in the path's buffers.
+    pub(crate) rtt: Duration,
+    /// Segments that were sent again.
+    pub(crate) retransmits: u32,
+    /// How long nothing has arrived, if the peer has something to answer.
+    pub(crate) silence: Option<Duration>,
+}
+
+/// Asks the kernel; `None` if the socket is closed.
+pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
+    let info = getsockopt(socket, TcpInfo).ok()?;
+    let halves = [info[DELIVERY_RATE].to_ne_bytes(), info[DELIVERY_RATE + 1].to_ne_bytes()];
+    let mut rate = [0; 8];
+    rate.copy_from_slice(halves.as_flattened());
+    let [.., flags] = info[FLAGS].to_ne_bytes();
+    let [.., probes] = info[PROBES].to_ne_bytes();
+    let silence = info[LAST_RECEIVED[0]].min(info[LAST_RECEIVED[1]]);
+    let asked = info[UNACKED] > 0 || probes > 0;
+    Some(Delivery {
+        rate: u64::from_ne_bytes(rate),
+        app_limited: flags & APP_LIMITED != 0,
+        rtt: Duration::from_micros(info[RTT].into()),
+        retransmits: info[RETRANSMITS],
+        silence: asked.then(|| Duration::from_millis(silence.into())),
+    })
+}
+
+/// Segments that the peer has not acknowledged, and bytes that were not sent yet. Both are 0 once the peer's kernel has
+/// everything.
+///
+/// # Errors
+/// The socket is closed.
+pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
+    let info = getsockopt(socket, TcpInfo)?;
+    Ok((info[UNACKED], info[NOTSENT_BYTES]))
+}
+
+/// For how long the kernel has sent no byte to the peer; `None` if the socket is closed. While some wait to be sent, that is
+/// how long the peer has not read.
+pub(crate) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
+    let info = getsockopt(socket, OldTcpInfo).ok()?;
+    Some(Duration::from_millis(info[LAST_DATA_SENT].into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fresh_connection_has_a_round_trip_time_and_nothing_to_answer() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let delivery = delivery(&socket).unwrap();
+        assert!(delivery.rtt > Duration::ZERO && delivery.rtt < Duration::from_secs(1), "{delivery:?}");
+        assert_eq!((delivery.retransmits, delivery.silence), (0, None));
+    }
+}
