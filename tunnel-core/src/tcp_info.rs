@@ -50,8 +50,17 @@ pub(crate) struct Delivery {
     pub(crate) rtt: Duration,
     /// Segments that were sent again.
     pub(crate) retransmits: u32,
-    /// How long nothing has arrived, if the peer has something to answer.
-    pub(crate) silence: Option<Duration>,
+    /// If the peer has something to answer.
+    pub(crate) silence: Option<Silence>,
+}
+
+/// A peer that has not answered yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Silence {
+    /// For how long nothing has arrived.
+    pub lasts: Duration,
+    /// Whether bytes are under way. Otherwise the kernel has only asked whether the peer is there.
+    pub unacknowledged: bool,
 }
 
 /// Asks the kernel; `None` if the socket is closed.
@@ -63,13 +72,14 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
     let [.., flags] = info[FLAGS].to_ne_bytes();
     let [.., probes] = info[PROBES].to_ne_bytes();
     let silence = info[LAST_RECEIVED[0]].min(info[LAST_RECEIVED[1]]);
-    let asked = info[UNACKED] > 0 || probes > 0;
+    let unacknowledged = info[UNACKED] > 0;
+    let lasts = Duration::from_millis(silence.into());
     Some(Delivery {
         rate: u64::from_ne_bytes(rate),
         app_limited: flags & APP_LIMITED != 0,
         rtt: Duration::from_micros(info[RTT].into()),
         retransmits: info[RETRANSMITS],
-        silence: asked.then(|| Duration::from_millis(silence.into())),
+        silence: (unacknowledged || probes > 0).then_some(Silence { lasts, unacknowledged }),
     })
 }
 

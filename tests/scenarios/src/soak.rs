@@ -32,8 +32,9 @@ const DEFAULT: Duration = Duration::from_secs(60);
 /// What is held at the end is compared with what was held after this, or after half the time if that is shorter.
 const WARM: Duration = Duration::from_secs(60);
 const ROUND: Duration = Duration::from_secs(6);
-/// The allocator's pages, a connection of the admin port and its task, threads for blocking calls, which come and go.
-const SLACK: [(&str, f64); 4] = [("memory", 2e6), ("sockets", 2.0), ("tasks", 2.0), ("threads", 4.0)];
+/// What comes and goes: the allocator's pages, threads for blocking calls, a connection of the admin port and its task,
+/// and up to seven additional links of each agent with their tasks: on a machine that is full a path seems long.
+const SLACK: [(&str, f64); 4] = [("memory", 2e6), ("sockets", 16.0), ("tasks", 48.0), ("threads", 4.0)];
 const LENGTH: u64 = 4_000_000;
 
 /// How long the soak was asked to take.

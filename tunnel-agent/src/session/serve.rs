@@ -182,8 +182,7 @@ async fn report(session: Arc<SessionState>) -> SessionEnd {
                 agent_event::Event::Addresses(Addresses { addresses: now })
             }
             _ = tick.tick() => {
-                let pending_dials = u32::try_from(session.common.dialler.pending()).unwrap_or(u32::MAX);
-                let now = Load { connections: session.connections(), pending_dials };
+                let now = session.load();
                 if now == reported { continue }
                 reported = now;
                 agent_event::Event::Load(now)

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::StallBound;
 use tunnel_core::link::{self, Flow};
-use tunnel_core::proto::{AgentEvent, Draining, agent_event};
+use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
 
 use super::shared::{Announced, Shared};
 use crate::dial::Dialler;
@@ -206,6 +206,18 @@ impl SessionState {
     /// Connections that the session carries, on all links.
     pub(super) fn connections(&self) -> u32 {
         self.common.connections.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn load(&self) -> Load {
+        let pending_dials = u32::try_from(self.common.dialler.pending()).unwrap_or(u32::MAX);
+        Load { connections: self.connections(), pending_dials }
+    }
+
+    /// Sends the server a report that it need not have.
+    pub(super) fn report_load(&self) {
+        let event = agent_event::Event::Load(self.load());
+        // A full queue means that the server does not read its events.
+        let _ = self.events.try_send(Ok(AgentEvent { event: Some(event) }));
     }
 
     /// Links of the session that are up or under way.

@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_rustls::rustls::ClientConfig;
+use tunnel_core::link::Silence;
 
 use super::connect::{Connected, connect};
 use super::state::SessionState;
 
 /// How often to look.
-const CHECK: Duration = Duration::from_millis(500);
+const CHECK: Duration = Duration::from_millis(250);
+/// The least that is waited for an answer.
+const ANSWER: Duration = Duration::from_millis(250);
 /// How long a second connection may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// Within this time the kernel sends again what was not acknowledged; see `link`'s bound on the pauses between.
@@ -22,22 +25,22 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
     let mut tick = tokio::time::interval(CHECK);
     loop {
         tick.tick().await;
-        let round = session.flow.rtt.last().unwrap_or_default();
-        let limit = session.shared.keepalive + CHECK.max(round * 4);
-        if !silent_for(session, limit).await {
-            continue;
-        }
+        let answer = ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4);
+        let limit = session.shared.keepalive + answer;
+        let Some(silence) = silent_for(session, limit).await else { continue };
         let server = session.peer.to_string();
         let attempt = connect(&server, tls.clone(), session.shared.keepalive);
         let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await else { continue };
-        // The line may just have come back.
-        tokio::time::sleep(SENT_AGAIN + round * 2).await;
-        if silent_for(session, limit).await {
+        // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
+        // what was lost has been sent again.
+        session.report_load();
+        tokio::time::sleep(if silence.unacknowledged { SENT_AGAIN + answer } else { answer }).await;
+        if silent_for(session, limit).await.is_some() {
             return connected;
         }
     }
 }
 
-async fn silent_for(session: &SessionState, limit: Duration) -> bool {
-    session.flow.silence().await.is_some_and(|silence| silence >= limit)
+async fn silent_for(session: &SessionState, limit: Duration) -> Option<Silence> {
+    session.flow.silence().await.filter(|silence| silence.lasts >= limit)
 }

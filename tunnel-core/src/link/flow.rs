@@ -17,7 +17,7 @@ use tokio::sync::watch;
 
 use super::rtt::Rtt;
 use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SMALLEST_PIECE, STREAM_WINDOW};
-use crate::tcp_info::Delivery;
+use crate::tcp_info::{Delivery, Silence};
 
 /// The time on the line of one piece.
 const PIECE_MS: u64 = 5;
@@ -55,7 +55,7 @@ pub struct Flow {
     owner: AtomicWaker,
     /// Somebody wants to know for how long the peer has been silent.
     asked: AtomicBool,
-    silence: watch::Sender<Option<Duration>>,
+    silence: watch::Sender<Option<Silence>>,
 }
 
 impl Default for Flow {
@@ -109,7 +109,7 @@ impl Flow {
 
     /// For how long the peer has not answered on TCP's level, if there is anything to answer. A link that looks alive
     /// otherwise may be dead: a NAT has forgotten it, or the line is out.
-    pub async fn silence(&self) -> Option<Duration> {
+    pub async fn silence(&self) -> Option<Silence> {
         let mut silence = self.silence.subscribe();
         self.asked.store(true, Ordering::Release);
         self.owner.wake();
@@ -123,7 +123,7 @@ impl Flow {
         self.asked.load(Ordering::Relaxed) && self.asked.swap(false, Ordering::Acquire)
     }
 
-    pub(super) fn answer(&self, silence: Option<Duration>) {
+    pub(super) fn answer(&self, silence: Option<Silence>) {
         self.silence.send_replace(silence);
     }
 

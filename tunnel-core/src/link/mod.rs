@@ -16,3 +16,5 @@ pub use io::LinkIo;
 pub use liveness::keep_alive;
 pub use rtt::Rtt;
 pub use settings::*;
+
+pub use crate::tcp_info::Silence;

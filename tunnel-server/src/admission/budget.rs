@@ -7,7 +7,7 @@ const MOST_ENROLMENTS: u32 = 1024;
 
 /// How many connections of a kind may be open at a time. Each takes one open file of the process.
 ///
-/// What is left, more than a quarter, is for the links of attached agents, and for what the server opens itself: the
+/// What is left, more than a quarter, is for the first links of attached agents, and for what the server opens itself: the
 /// admin endpoints, the inventory, the self-test, the BPF maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
@@ -22,6 +22,8 @@ pub struct Budget {
     pub certified: u32,
     /// Connections for an enrolment, which need no certificate.
     pub enrolments: u32,
+    /// Links of busy nodes beyond their first.
+    pub additional: u32,
 }
 
 impl Budget {
@@ -36,6 +38,7 @@ impl Budget {
             known: part(1, 32).min(MOST_HANDSHAKES),
             certified: part(1, 32).min(MOST_HANDSHAKES),
             enrolments: part(1, 64).min(MOST_ENROLMENTS),
+            additional: part(1, 32),
         }
     }
 }
@@ -48,8 +51,9 @@ mod tests {
     proptest! {
         #[test]
         fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32) {
-            let Budget { redirect, https, http, strangers, known, certified, enrolments } = Budget::of(open_files);
-            let parts = [redirect, https, http, strangers, known, certified, enrolments];
+            let Budget { redirect, https, http, strangers, known, certified, enrolments, additional } =
+                Budget::of(open_files);
+            let parts = [redirect, https, http, strangers, known, certified, enrolments, additional];
             let sum: u64 = parts.iter().map(|part| u64::from(*part)).sum();
             prop_assert!(sum <= u64::from(open_files) * 3 / 4, "{parts:?} of {open_files}");
             prop_assert!(open_files < 64 || parts.iter().all(|part| *part > 0), "{parts:?} of {open_files}");

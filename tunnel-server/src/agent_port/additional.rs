@@ -49,6 +49,11 @@ pub(super) async fn serve(
         notify(client, refused(reason.clone())).await;
         return End::NotJoined(reason);
     };
+    let Some(_permit) = place.additional() else {
+        let reason = "the nodes have as many additional links as open files allow".to_owned();
+        notify(client, refused(reason.clone())).await;
+        return End::NotJoined(reason);
+    };
     let link = Link::new(hello.link, flow, session.over.child_token(), send, worker);
     if let Err(error) = session.links.join(link.clone()) {
         notify(client, refused(error.to_string())).await;

@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tunnel_core::identity::NodeName;
 
 use super::known::KnownSources;
@@ -22,6 +23,7 @@ pub(super) struct Gate {
     known: Places<IpAddr>,
     certified: Places<NodeName>,
     enrolments: Places<IpAddr>,
+    additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
 }
 
@@ -32,6 +34,7 @@ impl Gate {
             known: Places::new(budget.known, u32::MAX),
             certified: Places::new(budget.certified, PER_NODE),
             enrolments: Places::new(budget.enrolments, u32::MAX),
+            additional: Arc::new(Semaphore::new(budget.additional as usize)),
             sources: Arc::default(),
         }
     }
@@ -46,7 +49,8 @@ impl Gate {
     /// A place for a connection with the certificate of `node`, until it is a session.
     pub(super) fn certified(&self, node: &NodeName, address: IpAddr) -> Option<Certified> {
         let place = self.certified.admit(node.clone(), Instant::now())?;
-        Some(Certified { place, address, node: node.clone(), sources: self.sources.clone() })
+        let (additional, sources) = (self.additional.clone(), self.sources.clone());
+        Some(Certified { place, address, node: node.clone(), additional, sources })
     }
 
     /// A place for a connection without a certificate.
@@ -60,10 +64,16 @@ pub(super) struct Certified {
     pub(super) place: Place<NodeName>,
     address: IpAddr,
     node: NodeName,
+    additional: Arc<Semaphore>,
     sources: Arc<KnownSources>,
 }
 
 impl Certified {
+    /// A place for an additional link of a session; `None` if there are too many of all nodes.
+    pub(super) fn additional(&self) -> Option<OwnedSemaphorePermit> {
+        self.additional.clone().try_acquire_owned().ok()
+    }
+
     /// Gives the place back: the connection is a session now.
     pub(super) fn attached(self) {
         self.sources.remember(&self.node, self.address);
@@ -93,6 +103,17 @@ mod tests {
             rounds += 1;
             assert!(rounds <= 3, "{left} of 1000 are left after three attempts of each");
         }
+    }
+
+    #[test]
+    fn additional_links_leave_open_files_to_first_ones() {
+        let budget = Budget::of(2_000);
+        let gate = Gate::new(&budget);
+        let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
+        let mut links: Vec<_> = (0..budget.additional).map(|_| link().unwrap()).collect();
+        assert!(budget.additional > 0 && link().is_none());
+        links.pop();
+        assert!(link().is_some());
     }
 
     #[test]

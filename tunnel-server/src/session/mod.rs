@@ -147,8 +147,8 @@ async fn silent(flow: &Flow) -> Duration {
     loop {
         let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
         tokio::time::sleep(patience).await;
-        if let Some(silence) = flow.silence().await.filter(|silence| *silence >= patience) {
-            return silence;
+        if let Some(silence) = flow.silence().await.filter(|silence| silence.lasts >= patience) {
+            return silence.lasts;
         }
     }
 }
