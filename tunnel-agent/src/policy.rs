@@ -66,7 +66,7 @@ impl Policy {
             Reach::Nothing => return Err(Denied::NotAHost),
             Reach::Loopback if self.rules.is_empty() => loopback_ports.contains(&port),
             Reach::Host if self.rules.is_empty() => self.is_own(address) || self.is_pod(address),
-            Reach::LinkLocal if self.rules.is_empty() => false,
+            // Also link-local without rules: nothing allows it then.
             _ => self.rules.iter().any(|rule| self.allows(rule, address, port, reach)),
         };
         if allowed {

@@ -84,10 +84,11 @@ pub(super) fn metrics(registry: &Registry) -> String {
 #[test]
 fn a_node_is_found_by_token_name_and_address() {
     let (router, _) = router();
-    router.set_inventory(inventory(vec![
+    let nodes = inventory(vec![
         node("edge-1", true, &["10.8.0.7", "fd00:8::7"]),
         node("cloud", false, &["10.0.0.2"]),
-    ]));
+    ]);
+    router.set_inventory(nodes.clone());
     let desired = router.desired();
     assert_eq!(desired.ports, BTreeSet::from([10250, 10255]));
     assert!(desired.excluded.contains(&net("10.0.0.2/32")));
@@ -106,6 +107,7 @@ fn a_node_is_found_by_token_name_and_address() {
     assert_eq!(snapshot.by_address(ip("10.0.0.2")), ByAddress::Unknown);
     assert_eq!(snapshot.by_token(ip("198.18.255.255")), None);
     assert_eq!(snapshot.nodes().count(), 1);
+    assert_eq!(*snapshot.inventory(), nodes);
 }
 
 #[test]

@@ -326,12 +326,13 @@ fn text_that_is_not_a_request() {
     for (text, part) in [
         (String::new(), "not one PEM section"),
         ("hello".to_owned(), "not one PEM section"),
-        (good[..good.len() / 2].to_owned(), "not"),
+        (good[..good.len() / 2].to_owned(), "is not PEM: "),
         (good.repeat(2), "not one PEM section"),
         (format!("{good}{}", renamed("CERTIFICATE")), "not one PEM section"),
         (renamed("CERTIFICATE"), "not one PEM section"),
         (renamed("PRIVATE KEY"), "not one PEM section"),
         (good.replacen("\nMI", "\nAA", 1), "cannot be parsed"),
+        ("a".repeat(MAX_REQUEST), "not one PEM section"),
         ("a".repeat(MAX_REQUEST + 1), "longer than"),
     ] {
         let csr = with(|spec| spec.request = ByteString(text.into_bytes()));
