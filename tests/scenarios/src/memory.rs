@@ -19,6 +19,7 @@ use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_reade
 scenarios! {
     stalled_readers_of_two_nodes(edges = 2, limit = 300),
     targets_that_never_read_beside_two_thousand_connections(limit = 300),
+    downloads_that_nobody_reads_from_a_small_agent(limit = 300),
 }
 
 const SERVER: u64 = 256 << 20;
@@ -182,4 +183,35 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
     wait_until("the clients of these to be reset", client::PATIENCE, waiting, |waiting| *waiting == left)
         .await?;
     Ok(())
+}
+
+/// Each of them may have a window under way, which is far more than the agent may use: what waits in front of its link is
+/// bounded for all of them.
+async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Result<()> {
+    const UNREAD: u32 = 240;
+    let limit = testbed.limit_on_edge("tunnel-agent", AGENT)?;
+    let server = crate::common::server(testbed).await?;
+    let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
+    let source = load_target::Target::start(testbed, 1).await?;
+    let unread = alongside("downloads that nobody reads", source.at(load_target::ECHO), async {
+        let unread = stalled_readers(&source, UNREAD as usize, LENGTH).await?;
+        let held = async || {
+            limit.expect_kept(agent.process.pid())?;
+            Ok(server.metrics().await?.sum("postern_stalled_bytes", &[]))
+        };
+        let windows = f64::from(UNREAD) * f64::from(1 << 19);
+        wait_until("the server to hold what they do not read", client::PATIENCE, held, |held| {
+            *held > windows
+        })
+        .await?;
+        Ok(unread)
+    })
+    .await?;
+    expect_alive(&mut agent.process, &limit)?;
+    for mut stream in unread {
+        stream.shutdown().await.context("asking for the end")?;
+        let end = end_of(&mut stream, client::PATIENCE).await?;
+        ensure!(end == End::Eof(LENGTH), "a download ended with {end:?}");
+    }
+    expect_alive(&mut agent.process, &limit)
 }

@@ -4,7 +4,6 @@
 mod error;
 mod frame;
 mod inward;
-mod memory;
 mod metrics;
 mod outward;
 mod relay;

@@ -18,7 +18,7 @@ use super::error::{RelayError, Side};
 use super::frame::{FrameError, HEADER_LEN, header};
 use super::traffic::Traffic;
 use super::{GRPC_STATUS, TARGET_RESET};
-use crate::link::Flow;
+use crate::link::{Bulk, Flow, SEND_BUFFER};
 
 /// Bytes that a connection reads at a time while it is idle or exchanges small messages.
 pub const SMALL_READ: usize = 4 << 10;
@@ -55,6 +55,7 @@ impl Outward<'_> {
             }
         }
         let mut size = SMALL_READ;
+        let mut bulk = Bulk::new(self.flow);
         loop {
             if early >= EARLY_BYTES {
                 self.answer.begun.wait().await;
@@ -92,6 +93,7 @@ impl Outward<'_> {
             }
             if room == size {
                 size = next_size(size, read, self.flow.piece());
+                bulk.set(size > SMALL_READ);
             }
             early = early.saturating_add(read.max(EARLY_SEGMENT));
             if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
@@ -143,12 +145,16 @@ impl Outward<'_> {
         send: &mut SendStream<Bytes>,
         size: usize,
     ) -> Result<usize, RelayError> {
-        send.reserve_capacity(HEADER_LEN + size);
-        // A receiver that has taken everything has announced half of its window at least.
-        while send.capacity() < HEADER_LEN + SMALL_READ {
+        // What h2 queues for a stream is its buffer less the capacity that it gives. A receiver that has taken everything has
+        // announced half of its window at least, which is more than the buffer.
+        let share = self.flow.share();
+        let queued = SEND_BUFFER - share;
+        let least = HEADER_LEN + SMALL_READ.min(share - HEADER_LEN);
+        send.reserve_capacity(queued + least.max((HEADER_LEN + size).min(share)));
+        while send.capacity() < queued + least {
             self.more_capacity(socket, send).await?;
         }
-        Ok(size.min(send.capacity() - HEADER_LEN))
+        Ok(size.min(send.capacity() - queued - HEADER_LEN))
     }
 
     /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first.

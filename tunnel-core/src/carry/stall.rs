@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::SetOnce;
 
-use super::memory;
+use crate::memory::stall_budget;
 use crate::outcome::Outcome;
 
 /// A receiver that made progress this recently is slow, not stalled. On loopback, where segments have 64 KiB, a reader of
@@ -77,8 +77,7 @@ impl StallBudget {
 
     /// The budget of this process, from the memory that it may use.
     pub fn of_process() -> &'static Arc<Self> {
-        static BUDGET: LazyLock<Arc<StallBudget>> =
-            LazyLock::new(|| StallBudget::new(memory::stall_budget()));
+        static BUDGET: LazyLock<Arc<StallBudget>> = LazyLock::new(|| StallBudget::new(stall_budget()));
         &BUDGET
     }
 

@@ -16,7 +16,8 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::watch;
 
 use super::rtt::Rtt;
-use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SMALLEST_PIECE, STREAM_WINDOW};
+use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SEND_BUFFER, SMALLEST_PIECE, STREAM_WINDOW};
+use crate::memory::link_queue;
 use crate::tcp_info::{Delivery, Silence};
 
 /// The time on the line of one piece.
@@ -53,6 +54,8 @@ pub struct Flow {
     retransmits: AtomicU32,
     /// The task that owns the HTTP/2 connection.
     owner: AtomicWaker,
+    /// Streams that send more than small messages.
+    bulk: AtomicUsize,
     /// Somebody wants to know for how long the peer has been silent.
     asked: AtomicBool,
     silence: watch::Sender<Option<Silence>>,
@@ -70,6 +73,7 @@ impl Default for Flow {
             rate: AtomicU64::new(0),
             retransmits: AtomicU32::new(0),
             owner: AtomicWaker::new(),
+            bulk: AtomicUsize::new(0),
             asked: AtomicBool::new(false),
             silence: watch::Sender::default(),
         }
@@ -105,6 +109,11 @@ impl Flow {
     /// TCP segments that this end has sent again.
     pub fn retransmits(&self) -> u32 {
         self.retransmits.load(Ordering::Relaxed)
+    }
+
+    /// What one stream may have waiting in front of the link, in bytes: its share when many send at once.
+    pub(crate) fn share(&self) -> usize {
+        share(link_queue(), self.bulk.load(Ordering::Relaxed))
     }
 
     /// For how long the peer has not answered on TCP's level, if there is anything to answer. A link that looks alive
@@ -166,6 +175,40 @@ impl Flow {
         if self.window.fetch_max(window, Ordering::Relaxed) < window {
             self.owner.wake();
         }
+    }
+}
+
+fn share(queue: usize, bulk: usize) -> usize {
+    (queue / bulk.max(1)).clamp(SMALLEST_PIECE, SEND_BUFFER)
+}
+
+/// Counts a stream while it sends more than small messages.
+#[derive(Debug)]
+pub(crate) struct Bulk<'a> {
+    flow: &'a Flow,
+    counted: bool,
+}
+
+impl<'a> Bulk<'a> {
+    pub(crate) fn new(flow: &'a Flow) -> Self {
+        Self { flow, counted: false }
+    }
+
+    pub(crate) fn set(&mut self, bulk: bool) {
+        if bulk != self.counted {
+            self.counted = bulk;
+            if bulk {
+                self.flow.bulk.fetch_add(1, Ordering::Relaxed);
+            } else {
+                self.flow.bulk.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+impl Drop for Bulk<'_> {
+    fn drop(&mut self) {
+        self.set(false);
     }
 }
 
@@ -254,6 +297,24 @@ mod tests {
         let mut taken = Taken { since: start, bytes: 0 };
         taken.add_at(STREAM_WINDOW as usize, &flow, start + Duration::from_millis(200));
         assert_eq!(flow.window(), STREAM_WINDOW);
+    }
+
+    #[test]
+    fn streams_that_send_share_the_queue() {
+        const QUEUE: usize = 8 << 20;
+        assert_eq!(
+            [0, 1, 32, 64, 400].map(|bulk| share(QUEUE, bulk)),
+            [SEND_BUFFER, SEND_BUFFER, SEND_BUFFER, 128 << 10, 20971]
+        );
+        assert_eq!(share(QUEUE, 1_000_000), SMALLEST_PIECE);
+        let flow = Flow::default();
+        let mut one = Bulk::new(&flow);
+        one.set(true);
+        one.set(true);
+        let count = || flow.bulk.load(Ordering::Relaxed);
+        assert_eq!(count(), 1);
+        drop((one, Bulk::new(&flow)));
+        assert_eq!(count(), 0);
     }
 
     #[test]

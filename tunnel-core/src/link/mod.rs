@@ -11,10 +11,11 @@ mod settings;
 
 pub use error::{LinkDead, reason};
 pub use flow::Flow;
-pub(crate) use flow::Taken;
+pub(crate) use flow::{Bulk, Taken};
 pub use io::LinkIo;
 pub use liveness::keep_alive;
 pub use rtt::Rtt;
+pub(crate) use settings::SEND_BUFFER;
 pub use settings::*;
 
 pub use crate::tcp_info::Silence;

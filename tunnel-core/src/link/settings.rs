@@ -7,14 +7,13 @@ use rustls::ConnectionCommon;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 
+use crate::memory::link_window;
+
 /// HTTP/2 stream window at first, in bytes: what one carried connection may have in flight, or held for a receiver that
 /// does not read.
 pub const STREAM_WINDOW: u32 = 1 << 20;
 /// What it grows to on long paths: 512 Mbit/s at 250 ms.
 pub const LARGEST_WINDOW: u32 = 16 << 20;
-/// HTTP/2 connection window, in bytes. A full one would stop every stream of the link, so it is far above what the
-/// bounds on stalled receivers allow to be held.
-pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// Bytes that a server holds for receivers of one node that do not read.
 pub const SERVER_STALL_BYTES: usize = 256 << 20;
 /// Bytes that an agent holds for targets that do not read.
@@ -34,7 +33,7 @@ pub const LARGEST_PIECE: usize = 256 << 10;
 pub const SMALLEST_PIECE: usize = 4 << 10;
 /// Bytes queued per stream in front of the socket: one frame. With twice as much, small messages wait half as long
 /// again behind four bulk transfers, which are no faster for it.
-const SEND_BUFFER: usize = 256 << 10;
+pub(crate) const SEND_BUFFER: usize = 256 << 10;
 /// Bytes of headers or trailers of one message: a few short fields.
 pub const MAX_HEADERS: u32 = 16 << 10;
 /// Resets of streams that may be remembered or pending before the peer counts as hostile. Both ends are
@@ -52,12 +51,18 @@ pub const PING_TIMEOUT: Duration = Duration::from_secs(12);
 /// How long the handshakes of TLS and HTTP/2 and the session's first message may take.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// HTTP/2 connection window, in bytes. A full one stops every stream of the link, so it is above what the bounds on
+/// stalled receivers allow to be held; it bounds what has arrived and is not counted yet.
+pub fn connection_window() -> u32 {
+    link_window()
+}
+
 /// HTTP/2 settings of the server's end.
 pub fn client_builder() -> h2::client::Builder {
     let mut builder = h2::client::Builder::new();
     builder
         .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_connection_window_size(connection_window())
         .max_frame_size(MAX_FRAME)
         .max_header_list_size(MAX_HEADERS)
         .max_send_buffer_size(SEND_BUFFER)
@@ -74,7 +79,7 @@ pub fn server_builder() -> h2::server::Builder {
     let mut builder = h2::server::Builder::new();
     builder
         .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_connection_window_size(connection_window())
         .max_frame_size(MAX_FRAME)
         .max_header_list_size(MAX_HEADERS)
         .max_send_buffer_size(SEND_BUFFER)
