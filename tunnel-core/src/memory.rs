@@ -4,12 +4,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
 
-/// RFC 9113 section 6.9.1.
-const LARGEST: u32 = (1 << 31) - 1;
 /// What the process's bound on stalled receivers is at least, in bytes: a few windows.
 const MIN_BUDGET: u64 = 8 << 20;
 
-/// Bytes that may be held for receivers that do not read: a quarter of the cgroup's memory limit, or of the machine's
+/// Bytes that may be held for receivers that do not read: a sixth of the cgroup's memory limit, or of the machine's
 /// memory. A quarter more is allowed for a while, and the rest is for everything else: 2,000 connections with their sockets
 /// take half of an agent's 64 MiB.
 pub(crate) fn stall_budget() -> usize {
@@ -22,18 +20,12 @@ pub(crate) fn link_queue() -> usize {
     stall_budget() / 2
 }
 
-/// What all connections of one link may have under way to this end, in bytes: all that may be held for receivers that do
-/// not read, and as much as those that read need.
-pub(crate) fn link_window() -> u32 {
-    u32::try_from(stall_budget() / 2 * 3).unwrap_or(u32::MAX).min(LARGEST)
-}
-
 fn read_budget() -> usize {
     let memory =
         memory_of_machine(&fs::read_to_string("/proc/meminfo").unwrap_or_default()).unwrap_or(1 << 30);
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let limit = limit_of_cgroup(Path::new("/sys/fs/cgroup"), &cgroups).filter(|limit| *limit < memory);
-    usize::try_from((limit.unwrap_or(memory) / 4).max(MIN_BUDGET)).unwrap_or(usize::MAX)
+    usize::try_from((limit.unwrap_or(memory) / 6).max(MIN_BUDGET)).unwrap_or(usize::MAX)
 }
 
 fn memory_of_machine(meminfo: &str) -> Option<u64> {
@@ -100,7 +92,5 @@ mod tests {
     fn the_memory_of_this_machine_is_read() {
         assert_eq!(memory_of_machine("MemTotal:       2048 kB\nMemFree: 1 kB\n"), Some(2 << 20));
         assert!(stall_budget() >= 8 << 20);
-        // A hard bound of a quarter more than the budget leaves room for others.
-        assert!(link_window() == LARGEST || link_window() as usize > stall_budget() / 4 * 5);
     }
 }

@@ -27,11 +27,11 @@ const AGENT: u64 = 64 << 20;
 /// Bytes of one connection that nobody reads: more than a window and what the kernel takes.
 const LENGTH: usize = 3_000_000;
 
-/// A quarter of the limit may be held for those who do not read; the metric shows what the program has read from its cgroup.
+/// A sixth of the limit may be held for those who do not read; the metric shows what the program has read from its cgroup.
 fn expect_budget(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
-    let quarter = (limit.bytes() / 4) as f64;
-    metrics.expect("postern_stalled_limit_bytes", &[], quarter)?;
+    let sixth = (limit.bytes() / 6) as f64;
+    metrics.expect("postern_stalled_limit_bytes", &[], sixth)?;
     metrics.expect("postern_stalled_bytes", &[], 0.0)
 }
 

@@ -16,7 +16,7 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::watch;
 
 use super::rtt::Rtt;
-use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SEND_BUFFER, SMALLEST_PIECE, STREAM_WINDOW};
+use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SEND_BUFFER, SMALLEST_PIECE, first_window};
 use crate::memory::link_queue;
 use crate::tcp_info::{Delivery, Silence};
 
@@ -65,8 +65,8 @@ impl Default for Flow {
     fn default() -> Self {
         Self {
             rtt: Rtt::default(),
-            window: AtomicU32::new(STREAM_WINDOW),
-            announced: AtomicU32::new(STREAM_WINDOW),
+            window: AtomicU32::new(first_window()),
+            announced: AtomicU32::new(first_window()),
             piece: AtomicUsize::new(FIRST_PIECE),
             received: AtomicU64::new(0),
             sent: AtomicU64::new(0),
@@ -252,6 +252,7 @@ impl Taken {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::link::STREAM_WINDOW;
 
     fn flow(rtt_ms: u64) -> Flow {
         let flow = Flow::default();

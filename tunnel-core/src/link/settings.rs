@@ -7,13 +7,18 @@ use rustls::ConnectionCommon;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 
-use crate::memory::link_window;
+use crate::memory::stall_budget;
 
 /// HTTP/2 stream window at first, in bytes: what one carried connection may have in flight, or held for a receiver that
 /// does not read.
 pub const STREAM_WINDOW: u32 = 1 << 20;
 /// What it grows to on long paths: 512 Mbit/s at 250 ms.
 pub const LARGEST_WINDOW: u32 = 16 << 20;
+/// HTTP/2 connection window, in bytes. A full one would stop every stream of the link, so it is far above what the
+/// bounds on stalled receivers allow to be held.
+pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+/// Below this bound on what is held for stalled receivers, windows are smaller at first.
+const SMALL_BUDGET: usize = 32 << 20;
 /// Bytes that a server holds for receivers of one node that do not read.
 pub const SERVER_STALL_BYTES: usize = 256 << 20;
 /// Bytes that an agent holds for targets that do not read.
@@ -51,18 +56,18 @@ pub const PING_TIMEOUT: Duration = Duration::from_secs(12);
 /// How long the handshakes of TLS and HTTP/2 and the session's first message may take.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// HTTP/2 connection window, in bytes. A full one stops every stream of the link, so it is above what the bounds on
-/// stalled receivers allow to be held; it bounds what has arrived and is not counted yet.
-pub fn connection_window() -> u32 {
-    link_window()
+/// What one carried connection may have in flight at first, in bytes. Where little memory may be used, floods are half as
+/// large; less would be less than half a window's credit for a whole frame.
+pub(crate) fn first_window() -> u32 {
+    if stall_budget() < SMALL_BUDGET { STREAM_WINDOW / 2 } else { STREAM_WINDOW }
 }
 
 /// HTTP/2 settings of the server's end.
 pub fn client_builder() -> h2::client::Builder {
     let mut builder = h2::client::Builder::new();
     builder
-        .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(connection_window())
+        .initial_window_size(first_window())
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .max_frame_size(MAX_FRAME)
         .max_header_list_size(MAX_HEADERS)
         .max_send_buffer_size(SEND_BUFFER)
@@ -78,8 +83,8 @@ pub fn client_builder() -> h2::client::Builder {
 pub fn server_builder() -> h2::server::Builder {
     let mut builder = h2::server::Builder::new();
     builder
-        .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(connection_window())
+        .initial_window_size(first_window())
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .max_frame_size(MAX_FRAME)
         .max_header_list_size(MAX_HEADERS)
         .max_send_buffer_size(SEND_BUFFER)

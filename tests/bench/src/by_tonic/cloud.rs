@@ -78,7 +78,7 @@ fn endpoint(edge: SocketAddr) -> Result<Endpoint> {
     Ok(Endpoint::from_shared(format!("http://{edge}"))
         .context("the edge's address")?
         .initial_stream_window_size(link::STREAM_WINDOW)
-        .initial_connection_window_size(link::connection_window())
+        .initial_connection_window_size(link::CONNECTION_WINDOW)
         .max_frame_size(link::MAX_FRAME)
         .http2_max_header_list_size(link::MAX_HEADERS)
         .http2_max_concurrent_reset_streams(link::MAX_RESETS)

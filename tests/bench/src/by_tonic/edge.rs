@@ -69,7 +69,7 @@ fn tls(certificate: &Path, key: &Path) -> Result<TlsAcceptor> {
 fn server() -> Server {
     Server::builder()
         .initial_stream_window_size(link::STREAM_WINDOW)
-        .initial_connection_window_size(link::connection_window())
+        .initial_connection_window_size(link::CONNECTION_WINDOW)
         .max_frame_size(link::MAX_FRAME)
         .http2_max_header_list_size(link::MAX_HEADERS)
         .max_concurrent_streams(link::MAX_STREAMS)
