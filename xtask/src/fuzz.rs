@@ -19,7 +19,13 @@ pub(crate) struct Options {
     /// Names the targets and does nothing else.
     #[arg(long)]
     list: bool,
+    /// Instead of looking for more inputs, keeps the fewest that reach the same code, in fuzz/corpus.tar.gz.
+    #[arg(long, conflicts_with_all = ["target", "seconds"])]
+    minimise: bool,
 }
+
+/// The inputs that were found so far, checked in as one file: they are some two thousand.
+const CORPUS: &str = "fuzz/corpus.tar.gz";
 
 pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
     let targets = targets()?;
@@ -35,6 +41,9 @@ pub(crate) fn run_all(options: &Options) -> Result<ExitCode> {
         None => targets,
     };
     prepare()?;
+    if options.minimise {
+        return minimise(&chosen).map(|()| ExitCode::SUCCESS);
+    }
     for target in chosen {
         run_target(&target, options.seconds, false)?;
     }
@@ -55,7 +64,36 @@ pub(crate) fn targets() -> Result<Vec<String>> {
 pub(crate) fn prepare() -> Result<()> {
     packages::install(&[packages::TESTBED])?;
     need_cargo_tool("cargo-fuzz", VERSION)?;
+    let mut unpack = Command::new("tar");
+    unpack.args(["--extract", "--gzip", "--skip-old-files", "--file"]).arg(root().join(CORPUS));
+    run(unpack.arg("--directory").arg(root().join("fuzz")))?;
     run(cargo_fuzz("build")?.args(["--sanitizer", "none"]))
+}
+
+/// Replaces the checked-in inputs.
+fn minimise(targets: &[String]) -> Result<()> {
+    let dir = tempfile::tempdir().context("a folder for the inputs")?;
+    for target in targets {
+        let kept = dir.path().join("corpus").join(target);
+        fs::create_dir_all(&kept).with_context(|| format!("creating {}", kept.display()))?;
+        let mut merge = cargo_fuzz("run")?;
+        merge.args(["--sanitizer", "none", target]).arg(&kept);
+        merge.args(["corpus", "seeds"].map(|from| root().join("fuzz").join(from).join(target)));
+        // How often a branch is taken is not worth an input here.
+        run(merge.args(["--", "-merge=1", "-use_counters=0", "-max_len=4096"]))?;
+    }
+    let mut pack = Command::new("tar");
+    // The same inputs give the same file.
+    pack.args([
+        "--create",
+        "--gzip",
+        "--sort=name",
+        "--mtime=@0",
+        "--owner=0",
+        "--group=0",
+        "--numeric-owner",
+    ]);
+    run(pack.arg("--file").arg(root().join(CORPUS)).arg("--directory").arg(dir.path()).arg("corpus"))
 }
 
 /// Runs one target from its checked-in seeds; what it finds stays in fuzz/artifacts. Quietly: its output is only shown

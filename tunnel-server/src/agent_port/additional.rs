@@ -12,8 +12,8 @@ use tunnel_core::link::keep_alive;
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{AgentEvent, Hello};
 
-use super::attach::{End, LinkContext, Transport, finish, notify, refused};
 use super::gate::Certified;
+use super::link::{End, LinkContext, Transport, finish, notify, refused};
 use crate::session::{Link, Session};
 
 /// How often to look whether it is still of use.

@@ -4,115 +4,40 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
-use bytes::Bytes;
 use h2::PingPong;
-use h2::client::SendRequest;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
-use tunnel_core::identity::{NodeName, TrustBundle};
+use tunnel_core::identity::NodeName;
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
-    self, AgentEvent, Hello, LoopbackPorts, Notice, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
+    self, AgentEvent, Hello, LoopbackPorts, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
     agent_event, notice,
 };
 use tunnel_core::text::printable;
 
 use super::additional;
 use super::gate::Certified;
-use crate::metrics::Metrics;
-use crate::pki::{Refusal, Standing};
-use crate::session::{Fenced, Link, Links, Session, Sessions};
+use super::link::{EVENT_SPAN, End, LinkContext, MAX_EVENTS, Transport, finish, notify, refused};
+use crate::pki::Refusal;
+use crate::session::{Link, Links, Session};
 use crate::settings::Settings;
 
 /// The largest control message accepted from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
-/// How long an agent may take to acknowledge a notice.
-const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Events that an agent may send within [`EVENT_SPAN`]; more is a flood.
-const MAX_EVENTS: u32 = 200;
-const EVENT_SPAN: Duration = Duration::from_secs(10);
-
-/// What all links work with.
-pub struct LinkContext {
-    pub server_id: String,
-    /// The roots to announce to agents.
-    pub bundle: watch::Receiver<Arc<TrustBundle>>,
-    /// For the ports that agents dial on their node's loopback.
-    pub settings: watch::Receiver<Arc<Settings>>,
-    pub sessions: Arc<Sessions>,
-    /// Whose agents may have sessions.
-    pub standing: Standing,
-    pub metrics: Metrics,
-    /// Agents are notified; nothing new is accepted.
-    pub draining: CancellationToken,
-    /// Ends every connection: the time of the drain is up.
-    pub forced: CancellationToken,
-    /// Ends every link.
-    pub stop: CancellationToken,
-    /// How long the drain may take, for the agents to know.
-    pub drain_timeout: Duration,
-}
-
 /// Whom the agent's certificate is for, and since when.
 #[derive(Clone, Debug)]
 pub(super) struct Presented {
     pub(super) node: NodeName,
     pub(super) issued: SystemTime,
-}
-
-/// Why a link has ended.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum End {
-    #[error("link lost: {}", link::reason(.0))]
-    Link(#[from] h2::Error),
-    #[error("the agent closed the connection")]
-    Closed,
-    #[error("the agent has left")]
-    Left,
-    #[error(transparent)]
-    Dead(#[from] link::LinkDead),
-    #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
-    NoHello,
-    #[error("it made room for another link before it was attached")]
-    Evicted,
-    #[error("Attach failed: {}", printable(.0.message(), 200))]
-    Attach(Box<Status>),
-    #[error("link lost: {}", printable(&link::reason(&**.0), 200))]
-    Lost(Box<Status>),
-    #[error("the agent's first event is not Hello")]
-    NotHello,
-    #[error("the certificate names node {certified}, but Hello says {claimed:?}")]
-    Impostor { certified: NodeName, claimed: String },
-    #[error(transparent)]
-    Fenced(#[from] Fenced),
-    #[error(transparent)]
-    NotAdmitted(#[from] Refusal),
-    #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
-    Flood,
-    #[error("replaced by a newer session, or this server stops")]
-    Stopped,
-    #[error("{0}")]
-    NotJoined(String),
-    #[error("an additional link sends no events")]
-    Unasked,
-    #[error("it was not needed any more")]
-    Idle,
-}
-
-impl From<Status> for End {
-    fn from(status: Status) -> Self {
-        Self::Attach(Box::new(status))
-    }
 }
 
 /// Serves the link until it ends, and logs why it did.
@@ -151,18 +76,6 @@ pub(super) async fn run(
     }
 }
 
-impl End {
-    const fn label(&self) -> &'static str {
-        match self {
-            Self::Impostor { .. } => "impostor",
-            Self::Flood => "flood",
-            Self::Fenced(_) => "older",
-            Self::NotAdmitted(refusal) => refusal.label(),
-            _ => "failed",
-        }
-    }
-}
-
 async fn drive(
     context: &LinkContext,
     stream: Box<TlsStream<TcpStream>>,
@@ -196,13 +109,6 @@ async fn drive(
             _ => End::Closed,
         },
     }
-}
-
-/// A link whose HTTP/2 connection is driven by another task.
-pub(super) struct Transport {
-    pub(super) send: SendRequest<Bytes>,
-    pub(super) pings: PingPong,
-    pub(super) flow: Arc<Flow>,
 }
 
 /// Removes the session from the registry, however its task ends.
@@ -306,10 +212,6 @@ async fn session(
     }
     drop(registered);
     end
-}
-
-pub(super) fn refused(reason: String) -> notice::Notice {
-    notice::Notice::Refused(Refused { reason, ..Refused::default() })
 }
 
 async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> End {
@@ -438,29 +340,4 @@ async fn follow(
 
 fn loopback_ports(settings: &Settings) -> Vec<u32> {
     settings.loopback.iter().map(|port| u32::from(*port)).collect()
-}
-
-/// After the agent has left on purpose: lets clients that read slowly receive what was carried.
-pub(super) async fn finish(context: &LinkContext, session: &Session, connections: impl Fn() -> u32) {
-    let idle = async {
-        let mut tick = tokio::time::interval(Duration::from_millis(20));
-        while connections() > 0 {
-            tick.tick().await;
-        }
-    };
-    tokio::select! {
-        () = idle => {}
-        () = session.closed.cancelled() => {}
-        () = context.stop.cancelled() => {}
-        () = tokio::time::sleep(context.drain_timeout) => {}
-    }
-}
-
-pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) {
-    let notice = Notice { notice: Some(notice) };
-    match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
-        Ok(Ok(_)) => {}
-        Ok(Err(status)) => tracing::debug!(%status, "a notice was refused"),
-        Err(_) => tracing::debug!("a notice was not acknowledged in time"),
-    }
 }

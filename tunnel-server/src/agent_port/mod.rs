@@ -5,6 +5,7 @@ mod attach;
 mod enroll;
 mod gate;
 mod known;
+mod link;
 mod shut_out;
 
 use std::io;
@@ -17,10 +18,10 @@ use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
 use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate, validity};
-use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+use tunnel_core::link::{HANDSHAKE_TIMEOUT, tune_link};
 
+pub use self::link::LinkContext;
 pub use crate::admission::Budget;
-pub use attach::LinkContext;
 pub use enroll::{enroll_routes, for_client};
 
 use crate::accept::accept;
@@ -170,7 +171,7 @@ impl AgentPort {
         place: &Place<IpAddr>,
     ) -> Result<TlsStream<TcpStream>, Error> {
         let socket = TcpStream::from_std(socket)?;
-        link::tune_link(&socket)?;
+        tune_link(&socket)?;
         tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
         place.spoke();
         let stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))

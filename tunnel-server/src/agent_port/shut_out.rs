@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::attach::LinkContext;
+use super::link::LinkContext;
 
 /// How long a node may be missing: an inventory file may be replaced in two steps, and a Node created again at once.
 const GRACE: Duration = Duration::from_secs(5);

@@ -129,8 +129,7 @@ async fn carry<D: Door>(
         let connected = |took| record.dialled(took);
         let mut carrying = std::pin::pin!(session.carry(
             &link,
-            &mut socket,
-            request.prefix,
+            (&mut socket, request.prefix),
             request.target,
             &abort,
             &traffic,

@@ -87,7 +87,7 @@ impl Session {
         link.over.cancel();
     }
 
-    /// Carries an accepted connection to `target`, which the agent dials, over `link` until both directions have ended.
+    /// Carries an accepted connection, and what was read from it, to `target`, which the agent dials, over `link` until both directions have ended.
     /// Has to run on [`Link::worker`]. `connected` gets the duration of the agent's dial.
     ///
     /// # Errors
@@ -95,8 +95,7 @@ impl Session {
     pub async fn carry(
         &self,
         link: &Link,
-        socket: &mut TcpStream,
-        prefix: Bytes,
+        (socket, prefix): (&mut TcpStream, Bytes),
         target: SocketAddr,
         abort: &Arc<Abort>,
         traffic: &Traffic,

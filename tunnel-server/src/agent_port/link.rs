@@ -1,0 +1,142 @@
+//! What the first link of a session and additional ones have in common.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::PingPong;
+use h2::client::SendRequest;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tunnel_core::grpc::Channel;
+use tunnel_core::identity::{NodeName, TrustBundle};
+use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT};
+use tunnel_core::proto::agent_client::AgentClient;
+use tunnel_core::proto::{Notice, Refused, notice};
+use tunnel_core::text::printable;
+
+use crate::metrics::Metrics;
+use crate::pki::{Refusal, Standing};
+use crate::session::{Fenced, Session, Sessions};
+use crate::settings::Settings;
+
+/// How long an agent may take to acknowledge a notice.
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Events that an agent may send within [`EVENT_SPAN`]; more is a flood.
+pub(super) const MAX_EVENTS: u32 = 200;
+pub(super) const EVENT_SPAN: Duration = Duration::from_secs(10);
+
+/// What all links work with.
+pub struct LinkContext {
+    pub server_id: String,
+    /// The roots to announce to agents.
+    pub bundle: watch::Receiver<Arc<TrustBundle>>,
+    /// For the ports that agents dial on their node's loopback.
+    pub settings: watch::Receiver<Arc<Settings>>,
+    pub sessions: Arc<Sessions>,
+    /// Whose agents may have sessions.
+    pub standing: Standing,
+    pub metrics: Metrics,
+    /// Agents are notified; nothing new is accepted.
+    pub draining: CancellationToken,
+    /// Ends every connection: the time of the drain is up.
+    pub forced: CancellationToken,
+    /// Ends every link.
+    pub stop: CancellationToken,
+    /// How long the drain may take, for the agents to know.
+    pub drain_timeout: Duration,
+}
+
+/// Why a link has ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum End {
+    #[error("link lost: {}", link::reason(.0))]
+    Link(#[from] h2::Error),
+    #[error("the agent closed the connection")]
+    Closed,
+    #[error("the agent has left")]
+    Left,
+    #[error(transparent)]
+    Dead(#[from] link::LinkDead),
+    #[error("the agent did not answer Attach within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    NoHello,
+    #[error("it made room for another link before it was attached")]
+    Evicted,
+    #[error("Attach failed: {}", printable(.0.message(), 200))]
+    Attach(Box<Status>),
+    #[error("link lost: {}", printable(&link::reason(&**.0), 200))]
+    Lost(Box<Status>),
+    #[error("the agent's first event is not Hello")]
+    NotHello,
+    #[error("the certificate names node {certified}, but Hello says {claimed:?}")]
+    Impostor { certified: NodeName, claimed: String },
+    #[error(transparent)]
+    Fenced(#[from] Fenced),
+    #[error(transparent)]
+    NotAdmitted(#[from] Refusal),
+    #[error("the agent sent more than {MAX_EVENTS} events in {} s", EVENT_SPAN.as_secs())]
+    Flood,
+    #[error("replaced by a newer session, or this server stops")]
+    Stopped,
+    #[error("{0}")]
+    NotJoined(String),
+    #[error("an additional link sends no events")]
+    Unasked,
+    #[error("it was not needed any more")]
+    Idle,
+}
+
+impl From<Status> for End {
+    fn from(status: Status) -> Self {
+        Self::Attach(Box::new(status))
+    }
+}
+
+impl End {
+    pub(super) const fn label(&self) -> &'static str {
+        match self {
+            Self::Impostor { .. } => "impostor",
+            Self::Flood => "flood",
+            Self::Fenced(_) => "older",
+            Self::NotAdmitted(refusal) => refusal.label(),
+            _ => "failed",
+        }
+    }
+}
+
+/// A link whose HTTP/2 connection is driven by another task.
+pub(super) struct Transport {
+    pub(super) send: SendRequest<Bytes>,
+    pub(super) pings: PingPong,
+    pub(super) flow: Arc<Flow>,
+}
+
+pub(super) fn refused(reason: String) -> notice::Notice {
+    notice::Notice::Refused(Refused { reason, ..Refused::default() })
+}
+
+/// After the agent has left on purpose: lets clients that read slowly receive what was carried.
+pub(super) async fn finish(context: &LinkContext, session: &Session, connections: impl Fn() -> u32) {
+    let idle = async {
+        let mut tick = tokio::time::interval(Duration::from_millis(20));
+        while connections() > 0 {
+            tick.tick().await;
+        }
+    };
+    tokio::select! {
+        () = idle => {}
+        () = session.closed.cancelled() => {}
+        () = context.stop.cancelled() => {}
+        () = tokio::time::sleep(context.drain_timeout) => {}
+    }
+}
+
+pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) {
+    let notice = Notice { notice: Some(notice) };
+    match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(status)) => tracing::debug!(%status, "a notice was refused"),
+        Err(_) => tracing::debug!("a notice was not acknowledged in time"),
+    }
+}
