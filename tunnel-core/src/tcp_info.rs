@@ -36,6 +36,8 @@ const RTT: usize = 17;
 const RETRANSMITS: usize = 25;
 /// `tcpi_notsent_bytes`.
 const NOTSENT_BYTES: usize = 36;
+/// `tcpi_min_rtt`, in microseconds; all ones before the first measurement.
+const MIN_RTT: usize = 37;
 /// `tcpi_delivery_rate`, 64 bits.
 const DELIVERY_RATE: usize = 40;
 
@@ -48,6 +50,8 @@ pub(crate) struct Delivery {
     pub(crate) app_limited: bool,
     /// With what waits in the path's buffers.
     pub(crate) rtt: Duration,
+    /// Without it: the shortest of the last minutes. The kernels answer each other, however busy the programs are.
+    pub(crate) shortest_rtt: Option<Duration>,
     /// Segments that were sent again.
     pub(crate) retransmits: u32,
     /// If the peer has something to answer.
@@ -78,6 +82,7 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
         rate: u64::from_ne_bytes(rate),
         app_limited: flags & APP_LIMITED != 0,
         rtt: Duration::from_micros(info[RTT].into()),
+        shortest_rtt: (info[MIN_RTT] != u32::MAX).then(|| Duration::from_micros(info[MIN_RTT].into())),
         retransmits: info[RETRANSMITS],
         silence: (unacknowledged || probes > 0).then_some(Silence { lasts, unacknowledged }),
     })
@@ -110,6 +115,7 @@ mod tests {
         let socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let delivery = delivery(&socket).unwrap();
         assert!(delivery.rtt > Duration::ZERO && delivery.rtt < Duration::from_secs(1), "{delivery:?}");
+        assert!(delivery.shortest_rtt.is_some_and(|rtt| rtt <= delivery.rtt), "{delivery:?}");
         assert_eq!((delivery.retransmits, delivery.silence), (0, None));
     }
 }

@@ -62,6 +62,7 @@ impl Collection {
             "certificatesigningrequests" => "CertificateSigningRequest",
             "serviceaccounts" => "ServiceAccount",
             "pods" => "Pod",
+            "servicecidrs" => "ServiceCIDR",
             other => panic!("the fake API server has no kind for {other}"),
         }
     }

@@ -52,6 +52,8 @@ pub struct Flow {
     rate: AtomicU64,
     /// Segments that were sent again.
     retransmits: AtomicU32,
+    /// In microseconds; 0 until it is known.
+    path_rtt: AtomicU32,
     /// The task that owns the HTTP/2 connection.
     owner: AtomicWaker,
     /// Streams that send more than small messages.
@@ -72,6 +74,7 @@ impl Default for Flow {
             sent: AtomicU64::new(0),
             rate: AtomicU64::new(0),
             retransmits: AtomicU32::new(0),
+            path_rtt: AtomicU32::new(0),
             owner: AtomicWaker::new(),
             bulk: AtomicUsize::new(0),
             asked: AtomicBool::new(false),
@@ -136,6 +139,21 @@ impl Flow {
         self.silence.send_replace(silence);
     }
 
+    /// The round-trip time between the two kernels, without what waits on the path or in the programs; `None` before it is
+    /// known.
+    pub fn path_rtt(&self) -> Option<Duration> {
+        match self.path_rtt.load(Ordering::Relaxed) {
+            0 => None,
+            micros => Some(Duration::from_micros(micros.into())),
+        }
+    }
+
+    /// Sets [`Self::path_rtt`].
+    pub fn set_path_rtt(&self, rtt: Duration) {
+        let micros = u32::try_from(rtt.as_micros()).unwrap_or(u32::MAX).max(1);
+        self.path_rtt.store(micros, Ordering::Relaxed);
+    }
+
     /// Counts bytes that the link has sent.
     pub fn add_sent(&self, bytes: usize) {
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -159,6 +177,9 @@ impl Flow {
     pub(super) fn delivered(&self, delivery: Delivery) -> Option<usize> {
         self.rate.store(delivery.rate, Ordering::Relaxed);
         self.retransmits.store(delivery.retransmits, Ordering::Relaxed);
+        if let Some(rtt) = delivery.shortest_rtt {
+            self.set_path_rtt(rtt);
+        }
         let now = self.piece();
         let piece = usize::try_from(delivery.rate * PIECE_MS / 1000).unwrap_or(LARGEST_PIECE);
         let piece = piece.clamp(SMALLEST_PIECE, LARGEST_PIECE);
@@ -348,6 +369,7 @@ mod tests {
                 rate,
                 app_limited,
                 rtt: Duration::ZERO,
+                shortest_rtt: None,
                 retransmits: 3,
                 silence: None,
             });

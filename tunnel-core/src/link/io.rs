@@ -40,12 +40,13 @@ impl LinkIo {
             rto_max: Duration::ZERO,
         };
         io.resize(io.flow.piece());
-        let rtt = delivery(io.stream.get_ref().0).map(|delivery| delivery.rtt).unwrap_or_default();
-        if rtt > Duration::ZERO {
+        let rtt = delivery(io.stream.get_ref().0).and_then(|delivery| delivery.shortest_rtt);
+        if let Some(rtt) = rtt {
             // From the handshake, until a PING is answered.
             io.flow.rtt.add(rtt);
+            io.flow.set_path_rtt(rtt);
         }
-        io.pause_at_most(rto_max(rtt));
+        io.pause_at_most(rto_max(rtt.unwrap_or_default()));
         io
     }
 

@@ -93,8 +93,8 @@ pub struct RunArgs {
     /// known to be others']. A kubelet reports its own addresses, so name the edge networks where you can.
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
     pub edge_addresses: String,
-    /// The cluster's ranges of Service addresses, comma-separated: never an edge node's [default: none; the API server's
-    /// address never is].
+    /// The cluster's ranges of Service addresses, comma-separated: never an edge node's [default: none; with Kubernetes 1.33
+    /// or later the cluster's ServiceCIDRs are known anyway, and the API server's address never is].
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
     pub service_cidrs: String,
     /// Source addresses that may use the redirect, besides this host and its pods, comma-separated [default: none].

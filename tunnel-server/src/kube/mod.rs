@@ -27,7 +27,7 @@ use tunnel_kube::{Health, KubeError};
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
 use self::read::authority::{self, AuthorityError};
 use self::read::revocations::RevocationMap;
-use self::read::{configmap, names, nodes, revocations};
+use self::read::{configmap, names, nodes, revocations, service_ranges};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, Selector, SourceStatus};
@@ -155,6 +155,7 @@ impl Kube {
         let (client, health) = (context.client.clone(), context.health.clone());
         tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors, parts.settings));
+        tasks.spawn(service_ranges::run(context.clone(), router.clone()));
         tasks.spawn(follow_ports(router, context.settings.clone(), stop));
         tasks.spawn(authority::follow(context.clone(), parts.state_dir));
         tasks.spawn(revocations::follow(context.clone(), parts.revocations));

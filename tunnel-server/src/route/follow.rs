@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipnet::IpNet;
 use tokio::time::{Instant as TokioInstant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
@@ -15,6 +16,11 @@ const PERIOD: Duration = Duration::from_secs(30);
 /// Gives the router an inventory. Wait for it before giving the next: that keeps their order.
 pub async fn update(router: Arc<Router>, inventory: Inventory) {
     blocking(move || router.set_inventory(inventory)).await;
+}
+
+/// Gives the router the cluster's ranges of Service addresses.
+pub async fn update_services(router: Arc<Router>, ranges: Vec<IpNet>) {
+    blocking(move || router.set_services(ranges)).await;
 }
 
 /// Keeps `router` up to date with this host's addresses and with the time, until stopped.

@@ -28,6 +28,8 @@ pub(super) struct Planner {
     pub(super) claims: Claims,
     /// This host's addresses as last known.
     host: HashSet<IpAddr>,
+    /// The API server and the Services.
+    foreign: Vec<IpNet>,
     reports: Reports,
 }
 
@@ -53,8 +55,17 @@ impl Planner {
             tokens: Tokens::new(config.token_range, config.token_range_v6),
             claims: Claims::default(),
             host: HashSet::new(),
+            foreign: config.foreign.clone(),
             reports: Reports::register(registry),
         }
+    }
+
+    /// True when the ranges are others than before.
+    pub(super) fn set_services(&mut self, config: &RouterConfig, ranges: Vec<IpNet>) -> bool {
+        let foreign: Vec<IpNet> = config.foreign.iter().copied().chain(ranges).collect();
+        let changed = foreign != self.foreign;
+        self.foreign = foreign;
+        changed
     }
 
     /// Reads this host's addresses again; true when they have changed.
@@ -74,7 +85,7 @@ impl Planner {
             edge_addresses: &config.edge_addresses,
             exclude: &config.exclude,
             token_ranges: &token_ranges,
-            foreign: &config.foreign,
+            foreign: &self.foreign,
             pods: &config.pods,
             host: &self.host,
         };

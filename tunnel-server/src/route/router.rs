@@ -107,6 +107,16 @@ impl Router {
         self.recompute(Arc::new(inventory), &mut planner, now);
     }
 
+    /// Replaces the ranges of Service addresses that the cluster names, in addition to the configured ones: no node gets
+    /// an address in them.
+    pub fn set_services(&self, ranges: Vec<IpNet>) {
+        let mut planner = self.lock_planner();
+        if planner.set_services(&self.config, ranges) {
+            let inventory = Arc::clone(&self.snapshot.load().inventory);
+            self.recompute(inventory, &mut planner, Instant::now());
+        }
+    }
+
     /// Recomputes what has changed although the inventory has not: this host's addresses, tokens that are free again,
     /// addresses of cloud nodes that are old enough. Cheap when nothing has; call it periodically, and when it is
     /// [`due`](Self::due).

@@ -168,7 +168,7 @@ impl Links {
         let mut state = self.state();
         // There is always the first.
         let first = &state.links[0].link;
-        if self.most == 1 || first.flow.rtt.shortest().is_none_or(|rtt| rtt < FAR) {
+        if self.most == 1 || first.flow.path_rtt().is_none_or(|rtt| rtt < FAR) {
             return Taken::new(first.clone());
         }
         state.links.iter_mut().for_each(|link| link.measure(now));
@@ -296,7 +296,7 @@ mod tests {
         let (send, _) = h2::client::handshake(near).await.unwrap();
         drop(preface);
         let flow = Arc::new(Flow::default());
-        flow.rtt.add(rtt);
+        flow.set_path_rtt(rtt);
         Link::new(number, flow, CancellationToken::new(), send, Handle::current())
     }
 

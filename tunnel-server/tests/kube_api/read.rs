@@ -5,3 +5,4 @@ mod configmap;
 mod names;
 mod nodes;
 mod revocations;
+mod service_ranges;

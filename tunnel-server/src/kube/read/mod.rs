@@ -6,3 +6,4 @@ pub mod configmap;
 pub mod names;
 pub mod nodes;
 pub mod revocations;
+pub mod service_ranges;

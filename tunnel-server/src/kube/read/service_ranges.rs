@@ -1,0 +1,79 @@
+//! The ranges of Service addresses: never an edge node's, whatever its kubelet says. Kubernetes has objects for them since
+//! 1.33.
+
+use std::collections::BTreeSet;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use ipnet::IpNet;
+use k8s_openapi::api::networking::v1::ServiceCIDR;
+use kube::Api;
+use kube::api::ListParams;
+use kube::runtime::watcher::Config;
+use tunnel_core::text::printable;
+use tunnel_kube::{Attempts, FollowedSet, request};
+
+use crate::kube::context::KubeContext;
+use crate::route::{Router, update_services};
+
+/// How long the API server may take to say whether it has these objects.
+const REQUEST: Duration = Duration::from_secs(10);
+
+/// Follows the ranges and gives them to the router, until the context's `stop`. An API server that does not have them is
+/// asked once.
+pub async fn run(context: KubeContext, router: Arc<Router>) {
+    let api = Api::<ServiceCIDR>::all(context.client.clone());
+    match context.stop.run_until_cancelled(are_served(&api)).await {
+        Some(true) => {}
+        Some(false) => {
+            tracing::info!(
+                "this API server has no ServiceCIDRs (Kubernetes 1.33): name the cluster's ranges with --service-cidrs, \
+                 or an edge node can claim a Service's address"
+            );
+            return;
+        }
+        None => return,
+    }
+    let mut changes = pin!(context.health.follow(api, Config::default(), "servicecidrs"));
+    let mut followed = FollowedSet::default();
+    let mut published = None;
+    while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
+        followed.apply(event);
+        if !followed.known {
+            continue;
+        }
+        let ranges: BTreeSet<IpNet> = followed.objects.values().flat_map(ranges).collect();
+        if published.as_ref() != Some(&ranges) {
+            update_services(router.clone(), ranges.iter().copied().collect()).await;
+            published = Some(ranges);
+        }
+    }
+}
+
+async fn are_served(api: &Api<ServiceCIDR>) -> bool {
+    let mut attempts = Attempts::new("asking for the ranges of Service addresses");
+    loop {
+        match request(REQUEST, api.list(&ListParams::default().limit(1))).await {
+            Ok(_) => return true,
+            Err(error) if error.code == Some(404) => return false,
+            Err(error) => attempts.report(&error),
+        };
+        tokio::time::sleep(attempts.next_delay()).await;
+    }
+}
+
+/// What is no range is left out: the API server accepts none.
+fn ranges(object: &ServiceCIDR) -> Vec<IpNet> {
+    let cidrs = object.spec.iter().flat_map(|spec| spec.cidrs.iter().flatten());
+    cidrs
+        .filter_map(|cidr| match cidr.parse::<IpNet>() {
+            Ok(range) => Some(range.trunc()),
+            Err(_) => {
+                tracing::warn!(value = %printable(cidr, 60), "a ServiceCIDR names what is no range; it is left out");
+                None
+            }
+        })
+        .collect()
+}
