@@ -233,6 +233,7 @@ mod tests {
             tokens: Tokens::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap()),
             claims: Claims::default(),
             host: HashSet::new(),
+            foreign: Vec::new(),
             reports: Reports::register(&mut Registry::default()),
         };
         let nodes = vec![
