@@ -3,6 +3,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
@@ -19,6 +20,7 @@ scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
+    an_agent_that_stops_sends_what_it_has,
     a_full_line_of_300_kbit_keeps_its_link,
     an_outage_of_five_seconds_is_survived,
     a_long_outage_ends_at_once(limit = 180),
@@ -172,6 +174,25 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     for stream in &mut held {
         ensure!(echo(stream, b"gone").await.is_err(), "a connection of the old session lives");
     }
+    Ok(())
+}
+
+async fn an_agent_that_stops_sends_what_it_has(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::asymmetric(60, 10_000_000, 5_000_000))?;
+    let (server, mut agent) = server_and_agent(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, 3_000_000))?;
+    let held = hold(shell.address, b"login").await?;
+    wait_links(&server, &[1, 0]).await?;
+    // On an additional link, which is behind the agent when that has read everything.
+    let downloading = tokio::spawn(download(source.address, 3, 3_000_000));
+    wait_until("the download", PATIENCE, async || on_each_link(&server).await, |on| on.get(1) == Some(&1))
+        .await?;
+    drop(held);
+    agent.process.signal(Signal::SIGTERM)?;
+    downloading.await.context("the download")??;
+    let status = agent.process.wait_exit(PATIENCE).await?;
+    ensure!(status.success(), "the agent ended with {status}");
     Ok(())
 }
 

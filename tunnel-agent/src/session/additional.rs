@@ -22,10 +22,7 @@ pub(super) fn open(
     let Some(place) = first.common.place(number) else { return };
     let (first, identity) = (first.clone(), identity.borrow().clone());
     tasks.spawn(async move {
-        let end = match first.stop.run_until_cancelled(Box::pin(run(&first, number, &identity))).await {
-            Some(end) => end,
-            None => SessionEnd::Stopping,
-        };
+        let end = run(&first, number, &identity).await;
         // The server goes on without it, and asks again when it needs it.
         tracing::debug!(server = %first.server, link = number, reason = %end, "additional link ended");
         drop(place);
@@ -38,11 +35,15 @@ async fn run(first: &Arc<SessionState>, number: u32, identity: &AgentIdentity) -
         Err(error) => return SessionEnd::Tls(std::io::Error::other(error)),
     };
     // The very address that the session has: the name may lead to several servers.
-    match connect(&first.peer.to_string(), tls, first.shared.keepalive).await {
-        Ok(Connected { link, chain, flow, .. }) => {
+    let server = first.peer.to_string();
+    let connecting = connect(&server, tls, first.shared.keepalive);
+    match first.stop.run_until_cancelled(connecting).await {
+        // It ends with the first link by itself, once what it has is sent.
+        Some(Ok(Connected { link, chain, flow, .. })) => {
             let state = Arc::new(SessionState::additional(first.clone(), number, chain, flow));
             serve(state, link, CancellationToken::new()).await
         }
-        Err(end) => end,
+        Some(Err(end)) => end,
+        None => SessionEnd::Stopping,
     }
 }
