@@ -185,12 +185,18 @@ async fn an_agent_that_stops_sends_what_it_has(testbed: &Testbed) -> Result<()> 
     let held = hold(shell.address, b"login").await?;
     wait_links(&server, &[1, 0]).await?;
     // On an additional link, which is behind the agent when that has read everything.
-    let downloading = tokio::spawn(download(source.address, 3, 3_000_000));
+    let downloading = tokio::spawn(async move {
+        let mut stream = connect(source.address).await?;
+        // The client has nothing more to say, so the agent has done its part once it has read everything.
+        stream.shutdown().await?;
+        digest(&mut stream).await
+    });
     wait_until("the download", PATIENCE, async || on_each_link(&server).await, |on| on.get(1) == Some(&1))
         .await?;
     drop(held);
     agent.process.signal(Signal::SIGTERM)?;
-    downloading.await.context("the download")??;
+    let got = downloading.await.context("the download")??;
+    ensure!(got == (3_000_000, pattern_digest(3, 3_000_000)), "{} bytes came, changed or incomplete", got.0);
     let status = agent.process.wait_exit(PATIENCE).await?;
     ensure!(status.success(), "the agent ended with {status}");
     Ok(())
