@@ -68,18 +68,35 @@ pub(super) async fn serve(
     session.release();
     // Everything still carried is reset; the GOAWAY says that this was on purpose.
     session.stop.cancel();
-    link.graceful_shutdown();
-    let closing = async { while let Some(Ok(_)) = link.accept().await {} };
     let patience = match end {
         SessionEnd::Draining | SessionEnd::Stopping if !session.shared.forced.is_cancelled() => {
             DRAIN_CLOSE_TIMEOUT
         }
         _ => CLOSE_TIMEOUT,
     };
-    if tokio::time::timeout(patience, closing).await.is_err() {
+    if session.link == 0 {
+        // The session ends with this link, and what additional ones have still to send with it.
+        let others = async {
+            let mut tick = tokio::time::interval(Duration::from_millis(20));
+            while session.links() > 1 {
+                tick.tick().await;
+            }
+        };
+        tokio::select! {
+            _ = tokio::time::timeout(patience, others) => {}
+            () = closed(&mut link) => {}
+        }
+    }
+    link.graceful_shutdown();
+    if tokio::time::timeout(patience, closed(&mut link)).await.is_err() {
         tracing::debug!(server = %session.server, "the server did not close the link in time");
     }
     end
+}
+
+/// Waits until the server has closed the link; opens nothing any more.
+async fn closed(link: &mut LinkConnection) {
+    while let Some(Ok(_)) = link.accept().await {}
 }
 
 /// The next stream; announces a larger window meanwhile.

@@ -59,12 +59,17 @@ impl Link {
 
 /// A link that carries one connection more, until this is dropped.
 #[derive(Debug)]
-pub struct Taken(Arc<Link>);
+pub struct Taken {
+    link: Arc<Link>,
+    /// Those of all links of the session, also of links that take no more.
+    total: Arc<AtomicU32>,
+}
 
 impl Taken {
-    fn new(link: Arc<Link>) -> Self {
+    fn new(link: &Arc<Link>, total: &Arc<AtomicU32>) -> Self {
         link.connections.fetch_add(1, Ordering::Relaxed);
-        Self(link)
+        total.fetch_add(1, Ordering::Relaxed);
+        Self { link: link.clone(), total: total.clone() }
     }
 }
 
@@ -72,13 +77,14 @@ impl std::ops::Deref for Taken {
     type Target = Link;
 
     fn deref(&self) -> &Link {
-        &self.0
+        &self.link
     }
 }
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+        self.link.connections.fetch_sub(1, Ordering::Relaxed);
+        self.total.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -95,6 +101,8 @@ pub struct Links {
     wanted: watch::Sender<u32>,
     /// How many there may be.
     most: u32,
+    /// Connections on all of them, and on those that take no more.
+    connections: Arc<AtomicU32>,
 }
 
 #[derive(Debug)]
@@ -151,7 +159,12 @@ impl Links {
     pub(crate) fn new(first: Arc<Link>, most: u32) -> Self {
         let links = vec![Measured::new(first, Instant::now())];
         let state = Mutex::new(State { links, asked: None, patience: PATIENCE });
-        Self { state, wanted: watch::Sender::new(1), most: most.clamp(1, MAX_LINKS) }
+        Self {
+            state,
+            wanted: watch::Sender::new(1),
+            most: most.clamp(1, MAX_LINKS),
+            connections: Arc::default(),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -169,12 +182,12 @@ impl Links {
         // There is always the first.
         let first = &state.links[0].link;
         if self.most == 1 || first.flow.path_rtt().is_none_or(|rtt| rtt < FAR) {
-            return Taken::new(first.clone());
+            return Taken::new(first, &self.connections);
         }
         state.links.iter_mut().for_each(|link| link.measure(now));
         let least = (0..state.links.len()).min_by_key(|index| state.links[*index].load()).unwrap_or_default();
         state.links[least].idle_since = None;
-        let taken = Taken::new(state.links[least].link.clone());
+        let taken = Taken::new(&state.links[least].link, &self.connections);
         self.want_more(&mut state, now);
         taken
     }
@@ -277,9 +290,9 @@ impl Links {
         self.state().links[0].link.flow.rtt.last()
     }
 
-    /// Connections on all of them.
+    /// Connections on all of them, and on those that take no more.
     pub fn connections(&self) -> u32 {
-        self.state().links.iter().map(|link| link.link.connections()).sum()
+        self.connections.load(Ordering::Relaxed)
     }
 }
 
@@ -417,13 +430,18 @@ mod tests {
     #[tokio::test]
     async fn a_link_that_ends_takes_no_more() {
         let links = links(50 * MS, 8).await;
-        let _held = links.take();
+        let held = links.take();
         let one = link(1, MS).await;
         links.join(one.clone()).unwrap();
+        let on_one = links.take();
         links.part(&one);
+        assert_eq!((on_one.number, links.connections()), (1, 2), "what it has counts until its end");
+        drop(on_one);
+        assert_eq!(links.connections(), 1);
         links.part(&links.all()[0]);
         assert_eq!(links.all().len(), 1, "the first stays");
         assert_eq!(links.take().number, 0);
         assert_eq!(links.missing(3), [1, 2]);
+        drop(held);
     }
 }
