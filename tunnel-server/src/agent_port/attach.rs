@@ -4,7 +4,7 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use h2::PingPong;
 use tokio::net::TcpStream;
@@ -26,13 +26,16 @@ use tunnel_core::text::printable;
 
 use super::additional;
 use super::gate::Certified;
-use super::link::{EVENT_SPAN, End, LinkContext, MAX_EVENTS, Transport, finish, notify, refused};
+use super::link::{EVENT_SPAN, End, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused};
 use crate::pki::Refusal;
-use crate::session::{Link, Links, Session};
+use crate::session::{Forgotten, Link, Links, Session};
 use crate::settings::Settings;
 
 /// The largest control message accepted from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
+/// How long the last bytes of an agent that has left may be under way on its additional links.
+const LAST_BYTES: Duration = Duration::from_secs(10);
+
 /// Whom the agent's certificate is for, and since when.
 #[derive(Clone, Debug)]
 pub(super) struct Presented {
@@ -119,8 +122,18 @@ struct Registered<'a> {
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        self.context.sessions.forget(&self.session);
-        self.session.close();
+        let (forgotten, session) = (self.context.sessions.forget(&self.session), self.session.clone());
+        match Handle::try_current() {
+            // The last bytes of additional links are still under way.
+            Ok(runtime) if forgotten == Forgotten::Leaving && session.links.connections() > 0 => {
+                runtime.spawn(async move {
+                    let delivered = tokio::time::timeout(LAST_BYTES, idle(|| session.links.connections()));
+                    let _ = session.closed.run_until_cancelled(delivered).await;
+                    session.close();
+                });
+            }
+            _ => session.close(),
+        }
     }
 }
 

@@ -118,14 +118,8 @@ pub(super) fn refused(reason: String) -> notice::Notice {
 
 /// After the agent has left on purpose: lets clients that read slowly receive what was carried.
 pub(super) async fn finish(context: &LinkContext, session: &Session, connections: impl Fn() -> u32) {
-    let idle = async {
-        let mut tick = tokio::time::interval(Duration::from_millis(20));
-        while connections() > 0 {
-            tick.tick().await;
-        }
-    };
     tokio::select! {
-        () = idle => {}
+        () = idle(connections) => {}
         () = session.closed.cancelled() => {}
         () = context.stop.cancelled() => {}
         () = tokio::time::sleep(context.drain_timeout) => {}
@@ -138,5 +132,13 @@ pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::No
         Ok(Ok(_)) => {}
         Ok(Err(status)) => tracing::debug!(%status, "a notice was refused"),
         Err(_) => tracing::debug!("a notice was not acknowledged in time"),
+    }
+}
+
+/// Waits until there are no connections any more.
+pub(super) async fn idle(connections: impl Fn() -> u32) {
+    let mut tick = tokio::time::interval(Duration::from_millis(20));
+    while connections() > 0 {
+        tick.tick().await;
     }
 }

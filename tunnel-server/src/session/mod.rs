@@ -26,6 +26,7 @@ use tunnel_core::text::printable;
 use crate::pki::Refusal;
 
 pub use links::{Link, Links, NotWanted, Taken};
+pub(crate) use registry::Forgotten;
 pub use registry::{Fenced, Sessions};
 pub use workers::Workers;
 

@@ -37,6 +37,14 @@ pub struct Fenced {
     peer: SocketAddr,
 }
 
+/// What a session was when it was forgotten.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Forgotten {
+    /// Its agent had said that it leaves.
+    Leaving,
+    Lost,
+}
+
 /// The live sessions by node.
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
@@ -157,13 +165,15 @@ impl Sessions {
         }
     }
 
-    /// Forgets a session whose link has ended.
-    pub(crate) fn forget(&self, session: &Session) {
+    /// Forgets a session whose first link has ended.
+    pub(crate) fn forget(&self, session: &Session) -> Forgotten {
         self.unregister(session);
         let mut leaving = self.leaving();
         if leaving.get(&session.node).is_some_and(|other| other.id == session.id) {
             leaving.remove(&session.node);
+            return Forgotten::Leaving;
         }
+        Forgotten::Lost
     }
 
     fn leaving(&self) -> MutexGuard<'_, HashMap<NodeName, Arc<Session>>> {
