@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::Handle;
+use tokio::sync::OwnedSemaphorePermit;
 use tonic::Streaming;
 use tunnel_core::grpc::Channel;
 use tunnel_core::identity::NodeName;
@@ -23,6 +24,7 @@ const CHECK: Duration = Duration::from_secs(5);
 struct Joined {
     session: Arc<Session>,
     link: Arc<Link>,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Drop for Joined {
@@ -32,7 +34,28 @@ impl Drop for Joined {
     }
 }
 
-/// Adds the link to the session that `hello` names, and serves it until its end.
+/// Adds a link to the session that `hello` names.
+///
+/// # Errors
+/// Why not, as the agent is told.
+fn join(
+    context: &LinkContext,
+    node: &NodeName,
+    hello: &Hello,
+    place: &Certified,
+    link: impl FnOnce(&Session) -> Arc<Link>,
+) -> Result<Joined, String> {
+    let session = context.sessions.get(node).filter(|session| session.epoch == hello.epoch);
+    // It led to another server, or the session has ended meanwhile.
+    let session = session
+        .ok_or_else(|| format!("no session with number {} is attached to this server", hello.epoch))?;
+    let permit = place.additional().ok_or("the nodes have as many additional links as open files allow")?;
+    let link = link(&session);
+    session.links.join(link.clone()).map_err(|error| error.to_string())?;
+    Ok(Joined { session, link, _permit: permit })
+}
+
+/// Adds the link to its session, and serves it until its end.
 pub(super) async fn serve(
     context: &LinkContext,
     Transport { send, pings, flow }: Transport,
@@ -42,25 +65,15 @@ pub(super) async fn serve(
     worker: Handle,
     place: Certified,
 ) -> End {
-    let session = context.sessions.get(node).filter(|session| session.epoch == hello.epoch);
-    let Some(session) = session else {
-        // It led to another server, or the session has ended meanwhile.
-        let reason = format!("no session with number {} is attached to this server", hello.epoch);
-        notify(client, refused(reason.clone())).await;
-        return End::NotJoined(reason);
+    let link = |session: &Session| Link::new(hello.link, flow, session.over.child_token(), send, worker);
+    let joined = match join(context, node, hello, &place, link) {
+        Ok(joined) => joined,
+        Err(reason) => {
+            notify(client, refused(reason.clone())).await;
+            return End::NotJoined(reason);
+        }
     };
-    let Some(_permit) = place.additional() else {
-        let reason = "the nodes have as many additional links as open files allow".to_owned();
-        notify(client, refused(reason.clone())).await;
-        return End::NotJoined(reason);
-    };
-    let link = Link::new(hello.link, flow, session.over.child_token(), send, worker);
-    if let Err(error) = session.links.join(link.clone()) {
-        notify(client, refused(error.to_string())).await;
-        return End::NotJoined(error.to_string());
-    }
-    let joined = Joined { session, link };
-    let Joined { session, link } = &joined;
+    let Joined { session, link, .. } = &joined;
     place.attached();
     context.metrics.handshake("additional");
     tracing::debug!(%node, %peer, epoch = session.epoch, link = link.number, "additional link");
@@ -79,8 +92,8 @@ pub(super) async fn serve(
             },
             dead = &mut alive => return dead.into(),
             _ = tick.tick() => if session.links.part_if_idle(link) { return End::Idle },
+            // Also with the session.
             () = link.over.cancelled() => return End::Stopped,
-            () = session.closed.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,
         }
     }

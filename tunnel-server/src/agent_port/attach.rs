@@ -146,12 +146,11 @@ async fn session(
     place: Certified,
     additional: &OnceLock<u32>,
 ) -> End {
-    let send = transport.send.clone();
-    let mut client =
-        AgentClient::with_origin(Channel::new(send.clone()), origin()).max_decoding_message_size(MAX_MESSAGE);
+    let mut client = AgentClient::with_origin(Channel::new(transport.send.clone()), origin())
+        .max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&context.settings.borrow());
     // Boxed: its memory is freed once the agent has answered.
-    let greeting = Box::pin(greet(context, Channel::new(send.clone()), &loopback));
+    let greeting = Box::pin(greet(context, Channel::new(transport.send.clone()), &loopback));
     let greeting = tokio::select! {
         greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting,
         () = place.place.evicted() => return End::Evicted,

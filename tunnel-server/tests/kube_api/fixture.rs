@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use postern_fake_kube::ApiServer;
+use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -10,6 +11,7 @@ use tunnel_kube::Health;
 use tunnel_server::inventory::{DEFAULT_KUBELET_PORT, Inventory, InventoryNode};
 use tunnel_server::kube::write::events::Events;
 use tunnel_server::kube::{KubeContext, KubeOptions, ObjectNames};
+use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::settings::Settings;
 
 pub(crate) const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
@@ -112,4 +114,21 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
     let edge = edge.iter().map(|name| node(name, true, "192.168.50.2".into()));
     let cloud = (1..).zip(cloud).map(|(n, name)| node(name, false, format!("10.0.0.{n}")));
     Arc::new(Inventory { nodes: edge.chain(cloud).collect() })
+}
+
+/// Without any node.
+pub(crate) fn router() -> Router {
+    let config = RouterConfig {
+        token_range: "198.18.0.0/15".parse().unwrap(),
+        token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
+        ports: [10250].into(),
+        pods: Vec::new(),
+        host: None,
+        edge_addresses: Vec::new(),
+        foreign: Vec::new(),
+        exclude: Vec::new(),
+        clients: Vec::new(),
+        host_addresses: || None,
+    };
+    Router::new(config, &mut Registry::default())
 }

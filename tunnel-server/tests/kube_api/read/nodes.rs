@@ -13,9 +13,8 @@ use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Health, WatchHealth};
 use tunnel_server::inventory::{Inventory, InventoryNode, Selector};
 use tunnel_server::kube::read::nodes;
-use tunnel_server::route::{Router, RouterConfig};
 
-use crate::fixture::client;
+use crate::fixture::{client, router};
 
 const NODES: &str = "/api/v1/nodes";
 
@@ -325,22 +324,6 @@ async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
     assert!(after.routes.len() <= before.routes.len() + 12, "{} routes", after.routes.len());
     let kinds: Vec<_> = snapshot.conflicts().iter().map(|conflict| conflict.kind.as_str()).collect();
     assert_eq!(kinds, ["taken", "taken", "cloud_and_edge", "too_many"]);
-}
-
-fn router() -> Router {
-    let config = RouterConfig {
-        token_range: "198.18.0.0/15".parse().unwrap(),
-        token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
-        ports: [10250].into(),
-        pods: Vec::new(),
-        host: None,
-        edge_addresses: Vec::new(),
-        foreign: Vec::new(),
-        exclude: Vec::new(),
-        clients: Vec::new(),
-        host_addresses: || None,
-    };
-    Router::new(config, &mut Registry::default())
 }
 
 #[tokio::test]

@@ -1,34 +1,16 @@
 //! The ranges of Service addresses.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
-use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tunnel_server::inventory::Inventory;
 use tunnel_server::kube::read::service_ranges::run;
-use tunnel_server::route::{Router, RouterConfig};
+use tunnel_server::route::Router;
 
-use crate::fixture::{Inputs, context, inventory};
+use crate::fixture::{Inputs, context, inventory, router};
 
 const RANGES: &str = "/apis/networking.k8s.io/v1/servicecidrs";
-
-fn router() -> Arc<Router> {
-    let config = RouterConfig {
-        token_range: "198.18.0.0/15".parse().unwrap(),
-        token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
-        ports: BTreeSet::from([10250]),
-        pods: Vec::new(),
-        host: None,
-        edge_addresses: Vec::new(),
-        foreign: Vec::new(),
-        exclude: Vec::new(),
-        clients: Vec::new(),
-        host_addresses: || None,
-    };
-    Arc::new(Router::new(config, &mut Registry::default()))
-}
 
 fn range(name: &str, cidrs: &[&str]) -> Value {
     json!({"metadata": {"name": name}, "spec": {"cidrs": cidrs}})
@@ -50,7 +32,7 @@ async fn a_services_address_is_nobodys() {
     let server = ApiServer::start();
     server.put(RANGES, range("kubernetes", &["10.96.0.0/12", "fd00:96::/112"]));
     let (context, _inputs): (_, Inputs) = context(&server, false).await;
-    let (router, stop) = (router(), context.stop.clone().drop_guard());
+    let (router, stop) = (Arc::new(router()), context.stop.clone().drop_guard());
     router.set_inventory(claims(&["192.168.50.2", "10.96.0.10", "10.200.0.1", "fd00:96::a"]));
     assert_eq!(routed(&router).len(), 4, "nothing is known yet");
     tokio::spawn(run(context, router.clone()));
@@ -76,7 +58,7 @@ async fn an_api_server_without_them_is_asked_once() {
     server.inject("list", "servicecidrs", Fault::Status(404), usize::MAX);
     let (context, _inputs): (_, Inputs) = context(&server, false).await;
     let health = context.health.clone();
-    run(context, router()).await;
+    run(context, Arc::new(router())).await;
     assert_eq!(server.requests("list", RANGES), 1);
     assert!(health.report().is_empty(), "nothing is followed that cannot be");
 }
