@@ -22,9 +22,16 @@ pub(crate) struct Options {
     /// Every line for a moment: whether it works, not how fast.
     #[arg(long)]
     smoke: bool,
-    /// Writes the report into docs/benchmarks.md, with its plots next to it. Only for whole runs.
-    #[arg(long, conflicts_with_all = ["only", "smoke"])]
+    /// Writes the report and its plots into docs/benchmarks: wide-area paths with `--only wan`, everything else without
+    /// `--only`. It takes five rounds, no --smoke, and a tree without changes.
+    #[arg(long, conflicts_with = "smoke")]
     record: bool,
+    /// How many wide-area paths below 200 Mbit/s are measured at the same time [default: 8].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    at_once: Option<u32>,
+    /// Fails when a peer is not installed or gives no value.
+    #[arg(long)]
+    all_peers: bool,
     /// Repeats the order of an earlier run, which printed it.
     #[arg(long)]
     seed: Option<u64>,
@@ -46,13 +53,78 @@ impl Options {
         if let Some(seed) = self.seed {
             arguments.extend(["--seed".to_owned(), seed.to_string()]);
         }
+        if let Some(at_once) = self.at_once {
+            arguments.extend(["--at-once".to_owned(), at_once.to_string()]);
+        }
+        if self.all_peers {
+            arguments.push("--all-peers".to_owned());
+        }
         arguments
     }
 }
 
 /// Every line of every peer for a moment: for tests.
 pub(crate) fn smoke() -> Result<ExitCode> {
-    run_bench(&Options { smoke: true, ..Options::default() })
+    run_bench(&Options { smoke: true, all_peers: true, ..Options::default() })
+}
+
+/// A part of the report: everything on one machine, and wide-area paths.
+const PARTS: [&str; 2] = ["host", "wan"];
+/// What a recorded figure is the median of.
+const RECORDED_ROUNDS: u32 = 5;
+
+/// The parts to record; an error when the run would not measure one as a whole.
+fn recorded(options: &Options, commit: &Commit) -> Result<Vec<&'static str>> {
+    if !options.record {
+        return Ok(Vec::new());
+    }
+    let rounds = options.rounds.unwrap_or(RECORDED_ROUNDS);
+    ensure!(
+        rounds >= RECORDED_ROUNDS,
+        "--record with --rounds {rounds}: it takes {RECORDED_ROUNDS} at least"
+    );
+    ensure!(
+        !commit.changed,
+        "--record, but the tree differs from commit {}: commit the changes first, so that others can measure the same",
+        commit.name
+    );
+    let parts: Vec<_> =
+        PARTS.into_iter().filter(|part| options.only.iter().any(|only| only == part)).collect();
+    if options.only.is_empty() {
+        return Ok(PARTS.to_vec());
+    }
+    ensure!(
+        parts.len() == options.only.len(),
+        "--record with --only {}: it takes whole parts, which are {}",
+        options.only.join(" --only "),
+        PARTS.join(" and ")
+    );
+    Ok(parts)
+}
+
+/// What is measured.
+struct Commit {
+    name: String,
+    /// The tree has changes that are not in it.
+    changed: bool,
+}
+
+impl Commit {
+    fn read() -> Self {
+        let git = |args: &[&str]| {
+            let output = program("git").args(args).current_dir(root()).output().ok()?;
+            output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        };
+        match (git(&["rev-parse", "--short=12", "HEAD"]), git(&["status", "--porcelain"])) {
+            (Some(name), Some(changes)) => Self { name, changed: !changes.is_empty() },
+            // Not a clone.
+            _ => Self { name: "unknown".to_owned(), changed: true },
+        }
+    }
+
+    fn title(&self) -> String {
+        format!("{}{}", self.name, if self.changed { " with changes" } else { "" })
+    }
 }
 
 pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
@@ -60,10 +132,14 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
         is_root(),
         "the benchmark needs root: it makes network namespaces and cgroups, attaches eBPF programs to those, and sets iptables rules in those. Run `sudo -E cargo xtask bench`."
     );
+    let commit = Commit::read();
+    let recorded = recorded(options, &commit)?;
     packages::install(&[packages::TESTBED])?;
     // What cannot be installed is named in the tables, and everything else is measured.
-    if let Err(error) = packages::install(&[packages::BENCH]) {
-        println!("{error:#}");
+    match packages::install(&[packages::BENCH]) {
+        Err(error) if options.all_peers => return Err(error),
+        Err(error) => println!("{error:#}"),
+        Ok(()) => {}
     }
     build_ebpf::run()?;
     // Whether it works shows with the programs that tests use as well, and those are built already.
@@ -76,13 +152,14 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     let typed = ["cargo xtask bench".to_owned()].into_iter().chain(options.arguments());
     let typed = typed.collect::<Vec<_>>().join(" ");
     let mut bench = Command::new(target.join(folder).join("bench"));
-    bench.args(options.arguments()).args(["--command", &typed]);
+    bench.args(options.arguments()).args(["--command", &typed, "--commit", &commit.title()]);
     bench.arg("--out").arg(target.join("bench"));
     for (name, found) in
         [("haproxy", haproxy()), ("rathole", rathole()), ("konnectivity", peers::build(Peer::Konnectivity))]
     {
         match found {
             Ok(path) => bench.arg("--program").arg(format!("{name}={}", path.display())),
+            Err(error) if options.all_peers => return Err(error.context(format!("{name} is missing"))),
             Err(error) => {
                 println!("{name} is left out: {error:#}");
                 bench.arg("--missing").arg(format!("{name}={name} is missing: {error:#}"))
@@ -90,44 +167,32 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
         };
     }
     let code = run_in_foreground(&mut bench)?;
-    if options.record && code == ExitCode::SUCCESS {
-        record(&target.join("bench"))?;
+    if code == ExitCode::SUCCESS {
+        for part in recorded {
+            record(&target.join("bench"), part)?;
+        }
     }
     Ok(code)
 }
 
-/// Below this line of docs/benchmarks.md stands the last run, and nothing else.
-const LAST_RUN: &str = "## The last full run\n";
-
-fn record(report: &Path) -> Result<()> {
-    let docs = root().join("docs");
-    let (document, plots) = (docs.join("benchmarks.md"), docs.join("benchmarks"));
-    let read = |path: &Path| fs::read_to_string(path).with_context(|| format!("reading {}", path.display()));
-    let text = read(&document)?;
-    let (method, _) = text
-        .split_once(LAST_RUN)
-        .with_context(|| format!("{} has no heading {LAST_RUN:?}", document.display()))?;
-    // A level below the heading.
-    let run = read(&report.join("bench.md"))?.replace("\n## ", "\n### ");
-    let mut names = Vec::new();
-    for entry in fs::read_dir(report).with_context(|| format!("reading {}", report.display()))? {
-        let path = entry.context("an entry of the report's folder")?.path();
-        names.extend(
-            path.file_name()
-                .and_then(|name| name.to_str())
-                .filter(|name| name.ends_with(".svg"))
-                .map(str::to_owned),
-        );
+/// Replaces a part's report and plots in docs/benchmarks.
+fn record(report: &Path, part: &str) -> Result<()> {
+    let docs = root().join("docs/benchmarks");
+    let (page, plots) = (docs.join(format!("{part}.md")), docs.join(part));
+    if plots.exists() {
+        fs::remove_dir_all(&plots).with_context(|| format!("emptying {}", plots.display()))?;
     }
-    names.sort();
     fs::create_dir_all(&plots).with_context(|| format!("creating {}", plots.display()))?;
-    for name in &names {
-        fs::copy(report.join(name), plots.join(name)).with_context(|| format!("copying {name}"))?;
+    let copy = |from: &Path, to: &Path| {
+        fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))
+    };
+    copy(&report.join(format!("{part}.md")), &page)?;
+    let drawn = report.join(part);
+    for entry in fs::read_dir(&drawn).with_context(|| format!("reading {}", drawn.display()))? {
+        let entry = entry.context("an entry of the report's folder")?;
+        copy(&entry.path(), &plots.join(entry.file_name()))?;
     }
-    let shown: Vec<String> = names.iter().map(|name| format!("![{name}](benchmarks/{name})")).collect();
-    let text = format!("{method}{LAST_RUN}\n{run}\n### Plots\n\n{}\n", shown.join("\n"));
-    fs::write(&document, text).with_context(|| format!("writing {}", document.display()))?;
-    println!("recorded in {}", document.display());
+    println!("recorded in {}", page.display());
     Ok(())
 }
 
@@ -150,4 +215,30 @@ fn rathole() -> Result<PathBuf> {
         run(install.current_dir("/"))?;
     }
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts(only: &[&str], rounds: Option<u32>, changed: bool) -> Result<Vec<&'static str>> {
+        let only = only.iter().map(|&name| name.to_owned()).collect();
+        let options = Options { only, rounds, record: true, ..Options::default() };
+        recorded(&options, &Commit { name: "1234".to_owned(), changed })
+    }
+
+    #[test]
+    fn only_whole_parts_of_a_commit_are_recorded() {
+        assert_eq!(parts(&[], None, false).unwrap(), PARTS);
+        assert_eq!(parts(&["wan"], Some(7), false).unwrap(), ["wan"]);
+        for (only, rounds, changed, says) in [
+            (&["bulk"][..], None, false, "--only bulk"),
+            (&["wan", "postern"], None, false, "--only wan --only postern"),
+            (&["wan"], Some(2), false, "--rounds 2"),
+            (&["wan"], None, true, "1234"),
+        ] {
+            let error = parts(only, rounds, changed).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
 }

@@ -27,16 +27,11 @@ pub(crate) fn lines(group: Group) -> Vec<Line> {
             line("connections-16", "16 at once", "1/s"),
             line("connections-1-p99", "one at once, p99 of one", "µs"),
             line("connections-cpu", "CPU time for 1,000 connections", "s"),
+            line("connections-16-load", "16 at once: CPU of the load generator's one thread", "%"),
+            line("connections-16-target", "16 at once: CPU of the target's one thread", "%"),
         ],
         Group::RoundTrips => round_trips(group),
-        Group::Bulk => vec![
-            line("bulk-down-1", "download, one stream", "MB/s"),
-            line("bulk-up-1", "upload, one stream", "MB/s"),
-            line("bulk-down-8", "download, 8 streams", "MB/s"),
-            line("bulk-up-8", "upload, 8 streams", "MB/s"),
-            line("bulk-down-cpu", "CPU time for 1 GB down, one stream", "s"),
-            line("bulk-up-cpu", "CPU time for 1 GB up, one stream", "s"),
-        ],
+        Group::Bulk => bulk(group),
         Group::Counts => counts(group),
         Group::Held => vec![
             line("held-idle", "resident memory of both ends, no connection", "MB"),
@@ -47,7 +42,7 @@ pub(crate) fn lines(group: Group) -> Vec<Line> {
         Group::Beside => beside(group),
         Group::Connect => connect(group),
         Group::Scale => scale(group),
-        Group::Wan => wan(group),
+        Group::Wan => wan::PLACES.iter().flat_map(wan::Place::lines).collect(),
     }
 }
 
@@ -76,6 +71,26 @@ pub(crate) const COUNTED: [(&str, &str); 3] = [
     ("trip", "one round trip of 64 B"),
     ("mb", "1 MB down, one stream"),
 ];
+
+fn bulk(group: Group) -> Vec<Line> {
+    let line = |id: &str, title: &str, unit| Line::new(group, id, title, unit);
+    let transfers = [
+        ("bulk-down-1", "download, one stream"),
+        ("bulk-up-1", "upload, one stream"),
+        ("bulk-down-8", "download, 8 streams"),
+        ("bulk-up-8", "upload, 8 streams"),
+    ];
+    let mut lines = transfers.map(|(id, title)| line(id, title, "MB/s")).to_vec();
+    lines.push(line("bulk-down-cpu", "CPU time for 1 GB down, one stream", "s"));
+    lines.push(line("bulk-up-cpu", "CPU time for 1 GB up, one stream", "s"));
+    for (id, title) in transfers {
+        for (of, whose) in [("load", "load generator"), ("target", "target")] {
+            let title = format!("{title}: CPU of the {whose}'s one thread");
+            lines.push(line(&format!("{id}-{of}"), &title, "%"));
+        }
+    }
+    lines
+}
 
 fn counts(group: Group) -> Vec<Line> {
     let mut lines = Vec::new();
@@ -116,15 +131,6 @@ fn connect(group: Group) -> Vec<Line> {
         lines.push(Line::new(group, &format!("connect-rate-{nodes}"), &title, "1/s"));
     }
     lines
-}
-
-fn wan(group: Group) -> Vec<Line> {
-    let of_place = |place: &'static wan::Place| {
-        wan::MEASURES.iter().map(move |(measure, title, unit)| {
-            Line::new(group, &wan::id(place, measure), &format!("{}: {title}", place.title), unit)
-        })
-    };
-    wan::PLACES.iter().flat_map(of_place).collect()
 }
 
 fn scale(group: Group) -> Vec<Line> {

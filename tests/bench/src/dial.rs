@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
@@ -106,6 +107,14 @@ pub(crate) enum Stream {
 }
 
 impl Stream {
+    /// A TCP connection ends with a reset then, and not after what it has buffered.
+    pub(crate) fn reset_at_end(&self) -> Result<()> {
+        match self {
+            Self::Tcp(stream) => SockRef::from(stream).set_linger(Some(Duration::ZERO)).context("SO_LINGER"),
+            Self::Unix(_) | Self::Grpc(_) => Ok(()),
+        }
+    }
+
     /// Closes: immediately, unless the protocol answers a close.
     pub(crate) async fn close(self) -> Result<()> {
         match self {

@@ -3,7 +3,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
-use postern_testbed::load_target::{ECHO, HOLE, SOURCE};
+use postern_testbed::load_target::{ECHO, HOLE, SINK, SOURCE};
 use postern_testbed::percentiles::Times;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::oneshot;
@@ -184,8 +184,10 @@ async fn disturb(dialer: Dialer, what: &str, in_effect: oneshot::Sender<Option<S
                 tokio::task::yield_now().await;
             }
         }
-        "bulk-1" => downloads(&dialer, 1, report).await,
-        "bulk-4" => downloads(&dialer, 4, report).await,
+        "bulk-1" | "down-1" => downloads(&dialer, 1, report).await,
+        "bulk-4" | "down-4" => downloads(&dialer, 4, report).await,
+        "up-1" => uploads(&dialer, 1, report).await,
+        "up-4" => uploads(&dialer, 4, report).await,
         _ => {
             report();
             std::future::pending().await
@@ -221,6 +223,23 @@ async fn many_stalled(dialer: &Dialer) -> (Vec<Stream>, Option<String>) {
     };
     let remark = format!("beside {} of {MANY} readers: {why_not}", open.len());
     (open, Some(remark))
+}
+
+/// Uploads without an end, of connections that are reset at the end: what they have buffered would take its time.
+async fn uploads(dialer: &Dialer, count: usize, report: impl FnOnce()) -> Result<()> {
+    let mut tasks = JoinSet::new();
+    for _ in 0..count {
+        let mut stream = dialer.dial(SINK).await?;
+        stream.reset_at_end()?;
+        stream.write_all(&u64::MAX.to_be_bytes()).await.context("announcing bytes")?;
+        tasks.spawn(async move {
+            let chunk = vec![0x5a; 64 * 1024];
+            while stream.write_all(&chunk).await.is_ok() {}
+        });
+    }
+    report();
+    tasks.join_next().await;
+    Err(anyhow!("an endless upload ended"))
 }
 
 /// Downloads that are read from the start: one that is not would be a stalled reader.

@@ -1,16 +1,18 @@
 //! What is measured (lines), for whom (peers), in groups.
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Postern, and what it is compared with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Peer {
     /// No tunnel: the router lets the cloud into the site.
     Direct,
     /// Two HAProxy with TLS 1.3 between them.
     Haproxy,
+    /// The same with buffers as large as Postern's.
+    HaproxyTuned,
     /// rathole, with its noise transport.
     Rathole,
     /// konnectivity, frontend `grpc`.
@@ -27,9 +29,10 @@ pub(crate) enum Peer {
 
 impl Peer {
     /// All, in the order of the columns.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Direct,
         Self::Haproxy,
+        Self::HaproxyTuned,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
@@ -39,9 +42,10 @@ impl Peer {
     ];
 
     /// Those that carry connections between the two hosts.
-    pub(crate) const CARRIERS: [Self; 7] = [
+    pub(crate) const CARRIERS: [Self; 8] = [
         Self::Direct,
         Self::Haproxy,
+        Self::HaproxyTuned,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
@@ -59,6 +63,9 @@ impl Peer {
         Self::Postern,
     ];
 
+    /// konnectivity's two modes.
+    pub(crate) const KONNECTIVITY: [Self; 2] = [Self::KonnectivityGrpc, Self::KonnectivityHttp];
+
     /// Those that change the cost of connect(), and the empty host.
     pub(crate) const REDIRECTORS: [Self; 3] = [Self::Direct, Self::Iptables, Self::Postern];
 
@@ -67,6 +74,7 @@ impl Peer {
         match self {
             Self::Direct => "direct",
             Self::Haproxy => "haproxy",
+            Self::HaproxyTuned => "haproxy-tuned",
             Self::Rathole => "rathole",
             Self::KonnectivityGrpc => "konnectivity-grpc",
             Self::KonnectivityHttp => "konnectivity-http",
@@ -81,6 +89,7 @@ impl Peer {
         match self {
             Self::Direct => "direct",
             Self::Haproxy => "HAProxy pair",
+            Self::HaproxyTuned => "HAProxy pair, tuned",
             Self::Rathole => "rathole",
             Self::KonnectivityGrpc => "konnectivity grpc",
             Self::KonnectivityHttp => "konnectivity http-connect",
@@ -182,15 +191,6 @@ impl Group {
             _ => &Peer::CARRIERS,
         }
     }
-
-    /// Why another peer is not measured.
-    pub(crate) fn why_not(self, peer: Peer) -> &'static str {
-        match (self, peer) {
-            (Self::Connect, _) => "nothing is redirected: clients are given the proxy's own address",
-            (_, Peer::Iptables) => "a rewritten address is no way into a site behind NAT; see connect()",
-            _ => "not measured",
-        }
-    }
 }
 
 /// Whether higher or lower values are better.
@@ -200,6 +200,8 @@ pub(crate) enum Better {
     Higher,
     /// Times, memory.
     Lower,
+    /// It only explains other lines.
+    Neither,
 }
 
 impl Better {
@@ -207,6 +209,7 @@ impl Better {
         match self {
             Self::Higher => "↑",
             Self::Lower => "↓",
+            Self::Neither => "",
         }
     }
 }
@@ -218,6 +221,9 @@ pub(crate) struct Line {
     pub(crate) id: String,
     pub(crate) group: Group,
     pub(crate) title: String,
+    /// Lines of one section share a table.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) section: Option<&'static str>,
     pub(crate) unit: &'static str,
     /// Whether higher or lower values are better.
     pub(crate) better: Better,
@@ -225,7 +231,16 @@ pub(crate) struct Line {
 
 impl Line {
     pub(crate) fn new(group: Group, id: &str, title: &str, unit: &'static str) -> Self {
-        let better = if unit.ends_with("/s") { Better::Higher } else { Better::Lower };
-        Self { id: id.to_owned(), group, title: title.to_owned(), unit, better }
+        let better = match unit {
+            "%" => Better::Neither,
+            _ if unit.ends_with("/s") => Better::Higher,
+            _ => Better::Lower,
+        };
+        Self { id: id.to_owned(), group, title: title.to_owned(), section: None, unit, better }
+    }
+
+    /// In a table of its own.
+    pub(crate) fn in_section(self, section: &'static str) -> Self {
+        Self { section: Some(section), ..self }
     }
 }

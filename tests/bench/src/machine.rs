@@ -4,11 +4,10 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context as _, Result};
-use postern_testbed::Testbed;
-use postern_testbed::process;
 use serde::Serialize;
 
 use crate::options::Options;
+use crate::wan;
 
 /// The machine and the versions of everything that ran.
 #[derive(Clone, Debug, Serialize)]
@@ -18,6 +17,9 @@ pub(crate) struct Machine {
     /// In GB.
     pub(crate) memory: f64,
     pub(crate) kernel: String,
+    /// TCP's congestion control, and that of paths that are called loss-based.
+    pub(crate) congestion: String,
+    pub(crate) loss_based: Option<&'static str>,
     /// Load average of the last minute at the start of the run.
     pub(crate) load_at_start: String,
     /// The same at its end.
@@ -27,13 +29,13 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    pub(crate) fn read(testbed: &Testbed, options: &Options) -> Result<Self> {
+    pub(crate) fn read(options: &Options) -> Result<Self> {
         let cpuinfo = read("/proc/cpuinfo")?;
         let memory = read("/proc/meminfo")?;
         let kib = field(&memory, "MemTotal:").and_then(|text| text.split(' ').next()?.parse::<f64>().ok());
         let mut versions = vec![
-            ("Postern".to_owned(), version(&process::program("tunnel-server")?, &["--version"])),
-            ("iptables".to_owned(), testbed.cloud.output("iptables", "--version")?.trim().to_owned()),
+            ("Postern".to_owned(), format!("commit {}", options.commit)),
+            ("iptables".to_owned(), version(Path::new("iptables"), &["--version"])),
         ];
         for (name, flag) in [("haproxy", "-v"), ("rathole", "--version")] {
             let version = match options.programs.path(name) {
@@ -49,6 +51,8 @@ impl Machine {
             cpus: std::thread::available_parallelism().context("number of CPUs")?.get(),
             memory: kib.context("no MemTotal in /proc/meminfo")? * 1024.0 / 1e9,
             kernel: read("/proc/sys/kernel/osrelease")?.trim().to_owned(),
+            congestion: read("/proc/sys/net/ipv4/tcp_congestion_control")?.trim().to_owned(),
+            loss_based: wan::loss_based(),
             load_at_start: load()?,
             load_at_end: String::new(),
             versions,

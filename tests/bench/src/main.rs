@@ -24,6 +24,7 @@ mod usage;
 mod wan;
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -32,7 +33,9 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use postern_testbed::id::{Id, Kind};
 use postern_testbed::{Shape, load_target, supervisor};
 
+use line::Group;
 use options::Options;
+use record::Record;
 
 /// Edge 1 is behind NAT, edge 2 can be dialled.
 const EDGES: u8 = 2;
@@ -59,12 +62,40 @@ fn main() -> ExitCode {
 fn supervise(args: &[OsString]) -> Result<ExitCode> {
     supervisor::ensure_root("the benchmark")?;
     let options = Options::parse(args.iter().cloned())?;
-    let id = Id::new(Kind::Test);
     // The seed is drawn here, so that it is printed even when the run fails.
     println!("seed {}, {} rounds", options.seed, options.rounds);
-    let mut command = supervisor::this_program(["--run", &id.to_string()])?;
-    command.args(args).args(["--seed", &options.seed.to_string()]);
-    supervisor::supervise("the run", &id, command, LIMIT, false)
+    let machine = machine::Machine::read(&options)?;
+    let folder = std::env::temp_dir().join(format!("{}-values", Id::new(Kind::Test)));
+    std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let measured = measure(&options, args, &folder);
+    std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    match measured? {
+        Ok(record) => report::write(&options, machine, &record).map(|()| ExitCode::SUCCESS),
+        Err(interrupted) => Ok(interrupted),
+    }
+}
+
+/// The values, or the code with which an interrupted run ended.
+fn measure(options: &Options, args: &[OsString], folder: &Path) -> Result<Result<Record, ExitCode>> {
+    let mut record = Record::default();
+    if Group::ALL.into_iter().any(|group| group != Group::Wan && options.wants_group(group)) {
+        let id = Id::new(Kind::Test);
+        let values = folder.join("host.json");
+        let mut command = supervisor::this_program(["--run", &id.to_string()])?;
+        command.args(args).args(["--seed", &options.seed.to_string()]).arg("--values").arg(&values);
+        let code = supervisor::supervise("the run", &id, command, LIMIT, false)?;
+        if code != ExitCode::SUCCESS {
+            return Ok(Err(code));
+        }
+        record.add(Record::load(&values)?);
+    }
+    if options.wants_group(Group::Wan) {
+        let code = wan::run_all(options, args, folder, &mut record)?;
+        if code != ExitCode::SUCCESS {
+            return Ok(Err(code));
+        }
+    }
+    Ok(Ok(record))
 }
 
 fn work(args: &[OsString]) -> Result<()> {
@@ -73,13 +104,14 @@ fn work(args: &[OsString]) -> Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("reading the limit of open files")?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raising the limit of open files")?;
     let testbed = supervisor::enter_run(id, Shape { edges: EDGES, twin: false })?;
-    let machine = machine::Machine::read(&testbed, &options)?;
     // One thread: the load generator shares the machine with what it measures.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
-    let record = runtime.block_on(async {
+    runtime.block_on(async {
         let mut bench = run::Bench::new(&testbed, &options).await?;
-        bench.run().await?;
-        anyhow::Ok(bench.record)
-    })?;
-    report::write(&options, machine, &record)
+        match options.place {
+            Some(place) => bench.wide_area(place).await?,
+            None => bench.run().await,
+        }
+        bench.record.save(&options.values)
+    })
 }

@@ -6,9 +6,14 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::line::{Group, Peer};
 use crate::peers::Programs;
+use crate::wan::{PLACES, Place};
 
 /// Rounds of a full run: a median of five has two on either side.
 const ROUNDS: usize = 5;
+/// As a group: everything that is measured without a wide-area path.
+pub(crate) const HOST: &str = "host";
+/// Slow paths at the same time: on two CPUs eight of them leave about half of the CPU time.
+const AT_ONCE: usize = 8;
 
 /// Parsed arguments of the program `bench`; `cargo xtask bench` gives them.
 #[derive(Clone, Debug)]
@@ -21,6 +26,16 @@ pub(crate) struct Options {
     pub(crate) seed: u64,
     pub(crate) out: PathBuf,
     pub(crate) command: String,
+    /// What was measured, as git names it.
+    pub(crate) commit: String,
+    /// Fail when a peer is not installed or gives no value.
+    pub(crate) all_peers: bool,
+    /// How many slow paths are measured at the same time.
+    pub(crate) at_once: usize,
+    /// Measure only this place, or everything that is not a wide-area path.
+    pub(crate) place: Option<&'static Place>,
+    /// Where a worker leaves its values.
+    pub(crate) values: PathBuf,
     pub(crate) programs: Programs,
     groups: Vec<Group>,
     peers: Vec<Peer>,
@@ -35,6 +50,11 @@ impl Options {
             seed: rand::random_range(0..1_000_000),
             out: PathBuf::from("target/bench"),
             command: "cargo xtask bench".to_owned(),
+            commit: "unknown".to_owned(),
+            all_peers: false,
+            at_once: AT_ONCE,
+            place: None,
+            values: PathBuf::new(),
             programs: Programs::default(),
             groups: Vec::new(),
             peers: Vec::new(),
@@ -44,6 +64,10 @@ impl Options {
             let arg = arg.into_string().map_err(|arg| anyhow::anyhow!("not UTF-8: {}", arg.display()))?;
             if arg == "--smoke" {
                 options.smoke = true;
+                continue;
+            }
+            if arg == "--all-peers" {
+                options.all_peers = true;
                 continue;
             }
             let value = args.next().with_context(|| format!("{arg} needs a value"))?;
@@ -56,6 +80,15 @@ impl Options {
                 "--seed" => options.seed = value.parse().with_context(|| format!("--seed {value:?}"))?,
                 "--out" => options.out = value.into(),
                 "--command" => options.command = value,
+                "--commit" => options.commit = value,
+                "--at-once" => {
+                    options.at_once = value.parse().with_context(|| format!("--at-once {value:?}"))?;
+                }
+                "--place" => {
+                    let place = PLACES.iter().find(|place| place.id == value);
+                    options.place = Some(place.with_context(|| format!("--place {value:?}"))?);
+                }
+                "--values" => options.values = value.into(),
                 "--program" => options.programs.found(&value)?,
                 "--missing" => options.programs.missing(&value)?,
                 "--only" => options.only(&value)?,
@@ -69,13 +102,17 @@ impl Options {
     }
 
     fn only(&mut self, name: &str) -> Result<()> {
+        if name == HOST {
+            self.groups.extend(Group::ALL.into_iter().filter(|group| *group != Group::Wan));
+            return Ok(());
+        }
         let group = Group::ALL.into_iter().find(|group| group.name() == name);
         let peer = Peer::ALL.into_iter().find(|peer| peer.name() == name);
         match (group, peer) {
             (Some(group), _) => self.groups.push(group),
             (None, Some(peer)) => self.peers.push(peer),
             (None, None) => bail!(
-                "--only {name:?}: there are the groups {} and the peers {}",
+                "--only {name:?}: there are the groups {}, {HOST} for all but wan, and the peers {}",
                 Group::ALL.map(Group::name).join(", "),
                 Peer::ALL.map(Peer::name).join(", ")
             ),
@@ -108,6 +145,8 @@ mod tests {
         assert!(some.wants_group(Group::Bulk) && some.wants_group(Group::Held));
         assert!(!some.wants_group(Group::Beside) && !some.wants_peer(Peer::Direct));
         assert!(some.wants_peer(Peer::Postern) && some.rounds == 1);
+        let host = parse(&["--only", "host"]).unwrap();
+        assert!(Group::ALL.into_iter().all(|group| host.wants_group(group) == (group != Group::Wan)));
     }
 
     #[test]

@@ -1,22 +1,28 @@
 //! The values of a run, and their medians and spread.
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
 
-use serde::Serialize;
+use anyhow::{Context as _, Result};
+use serde::{Deserialize, Serialize};
 
 use crate::catalogue;
-use crate::line::{Group, Line, Peer};
+use crate::line::{Better, Group, Line, Peer};
 
 /// The values of one line for one peer.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Cell {
     /// One value of each round.
     pub(crate) values: Vec<f64>,
-    /// The values are lower bounds, because waiting ended there.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    /// Some values are lower bounds, because waiting ended there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) bounded: bool,
     /// Why values are missing, or what limits their meaning.
-    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(crate) reasons: BTreeSet<String>,
+    /// The errors of the rounds that gave no value.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) failures: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -28,6 +34,16 @@ pub(crate) struct Summary {
 }
 
 impl Cell {
+    /// Rounds that are accounted for.
+    fn rounds(&self) -> usize {
+        self.values.len() + self.failures.len()
+    }
+
+    /// Without a reason why, a missing value is a gap.
+    fn is_empty(&self) -> bool {
+        self.rounds() == 0 && self.reasons.is_empty()
+    }
+
     /// Median and spread; None without values.
     pub(crate) fn summary(&self) -> Option<Summary> {
         let mut sorted = self.values.clone();
@@ -43,12 +59,19 @@ impl Cell {
     }
 }
 
+/// The values of one or more rounds.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Record {
     cells: BTreeMap<(String, Peer), Cell>,
+    /// How many rounds have begun.
+    rounds: usize,
 }
 
 impl Record {
+    pub(crate) fn begin_round(&mut self) {
+        self.rounds += 1;
+    }
+
     pub(crate) fn value(&mut self, line: &str, peer: Peer, value: f64) {
         self.cell_mut(line, peer).values.push(value);
     }
@@ -60,17 +83,47 @@ impl Record {
         cell.reasons.insert(reason);
     }
 
-    /// Records why a value is missing or limited.
+    /// Records why there is no value, or what limits its meaning.
     pub(crate) fn missing(&mut self, line: &str, peer: Peer, reason: &str) {
         self.cell_mut(line, peer).reasons.insert(reason.to_owned());
+    }
+
+    /// Records that a round has no value because measuring failed.
+    pub(crate) fn failed(&mut self, line: &str, peer: Peer, error: &str) {
+        self.cell_mut(line, peer).failures.push(error.to_owned());
     }
 
     /// The same reason for every line of a group that has nothing yet.
     pub(crate) fn group_missing(&mut self, group: Group, peer: Peer, reason: &str) {
         for line in catalogue::lines(group) {
-            if !self.cells.contains_key(&(line.id.clone(), peer)) {
+            if self.cell(&line.id, peer).is_none_or(Cell::is_empty) {
                 self.missing(&line.id, peer, reason);
             }
+        }
+    }
+
+    /// The same error for each of these lines that has nothing in this round.
+    pub(crate) fn lines_failed<'a>(
+        &mut self,
+        lines: impl IntoIterator<Item = &'a Line>,
+        peer: Peer,
+        error: &anyhow::Error,
+    ) {
+        for line in lines {
+            if self.cell(&line.id, peer).is_none_or(|cell| cell.rounds() < self.rounds) {
+                self.failed(&line.id, peer, &format!("{error:#}"));
+            }
+        }
+    }
+
+    /// Adds the rounds of another record.
+    pub(crate) fn add(&mut self, other: Self) {
+        for ((line, peer), cell) in other.cells {
+            let own = self.cell_mut(&line, peer);
+            own.values.extend(cell.values);
+            own.bounded |= cell.bounded;
+            own.reasons.extend(cell.reasons);
+            own.failures.extend(cell.failures);
         }
     }
 
@@ -82,24 +135,41 @@ impl Record {
         Some(self.cell(line, peer)?.summary()?.median)
     }
 
-    /// The first peer's median over the second's; None when one is missing, zero or only a bound.
-    pub(crate) fn ratio(&self, line: &str, peer: Peer, to: Peer) -> Option<f64> {
+    /// The first peer's median over the best of the others'; None when one is missing, zero or only a bound.
+    pub(crate) fn ratio(&self, line: &str, peer: Peer, to: &[Peer], better: Better) -> Option<f64> {
         let exact = |peer| self.cell(line, peer).filter(|cell| !cell.bounded)?.summary();
-        let (one, other) = (exact(peer)?.median, exact(to)?.median);
-        (other > 0.0).then_some(one / other)
+        let others = to.iter().filter_map(|peer| Some(exact(*peer)?.median)).filter(|median| *median > 0.0);
+        let best = match better {
+            Better::Higher => others.max_by(f64::total_cmp),
+            Better::Lower => others.min_by(f64::total_cmp),
+            Better::Neither => None,
+        };
+        Some(exact(peer)?.median / best?)
     }
 
     /// Lines and peers with neither a value nor a reason: there must be none.
     pub(crate) fn gaps(&self, lines: &[Line], peers: &[Peer]) -> Vec<String> {
         let cells = lines.iter().flat_map(|line| peers.iter().map(move |peer| (line, *peer)));
-        let empty = cells.filter(|(line, peer)| {
-            self.cell(&line.id, *peer).is_none_or(|cell| cell.values.is_empty() && cell.reasons.is_empty())
-        });
+        let empty = cells.filter(|(line, peer)| self.cell(&line.id, *peer).is_none_or(Cell::is_empty));
         empty.map(|(line, peer)| format!("{} of {peer}", line.id)).collect()
     }
 
     fn cell_mut(&mut self, line: &str, peer: Peer) -> &mut Cell {
         self.cells.entry((line.to_owned(), peer)).or_default()
+    }
+
+    /// Reads what [`Record::save`] wrote.
+    pub(crate) fn load(path: &Path) -> Result<Self> {
+        let text = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        let cells: Vec<(String, Peer, Cell)> =
+            serde_json::from_slice(&text).with_context(|| format!("parsing {}", path.display()))?;
+        let cells = cells.into_iter().map(|(line, peer, cell)| ((line, peer), cell)).collect();
+        Ok(Self { cells, rounds: 0 })
+    }
+
+    pub(crate) fn save(&self, path: &Path) -> Result<()> {
+        let cells: Vec<_> = self.cells.iter().map(|((line, peer), cell)| (line, peer, cell)).collect();
+        fs::write(path, serde_json::to_vec(&cells)?).with_context(|| format!("writing {}", path.display()))
     }
 }
 
@@ -122,10 +192,38 @@ mod tests {
         record.value("a", Peer::Direct, 3.0);
         record.at_least("a", Peer::Haproxy, 9.0, "slow".to_owned());
         record.missing("a", Peer::Rathole, "not installed");
-        assert_eq!(record.ratio("a", Peer::Postern, Peer::Direct), Some(2.0));
-        assert_eq!(record.ratio("a", Peer::Postern, Peer::Haproxy), None);
-        assert_eq!(record.ratio("a", Peer::Postern, Peer::Rathole), None);
-        assert_eq!(record.ratio("b", Peer::Postern, Peer::Direct), None);
+        let ratio = |line: &str, to| record.ratio(line, Peer::Postern, &[to], Better::Lower);
+        assert_eq!(ratio("a", Peer::Direct), Some(2.0));
+        assert_eq!(ratio("a", Peer::Haproxy), None);
+        assert_eq!(ratio("a", Peer::Rathole), None);
+        assert_eq!(ratio("b", Peer::Direct), None);
+    }
+
+    #[test]
+    fn a_ratio_is_to_the_best_of_several() {
+        let mut record = Record::default();
+        record.value("a", Peer::Postern, 6.0);
+        record.value("a", Peer::KonnectivityGrpc, 2.0);
+        record.value("a", Peer::KonnectivityHttp, 3.0);
+        let ratio = |better| record.ratio("a", Peer::Postern, &Peer::KONNECTIVITY, better);
+        assert_eq!(ratio(Better::Higher), Some(2.0));
+        assert_eq!(ratio(Better::Lower), Some(3.0));
+        assert_eq!(ratio(Better::Neither), None);
+    }
+
+    #[test]
+    fn a_failure_shows_in_every_round() {
+        let mut record = Record::default();
+        let lines = catalogue::lines(Group::Held);
+        let failures = |record: &Record| record.cell("held", Peer::Postern).unwrap().failures.len();
+        record.begin_round();
+        record.value("held", Peer::Postern, 1.0);
+        record.lines_failed(&lines, Peer::Postern, &anyhow::anyhow!("gone"));
+        assert_eq!(failures(&record), 0, "this round has a value");
+        assert!(record.gaps(&lines, &[Peer::Postern]).is_empty(), "and the other lines have an error");
+        record.begin_round();
+        record.lines_failed(&lines, Peer::Postern, &anyhow::anyhow!("gone"));
+        assert_eq!(failures(&record), 1);
     }
 
     #[test]
@@ -140,5 +238,21 @@ mod tests {
             record.cell("held", Peer::Postern).unwrap().reasons.is_empty(),
             "a cell with a value is unchanged"
         );
+    }
+
+    #[test]
+    fn records_are_added_after_saving() {
+        let mut one = Record::default();
+        one.value("a", Peer::Postern, 1.0);
+        let mut two = Record::default();
+        two.failed("a", Peer::Postern, "gone");
+        two.at_least("a", Peer::Direct, 9.0, "slow".to_owned());
+        let path = std::env::temp_dir().join(format!("postern-bench-record-{}", std::process::id()));
+        two.save(&path).unwrap();
+        one.add(Record::load(&path).unwrap());
+        fs::remove_file(&path).unwrap();
+        let cell = one.cell("a", Peer::Postern).unwrap();
+        assert_eq!((cell.values.as_slice(), cell.failures.len()), (&[1.0][..], 1));
+        assert!(one.cell("a", Peer::Direct).unwrap().bounded);
     }
 }

@@ -10,12 +10,14 @@ use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom as _;
 
-use crate::catalogue::{DISTURBANCES, ROUND_TRIP_CONNECTIONS, ROUND_TRIP_SIZES};
+use crate::catalogue::{self, DISTURBANCES, ROUND_TRIP_CONNECTIONS, ROUND_TRIP_SIZES};
 use crate::line::{Group, Peer};
 use crate::load::{self, Effort, Way};
 use crate::options::Options;
 use crate::peers::{self, Certificates, Running};
 use crate::record::Record;
+use crate::usage::Share;
+use crate::wan::{PLACES, Place};
 use crate::{connect, counts, disturbance, scale, usage, wan};
 
 /// How long the connections of one line may take to close before the next begins.
@@ -66,11 +68,12 @@ impl<'a> Bench<'a> {
         Ok(Self { testbed, options, effort, certificates, targets, neighbour, record })
     }
 
-    /// All rounds, then scale.
-    pub(crate) async fn run(&mut self) -> Result<()> {
+    /// All rounds of everything but wide-area paths, then scale.
+    pub(crate) async fn run(&mut self) {
         let mut order = StdRng::seed_from_u64(self.options.seed);
         let start = Instant::now();
         for round in 1..=self.options.rounds {
+            self.record.begin_round();
             let mut turns = self.turns();
             turns.shuffle(&mut order);
             for turn in turns {
@@ -89,60 +92,43 @@ impl<'a> Bench<'a> {
                 self.failed(Group::Scale, Peer::Postern, &error);
             }
         }
-        if self.options.wants_group(Group::Wan) {
-            self.wide_area(&mut order, start).await?;
-        }
-        Ok(())
     }
 
-    /// Every peer on every path, in as many rounds.
-    async fn wide_area(&mut self, order: &mut StdRng, start: Instant) -> Result<()> {
-        let paths = wan::Paths::install(self.testbed, self.options.smoke)?;
-        let mut peers: Vec<Peer> = Vec::new();
-        for peer in Peer::FAR {
-            if self.options.wants_peer(peer) && self.installed(peer, &[Group::Wan]) {
-                peers.push(peer);
-            }
-        }
-        for round in 1..=self.options.rounds {
-            for (number, place) in wan::PLACES.iter().enumerate() {
-                paths.set(place);
-                peers.shuffle(order);
-                for peer in &peers {
-                    // Starting each peer on each path would take a smoke run too long.
-                    if self.options.smoke && number > 0 && *peer != Peer::Postern {
-                        for (measure, ..) in wan::MEASURES {
-                            self.record.missing(&wan::id(place, measure), *peer, "not in a smoke run");
-                        }
-                        continue;
-                    }
-                    let so_far = start.elapsed().as_secs();
-                    println!(
-                        "[{so_far:>4} s] round {round} of {}: {}, {peer}",
-                        self.options.rounds, place.title
-                    );
-                    let measured =
-                        tokio::time::timeout(GROUP_LIMIT, self.on_path(&paths, place, *peer)).await;
+    /// Every peer over this path, once.
+    pub(crate) async fn wide_area(&mut self, place: &Place) -> Result<()> {
+        self.record.begin_round();
+        let paths = wan::Paths::install(self.testbed, place, self.options.smoke)?;
+        let mut peers: Vec<Peer> =
+            Peer::FAR.into_iter().filter(|peer| self.options.wants_peer(*peer)).collect();
+        peers.shuffle(&mut StdRng::seed_from_u64(self.options.seed));
+        let lines = place.lines();
+        for peer in peers {
+            let reason = match peers::needs(peer).map(|name| self.options.programs.path(name)) {
+                Some(Err(reason)) => reason,
+                // Starting each peer on each path would take a smoke run too long.
+                _ if self.options.smoke && peer != Peer::Postern && place.id != PLACES[0].id => {
+                    "not in a smoke run".to_owned()
+                }
+                _ => {
+                    let measured = tokio::time::timeout(GROUP_LIMIT, self.on_path(&paths, peer)).await;
                     if let Err(error) = measured.context("took too long").and_then(|result| result) {
                         println!("  {}, {peer}: {error:#}", place.title);
-                        for (measure, ..) in wan::MEASURES {
-                            self.record.missing(
-                                &wan::id(place, measure),
-                                *peer,
-                                &format!("failed: {error:#}"),
-                            );
-                        }
+                        self.record.lines_failed(&lines, peer, &error);
                     }
+                    continue;
                 }
+            };
+            for line in &lines {
+                self.record.missing(&line.id, peer, &reason);
             }
         }
         Ok(())
     }
 
-    async fn on_path(&mut self, paths: &wan::Paths, place: &wan::Place, peer: Peer) -> Result<()> {
+    async fn on_path(&mut self, paths: &wan::Paths<'_>, peer: Peer) -> Result<()> {
         let running = self.start(peer).await?;
         let target = &self.targets[running.edge - 1];
-        let measured = paths.measure(place, peer, &running, target, &mut self.record).await;
+        let measured = paths.measure(peer, &running, target, &mut self.record).await;
         measured.and(running.stop().await)
     }
 
@@ -160,7 +146,7 @@ impl<'a> Bench<'a> {
 
     fn failed(&mut self, group: Group, peer: Peer, error: &anyhow::Error) {
         println!("  {}, {peer}: {error:#}", group.name());
-        self.record.group_missing(group, peer, &format!("failed: {error:#}"));
+        self.record.lines_failed(&catalogue::lines(group), peer, error);
     }
 
     fn target(&self, edge: usize) -> &Target<'a> {
@@ -252,11 +238,25 @@ impl<'a> Bench<'a> {
         self.record.value("connections-1-p99", peer, load::micros(&mut one.times, 0.99)?);
         self.target(on.edge).settle(SETTLE).await?;
         let before = usage::cpu_seconds(&on.parts)?;
+        let shares = self.shares(on)?;
         let many = load::visits(&on.dialer, 16, &self.effort).await?;
+        self.note_shares("connections-16", peer, &shares)?;
         // Include the cost of closing.
         self.target(on.edge).settle(SETTLE).await?;
         self.record.value("connections-16", peer, many.rate());
         self.cpu("connections-cpu", peer, on, before, load::as_f64(many.count) / 1e3)
+    }
+
+    fn shares(&self, on: &Running<'_>) -> Result<[Share; 2]> {
+        Ok([Share::start(std::process::id())?, Share::start(self.target(on.edge).pid())?])
+    }
+
+    /// Of the load generator and of the target, each of which has one thread.
+    fn note_shares(&mut self, line: &str, peer: Peer, shares: &[Share; 2]) -> Result<()> {
+        for (share, of) in shares.iter().zip(["load", "target"]) {
+            self.record.value(&format!("{line}-{of}"), peer, share.percent()?);
+        }
+        Ok(())
     }
 
     /// CPU seconds since `before`, for each of `units`.
@@ -287,11 +287,15 @@ impl<'a> Bench<'a> {
         for (way, name) in [(Way::Down, "down"), (Way::Up, "up")] {
             let bytes = load::bytes_for(&on.dialer, way, &self.effort).await?;
             let before = usage::cpu_seconds(&on.parts)?;
+            let shares = self.shares(on)?;
             let one = load::bulk(&on.dialer, way, 1, bytes).await?;
+            self.note_shares(&format!("bulk-{name}-1"), peer, &shares)?;
             let gigabytes = load::as_f64(one.bytes) / 1e9;
             self.cpu(&format!("bulk-{name}-cpu"), peer, on, before, gigabytes)?;
             self.record.value(&format!("bulk-{name}-1"), peer, one.rate());
+            let shares = self.shares(on)?;
             let many = load::bulk(&on.dialer, way, 8, bytes).await?;
+            self.note_shares(&format!("bulk-{name}-8"), peer, &shares)?;
             self.record.value(&format!("bulk-{name}-8"), peer, many.rate());
             self.target(on.edge).settle(SETTLE).await?;
         }
@@ -301,17 +305,21 @@ impl<'a> Bench<'a> {
     async fn beside(&mut self, peer: Peer, running: &mut Option<Running<'a>>) -> Result<()> {
         let mut failed = Ok(());
         for (what, _) in DISTURBANCES {
+            let lines = ["trip", "visit"].map(|kind| format!("beside-{what}-{kind}"));
             let mut measured = self.beside_one(what, peer, running).await;
-            if measured.is_err() {
-                // It may not have recovered from the last disturbance.
+            if let Err(error) = &measured
+                && peer != Peer::Postern
+            {
+                // It may not have recovered from the last disturbance: this line is about the next one.
+                let reason = format!("measured at the second attempt, the first failed: {error:#}");
                 measured = self.beside_one(what, peer, running).await;
+                if measured.is_ok() {
+                    lines.iter().for_each(|line| self.record.missing(line, peer, &reason));
+                }
             }
             if let Err(error) = measured {
-                for kind in ["trip", "visit"] {
-                    let line = format!("beside-{what}-{kind}");
-                    self.record.missing(&line, peer, &format!("failed: {error:#}"));
-                }
                 println!("  beside {what}, {peer}: {error:#}");
+                lines.iter().for_each(|line| self.record.failed(line, peer, &format!("{error:#}")));
                 failed = Err(error);
             }
         }

@@ -87,11 +87,7 @@ fn note_failure(record: &mut Record, of: &[&str], error: &anyhow::Error) {
     println!("  {error:#}");
     let lines = catalogue::lines(Group::Scale);
     let concerned = lines.iter().filter(|line| of.iter().any(|part| line.id.contains(part)));
-    for line in
-        concerned.filter(|line| record.cell(&line.id, Peer::Postern).is_none()).cloned().collect::<Vec<_>>()
-    {
-        record.missing(&line.id, Peer::Postern, &format!("failed: {error:#}"));
-    }
+    record.lines_failed(concerned, Peer::Postern, error);
 }
 
 fn open_files() -> Result<usize> {
@@ -171,7 +167,7 @@ async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
     let done = asked - failures.len();
     if let Some(error) = failures.first() {
         let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
-        record.missing("scale-dials-rate", Peer::Postern, &reason);
+        record.failed("scale-dials-rate", Peer::Postern, &reason);
     }
     let rate = as_f64(done as u64) / start.elapsed().as_secs_f64();
     record.value("scale-dials-rate", Peer::Postern, rate);

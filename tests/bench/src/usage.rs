@@ -1,6 +1,7 @@
 //! Memory and CPU time of a peer's programs.
 use std::collections::BTreeMap;
 use std::fs;
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::process::Process;
@@ -55,6 +56,26 @@ pub(crate) fn cpu_seconds(parts: &[Part]) -> Result<f64> {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     let seconds = ticks as f64 / per_second as f64;
     Ok(seconds)
+}
+
+/// The CPU time of a process while something is measured.
+#[derive(Debug)]
+pub(crate) struct Share {
+    parts: [Part; 1],
+    since: Instant,
+    seconds: f64,
+}
+
+impl Share {
+    pub(crate) fn start(pid: u32) -> Result<Self> {
+        let parts = [Part { side: Side::Cloud, pid }];
+        Ok(Self { since: Instant::now(), seconds: cpu_seconds(&parts)?, parts })
+    }
+
+    /// Of one CPU.
+    pub(crate) fn percent(&self) -> Result<f64> {
+        Ok(100.0 * (cpu_seconds(&self.parts)? - self.seconds) / self.since.elapsed().as_secs_f64())
+    }
 }
 
 /// Voluntary context switches of the programs' threads: how often a task had to be woken.

@@ -82,7 +82,11 @@ fn supervise(demo: Demo, keep: bool) -> Result<ExitCode> {
     let run = if keep { "--run-and-keep" } else { "--run" };
     let mut command = supervisor::this_program([run, &id.to_string()])?;
     command.args((demo == Demo::Kubernetes).then_some(KUBERNETES));
-    supervisor::supervise("the demo", &id, command, LIMIT, keep)
+    let code = supervisor::supervise("the demo", &id, command, LIMIT, keep)?;
+    if code == ExitCode::SUCCESS && !keep {
+        println!("everything is removed");
+    }
+    Ok(code)
 }
 
 fn work(demo: Demo, id: &str, keep: bool) -> Result<()> {

@@ -150,7 +150,7 @@ async fn echo(mut stream: TcpStream) -> Result<()> {
 pub struct Target<'a> {
     testbed: &'a Testbed,
     edge: usize,
-    _process: Process,
+    process: Process,
 }
 
 impl<'a> Target<'a> {
@@ -161,9 +161,13 @@ impl<'a> Target<'a> {
         let mut command = testbed.on_edge(n).command(&program);
         command.arg(ARGUMENT);
         let process = Process::spawn(testbed.dir(), &format!("target-{n}"), command)?;
-        let target = Self { testbed, edge: n, _process: process };
+        let target = Self { testbed, edge: n, process };
         wait_for("the target to accept", client::PATIENCE, async || Ok(target.open().await.ok())).await?;
         Ok(target)
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
     }
 
     /// Where clients reach one of its ports.

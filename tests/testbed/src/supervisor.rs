@@ -79,7 +79,6 @@ pub fn supervise(what: &str, id: &Id, command: Command, limit: Duration, keep: b
         End::Exited(_) if succeeded => {
             let left = left?;
             ensure!(left.is_empty(), "{what} left behind: {}", left.join(", "));
-            println!("everything is removed");
             Ok(ExitCode::SUCCESS)
         }
         End::Exited(status) => {

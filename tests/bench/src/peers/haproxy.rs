@@ -26,9 +26,10 @@ pub(super) fn start<'a>(
     testbed: &'a Testbed,
     program: &Path,
     certificates: &Certificates,
+    tuning: &str,
 ) -> Result<Running<'a>> {
     let edge = testbed.edge(OPEN).address;
-    let (mut near, mut remote) = (common(), common());
+    let (mut near, mut remote) = (common(tuning), common(tuning));
     for port in CARRIED {
         let far = far(port);
         // Writing to a String cannot fail.
@@ -59,9 +60,12 @@ pub(super) fn start<'a>(
     Ok(Running::of_processes(Dialer::Tcp(LOOPBACK.into()), OPEN, processes))
 }
 
+/// Lines of `global` that give a connection buffers as large as Postern's, instead of 16 KiB.
+pub(super) const TUNED: &str = "  tune.bufsize 262144\n";
+
 /// Defaults, except TLS 1.3 with one suite and time-outs that are never reached.
-fn common() -> String {
+fn common(tuning: &str) -> String {
     format!(
-        "global\n  maxconn 8000\n  ssl-default-bind-options ssl-min-ver TLSv1.3\n  ssl-default-server-options ssl-min-ver TLSv1.3\n  ssl-default-bind-ciphersuites {SUITE}\n  ssl-default-server-ciphersuites {SUITE}\ndefaults\n  mode tcp\n  timeout connect 10s\n  timeout client 1h\n  timeout server 1h\n"
+        "global\n{tuning}  maxconn 8000\n  ssl-default-bind-options ssl-min-ver TLSv1.3\n  ssl-default-server-options ssl-min-ver TLSv1.3\n  ssl-default-bind-ciphersuites {SUITE}\n  ssl-default-server-ciphersuites {SUITE}\ndefaults\n  mode tcp\n  timeout connect 10s\n  timeout client 1h\n  timeout server 1h\n"
     )
 }

@@ -31,7 +31,8 @@ pub(crate) async fn start<'a>(
         Peer::Direct | Peer::Iptables => {
             Running::of_processes(Dialer::Tcp(testbed.edge(OPEN).ip()), OPEN, Vec::new())
         }
-        Peer::Haproxy => haproxy::start(testbed, &program()?, certificates)?,
+        Peer::Haproxy => haproxy::start(testbed, &program()?, certificates, "")?,
+        Peer::HaproxyTuned => haproxy::start(testbed, &program()?, certificates, haproxy::TUNED)?,
         Peer::Rathole => rathole::start(testbed, &program()?)?,
         Peer::KonnectivityGrpc => konnectivity::start(testbed, &program()?, certificates, Frontend::Grpc)?,
         Peer::KonnectivityHttp => {

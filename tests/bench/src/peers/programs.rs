@@ -35,7 +35,7 @@ impl Programs {
 /// The name of the program that a peer needs.
 pub(crate) fn needs(peer: Peer) -> Option<&'static str> {
     match peer {
-        Peer::Haproxy => Some("haproxy"),
+        Peer::Haproxy | Peer::HaproxyTuned => Some("haproxy"),
         Peer::Rathole => Some("rathole"),
         Peer::KonnectivityGrpc | Peer::KonnectivityHttp => Some("konnectivity"),
         Peer::Direct | Peer::Tonic | Peer::Iptables | Peer::Postern => None,

@@ -4,14 +4,17 @@ use crate::machine::Machine;
 use crate::options::Options;
 use crate::record::Record;
 
-/// What Postern is compared with on every line: the faster of konnectivity's two modes, itself on tonic, and the two
-/// limits.
-pub(super) const COMPARED: [(Peer, &str); 4] = [
-    (Peer::KonnectivityHttp, "konnectivity"),
-    (Peer::Tonic, "tonic"),
-    (Peer::Haproxy, "HAProxy"),
-    (Peer::Direct, "direct"),
+/// What Postern is compared with on every line; of several the one that is better on that line.
+pub(super) const COMPARED: [(&[Peer], &str); 5] = [
+    (&Peer::KONNECTIVITY, "konnectivity"),
+    (&[Peer::Rathole], "rathole"),
+    (&[Peer::Tonic], "tonic"),
+    (&[Peer::Haproxy, Peer::HaproxyTuned], "HAProxy"),
+    (&[Peer::Direct], "direct"),
 ];
+
+/// The part of the report about wide-area paths.
+pub(super) const WAN: &str = "wan";
 
 pub(super) struct Table {
     pub(super) group: Group,
@@ -19,10 +22,27 @@ pub(super) struct Table {
     pub(super) peers: Vec<Peer>,
 }
 
+impl Table {
+    /// The lines by section.
+    pub(super) fn sections(&self) -> Vec<(Option<&'static str>, Vec<&Line>)> {
+        let mut sections: Vec<(Option<&'static str>, Vec<&Line>)> = Vec::new();
+        for line in &self.lines {
+            match sections.last_mut() {
+                Some((section, lines)) if *section == line.section => lines.push(line),
+                _ => sections.push((line.section, vec![line])),
+            }
+        }
+        sections
+    }
+}
+
 /// Everything that a report says.
 pub(super) struct Report<'a> {
+    /// Of its files.
+    pub(super) name: &'static str,
+    pub(super) title: &'static str,
     pub(super) options: &'a Options,
-    pub(super) machine: Machine,
+    pub(super) machine: &'a Machine,
     pub(super) record: &'a Record,
     pub(super) tables: Vec<Table>,
 }

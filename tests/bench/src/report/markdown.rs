@@ -1,24 +1,30 @@
 //! The report in Markdown.
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use super::content::{COMPARED, Report, Table};
+use super::content::{COMPARED, Report, Table, WAN};
 use super::targets;
-use crate::line::{Line, Peer};
+use crate::line::Peer;
 use crate::record::{Cell, Record};
 
-pub(super) fn render(report: &Report<'_>) -> String {
+pub(super) fn render(report: &Report<'_>, plots: &[String]) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
     head(&mut text, report).ok();
     for table in &report.tables {
         render_table(&mut text, report.record, table).ok();
     }
-    render_targets(&mut text, report.record).ok();
+    render_targets(&mut text, report).ok();
+    text.push_str("\n## Plots\n\n");
+    for plot in plots {
+        writeln!(text, "![{plot}]({}/{plot})", report.name).ok();
+    }
     text
 }
 
 fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
-    let machine = &report.machine;
+    let machine = report.machine;
+    writeln!(text, "# {}\n", report.title)?;
     writeln!(
         text,
         "`{}`, seed {}, {} rounds",
@@ -29,9 +35,18 @@ fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     }
     writeln!(
         text,
-        "\n{} ({} CPUs), {:.0} GB, Linux {}; load average {} at the start, {} at the end.\n",
-        machine.cpu, machine.cpus, machine.memory, machine.kernel, machine.load_at_start, machine.load_at_end
+        "\n{} ({} CPUs), {:.0} GB, Linux {}, TCP {}; load average {} at the start, {} at the end.\n",
+        machine.cpu,
+        machine.cpus,
+        machine.memory,
+        machine.kernel,
+        machine.congestion,
+        machine.load_at_start,
+        machine.load_at_end
     )?;
+    if let (Some(name), WAN) = (machine.loss_based, report.name) {
+        writeln!(text, "\"Loss-based\" is TCP {name}.\n")?;
+    }
     for (name, version) in &machine.versions {
         writeln!(text, "* {name}: {version}")?;
     }
@@ -39,33 +54,43 @@ fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
         text,
         "\nMedians of the rounds, and the least and greatest in brackets. ↑: more is better, ↓: less."
     )?;
-    writeln!(text, "The ratios are Postern's median over the other's.")
+    writeln!(
+        text,
+        "The ratios are Postern's median over the other's, of konnectivity's two modes and HAProxy's two"
+    )?;
+    writeln!(text, "configurations the one that is better on that line.")
 }
 
 fn render_table(text: &mut String, record: &Record, table: &Table) -> std::fmt::Result {
-    writeln!(text, "\n## {}\n", table.group.title())?;
-    write!(text, "| |")?;
-    for peer in &table.peers {
-        write!(text, " {} |", peer.title())?;
-    }
-    // Postern alone is compared with nothing.
-    let alone = table.group.peers() == [Peer::Postern];
-    let compared = if alone { &[][..] } else { &COMPARED[..] };
-    for (_, name) in compared {
-        write!(text, " ÷ {name} |")?;
-    }
-    writeln!(text, "\n|---|{}", "---|".repeat(table.peers.len() + compared.len()))?;
+    writeln!(text, "\n## {}", table.group.title())?;
+    // Others are no lines of this table at all.
+    let measured = |peers: &[Peer]| peers.iter().any(|peer| table.group.peers().contains(peer));
+    let compared: Vec<_> = COMPARED.into_iter().filter(|(to, _)| measured(to)).collect();
     let mut reasons = Reasons::default();
-    for line in &table.lines {
-        write!(text, "| {} [{} {}] |", line.title, line.unit, line.better.arrow())?;
+    for (section, lines) in table.sections() {
+        if let Some(section) = section {
+            writeln!(text, "\n### {section}")?;
+        }
+        write!(text, "\n| |")?;
         for peer in &table.peers {
-            let cell = record.cell(&line.id, *peer).cloned().unwrap_or_default();
-            write!(text, " {} |", reasons.cell(*peer, &cell))?;
+            write!(text, " {} |", peer.title())?;
         }
-        for (to, _) in compared {
-            write!(text, " {} |", ratio(record, line, *to, table, &mut reasons))?;
+        for (_, name) in &compared {
+            write!(text, " ÷ {name} |")?;
         }
-        writeln!(text)?;
+        writeln!(text, "\n|---|{}", "---|".repeat(table.peers.len() + compared.len()))?;
+        for line in lines {
+            write!(text, "| {} [{}{}] |", line.title, line.unit, line.better.arrow())?;
+            for peer in &table.peers {
+                let cell = record.cell(&line.id, *peer).cloned().unwrap_or_default();
+                write!(text, " {} |", reasons.cell(*peer, &cell))?;
+            }
+            for (to, _) in &compared {
+                let ratio = record.ratio(&line.id, Peer::Postern, to, line.better);
+                write!(text, " {} |", ratio.map_or_else(|| "–".to_owned(), |ratio| number(ratio) + "×"))?;
+            }
+            writeln!(text)?;
+        }
     }
     if !reasons.0.is_empty() {
         writeln!(text)?;
@@ -74,16 +99,6 @@ fn render_table(text: &mut String, record: &Record, table: &Table) -> std::fmt::
         writeln!(text, "{}. {reason}", at + 1)?;
     }
     Ok(())
-}
-
-fn ratio(record: &Record, line: &Line, to: Peer, table: &Table, reasons: &mut Reasons) -> String {
-    if let Some(ratio) = record.ratio(&line.id, Peer::Postern, to) {
-        return format!("{}×", number(ratio));
-    }
-    if !table.group.peers().contains(&to) {
-        return reasons.mark(&format!("{}: {}", to.title(), table.group.why_not(to)));
-    }
-    "–".to_owned()
 }
 
 /// Notes under a table.
@@ -100,9 +115,16 @@ impl Reasons {
     }
 
     fn cell(&mut self, peer: Peer, cell: &Cell) -> String {
+        let failed = (!cell.failures.is_empty()).then(|| {
+            let errors: BTreeSet<&str> = cell.failures.iter().map(String::as_str).collect();
+            let errors: Vec<&str> = errors.into_iter().collect();
+            let rounds = cell.failures.len() + cell.values.len();
+            format!("failed in {} of {rounds} rounds: {}", cell.failures.len(), errors.join("; "))
+        });
         let marks: Vec<String> = cell
             .reasons
             .iter()
+            .chain(&failed)
             .map(|reason| self.mark(&format!("{}: {reason}", peer.title())).replace("– ", ""))
             .collect();
         let marks = marks.join(" ");
@@ -118,16 +140,17 @@ impl Reasons {
     }
 }
 
-fn render_targets(text: &mut String, record: &Record) -> std::fmt::Result {
+fn render_targets(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     writeln!(text, "\n## Goals\n\n| | measured | |\n|---|---|---|")?;
-    for target in targets::check(record) {
+    for target in targets::check(report.record, report.name) {
         let measured = target.measured.map_or_else(|| "–".to_owned(), number);
         let verdict = match target.met {
             Some(true) => "met",
             Some(false) => "**not met**",
             None => "not measured in this run",
         };
-        writeln!(text, "| {} | {measured} | {verdict} |", target.asks)?;
+        let line = target.line.map_or_else(String::new, |line| format!(" ({line})"));
+        writeln!(text, "| {} | {measured}{line} | {verdict} |", target.asks)?;
     }
     Ok(())
 }
@@ -191,7 +214,18 @@ mod tests {
         };
         let mut text = String::new();
         render_table(&mut text, &record, &table).unwrap();
-        assert!(text.contains("| 70.0 | – (1) | 35.0 (30.0–40.0) | – | – | 0.500× | – |"), "{text}");
+        assert!(text.contains("| 70.0 | – (1) | 35.0 (30.0–40.0) | – | – | – | 0.500× | – |"), "{text}");
         assert!(text.contains("\n1. rathole: not installed\n"), "{text}");
+    }
+
+    #[test]
+    fn failed_rounds_show() {
+        let mut record = Record::default();
+        record.value("held", Peer::Postern, 30.0);
+        record.failed("held", Peer::Postern, "gone");
+        let cell = record.cell("held", Peer::Postern).unwrap();
+        let mut reasons = Reasons::default();
+        assert_eq!(reasons.cell(Peer::Postern, cell), "30.0 (1)");
+        assert_eq!(reasons.0, ["Postern: failed in 1 of 2 rounds: gone"]);
     }
 }

@@ -13,47 +13,88 @@ use serde_json::{Value, json};
 use crate::catalogue;
 use crate::line::{Group, Peer};
 use crate::machine::Machine;
-use crate::options::Options;
+use crate::options::{HOST, Options};
 use crate::record::Record;
-use content::{COMPARED, Report, Table};
+use content::{COMPARED, Report, Table, WAN};
 
-/// Writes and prints the report. Fails when a line has neither a value nor a reason, but never because of a value.
+/// Writes and prints the report, which has a part for wide-area paths and one for all else. Fails when a line has neither
+/// a value nor a reason, but never because of a value.
 pub(crate) fn write(options: &Options, mut machine: Machine, record: &Record) -> Result<()> {
     machine.finish()?;
-    let groups = Group::ALL.into_iter().filter(|group| options.wants_group(*group));
-    let tables: Vec<Table> = groups
-        .map(|group| Table {
-            group,
-            lines: catalogue::lines(group),
-            peers: group.peers().iter().copied().filter(|peer| options.wants_peer(*peer)).collect(),
-        })
-        .filter(|table| !table.peers.is_empty())
-        .collect();
-    let report = Report { options, machine, record, tables };
     // Remove an earlier report.
     if options.out.exists() {
         fs::remove_dir_all(&options.out).with_context(|| format!("emptying {}", options.out.display()))?;
     }
-    fs::create_dir_all(&options.out).with_context(|| format!("creating {}", options.out.display()))?;
-    let markdown = markdown::render(&report);
-    println!("\n{markdown}");
-    save(&options.out.join("bench.md"), &markdown)?;
-    save(&options.out.join("bench.json"), &serde_json::to_string_pretty(&as_json(&report))?)?;
-    let plots = plot::draw(&report)?;
-    println!("\nwritten to {}: bench.md, bench.json, {}", options.out.display(), plots.join(", "));
-    let gaps: Vec<String> =
-        report.tables.iter().flat_map(|table| record.gaps(&table.lines, &table.peers)).collect();
-    ensure!(gaps.is_empty(), "neither a value nor a reason: {}", gaps.join(", "));
-    ensure_measured(&report)
+    let mut reports = Vec::new();
+    for (name, title) in [(HOST, "Measured on one machine"), (WAN, "Measured over wide-area paths")] {
+        let groups = Group::ALL.into_iter().filter(|group| (*group == Group::Wan) == (name == WAN));
+        let tables: Vec<Table> = groups
+            .filter(|group| options.wants_group(*group))
+            .map(|group| Table {
+                group,
+                lines: catalogue::lines(group),
+                peers: group.peers().iter().copied().filter(|peer| options.wants_peer(*peer)).collect(),
+            })
+            .filter(|table| !table.peers.is_empty())
+            .collect();
+        if !tables.is_empty() {
+            let report = Report { name, title, options, machine: &machine, record, tables };
+            save_all(&report)?;
+            reports.push(report);
+        }
+    }
+    for report in &reports {
+        ensure_complete(report)?;
+    }
+    Ok(())
 }
 
-/// A reason excuses a missing peer, but not a failed measurement of Postern.
+fn save_all(report: &Report<'_>) -> Result<()> {
+    let (out, name) = (&report.options.out, report.name);
+    let folder = out.join(name);
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let plots = plot::draw(report, &folder)?;
+    let markdown = markdown::render(report, &plots);
+    println!("\n{markdown}");
+    save(&out.join(format!("{name}.md")), &markdown)?;
+    save(&out.join(format!("{name}.json")), &serde_json::to_string_pretty(&as_json(report))?)?;
+    println!("written to {0}: {name}.md, {name}.json, and {1} plots in {name}", out.display(), plots.len());
+    Ok(())
+}
+
+fn ensure_complete(report: &Report<'_>) -> Result<()> {
+    let gaps: Vec<String> =
+        report.tables.iter().flat_map(|table| report.record.gaps(&table.lines, &table.peers)).collect();
+    ensure!(gaps.is_empty(), "neither a value nor a reason: {}", gaps.join(", "));
+    if report.options.all_peers {
+        ensure_all_peers(report)?;
+    }
+    ensure_measured(report)
+}
+
+/// Every peer has to have some value in each table.
+fn ensure_all_peers(report: &Report<'_>) -> Result<()> {
+    let mut without = Vec::new();
+    for table in &report.tables {
+        for peer in &table.peers {
+            let mut cells = table.lines.iter().filter_map(|line| report.record.cell(&line.id, *peer));
+            // Held and counted are programs, of which a plain connection has none.
+            let has_none = *peer == Peer::Direct && matches!(table.group, Group::Held | Group::Counts);
+            if !has_none && cells.all(|cell| cell.values.is_empty()) {
+                without.push(format!("{peer} in {}", table.group.name()));
+            }
+        }
+    }
+    ensure!(without.is_empty(), "no value of {}: see the reasons in the tables", without.join(", "));
+    Ok(())
+}
+
+/// A reason excuses a missing peer, but not a failed measurement of Postern, in whichever round.
 fn ensure_measured(report: &Report<'_>) -> Result<()> {
     let lines = report.tables.iter().filter(|table| table.peers.contains(&Peer::Postern));
     let cells = lines.flat_map(|table| &table.lines).filter_map(|line| {
         let cell = report.record.cell(&line.id, Peer::Postern)?;
-        let failed = cell.reasons.iter().find(|reason| reason.starts_with("failed"))?;
-        Some(format!("{}: {failed}", line.id))
+        Some(format!("{}: {}", line.id, cell.failures.first()?))
     });
     let failed: Vec<String> = cells.collect();
     ensure!(failed.is_empty(), "Postern could not be measured:\n{}", failed.join("\n"));
@@ -73,19 +114,22 @@ fn as_json(report: &Report<'_>) -> Value {
                 Some((peer.name().to_owned(), entry))
             });
             let cells: serde_json::Map<String, Value> = cells.collect();
-            let ratios = COMPARED
-                .map(|(to, name)| (name.to_owned(), json!(report.record.ratio(&line.id, Peer::Postern, to))));
+            let ratios = COMPARED.map(|(to, name)| {
+                let ratio = report.record.ratio(&line.id, Peer::Postern, to, line.better);
+                (name.to_owned(), json!(ratio))
+            });
             let ratios: serde_json::Map<String, Value> = ratios.into_iter().collect();
             json!({ "line": line, "peers": cells, "postern_over": ratios })
         })
     });
     json!({
         "command": report.options.command,
+        "commit": report.options.commit,
         "seed": report.options.seed,
         "rounds": report.options.rounds,
         "smoke": report.options.smoke,
         "machine": report.machine,
         "lines": lines.collect::<Vec<_>>(),
-        "targets": targets::check(report.record),
+        "targets": targets::check(report.record, report.name),
     })
 }

@@ -11,7 +11,7 @@ use plotters::style::text_anchor::{self as text_style, HPos, VPos};
 use super::content::Report;
 use super::markdown;
 use crate::catalogue::NODES;
-use crate::line::{Group, Line, Peer};
+use crate::line::{Better, Group, Line, Peer};
 use crate::load::as_f64;
 use crate::record::Record;
 
@@ -25,6 +25,7 @@ fn color(peer: Peer) -> RGBColor {
     match peer {
         Peer::Direct => RGBColor(150, 150, 150),
         Peer::Haproxy => RGBColor(31, 119, 180),
+        Peer::HaproxyTuned => RGBColor(23, 190, 207),
         Peer::Rathole => RGBColor(148, 103, 189),
         Peer::KonnectivityGrpc => RGBColor(188, 189, 34),
         Peer::KonnectivityHttp => RGBColor(255, 127, 14),
@@ -34,34 +35,59 @@ fn color(peer: Peer) -> RGBColor {
     }
 }
 
-/// Draws one plot for each group and unit; returns the files' names.
-pub(super) fn draw(report: &Report<'_>) -> Result<Vec<String>> {
+/// Draws all into the folder; returns the files' names.
+pub(super) fn draw(report: &Report<'_>, folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for table in &report.tables {
         if table.group == Group::Connect {
-            files.push(save(report, "connect.svg", |path| curves(path, report.record, &table.peers))?);
+            files.push(save(folder, "connect.svg", |path| curves(path, report.record, &table.peers))?);
             continue;
         }
-        let units: BTreeSet<&str> = table.lines.iter().map(|line| line.unit).collect();
-        for unit in units {
-            let lines: Vec<&Line> = table.lines.iter().filter(|line| line.unit == unit).collect();
-            let name = format!("{}-{}.svg", table.group.name(), slug(unit));
-            let title = format!("{} [{unit}]", table.group.title());
+        let rows = table.lines.iter().filter(|line| line.better != Better::Neither);
+        let rows: Vec<Row<'_>> = rows.map(|line| Row::of(table.group, line)).collect();
+        let names: BTreeSet<&str> = rows.iter().map(|row| row.plot.as_str()).collect();
+        for name in names {
+            let rows: Vec<&Row<'_>> = rows.iter().filter(|row| row.plot == name).collect();
+            let title = format!("{} [{}]", rows[0].title, rows[0].line.unit);
             let logarithmic = table.group.logarithmic();
-            let plot = |path: &Path| bars(path, &title, report.record, &lines, &table.peers, logarithmic);
-            files.push(save(report, &name, plot)?);
+            let plot = |path: &Path| bars(path, &title, report.record, &rows, &table.peers, logarithmic);
+            files.push(save(folder, name, plot)?);
         }
     }
     Ok(files)
 }
 
-/// A unit as part of a file's name.
-fn slug(unit: &str) -> String {
-    unit.replace('/', "-per-").replace('µ', "u").replace('×', "ratio")
+/// A line, and the plot that it is a row of.
+struct Row<'a> {
+    line: &'a Line,
+    label: &'a str,
+    plot: String,
+    title: &'a str,
 }
 
-fn save(report: &Report<'_>, name: &str, plot: impl Fn(&Path) -> Result<()>) -> Result<String> {
-    plot(&report.options.out.join(name)).map_err(|error| anyhow!("drawing {name}: {error:#}"))?;
+impl<'a> Row<'a> {
+    /// One plot for each unit; where a table has sections, one for each measure, with the sections as rows.
+    fn of(group: Group, line: &'a Line) -> Self {
+        match line.section {
+            Some(section) if line.unit != "s" => {
+                let plot = format!("{}-{}.svg", group.name(), slug(&line.title));
+                Self { line, label: section, plot, title: &line.title }
+            }
+            _ => {
+                let plot = format!("{}-{}.svg", group.name(), slug(line.unit));
+                Self { line, label: &line.title, plot, title: line.section.unwrap_or(group.title()) }
+            }
+        }
+    }
+}
+
+/// A unit or a title as part of a file's name.
+fn slug(text: &str) -> String {
+    text.replace('/', "-per-").replace('µ', "u").replace('×', "ratio").replace(", ", "-").replace(' ', "-")
+}
+
+fn save(folder: &Path, name: &str, plot: impl Fn(&Path) -> Result<()>) -> Result<String> {
+    plot(&folder.join(name)).map_err(|error| anyhow!("drawing {name}: {error:#}"))?;
     Ok(name.to_owned())
 }
 
@@ -70,22 +96,22 @@ fn bars(
     path: &Path,
     title: &str,
     record: &Record,
-    lines: &[&Line],
+    rows: &[&Row<'_>],
     peers: &[Peer],
     logarithmic: bool,
 ) -> Result<()> {
     let row = u32::try_from(peers.len())? * BAR + GAP;
-    let height = u32::try_from(lines.len())? * row;
+    let height = u32::try_from(rows.len())? * row;
     let root = SVGBackend::new(path, (WIDTH, height + 120)).into_drawing_area();
     root.fill(&WHITE)?;
     let values = || {
-        let cells = lines.iter().flat_map(|line| peers.iter().map(|peer| record.cell(&line.id, *peer)));
+        let cells = rows.iter().flat_map(|row| peers.iter().map(|peer| record.cell(&row.line.id, *peer)));
         cells.flatten().filter_map(|cell| cell.summary())
     };
     let greatest = values().map(|summary| summary.max).fold(0.0, f64::max);
     let greatest = if greatest > 0.0 { greatest * 1.12 } else { 1.0 };
     let least = values().map(|summary| summary.min).filter(|min| *min > 0.0).fold(greatest, f64::min);
-    let rows = 0.0..f64::from(height);
+    let span = 0.0..f64::from(height);
     let mut chart = ChartBuilder::on(&root);
     chart
         .caption(title, ("sans-serif", 18))
@@ -96,15 +122,15 @@ fn bars(
     chart.y_label_area_size(LABELS);
     if logarithmic {
         let from = least / 2.0;
-        let chart = chart.build_cartesian_2d((from..greatest * 2.0).log_scale(), rows)?;
-        rows_of(&root, chart, from, record, lines, peers, f64::from(height))?;
+        let chart = chart.build_cartesian_2d((from..greatest * 2.0).log_scale(), span)?;
+        rows_of(&root, chart, from, record, rows, peers, f64::from(height))?;
     } else {
         rows_of(
             &root,
-            chart.build_cartesian_2d(0.0..greatest, rows)?,
+            chart.build_cartesian_2d(0.0..greatest, span)?,
             0.0,
             record,
-            lines,
+            rows,
             peers,
             f64::from(height),
         )?;
@@ -121,7 +147,7 @@ fn rows_of<X: Ranged<ValueType = f64> + ValueFormatter<f64>>(
     mut chart: Chart<'_, X>,
     from: f64,
     record: &Record,
-    lines: &[&Line],
+    rows: &[&Row<'_>],
     peers: &[Peer],
     height: f64,
 ) -> Result<()> {
@@ -136,10 +162,10 @@ fn rows_of<X: Ranged<ValueType = f64> + ValueFormatter<f64>>(
         .map_err(|error| anyhow!("{error}"))?;
     let mut top = height;
     let mut labels = Vec::new();
-    for line in lines {
+    for row in rows {
         let row_top = top;
         for peer in peers {
-            let Some(cell) = record.cell(&line.id, *peer) else { continue };
+            let Some(cell) = record.cell(&row.line.id, *peer) else { continue };
             if let Some(summary) = cell.summary() {
                 let bottom = top - f64::from(BAR);
                 let bar =
@@ -155,7 +181,7 @@ fn rows_of<X: Ranged<ValueType = f64> + ValueFormatter<f64>>(
             top -= f64::from(BAR);
         }
         let middle = chart.backend_coord(&(from.max(f64::MIN_POSITIVE), f64::midpoint(row_top, top)));
-        labels.push((line.title.clone(), middle, true));
+        labels.push((row.label.to_owned(), middle, true));
         top -= f64::from(GAP);
     }
     drop(chart);

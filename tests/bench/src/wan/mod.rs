@@ -1,0 +1,153 @@
+//! Wide-area paths: which there are, and what is measured over each.
+mod jobs;
+mod measure;
+
+use std::fs;
+use std::time::Duration;
+
+use postern_testbed::wan::{Loss, Path};
+
+use crate::line::{Group, Line};
+
+pub(crate) use jobs::run_all;
+pub(crate) use measure::Paths;
+
+/// What is measured on a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    /// Transfers, connections and keystrokes: [`MEASURES`].
+    Load,
+    /// How soon it works again after the line was out for so long.
+    Outage(Duration),
+    /// The same after the NAT has forgotten its mappings and gives new ones.
+    NewMapping,
+}
+
+/// A path, and what is measured there.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) id: &'static str,
+    pub(crate) title: &'static str,
+    path: Path,
+    what: What,
+    /// All hosts have [`loss_based`] congestion control, not the machine's own.
+    loss_based: bool,
+}
+
+const fn place(id: &'static str, title: &'static str, path: Path) -> Place {
+    Place { id, title, path, what: What::Load, loss_based: false }
+}
+
+impl Place {
+    const fn loss_based(mut self) -> Self {
+        self.loss_based = true;
+        self
+    }
+
+    const fn measures(mut self, what: What) -> Self {
+        self.what = what;
+        self
+    }
+
+    /// Whether it needs the machine for itself: the forwarder of a fast path takes a good part of a CPU.
+    fn is_fast(&self) -> bool {
+        self.path.down >= 200_000_000
+    }
+
+    pub(crate) fn rtt(&self) -> Duration {
+        self.path.rtt
+    }
+
+    pub(crate) fn lines(&self) -> Vec<Line> {
+        let line = |measure: &str, title: &str, unit| Line::new(Group::Wan, &id(self, measure), title, unit);
+        match self.what {
+            What::Load => MEASURES
+                .iter()
+                .map(|(measure, title, unit)| line(measure, title, unit).in_section(self.title))
+                .collect(),
+            _ => vec![line(USABLE, self.title, "s").in_section(RECOVERY_TITLE)],
+        }
+    }
+}
+
+const fn lossy(share: f64) -> Path {
+    Path::new(50, 100).lossy(Loss::Random(share))
+}
+
+/// The congestion control that takes each loss for a full line, as most hosts' does: the first that namespaces may choose
+/// here.
+pub(crate) fn loss_based() -> Option<&'static str> {
+    let allowed = fs::read_to_string("/proc/sys/net/ipv4/tcp_allowed_congestion_control").ok()?;
+    ["cubic", "reno"].into_iter().find(|name| allowed.split_whitespace().any(|allowed| allowed == *name))
+}
+
+/// Where recovery is measured.
+const RECOVERY: Path = Path::new(50, 100);
+const RECOVERY_TITLE: &str = "50 ms, 100 Mbit/s: until a new connection works again";
+
+const fn outage(seconds: u64) -> What {
+    What::Outage(Duration::from_secs(seconds))
+}
+
+/// All, the buffers of each one bandwidth × delay.
+pub(crate) const PLACES: [Place; 17] = [
+    place("20ms-1g", "20 ms, 1 Gbit/s", Path::new(20, 1000)),
+    place("50ms-100m", "50 ms, 100 Mbit/s", Path::new(50, 100)),
+    place("50ms-100m-0.1", "50 ms, 100 Mbit/s, 0.1 % loss", lossy(0.001)),
+    place("50ms-100m-1", "50 ms, 100 Mbit/s, 1 % loss", lossy(0.01)),
+    place("50ms-100m-3", "50 ms, 100 Mbit/s, 3 % loss", lossy(0.03)),
+    place("50ms-100m-loss-based", "50 ms, 100 Mbit/s, loss-based", Path::new(50, 100)).loss_based(),
+    place("50ms-100m-0.1-loss-based", "50 ms, 100 Mbit/s, 0.1 % loss, loss-based", lossy(0.001)).loss_based(),
+    place("100ms-200m", "100 ms, 200 Mbit/s", Path::new(100, 200)),
+    place("250ms-100m", "250 ms, 100 Mbit/s", Path::new(250, 100)),
+    place(
+        "lte",
+        "LTE: 50 ms, 50 Mbit/s to the edge, 20 from it",
+        Path::asymmetric(50, 50_000_000, 20_000_000),
+    ),
+    place(
+        "60ms-10-5m",
+        "60 ms, 10 Mbit/s to the edge, 5 from it",
+        Path::asymmetric(60, 10_000_000, 5_000_000),
+    ),
+    place(
+        "60ms-10-5m-loss-based",
+        "60 ms, 10 Mbit/s to the edge, 5 from it, loss-based",
+        Path::asymmetric(60, 10_000_000, 5_000_000),
+    )
+    .loss_based(),
+    place("60ms-2-1m", "60 ms, 2 Mbit/s to the edge, 1 from it", Path::asymmetric(60, 2_000_000, 1_000_000)),
+    place("outage-5", "the line was out for 5 s", RECOVERY).measures(outage(5)),
+    place("outage-20", "the line was out for 20 s", RECOVERY).measures(outage(20)),
+    place("outage-60", "the line was out for 60 s", RECOVERY).measures(outage(60)),
+    place("new-mapping", "the NAT has forgotten the mapping and gives a new one", RECOVERY)
+        .measures(What::NewMapping),
+];
+
+/// What is measured under load: id, title and unit.
+pub(crate) const MEASURES: [(&str, &str, &str); 17] = [
+    ("down-1", "download, one stream", "Mbit/s"),
+    ("down-8", "download, 8 streams", "Mbit/s"),
+    ("up-1", "upload, one stream", "Mbit/s"),
+    ("up-8", "upload, 8 streams", "Mbit/s"),
+    ("connect", "connect, 16 B, close, p50", "ms"),
+    ("connect-16", "the same, 16 at once, p50", "ms"),
+    ("key-p50", "keystroke alone, p50", "ms"),
+    ("key-down-1-p50", "keystroke beside one download, p50", "ms"),
+    ("key-down-1-p99", "keystroke beside one download, p99", "ms"),
+    ("key-down-4-p50", "keystroke beside four downloads, p50", "ms"),
+    ("key-down-4-p99", "keystroke beside four downloads, p99", "ms"),
+    ("key-up-1-p50", "keystroke beside one upload, p50", "ms"),
+    ("key-up-1-p99", "keystroke beside one upload, p99", "ms"),
+    ("key-up-4-p50", "keystroke beside four uploads, p50", "ms"),
+    ("key-up-4-p99", "keystroke beside four uploads, p99", "ms"),
+    ("memory", "resident memory of both ends beside four downloads", "MB"),
+    ("busy", "CPUs of the machine in use meanwhile", "%"),
+];
+/// The measure of recovery.
+const USABLE: &str = "usable";
+
+/// The id of a line.
+pub(crate) fn id(place: &Place, measure: &str) -> String {
+    format!("wan-{}-{measure}", place.id)
+}
