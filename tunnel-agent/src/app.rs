@@ -25,6 +25,7 @@ use crate::identity::{
 use crate::kube::{ApiServer, KubeError, node};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
+use crate::reach::Reach;
 use crate::servers::Servers;
 use crate::session::{Attached, EpochSource, LinkSet, Shared, install_bundles};
 use crate::status::StatusSource;
@@ -48,6 +49,7 @@ pub struct Bound {
     addresses: NodeAddresses,
     /// The ranges of this node's pods.
     pods: Arc<ArcSwap<Vec<IpNet>>>,
+    reach: Reach,
     epochs: EpochSource,
     _admin: Option<Serving>,
 }
@@ -84,10 +86,14 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         None => None,
     };
 
+    let reach = Reach::new(config.proxy.clone());
+    if let Some(proxy) = &config.proxy {
+        tracing::info!(%proxy, "servers are reached through an HTTP proxy, but for those in NO_PROXY");
+    }
     let servers = Arc::new(Servers::new(&config, api.as_ref()));
     status.set_servers(servers.clone());
     let finding = servers.ready_once_known(readiness.pending("API server"));
-    let identity = Identity::obtain(&config, api.as_ref(), &servers, identity_metrics).await?;
+    let identity = Identity::obtain(&config, reach.clone(), api.as_ref(), &servers, identity_metrics).await?;
     enrolling.ready();
 
     let addresses = NodeAddresses::start(config.node_ip, servers.known()).await;
@@ -103,6 +109,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         identity,
         addresses,
         pods,
+        reach,
         epochs,
         _admin: admin,
     })
@@ -116,6 +123,7 @@ impl Bound {
             Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone());
         let shared = Arc::new(Shared {
             node: self.config.node_name.clone(),
+            reach: self.reach.clone(),
             epochs: self.epochs,
             policy: Arc::new(policy),
             addresses: self.addresses.subscribe(),
@@ -135,7 +143,7 @@ impl Bound {
 
         // These end with this function, not with the drain.
         let mut background = JoinSet::new();
-        background.spawn(install_bundles(keeper.clone(), announced));
+        background.spawn(install_bundles(keeper.clone(), self.reach, announced));
         background.spawn(links.clone().ready_once_attached(self.attaching));
         background.spawn(links.clone().follow(self.servers.known()));
         background.spawn(keeper.clone().follow_servers(self.servers.known()));
@@ -175,6 +183,7 @@ struct Identity {
 impl Identity {
     async fn obtain(
         config: &Config,
+        reach: Reach,
         api: Option<&Arc<ApiServer>>,
         servers: &Servers,
         metrics: IdentityMetrics,
@@ -186,6 +195,7 @@ impl Identity {
             state_dir: state_dir.clone(),
             token: config.token.clone(),
             ca_hash: config.ca_hash.clone(),
+            reach,
         };
         let enrolment =
             api.map(|api| Arc::new(CsrEnrolment::new(api.clone(), node, state_dir, Pace::default())));

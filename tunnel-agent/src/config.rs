@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tunnel_core::config::{HostPort, TargetRule, duration_text};
@@ -9,6 +10,7 @@ use tunnel_core::identity::{NodeName, SecretString};
 use tunnel_core::logging;
 
 use crate::kube::KubeOptions;
+use crate::reach::Proxy;
 
 /// Complete and free of contradictions.
 #[derive(Clone, Debug)]
@@ -23,6 +25,8 @@ pub struct Config {
     pub token: Option<SecretString>,
     /// `sha256:HEX`.
     pub ca_hash: Option<String>,
+    /// None: servers are dialled directly.
+    pub proxy: Option<Arc<Proxy>>,
     pub state_dir: PathBuf,
     /// None: off.
     pub admin_address: Option<SocketAddr>,
@@ -52,6 +56,7 @@ impl Config {
             ("node-ip", self.node_ip.map(|address| address.to_string())),
             ("token", self.token.as_ref().map(|_| "***".to_owned())),
             ("ca-hash", self.ca_hash.clone()),
+            ("proxy", self.proxy.as_ref().map(ToString::to_string)),
         ];
         let given = [
             ("node-name", self.node_name.to_string()),

@@ -10,6 +10,7 @@ pub mod identity;
 pub mod kube;
 pub mod metrics;
 pub mod policy;
+pub mod reach;
 mod servers;
 pub mod session;
 pub mod status;

@@ -19,6 +19,7 @@ pub(crate) const TESTBED: &[Need] = &[
     Need { program: "iptables", package: "iptables" },
     Need { program: "nsenter", package: "util-linux" },
     Need { program: "conntrack", package: "conntrack" },
+    Need { program: "tinyproxy", package: "tinyproxy-bin" },
     Need { program: "g++", package: "g++" },
 ];
 

@@ -19,6 +19,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
+use tunnel_agent::reach::Reach;
 use tunnel_agent::session::{Attached, EpochSource, LinkLoop, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_core::link;
@@ -79,6 +80,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             let policy = Policy::new(Vec::new(), Arc::new(ArcSwap::from_pointee(vec![own])), Arc::default());
             let shared = Arc::new(Shared {
                 node: identity.node.clone(),
+                reach: Reach::default(),
                 epochs: EpochSource::open(dir.join(n.to_string())),
                 policy: Arc::new(policy),
                 addresses,

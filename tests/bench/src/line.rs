@@ -205,10 +205,11 @@ pub(crate) enum Better {
 }
 
 impl Better {
+    /// After the unit.
     pub(crate) fn arrow(self) -> &'static str {
         match self {
-            Self::Higher => "↑",
-            Self::Lower => "↓",
+            Self::Higher => " ↑",
+            Self::Lower => " ↓",
             Self::Neither => "",
         }
     }

@@ -23,6 +23,7 @@ use tonic::service::Routes;
 use tonic::transport::{Channel, Endpoint};
 use tower::Service;
 use tunnel_agent::identity::{EnrollConfig, EnrollError, ensure_identity};
+use tunnel_agent::reach::Reach;
 use tunnel_core::identity::{
     ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, NodeName, agent_tls, refusal, server_name,
 };
@@ -174,6 +175,7 @@ impl TestServer {
             state_dir: self.directory.path().join(state),
             token: token.map(Into::into),
             ca_hash: Some(self.ca_hash()),
+            reach: Reach::default(),
         }
     }
 

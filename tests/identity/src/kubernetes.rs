@@ -16,6 +16,7 @@ use tunnel_agent::identity::{CsrEnrolment, Pace};
 use tunnel_agent::kube::{ApiServer as AgentApi, DEFAULT_SERVICE, KubeOptions};
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
+use tunnel_agent::reach::Reach;
 use tunnel_agent::session::{Announced, Attached, EpochSource, Shared};
 use tunnel_kube::{ClientSettings, Health};
 use tunnel_server::kube::write::csr;
@@ -59,6 +60,7 @@ fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
     let (bundles, announced) = mpsc::channel(16);
     let shared = Shared {
         node: node("edge-1"),
+        reach: Reach::default(),
         epochs: EpochSource::open(state_dir.join("epoch")),
         policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
         addresses: watch::channel(Arc::new(Vec::new())).1,

@@ -23,6 +23,7 @@ mod logs;
 mod memory;
 mod operating;
 mod path;
+mod proxy;
 mod redirect;
 mod reload;
 mod restart;
@@ -56,6 +57,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         logs::SCENARIOS,
         disks::SCENARIOS,
         wan::SCENARIOS,
+        proxy::SCENARIOS,
         soak::SCENARIOS,
         deploy::SCENARIOS,
         docs::SCENARIOS,

@@ -27,6 +27,7 @@ pub struct Builder<'a> {
     kubeconfig: Option<PathBuf>,
     token: Option<Token>,
     flags: Vec<String>,
+    environment: Vec<(&'static str, String)>,
     stderr: Option<Arc<OwnedFd>>,
     /// A process whose mounts the agent sees.
     mounts_of: Option<u32>,
@@ -56,6 +57,7 @@ impl<'a> Builder<'a> {
             kubeconfig: None,
             token: None,
             flags: Vec::new(),
+            environment: Vec::new(),
             stderr: None,
             mounts_of: None,
             memory: None,
@@ -86,6 +88,12 @@ impl<'a> Builder<'a> {
     #[must_use]
     pub fn flag(mut self, flag: impl Into<String>) -> Self {
         self.flags.push(flag.into());
+        self
+    }
+
+    #[must_use]
+    pub fn env(mut self, name: &'static str, value: &str) -> Self {
+        self.environment.push((name, value.to_owned()));
         self
     }
 
@@ -151,6 +159,11 @@ impl<'a> Builder<'a> {
             command.arg(format!("--token={}", token.token)).arg(format!("--ca-hash={}", token.ca_hash));
         }
         command.args(&self.flags);
+        // The machine's own proxy is not for the testbed.
+        for name in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"] {
+            command.env_remove(name);
+        }
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         match &self.stderr {
             Some(stderr) => Process::spawn_with_stderr(&self.name, command, stderr),
             None => Process::spawn(self.testbed.dir(), &self.name, command),

@@ -30,6 +30,11 @@ pub struct RunArgs {
     /// Hash of the server's CA, as `tunnel-server token create` prints it; for the first enrolment only.
     #[arg(long, value_name = "sha256:HEX")]
     pub ca_hash: Option<String>,
+    /// HTTP proxy on the way to the servers, or `none` [default: HTTPS_PROXY or ALL_PROXY of the environment]. Servers in
+    /// NO_PROXY are dialled directly, and so is the API server. The password stays out of logs and /status, but is seen
+    /// by others in the command line: the environment is the better place for it.
+    #[arg(long, value_name = "http://[USER:PASSWORD@]HOST[:PORT]")]
+    pub proxy: Option<SecretString>,
     /// Kubeconfig of the API server through which this agent enrols and finds the servers, for example the kubelet's
     /// [default: as a pod; with --server and without this flag, no API server is used].
     #[arg(long, value_name = "FILE", alias = "kube-config")]

@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
 use tunnel_core::config::ConfigError;
-use tunnel_core::identity::ExposeSecret;
+use tunnel_core::identity::{ExposeSecret, SecretString};
 use tunnel_core::logging;
 
 use super::Cli;
 use crate::config::Config;
 use crate::identity::EnrollConfig;
+use crate::reach::Reach;
 
 const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
@@ -41,6 +42,7 @@ fn no_debug_output_has_the_token() {
         state_dir: config.state_dir.clone(),
         token: config.token.clone(),
         ca_hash: config.ca_hash.clone(),
+        reach: Reach::default(),
     };
     assert_eq!(enrol.token.as_ref().unwrap().expose_secret(), TOKEN);
     for shown in [format!("{:?}", cli.run), format!("{config:?} {config:#?}"), format!("{enrol:?}")] {
@@ -69,6 +71,30 @@ fn other_systems_flag_names_are_accepted() {
     assert_eq!(config.log_level, logging::Level::Debug);
 }
 
+#[test]
+fn a_proxy_is_the_flags_or_the_environments() {
+    let flag = |url: &str| Some(SecretString::from(url));
+    let shown = |flag: Option<SecretString>, variables: &[(&str, &str)]| {
+        let environment = |name: &str| {
+            let found = variables.iter().find(|(known, _)| *known == name);
+            found.map(|(_, value)| (*value).to_owned())
+        };
+        let proxy = super::parse::proxy(flag.as_ref(), environment);
+        proxy.map(|proxy| proxy.map(|proxy| proxy.to_string())).map_err(|error| error.to_string())
+    };
+    let both = [("https_proxy", "http://user:secret@b:2"), ("ALL_PROXY", "http://c:3")];
+    assert_eq!(shown(None, &[]), Ok(None));
+    assert_eq!(shown(None, &[("HTTP_PROXY", "http://a:1"), ("HTTPS_PROXY", "")]), Ok(None));
+    assert_eq!(shown(None, &both), Ok(Some("http://b:2".to_owned())));
+    assert_eq!(shown(None, &both[1..]), Ok(Some("http://c:3".to_owned())));
+    assert_eq!(shown(flag("http://a:1"), &both), Ok(Some("http://a:1".to_owned())));
+    assert_eq!(shown(flag("none"), &both), Ok(None));
+    let error = shown(flag("https://user:secret@a:1"), &[]).unwrap_err();
+    assert!(error.starts_with("--proxy") && !error.contains("secret"), "{error}");
+    let error = shown(None, &[("HTTPS_PROXY", "socks5://a:1")]).unwrap_err();
+    assert!(error.starts_with("HTTPS_PROXY") && error.contains("socks5"), "{error}");
+}
+
 /// Every flag and its default, in the order of `--help`.
 const FLAGS: &[(&str, Option<&str>)] = &[
     ("server", None),
@@ -77,6 +103,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("token", None),
     ("token-file", None),
     ("ca-hash", None),
+    ("proxy", None),
     ("kubeconfig", None),
     ("namespace", None),
     ("service", None),

@@ -9,7 +9,6 @@ use http::Uri;
 use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
-use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
@@ -22,6 +21,7 @@ use tunnel_core::proto::EnrollResponse;
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
 
 use super::attempt::{AttemptError, check_issued};
+use crate::reach::{Reach, Server, tls_hint};
 
 /// For the TCP connection and the TLS handshake together; an edge's link may be slow.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -37,15 +37,20 @@ pub(super) struct Connection {
 
 impl Connection {
     /// Connects and shakes hands itself, so that an error says which of the two failed and why.
-    pub(super) async fn open(server: &str, tls: &Arc<ClientConfig>) -> Result<Self, AttemptError> {
+    pub(super) async fn open(
+        reach: &Reach,
+        server: &str,
+        tls: &Arc<ClientConfig>,
+    ) -> Result<Self, AttemptError> {
         let handshake = async {
-            let tcp = TcpStream::connect(server)
+            let reached = reach
+                .connect(&Server::Named(server.to_owned()))
                 .await
                 .map_err(|error| AttemptError::Transient(format!("connect: {error}")))?;
             TlsConnector::from(Arc::clone(tls))
-                .connect(server_name(), tcp)
+                .connect(server_name(), reached.stream)
                 .await
-                .map_err(|error| handshake_error(&error))
+                .map_err(|error| handshake_error(&error, reached.proxy.as_deref()))
         };
         let stream = tokio::time::timeout(CONNECT_TIMEOUT, handshake).await.map_err(|_| {
             AttemptError::Transient(format!("no answer within {} s", CONNECT_TIMEOUT.as_secs()))
@@ -105,10 +110,11 @@ impl From<Status> for AttemptError {
     }
 }
 
-fn handshake_error(error: &io::Error) -> AttemptError {
+fn handshake_error(error: &io::Error, proxy: Option<&str>) -> AttemptError {
+    let hint = tls_hint(proxy);
     match refusal(error) {
-        Some(reason @ IdentityError::CaMismatch { .. }) => AttemptError::Refused(reason.to_string()),
-        Some(reason) => AttemptError::Transient(format!("TLS: {reason}")),
-        None => AttemptError::Transient(format!("TLS: {error}")),
+        Some(reason @ IdentityError::CaMismatch { .. }) => AttemptError::Refused(format!("{reason}{hint}")),
+        Some(reason) => AttemptError::Transient(format!("TLS: {reason}{hint}")),
+        None => AttemptError::Transient(format!("TLS: {error}{hint}")),
     }
 }

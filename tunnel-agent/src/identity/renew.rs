@@ -252,7 +252,7 @@ impl Renewer {
         let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
         let key = self.files.pending_key_or_unsaved().map_err(AttemptError::transient)?;
         let csr = create_csr(&key).map_err(AttemptError::transient)?;
-        let mut connection = Connection::open(server, &tls).await?;
+        let mut connection = Connection::open(&self.config.reach, server, &tls).await?;
         let response = connection.client.renew(RenewRequest { csr }).await?;
         let mut identity = connection.issued_identity(&response.into_inner(), &key, &self.config.node)?;
         let mut unsaved = self.storing.lock().await;

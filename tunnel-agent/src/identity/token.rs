@@ -15,6 +15,7 @@ use super::EnrollError;
 use super::attempt::{AttemptError, RETRIES, is_orphaned};
 use super::enrollment::Connection;
 use super::files::{IdentityFiles, Stored};
+use crate::reach::Reach;
 
 /// What an agent needs to obtain an identity and to keep it.
 #[derive(Clone, Debug)]
@@ -27,6 +28,7 @@ pub struct EnrollConfig {
     pub token: Option<SecretString>,
     /// `sha256:HEX` of the CA's key, for an enrolment.
     pub ca_hash: Option<String>,
+    pub reach: Reach,
 }
 
 /// The identity on disk if it is this node's, and has not expired or there is no token; else a new one by enrolling.
@@ -179,7 +181,7 @@ impl<'a> Round<'a> {
     }
 
     async fn enrol_at(&self, server: &str) -> Result<AgentIdentity, AttemptError> {
-        let mut connection = Connection::open(server, &self.tls).await?;
+        let mut connection = Connection::open(&self.config.reach, server, &self.tls).await?;
         let request = EnrollRequest {
             node: self.config.node.to_string(),
             token: self.token.expose_secret().to_owned(),

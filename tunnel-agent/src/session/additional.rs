@@ -32,11 +32,9 @@ pub(super) fn open(
 async fn run(first: &Arc<SessionState>, number: u32, identity: &AgentIdentity) -> SessionEnd {
     let tls = match agent_tls(identity, ALPN_TUNNEL) {
         Ok(tls) => tls,
-        Err(error) => return SessionEnd::Tls(std::io::Error::other(error)),
+        Err(error) => return SessionEnd::tls(error),
     };
-    // The very address that the session has: the name may lead to several servers.
-    let server = first.peer.to_string();
-    let connecting = connect(&server, tls, first.shared.keepalive);
+    let connecting = connect(&first.shared.reach, &first.again, tls, first.shared.keepalive);
     match first.stop.run_until_cancelled(connecting).await {
         // It ends with the first link by itself, once what it has is sent.
         Some(Ok(Connected { link, chain, flow, .. })) => {

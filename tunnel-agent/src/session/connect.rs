@@ -1,6 +1,5 @@
 //! Connecting to a server: TCP, TLS and the first HTTP/2 frames.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,8 +11,8 @@ use tokio_rustls::{TlsConnector, rustls};
 use tunnel_core::identity::server_name;
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 
-use super::reach::reach;
 use super::session_end::{SessionEnd, TCP};
+use crate::reach::{Reach, Reached, Server};
 
 /// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
 pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
@@ -26,39 +25,51 @@ pub(super) struct Connected {
     pub(super) link: LinkConnection,
     pub(super) chain: Chain,
     pub(super) flow: Arc<Flow>,
-    /// The server's address.
-    pub(super) peer: SocketAddr,
+    /// Leads to the same server once more.
+    pub(super) again: Server,
 }
 
 /// Connects up to HTTP/2's first frames. `keepalive`: see [`link::probe_after`].
 pub(super) async fn connect(
-    server: &str,
+    reach: &Reach,
+    server: &Server,
     tls: Arc<rustls::ClientConfig>,
     keepalive: Duration,
 ) -> Result<Connected, SessionEnd> {
-    let stream = handshake(server, tls).await?;
+    let (stream, again) = handshake(reach, server, tls).await?;
     let (socket, _) = stream.get_ref();
     link::probe_after(socket, keepalive).map_err(SessionEnd::Connect)?;
-    let peer = socket.peer_addr().map_err(SessionEnd::Connect)?;
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();
     let link =
         within("HTTP/2 preface", link::server_builder().handshake(io)).await?.map_err(SessionEnd::Link)?;
-    Ok(Connected { link, chain, flow, peer })
+    Ok(Connected { link, chain, flow, again })
 }
 
 /// What the server presents now; a session may be older than the server's certificate.
-pub(super) async fn fetch_chain(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<Chain, SessionEnd> {
-    handshake(server, tls).await.map(|stream| presented(&stream))
+pub(super) async fn fetch_chain(
+    reach: &Reach,
+    server: &str,
+    tls: Arc<rustls::ClientConfig>,
+) -> Result<Chain, SessionEnd> {
+    let (stream, _) = handshake(reach, &Server::Named(server.to_owned()), tls).await?;
+    Ok(presented(&stream))
 }
 
-async fn handshake(server: &str, tls: Arc<rustls::ClientConfig>) -> Result<TlsStream<TcpStream>, SessionEnd> {
-    let socket = within(TCP, reach(server)).await?.map_err(SessionEnd::Connect)?;
-    link::tune_link(&socket).map_err(SessionEnd::Connect)?;
+async fn handshake(
+    reach: &Reach,
+    server: &Server,
+    tls: Arc<rustls::ClientConfig>,
+) -> Result<(TlsStream<TcpStream>, Server), SessionEnd> {
+    let reached = within(TCP, reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
+    let Reached { stream, server, proxy } = reached;
+    link::tune_link(&stream).map_err(SessionEnd::Connect)?;
     // Every server proves this name, whatever address or load balancer leads to it.
-    let handshake = TlsConnector::from(tls).connect(server_name(), socket);
-    within("TLS handshake", handshake).await?.map_err(SessionEnd::Tls)
+    let handshake = TlsConnector::from(tls).connect(server_name(), stream);
+    let stream =
+        within("TLS handshake", handshake).await?.map_err(|source| SessionEnd::Tls { source, proxy })?;
+    Ok((stream, server))
 }
 
 fn presented(stream: &TlsStream<TcpStream>) -> Chain {

@@ -19,6 +19,7 @@ use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 use super::successor;
 use crate::identity::Refused;
+use crate::reach::Server;
 
 /// The first pause after a failure.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
@@ -225,17 +226,18 @@ impl LinkLoop {
             let identity = identity.borrow_and_update().clone();
             match agent_tls(&identity, ALPN_TUNNEL) {
                 Ok(tls) => tls,
-                Err(error) => return SessionEnd::Tls(std::io::Error::other(error)),
+                Err(error) => return SessionEnd::tls(error),
             }
         };
+        let named = Server::Named(self.server.clone());
         let connected = match successor.take() {
             Some(connected) => Ok(connected),
             None => tokio::select! {
-                connected = connect(&self.server, tls.clone(), self.shared.keepalive) => connected,
+                connected = connect(&self.shared.reach, &named, tls.clone(), self.shared.keepalive) => connected,
                 () = self.leaving.cancelled() => return SessionEnd::Stopping,
             },
         };
-        let Connected { link, chain, flow, peer } = match connected {
+        let Connected { link, chain, flow, again } = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
         };
@@ -244,7 +246,7 @@ impl LinkLoop {
             Err(error) => return SessionEnd::Connect(error),
         };
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
-        let server = (self.server.clone(), peer);
+        let server = (self.server.clone(), again);
         let state = Arc::new(SessionState::first(self.shared.clone(), server, epoch, chain, flow, asked));
         self.observed().session = Some(state.clone());
         let server_drains = CancellationToken::new();

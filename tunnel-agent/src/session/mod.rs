@@ -8,7 +8,6 @@ mod control;
 mod epoch;
 mod link_loop;
 mod link_set;
-mod reach;
 mod serve;
 mod session_end;
 mod shared;

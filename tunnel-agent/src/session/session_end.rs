@@ -1,10 +1,13 @@
 //! How a session ended, and whether a new identity could help.
 
+use std::error::Error;
 use std::io;
 
 use rustls::AlertDescription;
 use tunnel_core::error::causes;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+
+use crate::reach::tls_hint;
 
 /// The first step of a start.
 pub(super) const TCP: &str = "TCP connection";
@@ -18,9 +21,9 @@ pub(super) enum SessionEnd {
     /// A step of the start took too long.
     #[error("no {step} within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     Slow { step: &'static str },
-    /// The server's certificate is not one of ours, or it refused ours.
-    #[error("TLS failed: {0}")]
-    Tls(#[source] io::Error),
+    /// The server's certificate is not one of ours, or it refused ours. Through this proxy, if any.
+    #[error("TLS failed: {source}{}", tls_hint(proxy.as_deref()))]
+    Tls { source: io::Error, proxy: Option<String> },
     /// HTTP/2 failed.
     #[error("link lost: {}", link::reason(.0))]
     Link(#[source] h2::Error),
@@ -52,6 +55,11 @@ pub(super) enum SessionEnd {
 }
 
 impl SessionEnd {
+    /// Without a proxy.
+    pub(super) fn tls(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self::Tls { source: io::Error::other(error), proxy: None }
+    }
+
     /// Whether nothing answered at all: then trying again soon is no load for anybody, and finds the line as soon as it is
     /// back.
     pub(super) fn line_is_out(&self) -> bool {
@@ -68,7 +76,7 @@ impl SessionEnd {
     /// Whether a new identity could fix it: the server is not verified by the roots, or refuses the certificate.
     pub(super) fn concerns_identity(&self) -> bool {
         match self {
-            Self::Tls(error) => is_about_certificates(error),
+            Self::Tls { source, .. } => is_about_certificates(source),
             // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
             Self::Link(error) => error.get_io().is_some_and(is_about_certificates),
             Self::CertificateRefused(_) => true,
@@ -119,7 +127,7 @@ mod tests {
 
     #[test]
     fn only_certificate_errors_concern_the_identity() {
-        let tls = |error: rustls::Error| SessionEnd::Tls(io::Error::new(io::ErrorKind::InvalidData, error));
+        let tls = |error: rustls::Error| SessionEnd::tls(error);
         assert!(tls(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)).concerns_identity());
         assert!(tls(rustls::Error::InvalidCertificate(CertificateError::Expired)).concerns_identity());
         assert!(tls(rustls::Error::AlertReceived(AlertDescription::UnknownCA)).concerns_identity());
@@ -129,7 +137,7 @@ mod tests {
             SessionEnd::RefusedForNow("not in the inventory".into()),
             tls(rustls::Error::AlertReceived(AlertDescription::InternalError)),
             tls(rustls::Error::HandshakeNotComplete),
-            SessionEnd::Tls(io::ErrorKind::ConnectionReset.into()),
+            SessionEnd::tls(io::Error::from(io::ErrorKind::ConnectionReset)),
             SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()),
             SessionEnd::Closed,
         ] {

@@ -13,11 +13,13 @@ use tunnel_core::identity::NodeName;
 use super::epoch::EpochSource;
 use crate::metrics::Metrics;
 use crate::policy::Policy;
+use crate::reach::Reach;
 
 /// What all sessions of this agent share.
 pub struct Shared {
     /// The node that the certificate names.
     pub node: NodeName,
+    pub reach: Reach,
     pub epochs: EpochSource,
     pub policy: Arc<Policy>,
     /// The node's addresses, as reported to the servers.

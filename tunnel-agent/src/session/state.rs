@@ -1,7 +1,6 @@
 //! The state of one session.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -17,6 +16,7 @@ use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
 use super::shared::{Announced, Shared};
 use crate::dial::Dialler;
 use crate::metrics::Metrics;
+use crate::reach::Server;
 
 type EventResult = Result<AgentEvent, tonic::Status>;
 
@@ -25,8 +25,8 @@ pub(super) struct SessionState {
     pub(super) shared: Arc<Shared>,
     /// The server's address as configured.
     pub(super) server: String,
-    /// The address that the server was reached at.
-    pub(super) peer: SocketAddr,
+    /// Leads to the same server once more: the name may lead to several.
+    pub(super) again: Server,
     pub(super) epoch: u64,
     /// Its number in the session, 0 for the first.
     pub(super) link: u32,
@@ -104,11 +104,11 @@ pub(super) enum SessionPhase {
 }
 
 impl SessionState {
-    /// The first link, through `server`, which was reached at `peer`. `asked` takes the numbers of those that the server
+    /// The first link, through `server`, which `again` leads to once more. `asked` takes the numbers of those that the server
     /// asks for.
     pub(super) fn first(
         shared: Arc<Shared>,
-        (server, peer): (String, SocketAddr),
+        (server, again): (String, Server),
         epoch: u64,
         server_chain: Arc<[CertificateDer<'static>]>,
         flow: Arc<Flow>,
@@ -126,7 +126,7 @@ impl SessionState {
             stop: shared.forced.child_token(),
             shared,
             server,
-            peer,
+            again,
             epoch,
             link: 0,
             common: Arc::new(common),
@@ -152,7 +152,7 @@ impl SessionState {
             stop: first.stop.child_token(),
             shared: first.shared.clone(),
             server: first.server.clone(),
-            peer: first.peer,
+            again: first.again.clone(),
             epoch: first.epoch,
             link,
             common: first.common.clone(),

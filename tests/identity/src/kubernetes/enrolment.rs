@@ -14,6 +14,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, recover,
 };
+use tunnel_agent::reach::Reach;
 use tunnel_agent::session::LinkSet;
 use tunnel_core::identity::{
     AgentIdentity, CsrKey, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
@@ -208,6 +209,7 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
         state_dir: state_dir.clone(),
         token: None,
         ca_hash: None,
+        reach: Reach::default(),
     };
     let keeper =
         IdentityKeeper::with_recovery(config, identity, IdentityMetrics::default(), Recovery::ApiServer);

@@ -1,4 +1,4 @@
-//! A TCP connection with a server: its name is resolved each time, and all its addresses are tried (RFC 8305).
+//! A TCP connection: the name is resolved each time, and all its addresses are tried (RFC 8305).
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ const NEXT_ROUND: Duration = Duration::from_millis(1500);
 ///
 /// # Errors
 /// The name does not resolve, or every address refuses.
-pub(super) async fn reach(server: &str) -> io::Result<TcpStream> {
+pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
     let addresses = interleaved(lookup_host(server).await?.collect());
     if addresses.is_empty() {
         return Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
@@ -83,10 +83,10 @@ mod tests {
     async fn a_refusal_ends_it_and_a_listener_is_reached() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let stream = reach(&address.to_string()).await.unwrap();
+        let stream = connect(&address.to_string()).await.unwrap();
         assert_eq!(stream.peer_addr().unwrap(), address);
         drop(listener);
-        let error = reach(&address.to_string()).await.unwrap_err();
+        let error = connect(&address.to_string()).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 }

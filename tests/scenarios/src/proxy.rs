@@ -1,0 +1,160 @@
+//! Agents that get out only through an HTTP proxy: tinyproxy, on the router.
+use std::fs;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use postern_testbed::agent::{self, Agent, Builder};
+use postern_testbed::client;
+use postern_testbed::netns::Namespace;
+use postern_testbed::process::Process;
+use postern_testbed::server::Server;
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed};
+use rustls::ServerConfig;
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
+
+use crate::common::{server, target};
+
+scenarios! {
+    an_agent_gets_out_through_a_proxy,
+    a_proxy_that_ends_idle_tunnels,
+    servers_in_no_proxy_are_dialled_directly,
+    a_proxy_that_opens_tls_is_named,
+}
+
+const PORT: u16 = 3128;
+
+/// The proxy's address as edge 1 has it, with what may stand before.
+fn url(user: &str) -> String {
+    format!("http://{user}192.168.50.1:{PORT}")
+}
+
+/// Nothing but the proxy leads out.
+fn close_direct_way(testbed: &Testbed) -> Result<()> {
+    testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))
+}
+
+fn start(testbed: &Testbed, directives: &str) -> Result<Process> {
+    let path = testbed.dir().join("tinyproxy.conf");
+    let config = format!("User root\nPort {PORT}\nLogLevel Connect\n{directives}\n");
+    fs::write(&path, config).with_context(|| format!("writing {}", path.display()))?;
+    let mut command = testbed.router.command("tinyproxy");
+    command.args(["-d", "-c"]).arg(&path);
+    Process::spawn(testbed.dir(), "tinyproxy", command)
+}
+
+async fn wait_log(agent: &Agent<'_>, text: &str) -> Result<()> {
+    let what = format!("{text:?} in the agent's log");
+    wait_until(&what, agent::START, async || agent.process.output(), |log| log.contains(text)).await?;
+    Ok(())
+}
+
+/// An agent that enrols and then waits for its tunnel.
+fn builder<'a>(server: &Server<'a>, proxy: &str) -> Result<Builder<'a>> {
+    Ok(Builder::new(server, 1).token(server.token("edge-1")?).env("HTTPS_PROXY", proxy))
+}
+
+async fn an_agent_gets_out_through_a_proxy(testbed: &Testbed) -> Result<()> {
+    close_direct_way(testbed)?;
+    let server = server(testbed).await?;
+    let mut proxy = start(testbed, "BasicAuth user secret")?;
+    for (user, says) in [
+        ("", "asks for a user and a password: give http://USER:PASSWORD@192.168.50.1:3128"),
+        ("user:wrong@", "refuses the user and the password"),
+    ] {
+        let agent = builder(&server, &url(user))?.named(&format!("refused-{}", user.len())).spawn()?;
+        wait_log(&agent, says).await?;
+    }
+    let agent = builder(&server, &url("user:secret@"))?.spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    anyhow::ensure!(!agent.process.output()?.contains("secret"), "the password is in the log");
+    let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
+    client::visit(echo.address).await?;
+
+    // The proxy starts anew.
+    proxy.crash().await?;
+    wait_log(&agent, "session ended").await?;
+    let _proxy = start(testbed, "BasicAuth user secret")?;
+    wait_until("a visit", agent::START, async || client::visit(echo.address).await, |_| true).await?;
+    Ok(())
+}
+
+async fn a_proxy_that_ends_idle_tunnels(testbed: &Testbed) -> Result<()> {
+    close_direct_way(testbed)?;
+    let server = server(testbed).await?;
+    // Seconds, less than from one PING to the next.
+    let _proxy = start(testbed, "Timeout 3")?;
+    let agent = builder(&server, &url(""))?.spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
+    wait_log(&agent, "session ended").await?;
+    wait_until("a visit", agent::START, async || client::visit(echo.address).await, |_| true).await?;
+    Ok(())
+}
+
+async fn servers_in_no_proxy_are_dialled_directly(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    // No proxy is there.
+    let agent = builder(&server, &url(""))?.env("NO_PROXY", "10.70.0.0/16").spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    drop(agent);
+    let agent = Builder::new(&server, 1).env("HTTPS_PROXY", &url("")).flag("--proxy=none").spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    drop(agent);
+    let agent = Builder::new(&server, 1).env("HTTPS_PROXY", &url("")).spawn()?;
+    wait_log(&agent, "proxy 192.168.50.1:3128: Connection refused").await
+}
+
+/// Answers each CONNECT and then speaks TLS itself, with a certificate of its own.
+async fn open_tls(router: &Namespace) -> Result<()> {
+    let key = rcgen::generate_simple_self_signed(vec!["tunnel-server.postern.internal".to_owned()])?;
+    let private = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.signing_key.serialize_der()));
+    let mut config = ServerConfig::builder()
+        .with_no_client_auth()
+        .with_single_cert(vec![key.cert.der().clone()], private)?;
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let listener = router.run(|| {
+        let listener = std::net::TcpListener::bind(("0.0.0.0", PORT)).context("the proxy's port")?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    })?;
+    let listener = TcpListener::from_std(listener)?;
+    loop {
+        let (mut stream, _) = listener.accept().await?;
+        let acceptor = acceptor.clone();
+        tokio::spawn(async move {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await?);
+            }
+            stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await?;
+            acceptor.accept(stream).await.map(drop)
+        });
+    }
+}
+
+async fn a_proxy_that_opens_tls_is_named(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let enrolled = builder(&server, &url(""))?.flag("--proxy=none").spawn()?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    drop(enrolled);
+    let seen = async {
+        let says =
+            "through the proxy 192.168.50.1:3128: one that opens TLS must pass this connection on unopened";
+        // With a certificate, and before the first one.
+        let attached = Builder::new(&server, 1).env("HTTPS_PROXY", &url("")).spawn()?;
+        wait_log(&attached, says).await?;
+        drop(attached);
+        let stranger = builder(&server, &url(""))?.named("stranger").spawn()?;
+        wait_log(&stranger, says).await
+    };
+    tokio::select! {
+        proxy = open_tls(&testbed.router) => proxy,
+        seen = seen => seen,
+    }
+}
