@@ -27,7 +27,7 @@ use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::reach::Reach;
 use crate::servers::Servers;
-use crate::session::{Attached, EpochSource, LinkSet, Shared, install_bundles};
+use crate::session::{Attached, EpochSource, LinkMetrics, LinkSet, Shared, install_bundles};
 use crate::status::StatusSource;
 
 /// Trust bundles that may wait to be installed.
@@ -39,6 +39,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 pub struct Bound {
     config: Config,
     metrics: Metrics,
+    link_metrics: LinkMetrics,
     status: Arc<StatusSource>,
     attaching: ReadyGuard,
     /// None: standalone.
@@ -68,6 +69,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     register_stalled(postern);
     let metrics = Metrics::new(&mut registry);
     let identity_metrics = IdentityMetrics::register(&mut registry);
+    let link_metrics = LinkMetrics::register(&mut registry);
     let readiness = Readiness::new();
     let (enrolling, attaching) = (readiness.pending("certificate"), readiness.pending("a server"));
 
@@ -101,6 +103,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     Ok(Bound {
         config,
         metrics,
+        link_metrics,
         status,
         attaching,
         api,
@@ -139,6 +142,7 @@ impl Bound {
         let tasks = TaskTracker::new();
         let links = LinkSet::new(shared, keeper.subscribe(), tasks.clone());
         self.status.set_running(links.clone(), keeper.clone());
+        self.link_metrics.show(links.clone());
         links.set(&self.servers.known().borrow());
 
         // These end with this function, not with the drain.

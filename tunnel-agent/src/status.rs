@@ -103,8 +103,10 @@ impl AgentStatus {
                 LinkPhase::Connecting => "connecting".to_owned(),
                 LinkPhase::Waiting => "waiting before the next attempt".to_owned(),
             };
-            let error = link.last_error.as_deref().filter(|_| link.phase != LinkPhase::Attached);
-            let error = error.map(|error| format!(" (last error: {})", harmless(error))).unwrap_or_default();
+            let ago = link.last_error_s.map(|ago| format!(" {} ago", age(ago))).unwrap_or_default();
+            let error = link.last_error.as_deref();
+            let error =
+                error.map(|error| format!(" (last end{ago}: {})", harmless(error))).unwrap_or_default();
             let _ = writeln!(text, "server {}: {state}{error}", link.address);
         }
         text
@@ -184,7 +186,10 @@ mod tests {
             rtt_ms: Some(12.34),
             links: 2,
             connections: 3,
+            delivery_rate: Some(1_000_000),
+            retransmits: Some(2),
             last_error: Some("connection refused".to_owned()),
+            last_error_s: Some(90),
         }
     }
 
@@ -207,8 +212,8 @@ mod tests {
             "certificate: expires in 1d1h, renewal in 1m1s\n",
             "may be reached: node:22\n",
             "connections: 6\n",
-            "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 2 links, 3 connections, RTT 12.3 ms\n",
-            "server tunnel.example.org:10262: waiting before the next attempt (last error: connection refused)\n",
+            "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 2 links, 3 connections, RTT 12.3 ms (last end 1m30s ago: connection refused)\n",
+            "server tunnel.example.org:10262: waiting before the next attempt (last end 1m30s ago: connection refused)\n",
         ] {
             assert!(text.contains(line), "{line}{text}");
         }

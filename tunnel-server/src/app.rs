@@ -28,7 +28,7 @@ use crate::pki::{
 use crate::redirect::{Feeder, Redirect, RedirectMetrics};
 use crate::route::{Router, follow, keep_claims, load_claims};
 use crate::server_id::server_id;
-use crate::session::{Sessions, Workers};
+use crate::session::{Sessions, Workers, register_links};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::status::Reporter;
@@ -77,6 +77,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     load_claims(&router, &config.state_dir);
     let source = Source::open(&config, lifetimes, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
+    register_links(registry.sub_registry_with_prefix("postern"), sessions.clone());
     let readiness = Readiness::new();
     let starting = readiness.pending("start");
 

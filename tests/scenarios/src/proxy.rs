@@ -93,6 +93,9 @@ async fn a_proxy_that_ends_idle_tunnels(testbed: &Testbed) -> Result<()> {
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
     wait_log(&agent, "session ended").await?;
     wait_until("a visit", agent::START, async || client::visit(echo.address).await, |_| true).await?;
+    let status = server.status().await?;
+    let end = status["nodes"][0]["last_end"].as_str().unwrap_or_default();
+    anyhow::ensure!(end == "link lost: the peer closed the connection", "{status}");
     Ok(())
 }
 

@@ -141,6 +141,17 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     let links = on_each_link(&server).await?;
     let (on_links, most) = (links.iter().sum::<u64>(), links.iter().max());
     ensure!(links.len() == 8 && on_links == 9 && most == Some(&2), "{links:?}");
+    let metrics = server.metrics().await?;
+    metrics.expect("postern_links", &[], 8.0)?;
+    let median = [("quantile", "0.5")];
+    let (rtt, rate) = (
+        metrics.sum("postern_link_rtt_seconds", &median),
+        metrics.sum("postern_link_delivery_rate_bytes", &median),
+    );
+    ensure!(
+        (0.04..1.0).contains(&rtt) && rate > 0.0,
+        "the median of 40 ms is {rtt} s, {rate} bytes a second"
+    );
     // One link fails: its connections are reset, and no others.
     let peers = testbed.edge(1).ns.output("ss", "-H -t -n -o state established dport = :10262")?;
     let ports: Vec<&str> = peers.lines().filter_map(local_port).collect();

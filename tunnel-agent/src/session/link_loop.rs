@@ -64,15 +64,25 @@ pub struct LinkStatus {
     pub links: usize,
     /// Connections carried now.
     pub connections: u32,
+    /// Of the first link: bytes a second that the path took when this agent sent something last; None before that.
+    #[serde(default)]
+    pub delivery_rate: Option<u64>,
+    /// Of the first link: TCP segments that this agent has sent again.
+    #[serde(default)]
+    pub retransmits: Option<u32>,
     /// Why the last session, or attempt, ended.
     pub last_error: Option<String>,
+    /// Seconds since then.
+    #[serde(default)]
+    pub last_error_s: Option<u64>,
 }
 
 #[derive(Default)]
 struct Observed {
     session: Option<Arc<SessionState>>,
     waiting: bool,
-    last_error: Option<String>,
+    /// How the last session, or attempt, ended, and when.
+    last_end: Option<(String, Instant)>,
     /// Waiting because the server is attached through another address.
     standby: bool,
     refusals: CertificateRefusals,
@@ -208,7 +218,7 @@ impl LinkLoop {
         observed.refusals.enroll_again |= matches!(end, SessionEnd::CertificateRefused(_));
         observed.waiting = true;
         observed.standby = standby;
-        observed.last_error = Some(end.to_string());
+        observed.last_end = Some((end.to_string(), Instant::now()));
     }
 
     /// One session. When the server drains this returns early, with the session in `leftovers`.
@@ -322,7 +332,10 @@ impl LinkLoop {
             rtt_ms: session.and_then(|session| session.flow.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
             links: session.map_or(0, SessionState::links),
             connections: session.map_or(0, SessionState::connections),
-            last_error: observed.last_error.clone(),
+            delivery_rate: session.map(|session| session.flow.rate()).filter(|rate| *rate > 0),
+            retransmits: session.map(|session| session.flow.retransmits()),
+            last_error: observed.last_end.as_ref().map(|(reason, _)| reason.clone()),
+            last_error_s: observed.last_end.as_ref().map(|(_, at)| at.elapsed().as_secs()),
         }
     }
 

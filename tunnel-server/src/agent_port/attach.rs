@@ -66,7 +66,10 @@ pub(super) async fn run(
         End::Attach(status) if status.code() == Code::AlreadyExists => {
             tracing::debug!(%node, %peer, "second link of an attached agent: {}", printable(status.message(), 200));
         }
-        End::Stopped | End::Left => tracing::info!(%node, %peer, lasted_s, "session ended: {end}"),
+        End::Stopped | End::Left => {
+            context.sessions.explain_end(&node, &end.to_string());
+            tracing::info!(%node, %peer, lasted_s, "session ended: {end}");
+        }
         End::Impostor { .. } | End::Flood | End::Fenced(_) | End::NotAdmitted(_) => {
             context.metrics.session_refused(end.label());
             tracing::warn!(%node, %peer, lasted_s, "session refused: {end}");
@@ -75,7 +78,10 @@ pub(super) async fn run(
             context.metrics.handshake("failed");
             tracing::warn!(%node, %peer, lasted_s, "no session: {end}");
         }
-        _ => tracing::warn!(%node, %peer, lasted_s, "session ended: {end}"),
+        _ => {
+            context.sessions.explain_end(&node, &end.to_string());
+            tracing::warn!(%node, %peer, lasted_s, "session ended: {end}");
+        }
     }
 }
 

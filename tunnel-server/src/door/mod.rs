@@ -158,8 +158,8 @@ async fn carry<D: Door>(
 }
 
 fn no_tunnel(sessions: &Sessions, node: &NodeName) -> String {
-    match sessions.last_seen(node) {
-        Some(ago) => format!("no tunnel to node {node} (last seen {} s ago)", ago.as_secs()),
+    match sessions.last_end(node) {
+        Some(end) => format!("no tunnel to node {node} (last seen {} s ago)", end.at.elapsed().as_secs()),
         None => format!("no tunnel to node {node} (not seen since this server started)"),
     }
 }

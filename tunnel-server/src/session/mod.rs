@@ -1,5 +1,6 @@
 //! The sessions with the agents: which node has one, and a stream on its link for each connection.
 
+mod link_metrics;
 mod links;
 mod registry;
 mod workers;
@@ -25,9 +26,10 @@ use tunnel_core::text::printable;
 
 use crate::pki::Refusal;
 
+pub use link_metrics::register_links;
 pub use links::{Link, Links, NotWanted, Taken};
 pub(crate) use registry::Forgotten;
-pub use registry::{Fenced, Sessions};
+pub use registry::{Fenced, LastEnd, Sessions};
 pub use workers::Workers;
 
 /// How long an agent may take to connect to a target.

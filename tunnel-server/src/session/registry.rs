@@ -13,7 +13,7 @@ use super::Session;
 use crate::metrics::Metrics;
 use crate::route::Router;
 
-/// How many departed nodes are remembered as "last seen"; beyond it the oldest is forgotten.
+/// Of how many nodes the end of the last session is remembered; beyond it the oldest is forgotten.
 const REMEMBERED: usize = 1 << 17;
 
 /// Epochs are wall-clock milliseconds. One that is further ahead of this server's clock than this does not come from a
@@ -45,10 +45,18 @@ pub(crate) enum Forgotten {
     Lost,
 }
 
+/// How a node's last session ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LastEnd {
+    pub at: Instant,
+    /// None for a moment, until the session's task says it.
+    pub reason: Option<Arc<str>>,
+}
+
 /// The live sessions by node.
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
-    departed: Mutex<HashMap<NodeName, Instant>>,
+    ended: Mutex<HashMap<NodeName, LastEnd>>,
     /// Sessions whose agents are leaving: they carry what they have, but get nothing new.
     leaving: Mutex<HashMap<NodeName, Arc<Session>>>,
     ids: AtomicU64,
@@ -62,7 +70,7 @@ impl Sessions {
     pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
         Self {
             live: RwLock::default(),
-            departed: Mutex::default(),
+            ended: Mutex::default(),
             leaving: Mutex::default(),
             ids: AtomicU64::new(1),
             router,
@@ -100,9 +108,28 @@ impl Sessions {
         self.changed.subscribe()
     }
 
-    /// How long ago the node's last session ended.
-    pub fn last_seen(&self, node: &NodeName) -> Option<Duration> {
-        self.departed().get(node).map(Instant::elapsed)
+    /// When and why the node's last session ended, whether or not it has another one now.
+    pub fn last_end(&self, node: &NodeName) -> Option<LastEnd> {
+        self.ended().get(node).cloned()
+    }
+
+    /// Says why the node's session has ended.
+    pub(crate) fn explain_end(&self, node: &NodeName, reason: &str) {
+        if let Some(end) = self.ended().get_mut(node) {
+            end.reason.get_or_insert_with(|| reason.into());
+        }
+    }
+
+    fn note_end(&self, node: &NodeName) {
+        let end = LastEnd { at: Instant::now(), reason: None };
+        let mut ended = self.ended();
+        if ended.len() >= REMEMBERED
+            && !ended.contains_key(node)
+            && let Some(oldest) = ended.iter().min_by_key(|(_, end)| end.at).map(|(node, _)| node.clone())
+        {
+            ended.remove(&oldest);
+        }
+        ended.insert(node.clone(), end);
     }
 
     /// Makes `session` the node's live one. Returns the older one that it replaces.
@@ -127,7 +154,6 @@ impl Sessions {
             }
             older
         };
-        self.departed().remove(&node);
         Ok(older)
     }
 
@@ -143,14 +169,7 @@ impl Sessions {
             self.router.set_live(&session.node, false);
             self.changed.send_modify(|changes| *changes += 1);
         }
-        let mut departed = self.departed();
-        if departed.len() >= REMEMBERED
-            && let Some(oldest) =
-                departed.iter().min_by_key(|(_, since)| **since).map(|(node, _)| node.clone())
-        {
-            departed.remove(&oldest);
-        }
-        departed.insert(session.node.clone(), Instant::now());
+        self.note_end(&session.node);
     }
 
     /// Takes the session of an agent that is leaving out of use. Each node has at most one such session, so that an
@@ -180,8 +199,8 @@ impl Sessions {
         self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn departed(&self) -> MutexGuard<'_, HashMap<NodeName, Instant>> {
-        self.departed.lock().unwrap_or_else(PoisonError::into_inner)
+    fn ended(&self) -> MutexGuard<'_, HashMap<NodeName, LastEnd>> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

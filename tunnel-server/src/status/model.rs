@@ -32,8 +32,11 @@ pub struct NodeStatus {
     pub connected: bool,
     /// Only while connected.
     pub session: Option<SessionStatus>,
-    /// Seconds since the last session ended, if there was one since the server started.
+    /// Seconds since the last session ended, if one has since the server started; also while there is another one.
     pub last_seen_s: Option<u64>,
+    /// Why it ended.
+    #[serde(default)]
+    pub last_end: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

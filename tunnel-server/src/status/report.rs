@@ -109,6 +109,7 @@ impl Reporter {
         in_inventory: bool,
         session: Option<&Session>,
     ) -> NodeStatus {
+        let end = self.sessions.last_end(&name);
         NodeStatus {
             addresses,
             in_inventory,
@@ -125,7 +126,8 @@ impl Reporter {
                 bytes_to_node: session.carried.from_socket.get(),
                 bytes_from_node: session.carried.to_socket.get(),
             }),
-            last_seen_s: self.sessions.last_seen(&name).map(|ago| ago.as_secs()),
+            last_seen_s: end.as_ref().map(|end| end.at.elapsed().as_secs()),
+            last_end: end.and_then(|end| end.reason.map(|reason| reason.to_string())),
             name,
         }
     }

@@ -73,7 +73,8 @@ impl StatusReport {
         let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
         let mut table = Table::new();
         table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-        let header = "NODE|STATE|ADDRESSES|PEER|RTT|LINKS|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT";
+        let header =
+            "NODE|STATE|ADDRESSES|PEER|RTT|LINKS|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT|LAST END";
         table.set_header(header.split('|'));
         for (index, column) in table.column_iter_mut().enumerate() {
             column.set_padding((0, 2));
@@ -152,6 +153,11 @@ impl NodeStatus {
             ]),
             None => row.extend(std::iter::repeat_with(none).take(8)),
         }
+        let end = self.last_seen_s.map(|ago| match &self.last_end {
+            Some(reason) => format!("{} ago: {}", age(ago), harmless(reason)),
+            None => format!("{} ago", age(ago)),
+        });
+        row.push(end.unwrap_or_else(none));
         row
     }
 }
@@ -205,6 +211,7 @@ mod tests {
                 bytes_from_node: 5 << 20,
             }),
             last_seen_s: (name == "gone").then_some(40),
+            last_end: (name == "gone").then(|| "the agent has left".to_owned()),
         }
     }
 
@@ -270,6 +277,7 @@ mod tests {
             "  … and 2 more conflicts; --all shows them\n",
             "nodes: 3 of 5 connected\n",
             "DOWN 40s",
+            "40s ago: the agent has left",
             "NEVER SEEN",
             "up 1h1m",
             "12.3 ms",
@@ -311,12 +319,13 @@ mod tests {
         report.inventory.source.last_error = Some(EVIL.to_owned());
         report.inventory.conflicts[0].message = EVIL.to_owned();
         report.nodes[0].session.as_mut().unwrap().agent_version = EVIL.to_owned();
+        report.nodes[1].last_end = Some(EVIL.to_owned());
         // As the command gets it.
         let report: StatusReport = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
         let text = report.to_text(true);
         assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text:?}");
-        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 10, "{text:?}");
+        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 11, "{text:?}");
     }
 
     #[test]

@@ -1,0 +1,74 @@
+//! The links with each server as metrics.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use super::{LinkSet, LinkStatus};
+
+/// `postern_agent_links` and `postern_agent_link_*` by server; nothing before [`LinkMetrics::show`].
+#[derive(Clone, Default)]
+pub struct LinkMetrics(Arc<OnceLock<Arc<LinkSet>>>);
+
+impl LinkMetrics {
+    pub fn register(registry: &mut Registry) -> Self {
+        let metrics = Self::default();
+        registry.sub_registry_with_prefix("postern_agent").register_collector(Box::new(metrics.clone()));
+        metrics
+    }
+
+    /// Only the first call counts.
+    pub fn show(&self, links: Arc<LinkSet>) {
+        let _ = self.0.set(links);
+    }
+}
+
+impl fmt::Debug for LinkMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LinkMetrics")
+    }
+}
+
+/// A metric's value of one server, if there is one.
+type Value = fn(&LinkStatus) -> Option<f64>;
+
+impl Collector for LinkMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let Some(links) = self.0.get() else { return Ok(()) };
+        let servers = links.status();
+        let metrics: [(&str, &str, Option<Unit>, Value); 4] = [
+            ("links", "TCP connections with the server, up or under way", None, |link| {
+                Some(link.links as f64)
+            }),
+            ("link_rtt", "Round-trip time by PING on the first link", Some(Unit::Seconds), |link| {
+                link.rtt_ms.map(|rtt| rtt / 1e3)
+            }),
+            (
+                "link_delivery_rate",
+                "Bytes a second on the first link, measured by TCP when this agent sent something last",
+                Some(Unit::Bytes),
+                |link| Some(link.delivery_rate? as f64),
+            ),
+            (
+                "link_retransmits",
+                "TCP segments that this agent has sent again on the first link",
+                None,
+                |link| link.retransmits.map(f64::from),
+            ),
+        ];
+        for (name, help, unit, value) in metrics {
+            let gauge = ConstGauge::new(0.0);
+            let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), gauge.metric_type())?;
+            for server in &servers {
+                let Some(value) = value(server) else { continue };
+                let labels = [("server", server.address.as_str())];
+                ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
