@@ -26,7 +26,7 @@ pub(crate) struct Options {
     /// `--only`. It takes five rounds, no --smoke, and a tree without changes.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
-    /// How many wide-area paths below 200 Mbit/s are measured at the same time [default: 8].
+    /// How many wide-area paths up to 200 Mbit/s are measured at the same time [default: 8].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     at_once: Option<u32>,
     /// Fails when a peer is not installed or gives no value.

@@ -65,7 +65,7 @@ fn supervise(args: &[OsString]) -> Result<ExitCode> {
     // The seed is drawn here, so that it is printed even when the run fails.
     println!("seed {}, {} rounds", options.seed, options.rounds);
     let machine = machine::Machine::read(&options)?;
-    let folder = std::env::temp_dir().join(format!("{}-values", Id::new(Kind::Test)));
+    let folder = Id::new(Kind::Test).dir();
     std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let measured = measure(&options, args, &folder);
     std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;

@@ -37,7 +37,7 @@ impl Collector for Collected {
 
         let rtt = links.iter().filter_map(|link| Some(link.flow.rtt.last()?.as_secs_f64()));
         let help = "Round-trip time by PING that this share of the links has at most";
-        quantiles(&mut encoder, "link_rtt", help, Unit::Seconds, rtt.collect())?;
+        quantiles(&mut encoder, "link_rtt", help, &Unit::Seconds, rtt.collect())?;
 
         // 0 until something was sent.
         let rates = links.iter().map(|link| link.flow.rate()).filter(|rate| *rate > 0);
@@ -46,7 +46,7 @@ impl Collector for Collected {
             &mut encoder,
             "link_delivery_rate",
             help,
-            Unit::Bytes,
+            &Unit::Bytes,
             rates.map(|rate| rate as f64).collect(),
         )?;
 
@@ -66,12 +66,12 @@ fn quantiles(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,
-    unit: Unit,
+    unit: &Unit,
     mut values: Vec<f64>,
 ) -> fmt::Result {
     values.sort_unstable_by(f64::total_cmp);
     let gauge = ConstGauge::new(0.0);
-    let mut family = encoder.encode_descriptor(name, help, Some(&unit), gauge.metric_type())?;
+    let mut family = encoder.encode_descriptor(name, help, Some(unit), gauge.metric_type())?;
     for (share, label) in QUANTILES {
         let Some(value) = at(&values, share) else { continue };
         ConstGauge::new(value).encode(family.encode_family(&[("quantile", label)])?)?;

@@ -51,7 +51,7 @@ impl Place {
 
     /// Whether it needs the machine for itself: the forwarder of a fast path takes a good part of a CPU.
     fn is_fast(&self) -> bool {
-        self.path.down >= 200_000_000
+        self.path.down > 200_000_000
     }
 
     pub(crate) fn rtt(&self) -> Duration {
