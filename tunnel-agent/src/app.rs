@@ -25,9 +25,8 @@ use crate::identity::{
 use crate::kube::{ApiServer, KubeError, node};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
-use crate::reach::Reach;
 use crate::servers::Servers;
-use crate::session::{Attached, EpochSource, LinkMetrics, LinkSet, Shared, install_bundles};
+use crate::session::{Attached, EpochSource, LinkSet, Shared, install_bundles, register_links};
 use crate::status::StatusSource;
 
 /// Trust bundles that may wait to be installed.
@@ -39,7 +38,6 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 pub struct Bound {
     config: Config,
     metrics: Metrics,
-    link_metrics: LinkMetrics,
     status: Arc<StatusSource>,
     attaching: ReadyGuard,
     /// None: standalone.
@@ -50,7 +48,6 @@ pub struct Bound {
     addresses: NodeAddresses,
     /// The ranges of this node's pods.
     pods: Arc<ArcSwap<Vec<IpNet>>>,
-    reach: Reach,
     epochs: EpochSource,
     _admin: Option<Serving>,
 }
@@ -69,13 +66,14 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     register_stalled(postern);
     let metrics = Metrics::new(&mut registry);
     let identity_metrics = IdentityMetrics::register(&mut registry);
-    let link_metrics = LinkMetrics::register(&mut registry);
     let readiness = Readiness::new();
     let (enrolling, attaching) = (readiness.pending("certificate"), readiness.pending("a server"));
 
     let api = open_api_server(&config).await?;
     let pods = Arc::<ArcSwap<Vec<IpNet>>>::default();
     let status = Arc::new(StatusSource::new(&config, pods.clone()));
+    let links = status.clone();
+    register_links(&mut registry, move || links.links());
     // Before the enrolment, which may take long: an operator wants to see what it waits for.
     let admin = Admin {
         registry: Arc::new(registry),
@@ -88,14 +86,13 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         None => None,
     };
 
-    let reach = Reach::new(config.proxy.clone());
-    if let Some(proxy) = &config.proxy {
+    if let Some(proxy) = config.reach.proxy() {
         tracing::info!(%proxy, "servers are reached through an HTTP proxy, but for those in NO_PROXY");
     }
     let servers = Arc::new(Servers::new(&config, api.as_ref()));
     status.set_servers(servers.clone());
     let finding = servers.ready_once_known(readiness.pending("API server"));
-    let identity = Identity::obtain(&config, reach.clone(), api.as_ref(), &servers, identity_metrics).await?;
+    let identity = Identity::obtain(&config, api.as_ref(), &servers, identity_metrics).await?;
     enrolling.ready();
 
     let addresses = NodeAddresses::start(config.node_ip, servers.known()).await;
@@ -103,7 +100,6 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     Ok(Bound {
         config,
         metrics,
-        link_metrics,
         status,
         attaching,
         api,
@@ -112,7 +108,6 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         identity,
         addresses,
         pods,
-        reach,
         epochs,
         _admin: admin,
     })
@@ -126,7 +121,7 @@ impl Bound {
             Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone());
         let shared = Arc::new(Shared {
             node: self.config.node_name.clone(),
-            reach: self.reach.clone(),
+            reach: self.config.reach.clone(),
             epochs: self.epochs,
             policy: Arc::new(policy),
             addresses: self.addresses.subscribe(),
@@ -142,12 +137,11 @@ impl Bound {
         let tasks = TaskTracker::new();
         let links = LinkSet::new(shared, keeper.subscribe(), tasks.clone());
         self.status.set_running(links.clone(), keeper.clone());
-        self.link_metrics.show(links.clone());
         links.set(&self.servers.known().borrow());
 
         // These end with this function, not with the drain.
         let mut background = JoinSet::new();
-        background.spawn(install_bundles(keeper.clone(), self.reach, announced));
+        background.spawn(install_bundles(keeper.clone(), self.config.reach, announced));
         background.spawn(links.clone().ready_once_attached(self.attaching));
         background.spawn(links.clone().follow(self.servers.known()));
         background.spawn(keeper.clone().follow_servers(self.servers.known()));
@@ -187,7 +181,6 @@ struct Identity {
 impl Identity {
     async fn obtain(
         config: &Config,
-        reach: Reach,
         api: Option<&Arc<ApiServer>>,
         servers: &Servers,
         metrics: IdentityMetrics,
@@ -199,7 +192,7 @@ impl Identity {
             state_dir: state_dir.clone(),
             token: config.token.clone(),
             ca_hash: config.ca_hash.clone(),
-            reach,
+            reach: config.reach.clone(),
         };
         let enrolment =
             api.map(|api| Arc::new(CsrEnrolment::new(api.clone(), node, state_dir, Pace::default())));

@@ -2,7 +2,6 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tunnel_core::config::{HostPort, TargetRule, duration_text};
@@ -10,7 +9,7 @@ use tunnel_core::identity::{NodeName, SecretString};
 use tunnel_core::logging;
 
 use crate::kube::KubeOptions;
-use crate::reach::Proxy;
+use crate::reach::Reach;
 
 /// Complete and free of contradictions.
 #[derive(Clone, Debug)]
@@ -25,8 +24,8 @@ pub struct Config {
     pub token: Option<SecretString>,
     /// `sha256:HEX`.
     pub ca_hash: Option<String>,
-    /// None: servers are dialled directly.
-    pub proxy: Option<Arc<Proxy>>,
+    /// The way to the servers.
+    pub reach: Reach,
     pub state_dir: PathBuf,
     /// None: off.
     pub admin_address: Option<SocketAddr>,
@@ -56,7 +55,7 @@ impl Config {
             ("node-ip", self.node_ip.map(|address| address.to_string())),
             ("token", self.token.as_ref().map(|_| "***".to_owned())),
             ("ca-hash", self.ca_hash.clone()),
-            ("proxy", self.proxy.as_ref().map(ToString::to_string)),
+            ("proxy", self.reach.proxy().map(ToString::to_string)),
         ];
         let given = [
             ("node-name", self.node_name.to_string()),

@@ -160,12 +160,16 @@ impl StatusSource {
         })
     }
 
+    /// One for each server; none before the sessions begin.
+    pub(crate) fn links(&self) -> Vec<LinkStatus> {
+        self.running.get().map(|(links, _)| links.status()).unwrap_or_default()
+    }
+
     fn status(&self) -> AgentStatus {
-        let running = self.running.get();
-        let links = running.map(|(links, _)| links.status()).unwrap_or_default();
-        let certificate = running.map(|(_, keeper)| CertificateStatus::of(&keeper.current()));
+        let certificate = self.running.get().map(|(_, keeper)| CertificateStatus::of(&keeper.current()));
         let (node, rules) = (&self.config.node_name, &self.config.allow_targets);
-        let mut status = AgentStatus::new(node, self.started, links, certificate, rules, &self.pods.load());
+        let mut status =
+            AgentStatus::new(node, self.started, self.links(), certificate, rules, &self.pods.load());
         status.api_server_error = self.servers.get().and_then(|servers| servers.trouble());
         status
     }

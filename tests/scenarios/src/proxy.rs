@@ -3,7 +3,7 @@ use std::fs;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use postern_testbed::agent::{self, Agent, Builder};
+use postern_testbed::agent::{self, Builder};
 use postern_testbed::client;
 use postern_testbed::netns::Namespace;
 use postern_testbed::process::Process;
@@ -47,12 +47,6 @@ fn start(testbed: &Testbed, directives: &str) -> Result<Process> {
     Process::spawn(testbed.dir(), "tinyproxy", command)
 }
 
-async fn wait_log(agent: &Agent<'_>, text: &str) -> Result<()> {
-    let what = format!("{text:?} in the agent's log");
-    wait_until(&what, agent::START, async || agent.process.output(), |log| log.contains(text)).await?;
-    Ok(())
-}
-
 /// An agent that enrols and then waits for its tunnel.
 fn builder<'a>(server: &Server<'a>, proxy: &str) -> Result<Builder<'a>> {
     Ok(Builder::new(server, 1).token(server.token("edge-1")?).env("HTTPS_PROXY", proxy))
@@ -67,7 +61,7 @@ async fn an_agent_gets_out_through_a_proxy(testbed: &Testbed) -> Result<()> {
         ("user:wrong@", "refuses the user and the password"),
     ] {
         let agent = builder(&server, &url(user))?.named(&format!("refused-{}", user.len())).spawn()?;
-        wait_log(&agent, says).await?;
+        agent.wait_log(says).await?;
     }
     let agent = builder(&server, &url("user:secret@"))?.spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
@@ -77,7 +71,7 @@ async fn an_agent_gets_out_through_a_proxy(testbed: &Testbed) -> Result<()> {
 
     // The proxy starts anew.
     proxy.crash().await?;
-    wait_log(&agent, "session ended").await?;
+    agent.wait_log("session ended").await?;
     let _proxy = start(testbed, "BasicAuth user secret")?;
     wait_until("a visit", agent::START, async || client::visit(echo.address).await, |_| true).await?;
     Ok(())
@@ -91,7 +85,7 @@ async fn a_proxy_that_ends_idle_tunnels(testbed: &Testbed) -> Result<()> {
     let agent = builder(&server, &url(""))?.spawn()?;
     server.wait_connected("edge-1", true, agent::START).await?;
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
-    wait_log(&agent, "session ended").await?;
+    agent.wait_log("session ended").await?;
     wait_until("a visit", agent::START, async || client::visit(echo.address).await, |_| true).await?;
     let status = server.status().await?;
     let end = status["nodes"][0]["last_end"].as_str().unwrap_or_default();
@@ -109,7 +103,7 @@ async fn servers_in_no_proxy_are_dialled_directly(testbed: &Testbed) -> Result<(
     server.wait_connected("edge-1", true, agent::START).await?;
     drop(agent);
     let agent = Builder::new(&server, 1).env("HTTPS_PROXY", &url("")).spawn()?;
-    wait_log(&agent, "proxy 192.168.50.1:3128: Connection refused").await
+    agent.wait_log("proxy 192.168.50.1:3128: Connection refused").await
 }
 
 /// Answers each CONNECT and then speaks TLS itself, with a certificate of its own.
@@ -151,10 +145,10 @@ async fn a_proxy_that_opens_tls_is_named(testbed: &Testbed) -> Result<()> {
             "through the proxy 192.168.50.1:3128: one that opens TLS must pass this connection on unopened";
         // With a certificate, and before the first one.
         let attached = Builder::new(&server, 1).env("HTTPS_PROXY", &url("")).spawn()?;
-        wait_log(&attached, says).await?;
+        attached.wait_log(says).await?;
         drop(attached);
         let stranger = builder(&server, &url(""))?.named("stranger").spawn()?;
-        wait_log(&stranger, says).await
+        stranger.wait_log(says).await
     };
     tokio::select! {
         proxy = open_tls(&testbed.router) => proxy,

@@ -13,6 +13,7 @@ use crate::metrics::Metrics;
 use crate::process::{self, Process};
 use crate::server::{Server, Token};
 use crate::topology::Testbed;
+use crate::wait::wait_until;
 
 /// How long an agent may take to enrol and attach.
 pub const START: Duration = Duration::from_secs(20);
@@ -229,6 +230,12 @@ impl<'a> Agent<'a> {
         let (status, body) = self.get("/status").await?;
         ensure!(status == 200, "/status answered {status}: {body}");
         serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
+    }
+
+    pub async fn wait_log(&self, text: &str) -> Result<()> {
+        let what = format!("the agent's log to contain {text:?}");
+        wait_until(&what, START, async || self.process.output(), |log| log.contains(text)).await?;
+        Ok(())
     }
 
     pub fn state_dir(&self) -> PathBuf {

@@ -4,7 +4,6 @@ use std::io;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tunnel_core::config::{
@@ -18,7 +17,7 @@ use super::args::{IgnoredArgs, RunArgs};
 use crate::config::Config;
 use crate::identity::IdentityFiles;
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
-use crate::reach::Proxy;
+use crate::reach::{Proxy, Reach};
 
 /// A shorter one would be traffic for nothing; with a longer one a NAT forgets the link.
 const KEEPALIVES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(300);
@@ -61,7 +60,7 @@ impl RunArgs {
             node_ip: self.node_ip.as_deref().map(node_ip).transpose()?,
             token,
             ca_hash: ca_hash.map(str::to_owned),
-            proxy: proxy(self.proxy.as_ref(), |name| std::env::var(name).ok())?,
+            reach: Reach::new(proxy(self.proxy.as_ref(), |name| std::env::var(name).ok())?),
             state_dir: self.state_dir.clone(),
             admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
             allow_targets: parse_target_rules("--allow-target", &self.allow_target)?,
@@ -79,7 +78,7 @@ impl RunArgs {
 pub(super) fn proxy(
     flag: Option<&SecretString>,
     environment: impl Fn(&str) -> Option<String>,
-) -> Result<Option<Arc<Proxy>>, ConfigError> {
+) -> Result<Option<Proxy>, ConfigError> {
     let set = |names: &[&'static str]| {
         let mut values = names.iter().filter_map(|name| Some((*name, environment(name)?)));
         values.find(|(_, value)| !value.trim().is_empty())
@@ -95,7 +94,7 @@ pub(super) fn proxy(
     let except = set(&["NO_PROXY", "no_proxy"]).map_or_else(String::new, |(_, value)| value);
     let proxy = Proxy::parse(url.trim(), &except);
     // The value may contain a password.
-    proxy.map(|proxy| Some(Arc::new(proxy))).map_err(|reason| ConfigError::without_value(key, reason))
+    proxy.map(Some).map_err(|reason| ConfigError::without_value(key, reason))
 }
 
 fn max_links(value: &str) -> Result<u32, ConfigError> {

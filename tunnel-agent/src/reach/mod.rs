@@ -3,6 +3,7 @@
 mod direct;
 mod proxy;
 
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -36,8 +37,12 @@ pub(crate) struct Reached {
 }
 
 impl Reach {
-    pub fn new(proxy: Option<Arc<Proxy>>) -> Self {
-        Self { proxy }
+    pub fn new(proxy: Option<Proxy>) -> Self {
+        Self { proxy: proxy.map(Arc::new) }
+    }
+
+    pub fn proxy(&self) -> Option<&Proxy> {
+        self.proxy.as_deref()
     }
 
     /// Connects. Never gives up while nothing refuses: the caller bounds it.
@@ -45,23 +50,23 @@ impl Reach {
     /// # Errors
     /// The name does not resolve, every address refuses, or the proxy does.
     pub(crate) async fn connect(&self, server: &Server) -> io::Result<Reached> {
-        let name = match server {
-            Server::Named(name) => name.clone(),
-            Server::At(address) => {
-                let stream = TcpStream::connect(address).await?;
-                return Ok(Reached { stream, server: server.clone(), proxy: None });
-            }
-        };
-        match self.proxy.as_ref().and_then(|proxy| proxy.way_to(&name)) {
-            Some(way) => {
-                let stream = way.connect(&name).await?;
-                Ok(Reached { stream, server: Server::Named(name), proxy: Some(way.address) })
-            }
-            None => {
-                let stream = direct::connect(&name).await?;
-                let server = Server::At(stream.peer_addr()?);
-                Ok(Reached { stream, server, proxy: None })
-            }
+        if let (Server::Named(name), Some(proxy)) = (server, &self.proxy)
+            && let Some(way) = proxy.way_to(name)
+        {
+            let stream = way.connect(name).await?;
+            return Ok(Reached { stream, server: server.clone(), proxy: Some(way.address) });
+        }
+        let stream = direct::connect(&server.to_string()).await?;
+        let server = Server::At(stream.peer_addr()?);
+        Ok(Reached { stream, server, proxy: None })
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Named(name) => f.write_str(name),
+            Self::At(address) => address.fmt(f),
         }
     }
 }

@@ -34,7 +34,7 @@ async fn run(first: &Arc<SessionState>, number: u32, identity: &AgentIdentity) -
         Ok(tls) => tls,
         Err(error) => return SessionEnd::tls(error),
     };
-    let connecting = connect(&first.shared.reach, &first.again, tls, first.shared.keepalive);
+    let connecting = connect(&first.shared, &first.again, tls);
     match first.stop.run_until_cancelled(connecting).await {
         // It ends with the first link by itself, once what it has is sent.
         Some(Ok(Connected { link, chain, flow, .. })) => {

@@ -1,7 +1,6 @@
 //! Connecting to a server: TCP, TLS and the first HTTP/2 frames.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use h2::server::Connection;
 use rustls_pki_types::CertificateDer;
@@ -12,6 +11,7 @@ use tunnel_core::identity::server_name;
 use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 
 use super::session_end::{SessionEnd, TCP};
+use super::shared::Shared;
 use crate::reach::{Reach, Reached, Server};
 
 /// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
@@ -29,16 +29,15 @@ pub(super) struct Connected {
     pub(super) again: Server,
 }
 
-/// Connects up to HTTP/2's first frames. `keepalive`: see [`link::probe_after`].
+/// Connects up to HTTP/2's first frames.
 pub(super) async fn connect(
-    reach: &Reach,
+    shared: &Shared,
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
-    keepalive: Duration,
 ) -> Result<Connected, SessionEnd> {
-    let (stream, again) = handshake(reach, server, tls).await?;
+    let (stream, again) = handshake(&shared.reach, server, tls).await?;
     let (socket, _) = stream.get_ref();
-    link::probe_after(socket, keepalive).map_err(SessionEnd::Connect)?;
+    link::probe_after(socket, shared.keepalive).map_err(SessionEnd::Connect)?;
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();

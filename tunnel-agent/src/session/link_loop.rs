@@ -243,7 +243,7 @@ impl LinkLoop {
         let connected = match successor.take() {
             Some(connected) => Ok(connected),
             None => tokio::select! {
-                connected = connect(&self.shared.reach, &named, tls.clone(), self.shared.keepalive) => connected,
+                connected = connect(&self.shared, &named, tls.clone()) => connected,
                 () = self.leaving.cancelled() => return SessionEnd::Stopping,
             },
         };

@@ -1,45 +1,36 @@
 //! The links with each server as metrics.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::{LinkSet, LinkStatus};
+use super::LinkStatus;
 
-/// `postern_agent_links` and `postern_agent_link_*` by server; nothing before [`LinkMetrics::show`].
-#[derive(Clone, Default)]
-pub struct LinkMetrics(Arc<OnceLock<Arc<LinkSet>>>);
-
-impl LinkMetrics {
-    pub fn register(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        registry.sub_registry_with_prefix("postern_agent").register_collector(Box::new(metrics.clone()));
-        metrics
-    }
-
-    /// Only the first call counts.
-    pub fn show(&self, links: Arc<LinkSet>) {
-        let _ = self.0.set(links);
-    }
+/// Registers `postern_agent_links` and `postern_agent_link_*`, by server.
+pub fn register_links(registry: &mut Registry, links: impl Fn() -> Vec<LinkStatus> + Send + Sync + 'static) {
+    registry.sub_registry_with_prefix("postern_agent").register_collector(Box::new(Collected(links)));
 }
 
-impl fmt::Debug for LinkMetrics {
+struct Collected<F>(F);
+
+impl<F> fmt::Debug for Collected<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("LinkMetrics")
+        f.write_str("Collected")
     }
 }
 
 /// A metric's value of one server, if there is one.
 type Value = fn(&LinkStatus) -> Option<f64>;
 
-impl Collector for LinkMetrics {
+impl<F: Fn() -> Vec<LinkStatus> + Send + Sync + 'static> Collector for Collected<F> {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let Some(links) = self.0.get() else { return Ok(()) };
-        let servers = links.status();
+        let servers = (self.0)();
+        if servers.is_empty() {
+            return Ok(());
+        }
         let metrics: [(&str, &str, Option<Unit>, Value); 4] = [
             ("links", "TCP connections with the server, up or under way", None, |link| {
                 Some(link.links as f64)

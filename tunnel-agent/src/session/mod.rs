@@ -18,6 +18,6 @@ mod successor;
 pub use bundles::install_bundles;
 pub use epoch::EpochSource;
 pub use link_loop::{LinkLoop, LinkPhase, LinkStatus};
-pub use link_metrics::LinkMetrics;
+pub use link_metrics::register_links;
 pub use link_set::LinkSet;
 pub use shared::{Announced, Attached, Shared};

@@ -28,7 +28,7 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
         let answer = ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4);
         let limit = session.shared.keepalive + answer;
         let Some(silence) = silent_for(session, limit).await else { continue };
-        let attempt = connect(&session.shared.reach, &session.again, tls.clone(), session.shared.keepalive);
+        let attempt = connect(&session.shared, &session.again, tls.clone());
         let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await else { continue };
         // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
         // what was lost has been sent again.

@@ -138,22 +138,19 @@ impl Sessions {
     /// The live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
         let (node, now) = (session.node.clone(), SystemTime::now());
-        let older = {
-            let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
-            if let Some(current) = live.get(&node)
-                && rank(current.epoch, now) >= rank(session.epoch, now)
-            {
-                return Err(Fenced { node, live: current.epoch, offered: session.epoch, peer: current.peer });
-            }
-            let older = live.insert(node.clone(), session);
-            self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
-            // Under the lock, so that the router sees changes in the same order.
-            self.router.set_live(&node, true);
-            if older.is_none() {
-                self.changed.send_modify(|changes| *changes += 1);
-            }
-            older
-        };
+        let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(current) = live.get(&node)
+            && rank(current.epoch, now) >= rank(session.epoch, now)
+        {
+            return Err(Fenced { node, live: current.epoch, offered: session.epoch, peer: current.peer });
+        }
+        let older = live.insert(node.clone(), session);
+        self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
+        // Under the lock, so that the router sees changes in the same order.
+        self.router.set_live(&node, true);
+        if older.is_none() {
+            self.changed.send_modify(|changes| *changes += 1);
+        }
         Ok(older)
     }
 
