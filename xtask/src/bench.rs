@@ -22,8 +22,8 @@ pub(crate) struct Options {
     /// Every line for a moment: whether it works, not how fast.
     #[arg(long)]
     smoke: bool,
-    /// Writes the report and its plots into docs/benchmarks: wide-area paths with `--only wan`, everything else without
-    /// `--only`. It takes five rounds, no --smoke, and a tree without changes.
+    /// Writes the report and its plots into docs/benchmarks: with `--only host` or `--only wan` that part alone. It takes
+    /// at least five rounds, no --smoke, and a tree without changes.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
     /// How many wide-area paths up to 200 Mbit/s are measured at the same time [default: 8].

@@ -147,6 +147,11 @@ impl Group {
     pub(crate) const CARRIED: [Self; 6] =
         [Self::Held, Self::Connections, Self::RoundTrips, Self::Bulk, Self::Counts, Self::Beside];
 
+    /// Whether it is measured without a wide-area path.
+    pub(crate) fn is_on_host(self) -> bool {
+        self != Self::Wan
+    }
+
     /// As `--only` takes it.
     pub(crate) fn name(self) -> &'static str {
         match self {

@@ -78,7 +78,7 @@ fn supervise(args: &[OsString]) -> Result<ExitCode> {
 /// The values, or the code with which an interrupted run ended.
 fn measure(options: &Options, args: &[OsString], folder: &Path) -> Result<Result<Record, ExitCode>> {
     let mut record = Record::default();
-    if Group::ALL.into_iter().any(|group| group != Group::Wan && options.wants_group(group)) {
+    if Group::ALL.into_iter().any(|group| group.is_on_host() && options.wants_group(group)) {
         let id = Id::new(Kind::Test);
         let values = folder.join("host.json");
         let mut command = supervisor::this_program(["--run", &id.to_string()])?;
@@ -90,9 +90,9 @@ fn measure(options: &Options, args: &[OsString], folder: &Path) -> Result<Result
         record.add(Record::load(&values)?);
     }
     if options.wants_group(Group::Wan) {
-        let code = wan::run_all(options, args, folder, &mut record)?;
-        if code != ExitCode::SUCCESS {
-            return Ok(Err(code));
+        match wan::run_all(options, args, folder) {
+            Ok(values) => record.add(values),
+            Err(interrupted) => return Ok(Err(interrupted)),
         }
     }
     Ok(Ok(record))

@@ -103,7 +103,7 @@ impl Options {
 
     fn only(&mut self, name: &str) -> Result<()> {
         if name == HOST {
-            self.groups.extend(Group::ALL.into_iter().filter(|group| *group != Group::Wan));
+            self.groups.extend(Group::ALL.into_iter().filter(|group| group.is_on_host()));
             return Ok(());
         }
         let group = Group::ALL.into_iter().find(|group| group.name() == name);

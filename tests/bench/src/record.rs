@@ -35,7 +35,7 @@ pub(crate) struct Summary {
 
 impl Cell {
     /// Rounds that are accounted for.
-    fn rounds(&self) -> usize {
+    pub(crate) fn rounds(&self) -> usize {
         self.values.len() + self.failures.len()
     }
 
@@ -59,19 +59,13 @@ impl Cell {
     }
 }
 
-/// The values of one or more rounds.
+/// The values of a round, or of several that were added.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Record {
     cells: BTreeMap<(String, Peer), Cell>,
-    /// How many rounds have begun.
-    rounds: usize,
 }
 
 impl Record {
-    pub(crate) fn begin_round(&mut self) {
-        self.rounds += 1;
-    }
-
     pub(crate) fn value(&mut self, line: &str, peer: Peer, value: f64) {
         self.cell_mut(line, peer).values.push(value);
     }
@@ -88,7 +82,7 @@ impl Record {
         self.cell_mut(line, peer).reasons.insert(reason.to_owned());
     }
 
-    /// Records that a round has no value because measuring failed.
+    /// Records that the round has no value because measuring failed.
     pub(crate) fn failed(&mut self, line: &str, peer: Peer, error: &str) {
         self.cell_mut(line, peer).failures.push(error.to_owned());
     }
@@ -102,7 +96,7 @@ impl Record {
         }
     }
 
-    /// The same error for each of these lines that has nothing in this round.
+    /// The same error for each of these lines that has nothing in this round yet.
     pub(crate) fn lines_failed<'a>(
         &mut self,
         lines: impl IntoIterator<Item = &'a Line>,
@@ -110,7 +104,7 @@ impl Record {
         error: &anyhow::Error,
     ) {
         for line in lines {
-            if self.cell(&line.id, peer).is_none_or(|cell| cell.rounds() < self.rounds) {
+            if self.cell(&line.id, peer).is_none_or(|cell| cell.rounds() == 0) {
                 self.failed(&line.id, peer, &format!("{error:#}"));
             }
         }
@@ -164,7 +158,7 @@ impl Record {
         let cells: Vec<(String, Peer, Cell)> =
             serde_json::from_slice(&text).with_context(|| format!("parsing {}", path.display()))?;
         let cells = cells.into_iter().map(|(line, peer, cell)| ((line, peer), cell)).collect();
-        Ok(Self { cells, rounds: 0 })
+        Ok(Self { cells })
     }
 
     pub(crate) fn save(&self, path: &Path) -> Result<()> {
@@ -216,13 +210,13 @@ mod tests {
         let mut record = Record::default();
         let lines = catalogue::lines(Group::Held);
         let failures = |record: &Record| record.cell("held", Peer::Postern).unwrap().failures.len();
-        record.begin_round();
         record.value("held", Peer::Postern, 1.0);
         record.lines_failed(&lines, Peer::Postern, &anyhow::anyhow!("gone"));
         assert_eq!(failures(&record), 0, "this round has a value");
         assert!(record.gaps(&lines, &[Peer::Postern]).is_empty(), "and the other lines have an error");
-        record.begin_round();
-        record.lines_failed(&lines, Peer::Postern, &anyhow::anyhow!("gone"));
+        let mut second = Record::default();
+        second.lines_failed(&lines, Peer::Postern, &anyhow::anyhow!("gone"));
+        record.add(second);
         assert_eq!(failures(&record), 1);
     }
 

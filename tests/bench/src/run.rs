@@ -72,8 +72,8 @@ impl<'a> Bench<'a> {
     pub(crate) async fn run(&mut self) {
         let mut order = StdRng::seed_from_u64(self.options.seed);
         let start = Instant::now();
+        let mut all = Record::default();
         for round in 1..=self.options.rounds {
-            self.record.begin_round();
             let mut turns = self.turns();
             turns.shuffle(&mut order);
             for turn in turns {
@@ -84,6 +84,7 @@ impl<'a> Bench<'a> {
                     Turn::Connect(peer) => self.connect(peer).await,
                 }
             }
+            all.add(std::mem::take(&mut self.record));
         }
         if self.options.wants_group(Group::Scale) && self.options.wants_peer(Peer::Postern) {
             println!("[{:>4} s] scale", start.elapsed().as_secs());
@@ -92,34 +93,30 @@ impl<'a> Bench<'a> {
                 self.failed(Group::Scale, Peer::Postern, &error);
             }
         }
+        self.record.add(all);
     }
 
     /// Every peer over this path, once.
     pub(crate) async fn wide_area(&mut self, place: &Place) -> Result<()> {
-        self.record.begin_round();
         let paths = wan::Paths::install(self.testbed, place, self.options.smoke)?;
         let mut peers: Vec<Peer> =
             Peer::FAR.into_iter().filter(|peer| self.options.wants_peer(*peer)).collect();
         peers.shuffle(&mut StdRng::seed_from_u64(self.options.seed));
         let lines = place.lines();
         for peer in peers {
-            let reason = match peers::needs(peer).map(|name| self.options.programs.path(name)) {
-                Some(Err(reason)) => reason,
-                // Starting each peer on each path would take a smoke run too long.
-                _ if self.options.smoke && peer != Peer::Postern && place.id != PLACES[0].id => {
-                    "not in a smoke run".to_owned()
+            // Starting each peer on each path would take a smoke run too long.
+            let left_out = self.options.smoke && peer != Peer::Postern && place.id != PLACES[0].id;
+            let why_not = left_out.then(|| "not in a smoke run".to_owned());
+            if let Some(reason) = self.not_installed(peer).or(why_not) {
+                for line in &lines {
+                    self.record.missing(&line.id, peer, &reason);
                 }
-                _ => {
-                    let measured = tokio::time::timeout(GROUP_LIMIT, self.on_path(&paths, peer)).await;
-                    if let Err(error) = measured.context("took too long").and_then(|result| result) {
-                        println!("  {}, {peer}: {error:#}", place.title);
-                        self.record.lines_failed(&lines, peer, &error);
-                    }
-                    continue;
-                }
-            };
-            for line in &lines {
-                self.record.missing(&line.id, peer, &reason);
+                continue;
+            }
+            let measured = tokio::time::timeout(GROUP_LIMIT, self.on_path(&paths, peer)).await;
+            if let Err(error) = measured.context("took too long").and_then(|result| result) {
+                println!("  {}, {peer}: {error:#}", place.title);
+                self.record.lines_failed(&lines, peer, &error);
             }
         }
         Ok(())
@@ -163,11 +160,14 @@ impl<'a> Bench<'a> {
             .with_context(|| format!("starting {peer}"))
     }
 
+    /// Why the peer's programs are not installed, if they are not.
+    fn not_installed(&self, peer: Peer) -> Option<String> {
+        self.options.programs.path(peers::needs(peer)?).err()
+    }
+
     /// Whether the peer's programs are installed; records why not.
     fn installed(&mut self, peer: Peer, groups: &[Group]) -> bool {
-        let Some(Err(reason)) = peers::needs(peer).map(|name| self.options.programs.path(name)) else {
-            return true;
-        };
+        let Some(reason) = self.not_installed(peer) else { return true };
         println!("  left out: {reason}");
         for group in groups {
             self.record.group_missing(*group, peer, &reason);

@@ -164,13 +164,13 @@ async fn dials(agents: usize, size: Size, record: &mut Record) -> Result<()> {
             Err(error) => failures.push(error),
         }
     }
-    let done = asked - failures.len();
     if let Some(error) = failures.first() {
         let reason = format!("{} of {asked} failed, as: {error:#}", failures.len());
         record.failed("scale-dials-rate", Peer::Postern, &reason);
+    } else {
+        let rate = as_f64(asked as u64) / start.elapsed().as_secs_f64();
+        record.value("scale-dials-rate", Peer::Postern, rate);
     }
-    let rate = as_f64(done as u64) / start.elapsed().as_secs_f64();
-    record.value("scale-dials-rate", Peer::Postern, rate);
     record.value("scale-dials-p50", Peer::Postern, micros(&mut times, 0.5)?);
     record.value("scale-dials-p99", Peer::Postern, micros(&mut times, 0.99)?);
     Ok(())

@@ -46,12 +46,13 @@ pub(crate) fn resident(parts: &[Part]) -> Result<(f64, f64)> {
 
 /// CPU seconds, in user and kernel mode, that the programs have used so far; whole hundredths each.
 pub(crate) fn cpu_seconds(parts: &[Part]) -> Result<f64> {
-    let mut ticks = 0;
-    for part in parts {
-        let path = format!("/proc/{}/stat", part.pid);
-        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        ticks += ticks_of(&text).with_context(|| format!("{path}: {text:?}"))?;
-    }
+    parts.iter().map(|part| cpu_seconds_of(part.pid)).sum()
+}
+
+fn cpu_seconds_of(pid: u32) -> Result<f64> {
+    let path = format!("/proc/{pid}/stat");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let ticks = ticks_of(&text).with_context(|| format!("{path}: {text:?}"))?;
     let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no CLK_TCK")?;
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     let seconds = ticks as f64 / per_second as f64;
@@ -61,20 +62,19 @@ pub(crate) fn cpu_seconds(parts: &[Part]) -> Result<f64> {
 /// The CPU time of a process while something is measured.
 #[derive(Debug)]
 pub(crate) struct Share {
-    parts: [Part; 1],
+    pid: u32,
     since: Instant,
     seconds: f64,
 }
 
 impl Share {
     pub(crate) fn start(pid: u32) -> Result<Self> {
-        let parts = [Part { side: Side::Cloud, pid }];
-        Ok(Self { since: Instant::now(), seconds: cpu_seconds(&parts)?, parts })
+        Ok(Self { pid, since: Instant::now(), seconds: cpu_seconds_of(pid)? })
     }
 
     /// Of one CPU.
     pub(crate) fn percent(&self) -> Result<f64> {
-        Ok(100.0 * (cpu_seconds(&self.parts)? - self.seconds) / self.since.elapsed().as_secs_f64())
+        Ok(100.0 * (cpu_seconds_of(self.pid)? - self.seconds) / self.since.elapsed().as_secs_f64())
     }
 }
 

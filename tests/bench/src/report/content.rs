@@ -13,9 +13,6 @@ pub(super) const COMPARED: [(&[Peer], &str); 5] = [
     (&[Peer::Direct], "direct"),
 ];
 
-/// The part of the report about wide-area paths.
-pub(super) const WAN: &str = "wan";
-
 pub(super) struct Table {
     pub(super) group: Group,
     pub(super) lines: Vec<Line>,

@@ -2,9 +2,10 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use super::content::{COMPARED, Report, Table, WAN};
+use super::content::{COMPARED, Report, Table};
 use super::targets;
 use crate::line::Peer;
+use crate::options::HOST;
 use crate::record::{Cell, Record};
 
 pub(super) fn render(report: &Report<'_>, plots: &[String]) -> String {
@@ -44,7 +45,7 @@ fn head(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
         machine.load_at_start,
         machine.load_at_end
     )?;
-    if let (Some(name), WAN) = (machine.loss_based, report.name) {
+    if let Some(name) = machine.loss_based.filter(|_| report.name != HOST) {
         writeln!(text, "\"Loss-based\" is TCP {name}.\n")?;
     }
     for (name, version) in &machine.versions {
@@ -118,8 +119,8 @@ impl Reasons {
         let failed = (!cell.failures.is_empty()).then(|| {
             let errors: BTreeSet<&str> = cell.failures.iter().map(String::as_str).collect();
             let errors: Vec<&str> = errors.into_iter().collect();
-            let rounds = cell.failures.len() + cell.values.len();
-            format!("failed in {} of {rounds} rounds: {}", cell.failures.len(), errors.join("; "))
+            let (failed, rounds) = (cell.failures.len(), cell.rounds());
+            format!("failed in {failed} of {rounds} rounds: {}", errors.join("; "))
         });
         let marks: Vec<String> = cell
             .reasons

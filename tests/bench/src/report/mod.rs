@@ -15,7 +15,7 @@ use crate::line::{Group, Peer};
 use crate::machine::Machine;
 use crate::options::{HOST, Options};
 use crate::record::Record;
-use content::{COMPARED, Report, Table, WAN};
+use content::{COMPARED, Report, Table};
 
 /// Writes and prints the report, which has a part for wide-area paths and one for all else. Fails when a line has neither
 /// a value nor a reason, but never because of a value.
@@ -26,8 +26,9 @@ pub(crate) fn write(options: &Options, mut machine: Machine, record: &Record) ->
         fs::remove_dir_all(&options.out).with_context(|| format!("emptying {}", options.out.display()))?;
     }
     let mut reports = Vec::new();
-    for (name, title) in [(HOST, "Measured on one machine"), (WAN, "Measured over wide-area paths")] {
-        let groups = Group::ALL.into_iter().filter(|group| (*group == Group::Wan) == (name == WAN));
+    let parts = [(HOST, "Measured on one machine"), (Group::Wan.name(), "Measured over wide-area paths")];
+    for (name, title) in parts {
+        let groups = Group::ALL.into_iter().filter(|group| group.is_on_host() == (name == HOST));
         let tables: Vec<Table> = groups
             .filter(|group| options.wants_group(*group))
             .map(|group| Table {

@@ -66,7 +66,8 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    /// One plot for each unit; where a table has sections, one for each measure, with the sections as rows.
+    /// One plot for each unit; where a table has sections, one for each measure, with the sections as rows. Times of
+    /// recovery, the only ones in seconds there, have a section of their own whose lines are the rows.
     fn of(group: Group, line: &'a Line) -> Self {
         match line.section {
             Some(section) if line.unit != "s" => {

@@ -46,13 +46,8 @@ struct State {
     ended: Option<ExitCode>,
 }
 
-/// Adds the values to the record. Another code than success when the user interrupted it.
-pub(crate) fn run_all(
-    options: &Options,
-    args: &[OsString],
-    folder: &Path,
-    record: &mut Record,
-) -> Result<ExitCode> {
+/// The values, or the code with which an interrupted run ended.
+pub(crate) fn run_all(options: &Options, args: &[OsString], folder: &Path) -> Result<Record, ExitCode> {
     let mut order = StdRng::seed_from_u64(options.seed);
     let (mut fast, mut slow) = (VecDeque::new(), VecDeque::new());
     for round in 1..=options.rounds {
@@ -69,7 +64,7 @@ pub(crate) fn run_all(
         folder,
         start: Instant::now(),
         jobs: fast.len() + slow.len(),
-        state: Mutex::new(State { queue: fast, record: std::mem::take(record), done: 0, ended: None }),
+        state: Mutex::new(State { queue: fast, record: Record::default(), done: 0, ended: None }),
     };
     progress.work();
     progress.state.get_mut().unwrap_or_else(PoisonError::into_inner).queue = slow;
@@ -79,8 +74,7 @@ pub(crate) fn run_all(
         }
     });
     let state = progress.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-    *record = state.record;
-    Ok(state.ended.unwrap_or(ExitCode::SUCCESS))
+    state.ended.map_or(Ok(state.record), Err)
 }
 
 impl Progress<'_> {
