@@ -88,7 +88,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         None => None,
     };
 
-    let reach = Reach::new(config.proxy.clone());
+    let reach = Reach::new(config.proxy.clone(), config.congestion.clone());
     if let Some(proxy) = &config.proxy {
         tracing::info!(%proxy, "servers are reached through an HTTP proxy, but for those in NO_PROXY");
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tunnel_core::config::{HostPort, TargetRule, duration_text};
 use tunnel_core::identity::{NodeName, SecretString};
+use tunnel_core::link::Congestion;
 use tunnel_core::logging;
 
 use crate::kube::KubeOptions;
@@ -36,6 +37,8 @@ pub struct Config {
     pub max_links: u32,
     /// How long a link may be silent before the kernel asks whether it is alive.
     pub keepalive: Duration,
+    /// Of the links, for what this agent sends.
+    pub congestion: Congestion,
     pub drain_timeout: Duration,
     pub log_format: logging::Format,
     pub log_level: logging::Level,
@@ -67,6 +70,7 @@ impl Config {
             ),
             ("max-links", self.max_links.to_string()),
             ("keepalive", duration_text(self.keepalive)),
+            ("congestion-control", self.congestion.to_string()),
             ("drain-timeout", duration_text(self.drain_timeout)),
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),

@@ -12,7 +12,7 @@ use tunnel_core::config::{
     parse_with,
 };
 use tunnel_core::identity::{ExposeSecret, NodeName, SecretString, parse_ca_hash};
-use tunnel_core::link::MAX_LINKS;
+use tunnel_core::link::{Congestion, MAX_LINKS};
 
 use super::args::{IgnoredArgs, RunArgs};
 use crate::config::Config;
@@ -67,6 +67,7 @@ impl RunArgs {
             allow_targets: parse_target_rules("--allow-target", &self.allow_target)?,
             max_links: max_links(&self.max_links)?,
             keepalive: keepalive(&self.keepalive)?,
+            congestion: Congestion::parse("--congestion-control", &self.congestion_control)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
             log_format: parse_with("--log-format", &self.log_format)?,
             log_level: parse_with("--log-level", &self.log_level)?,

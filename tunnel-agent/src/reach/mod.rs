@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
+use tunnel_core::link::Congestion;
 
 pub use proxy::Proxy;
 
@@ -15,6 +16,7 @@ pub use proxy::Proxy;
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
     proxy: Option<Arc<Proxy>>,
+    congestion: Congestion,
 }
 
 /// A server to connect with.
@@ -36,8 +38,8 @@ pub(crate) struct Reached {
 }
 
 impl Reach {
-    pub fn new(proxy: Option<Arc<Proxy>>) -> Self {
-        Self { proxy }
+    pub fn new(proxy: Option<Arc<Proxy>>, congestion: Congestion) -> Self {
+        Self { proxy, congestion }
     }
 
     /// Connects. Never gives up while nothing refuses: the caller bounds it.
@@ -45,6 +47,12 @@ impl Reach {
     /// # Errors
     /// The name does not resolve, every address refuses, or the proxy does.
     pub(crate) async fn connect(&self, server: &Server) -> io::Result<Reached> {
+        let reached = self.dial(server).await?;
+        self.congestion.set(&reached.stream)?;
+        Ok(reached)
+    }
+
+    async fn dial(&self, server: &Server) -> io::Result<Reached> {
         let name = match server {
             Server::Named(name) => name.clone(),
             Server::At(address) => {
