@@ -8,11 +8,10 @@ use arc_swap::ArcSwap;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
-use tunnel_core::net::{identifies_host, interface_addresses, source_address};
+use tunnel_core::net::{AddressChanges, Ended, identifies_host, interface_addresses, source_address};
 
-/// How often to list the interfaces. A DHCP lease or a roaming uplink changes rarely; for this long a server may ask for
-/// an address that the node no longer has, and the kernel refuses the dial.
-const POLL: Duration = Duration::from_secs(10);
+/// The addresses are listed when the kernel says that they have changed, and this often: it may have said so in vain.
+const PERIOD: Duration = Duration::from_secs(10);
 const LOOKUP: Duration = Duration::from_secs(3);
 
 /// Publishes the node's addresses until it is dropped: the node IP first, then those of the interfaces that are up,
@@ -25,7 +24,7 @@ pub struct NodeAddresses {
 }
 
 impl NodeAddresses {
-    /// Lists them now, and then every 10 s. The default of `node_ip` is the address used towards the first of `servers`
+    /// Lists them now, and then as they change. The default of `node_ip` is the address used towards the first of `servers`
     /// that there is a route to.
     pub async fn start(node_ip: Option<IpAddr>, servers: watch::Receiver<Arc<Vec<HostPort>>>) -> Self {
         let shared = Arc::<ArcSwap<_>>::default();
@@ -35,8 +34,18 @@ impl NodeAddresses {
         let task = tokio::spawn({
             let shared = shared.clone();
             async move {
+                let mut changes = subscribe();
                 loop {
-                    tokio::time::sleep(POLL).await;
+                    let next = match &mut changes {
+                        Some(changes) => changes.next(PERIOD).await,
+                        None => {
+                            tokio::time::sleep(PERIOD).await;
+                            Err(Ended)
+                        }
+                    };
+                    if next.is_err() {
+                        changes = subscribe();
+                    }
                     update(node_ip, &servers, &shared, &publish).await;
                 }
             }
@@ -55,18 +64,19 @@ impl NodeAddresses {
     }
 }
 
+/// None where there is no netlink socket to be had: then only [`PERIOD`] counts.
+fn subscribe() -> Option<AddressChanges> {
+    AddressChanges::subscribe()
+        .inspect_err(|error| tracing::debug!(%error, "cannot follow this node's addresses by rtnetlink"))
+        .ok()
+}
+
 async fn update(
     node_ip: Option<IpAddr>,
     servers: &watch::Receiver<Arc<Vec<HostPort>>>,
     shared: &ArcSwap<Vec<IpAddr>>,
     publish: &watch::Sender<Arc<Vec<IpAddr>>>,
 ) {
-    let servers = servers.borrow().clone();
-    let node_ip = match node_ip {
-        Some(given) => Some(given),
-        // A name server that does not answer must not hold up the start.
-        None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
-    };
     // A node with thousands of interfaces takes a while to list them.
     let listed = match tokio::task::spawn_blocking(interface_addresses).await {
         Ok(Ok(listed)) => listed,
@@ -79,8 +89,28 @@ async fn update(
             return;
         }
     };
-    let reachable = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
-    let now = ordered(node_ip, reachable.filter(|address| identifies_host(*address)).collect());
+    let up = listed.into_iter().filter(|entry| entry.up).map(|entry| entry.address);
+    let up: Vec<IpAddr> = up.filter(|address| identifies_host(*address)).collect();
+    // What is gone is known at once: without its address this node may have no name server either.
+    let known = shared.load_full();
+    let kept: Vec<IpAddr> = known.iter().copied().filter(|address| up.contains(address)).collect();
+    if node_ip.is_none() && kept.len() < known.len() {
+        publish_if_new(ordered(kept.first().copied(), up.clone()), shared, publish);
+    }
+    let servers = servers.borrow().clone();
+    let node_ip = match node_ip {
+        Some(given) => Some(given),
+        // A name server that does not answer must not hold up the start.
+        None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
+    };
+    publish_if_new(ordered(node_ip, up), shared, publish);
+}
+
+fn publish_if_new(
+    now: Vec<IpAddr>,
+    shared: &ArcSwap<Vec<IpAddr>>,
+    publish: &watch::Sender<Arc<Vec<IpAddr>>>,
+) {
     if **shared.load() != now {
         tracing::info!(addresses = ?now, "this node's addresses");
         let now = Arc::new(now);

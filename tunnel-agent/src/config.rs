@@ -66,6 +66,7 @@ impl Config {
             ),
             ("max-links", self.max_links.to_string()),
             ("keepalive", duration_text(self.keepalive)),
+            ("congestion-control", self.reach.congestion().to_string()),
             ("drain-timeout", duration_text(self.drain_timeout)),
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),

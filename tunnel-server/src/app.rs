@@ -207,6 +207,7 @@ impl Bound {
             draining: shutdown.draining_token().clone(),
             forced: shutdown.forced_token().clone(),
             stop: stop.clone(),
+            congestion: config.congestion.clone(),
             drain_timeout: config.drain_timeout,
         };
         let policy = EnrollPolicy { standing, tokens: config.token_enrollment };

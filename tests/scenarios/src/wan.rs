@@ -1,13 +1,14 @@
 //! Links over a wide-area path: delay, little bandwidth, loss, outages, a NAT that forgets.
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
+use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
-use postern_testbed::target::Behaviour;
+use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{Testbed, server::Server};
@@ -25,6 +26,7 @@ scenarios! {
     an_outage_of_five_seconds_is_survived,
     a_long_outage_ends_at_once(limit = 180),
     nat_forgets_the_link,
+    the_edge_gets_another_address,
 }
 
 /// How long something may take on a slow path; the scenario's own limit is far above.
@@ -308,5 +310,29 @@ async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
         log.contains("it is silent, and another connection to the server works"),
         "the agent's log: {log}"
     );
+    Ok(())
+}
+
+async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<()> {
+    const NEXT: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 3);
+    let _wan = testbed.wan(1, Path::new(50, 50))?;
+    let (_server, agent) = server_and_agent(testbed).await?;
+    let edge = testbed.edge(1);
+    let mut nodes = Inventory::of(testbed)?;
+    nodes.nodes[1] = inventory::node(&edge.name, true, &[edge.ip(), NEXT.into()], &[]);
+    nodes.write()?;
+    // Otherwise the second address goes with the first.
+    edge.ns.write("/proc/sys/net/ipv4/conf/eth0/promote_secondaries", "1")?;
+    edge.ns.ip(&format!("addr add {NEXT}/24 dev eth0"))?;
+    let shell = Target::start(&edge.ns, NEXT, 9102, Behaviour::Echo)?;
+    let works = async || client::visit(shell.address).await;
+    wait_until("a visit", PATIENCE, works, |_| true).await?;
+    edge.ns.ip(&format!("addr del {}/24 dev eth0", edge.address))?;
+    edge.ns.ip("route replace default via 192.168.50.1")?;
+    let start = Instant::now();
+    wait_until("a new connection", PATIENCE, works, |_| true).await?;
+    figure(&format!("usable {:.1?} after the edge has another address", start.elapsed()));
+    let log = agent.process.output()?;
+    ensure!(log.contains("this node has lost the address of its link"), "the agent's log: {log}");
     Ok(())
 }

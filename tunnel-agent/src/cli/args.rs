@@ -66,6 +66,10 @@ pub struct RunArgs {
     /// that has forgotten it is noticed that soon. 2s cost 4.5 MB a day.
     #[arg(long, value_name = "DURATION", default_value = "2s")]
     pub keepalive: String,
+    /// TCP congestion control of the links for what this agent sends: auto (BBR where the kernel has it and permits it, else the
+    /// system's), system, or the kernel's name of one.
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub congestion_control: String,
     /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
     #[arg(long, value_name = "DURATION", default_value = "30s")]
     pub drain_timeout: String,

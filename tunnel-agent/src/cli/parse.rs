@@ -11,7 +11,7 @@ use tunnel_core::config::{
     parse_with,
 };
 use tunnel_core::identity::{ExposeSecret, NodeName, SecretString, parse_ca_hash};
-use tunnel_core::link::MAX_LINKS;
+use tunnel_core::link::{Congestion, MAX_LINKS};
 
 use super::args::{IgnoredArgs, RunArgs};
 use crate::config::Config;
@@ -60,7 +60,10 @@ impl RunArgs {
             node_ip: self.node_ip.as_deref().map(node_ip).transpose()?,
             token,
             ca_hash: ca_hash.map(str::to_owned),
-            reach: Reach::new(proxy(self.proxy.as_ref(), |name| std::env::var(name).ok())?),
+            reach: Reach::new(
+                proxy(self.proxy.as_ref(), |name| std::env::var(name).ok())?,
+                Congestion::parse("--congestion-control", &self.congestion_control)?,
+            ),
             state_dir: self.state_dir.clone(),
             admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
             allow_targets: parse_target_rules("--allow-target", &self.allow_target)?,

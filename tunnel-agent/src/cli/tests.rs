@@ -112,6 +112,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("allow-target", None),
     ("max-links", Some("8")),
     ("keepalive", Some("2s")),
+    ("congestion-control", Some("auto")),
     ("drain-timeout", Some("30s")),
     ("log-format", Some("text")),
     ("log-level", Some("info")),

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
+use tunnel_core::link::Congestion;
 
 pub use proxy::Proxy;
 
@@ -16,6 +17,7 @@ pub use proxy::Proxy;
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
     proxy: Option<Arc<Proxy>>,
+    congestion: Congestion,
 }
 
 /// A server to connect with.
@@ -37,12 +39,16 @@ pub(crate) struct Reached {
 }
 
 impl Reach {
-    pub fn new(proxy: Option<Proxy>) -> Self {
-        Self { proxy: proxy.map(Arc::new) }
+    pub fn new(proxy: Option<Proxy>, congestion: Congestion) -> Self {
+        Self { proxy: proxy.map(Arc::new), congestion }
     }
 
     pub fn proxy(&self) -> Option<&Proxy> {
         self.proxy.as_deref()
+    }
+
+    pub fn congestion(&self) -> &Congestion {
+        &self.congestion
     }
 
     /// Connects. Never gives up while nothing refuses: the caller bounds it.
@@ -50,6 +56,12 @@ impl Reach {
     /// # Errors
     /// The name does not resolve, every address refuses, or the proxy does.
     pub(crate) async fn connect(&self, server: &Server) -> io::Result<Reached> {
+        let reached = self.dial(server).await?;
+        self.congestion.set(&reached.stream)?;
+        Ok(reached)
+    }
+
+    async fn dial(&self, server: &Server) -> io::Result<Reached> {
         if let (Server::Named(name), Some(proxy)) = (server, &self.proxy)
             && let Some(way) = proxy.way_to(name)
         {

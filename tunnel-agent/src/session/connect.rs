@@ -1,5 +1,6 @@
 //! Connecting to a server: TCP, TLS and the first HTTP/2 frames.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use h2::server::Connection;
@@ -27,6 +28,8 @@ pub(super) struct Connected {
     pub(super) flow: Arc<Flow>,
     /// Leads to the same server once more.
     pub(super) again: Server,
+    /// This node's address on it.
+    pub(super) local: IpAddr,
 }
 
 /// Connects up to HTTP/2's first frames.
@@ -38,12 +41,13 @@ pub(super) async fn connect(
     let (stream, again) = handshake(&shared.reach, server, tls).await?;
     let (socket, _) = stream.get_ref();
     link::probe_after(socket, shared.keepalive).map_err(SessionEnd::Connect)?;
+    let local = socket.local_addr().map_err(SessionEnd::Connect)?.ip();
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();
     let link =
         within("HTTP/2 preface", link::server_builder().handshake(io)).await?.map_err(SessionEnd::Link)?;
-    Ok(Connected { link, chain, flow, again })
+    Ok(Connected { link, chain, flow, again, local })
 }
 
 /// What the server presents now; a session may be older than the server's certificate.

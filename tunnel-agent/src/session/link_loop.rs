@@ -247,7 +247,7 @@ impl LinkLoop {
                 () = self.leaving.cancelled() => return SessionEnd::Stopping,
             },
         };
-        let Connected { link, chain, flow, again } = match connected {
+        let Connected { link, chain, flow, again, local } = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
         };
@@ -256,7 +256,7 @@ impl LinkLoop {
             Err(error) => return SessionEnd::Connect(error),
         };
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
-        let server = (self.server.clone(), again);
+        let server = (self.server.clone(), again, local);
         let state = Arc::new(SessionState::first(self.shared.clone(), server, epoch, chain, flow, asked));
         self.observed().session = Some(state.clone());
         let server_drains = CancellationToken::new();

@@ -30,7 +30,7 @@ pub(super) enum SessionEnd {
     /// The link went silent.
     #[error("link lost: {0}")]
     Dead(#[from] link::LinkDead),
-    /// Nothing arrives on the link, but on another connection to the same server.
+    /// Nothing arrives on the link, or this node has lost its address, but another connection to the same server works.
     #[error("link lost: it is silent, and another connection to the server works")]
     Overtaken,
     #[error("the server closed the connection")]

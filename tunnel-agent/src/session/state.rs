@@ -1,6 +1,7 @@
 //! The state of one session.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -27,6 +28,8 @@ pub(super) struct SessionState {
     pub(super) server: String,
     /// Leads to the same server once more: the name may lead to several.
     pub(super) again: Server,
+    /// This node's address on the link.
+    pub(super) local: IpAddr,
     pub(super) epoch: u64,
     /// Its number in the session, 0 for the first.
     pub(super) link: u32,
@@ -104,11 +107,11 @@ pub(super) enum SessionPhase {
 }
 
 impl SessionState {
-    /// The first link, through `server`, which `again` leads to once more. `asked` takes the numbers of those that the server
+    /// The first link, through `server`, which `again` leads to once more, from `local`. `asked` takes the numbers of those that the server
     /// asks for.
     pub(super) fn first(
         shared: Arc<Shared>,
-        (server, again): (String, Server),
+        (server, again, local): (String, Server, IpAddr),
         epoch: u64,
         server_chain: Arc<[CertificateDer<'static>]>,
         flow: Arc<Flow>,
@@ -127,6 +130,7 @@ impl SessionState {
             shared,
             server,
             again,
+            local,
             epoch,
             link: 0,
             common: Arc::new(common),
@@ -153,6 +157,7 @@ impl SessionState {
             shared: first.shared.clone(),
             server: first.server.clone(),
             again: first.again.clone(),
+            local: first.local,
             epoch: first.epoch,
             link,
             common: first.common.clone(),

@@ -1,4 +1,4 @@
-//! Notices a link that only looks alive, by a second connection that works.
+//! Notices a link that only looks alive, by a second connection that works, or by the address that it was made from.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +19,25 @@ const ATTEMPT: Duration = Duration::from_secs(5);
 const SENT_AGAIN: Duration = Duration::from_secs(1);
 
 /// Waits until the session's link has not answered for a while, and another connection to the server works: a NAT has
-/// forgotten the link, or this node has another address. While the line is out neither works, and the link is kept: it
-/// goes on when the line is back.
+/// forgotten the link. While the line is out neither works, and the link is kept: it goes on when the line is back. If this
+/// node has lost the address that the link was made from, only a connection that works is waited for.
 pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Connected {
     let mut tick = tokio::time::interval(CHECK);
+    let mut addresses = session.shared.addresses.clone();
+    let had = addresses.borrow_and_update().contains(&session.local);
     loop {
-        tick.tick().await;
+        tokio::select! {
+            _ = tick.tick() => {}
+            Ok(()) = addresses.changed() => {}
+        }
+        if had && !addresses.borrow_and_update().contains(&session.local) {
+            let attempt = connect(&session.shared, &session.again, tls.clone());
+            if let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await {
+                tracing::info!(server = %session.server, address = %session.local, "this node has lost the address of its link");
+                return connected;
+            }
+            continue;
+        }
         let answer = ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4);
         let limit = session.shared.keepalive + answer;
         let Some(silence) = silent_for(session, limit).await else { continue };

@@ -1,6 +1,7 @@
 //! The link between an agent and a server: its settings, how it follows its path, and whether it is alive. The agent
 //! dials; the server is the HTTP/2 client.
 
+mod congestion;
 mod error;
 mod flow;
 mod io;
@@ -9,6 +10,7 @@ mod retransmission;
 mod rtt;
 mod settings;
 
+pub use congestion::Congestion;
 pub use error::{LinkDead, reason};
 pub use flow::Flow;
 pub(crate) use flow::{Bulk, Taken};

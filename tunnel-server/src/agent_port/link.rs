@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tunnel_core::grpc::Channel;
 use tunnel_core::identity::{NodeName, TrustBundle};
-use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT};
+use tunnel_core::link::{self, Congestion, Flow, HANDSHAKE_TIMEOUT};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{Notice, Refused, notice};
 use tunnel_core::text::printable;
@@ -44,6 +44,8 @@ pub struct LinkContext {
     pub forced: CancellationToken,
     /// Ends every link.
     pub stop: CancellationToken,
+    /// Of the links.
+    pub congestion: Congestion,
     /// How long the drain may take, for the agents to know.
     pub drain_timeout: Duration,
 }

@@ -172,6 +172,7 @@ impl AgentPort {
     ) -> Result<TlsStream<TcpStream>, Error> {
         let socket = TcpStream::from_std(socket)?;
         tune_link(&socket)?;
+        self.context.congestion.set(&socket)?;
         tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
         place.spoke();
         let stream = tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))

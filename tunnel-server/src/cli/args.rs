@@ -8,6 +8,8 @@ use tunnel_core::config::{
     parse_ports, parse_with,
 };
 
+use tunnel_core::link::Congestion;
+
 use super::agent::AgentCommand;
 use super::ca::CaCommand;
 use super::cleanup::CleanupCommand;
@@ -121,6 +123,10 @@ pub struct RunArgs {
     /// Additional IP addresses in the server's certificate, comma-separated [default: none; it has this host's].
     #[arg(long, value_name = "IPS", default_value = "", hide_default_value = true)]
     pub cert_ips: String,
+    /// TCP congestion control of the links for what this server sends: auto (BBR where the kernel has it and permits it, else the
+    /// system's), system, or the kernel's name of one.
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub congestion_control: String,
     /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
     #[arg(long, value_name = "DURATION", default_value = "30s")]
     pub drain_timeout: String,
@@ -188,6 +194,7 @@ impl RunArgs {
             token_enrollment,
             cert_dns_names: config::dns_names(&self.cert_dns_names)?,
             cert_ips: parse_ips("--cert-ips", &self.cert_ips)?,
+            congestion: Congestion::parse("--congestion-control", &self.congestion_control)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
             log_format: parse_with("--log-format", &self.log_format)?,
             log_level: parse_with("--log-level", &self.log_level)?,

@@ -262,6 +262,10 @@ fn errors_name_key_value_and_reason() {
         (&["--cert-dns-names=a,b c"], "--cert-dns-names=a,b c: \"b c\" is not a DNS name"),
         (&["--cert-ips=a"], "--cert-ips=a: \"a\" is not an IP address"),
         (
+            &["--congestion-control=BBR"],
+            "--congestion-control=BBR: not auto, system, or the kernel's name of an algorithm, such as bbr or cubic",
+        ),
+        (
             &["--drain-timeout=30"],
             "--drain-timeout=30: not a length of time; use a number and a unit, such as 500ms, 30s or 1h30m",
         ),
@@ -336,6 +340,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("token-enrollment", None),
     ("cert-dns-names", None),
     ("cert-ips", None),
+    ("congestion-control", Some("auto")),
     ("drain-timeout", Some("30s")),
     ("log-format", Some("text")),
     ("log-level", Some("info")),

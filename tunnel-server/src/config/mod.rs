@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_core::config::{ConfigError, duration_text};
+use tunnel_core::link::Congestion;
 use tunnel_core::logging;
 
 use crate::inventory::Selector;
@@ -65,6 +66,8 @@ pub struct Config {
     pub token_enrollment: bool,
     pub cert_dns_names: Vec<String>,
     pub cert_ips: Vec<IpAddr>,
+    /// Of the links, for what this server sends.
+    pub congestion: Congestion,
     pub drain_timeout: Duration,
     pub log_format: logging::Format,
     pub log_level: logging::Level,
@@ -106,6 +109,7 @@ impl Config {
             ("token-enrollment", on_off(self.token_enrollment)),
             ("cert-dns-names", list(&self.cert_dns_names)),
             ("cert-ips", list(&self.cert_ips)),
+            ("congestion-control", self.congestion.to_string()),
             ("drain-timeout", duration_text(self.drain_timeout)),
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),

@@ -18,6 +18,7 @@ use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
+use tunnel_core::link::Congestion;
 use tunnel_server::agent_port::{AgentPort, Budget, LinkContext};
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
 use tunnel_server::route::{Router, RouterConfig};
@@ -82,6 +83,7 @@ impl Port {
             draining: CancellationToken::new(),
             forced: CancellationToken::new(),
             stop: stop.clone(),
+            congestion: Congestion::System,
             drain_timeout: Duration::from_secs(1),
         };
         let workers = Arc::new(Workers::start(1).unwrap());

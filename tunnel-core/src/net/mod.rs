@@ -1,10 +1,14 @@
 //! Addresses of this host.
 
+mod changes;
+
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
+
+pub use changes::{AddressChanges, Ended};
 
 /// An address of one of this host's interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

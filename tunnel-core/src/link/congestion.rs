@@ -1,0 +1,131 @@
+//! The congestion control of links.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+
+use socket2::{Domain, SockRef, Socket, Type};
+use tokio::net::TcpStream;
+
+use crate::config::{ConfigError, parse_with};
+
+/// Goes by the rate and the delay that it measures, so that a loss on a radio link does not halve the rate.
+const PREFERRED: &str = "bbr";
+/// The kernel's TCP_CA_NAME_MAX, less the byte that ends the name.
+const LONGEST: usize = 15;
+
+/// Which congestion control the links' sockets get. Each end chooses for what it sends.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Congestion {
+    /// BBR where this host has it and permits it, otherwise the system's.
+    #[default]
+    Auto,
+    /// The system's.
+    System,
+    /// The kernel's name.
+    Named(String),
+}
+
+impl Congestion {
+    /// A flag's value.
+    ///
+    /// # Errors
+    /// Not a name, or not to be had on this host.
+    pub fn parse(key: &str, value: &str) -> Result<Self, ConfigError> {
+        let congestion: Self = parse_with(key, value)?;
+        congestion.check().map_err(|reason| ConfigError::new(key, value, reason))?;
+        Ok(congestion)
+    }
+
+    /// Sets it.
+    ///
+    /// # Errors
+    /// The kernel has no algorithm of that name, or does not permit it.
+    pub fn set(&self, socket: &TcpStream) -> io::Result<()> {
+        self.set_on(&SockRef::from(socket))
+    }
+
+    fn set_on(&self, socket: &Socket) -> io::Result<()> {
+        match self {
+            // Without it the system's stays.
+            Self::Auto => socket.set_tcp_congestion(PREFERRED.as_bytes()).or(Ok(())),
+            Self::System => Ok(()),
+            Self::Named(name) => socket.set_tcp_congestion(name.as_bytes()),
+        }
+    }
+
+    /// Whether this process may use it; the error has what there is.
+    fn check(&self) -> Result<(), String> {
+        let tried = Socket::new(Domain::IPV4, Type::STREAM, None).and_then(|socket| self.set_on(&socket));
+        tried.map_err(|error| {
+            let allowed = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_allowed_congestion_control");
+            let allowed = allowed.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(", ");
+            format!(
+                "{error}; permitted here: {allowed} (more by `modprobe tcp_{self}` and \
+                 net.ipv4.tcp_allowed_congestion_control, which is the host's)"
+            )
+        })
+    }
+}
+
+impl FromStr for Congestion {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let is_name = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-".contains(&byte);
+        match text {
+            "auto" => Ok(Self::Auto),
+            "system" => Ok(Self::System),
+            _ if (1..=LONGEST).contains(&text.len()) && text.bytes().all(is_name) => {
+                Ok(Self::Named(text.to_owned()))
+            }
+            _ => {
+                Err("not auto, system, or the kernel's name of an algorithm, such as bbr or cubic".to_owned())
+            }
+        }
+    }
+}
+
+impl fmt::Display for Congestion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::System => "system",
+            Self::Named(name) => name,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_the_kernels() {
+        for text in ["auto", "system", "bbr", "cubic", "nv"] {
+            assert_eq!(text.parse::<Congestion>().unwrap().to_string(), text);
+        }
+        for text in ["", "BBR", "a name", "name-of-16-bytes"] {
+            assert!(text.parse::<Congestion>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_missing_algorithm_is_an_error_only_when_it_is_asked_for() {
+        assert_eq!(Congestion::Auto.check(), Ok(()));
+        assert_eq!(Congestion::System.check(), Ok(()));
+        // Every kernel has it, and permits it.
+        assert_eq!(Congestion::Named("reno".to_owned()).check(), Ok(()));
+        let error = Congestion::Named("no-such".to_owned()).check().unwrap_err();
+        assert!(error.contains("permitted here: ") && error.contains("reno"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_socket_has_it() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        Congestion::Named("reno".to_owned()).set(&socket).unwrap();
+        let name = SockRef::from(&socket).tcp_congestion().unwrap();
+        assert!(name.starts_with(b"reno"), "{name:?}");
+    }
+}
