@@ -19,11 +19,14 @@ getsockopt_impl!(OldTcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 26], GetSt
 struct TcpInfo;
 getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 42], GetStruct<[u32; 42]>);
 
-/// The word whose last byte is `tcpi_probes`: questions whether the peer is there that it has not answered.
-const PROBES: usize = 0;
+/// The word whose last bytes are `tcpi_retransmits`, how often what is not acknowledged was sent again, and `tcpi_probes`:
+/// questions whether the peer is there that it has not answered.
+const UNANSWERED: usize = 0;
 /// The word whose last byte has the flag `tcpi_delivery_rate_app_limited`.
 const FLAGS: usize = 1;
 const APP_LIMITED: u8 = if cfg!(target_endian = "little") { 1 } else { 1 << 7 };
+/// `tcpi_rto`, in microseconds: longer after each retransmission that is not acknowledged.
+const RTO: usize = 2;
 /// `tcpi_unacked`: segments that are sent and not acknowledged.
 const UNACKED: usize = 6;
 /// `tcpi_last_data_sent`, in milliseconds.
@@ -63,8 +66,17 @@ pub(crate) struct Delivery {
 pub struct Silence {
     /// For how long nothing has arrived.
     pub lasts: Duration,
-    /// Whether bytes are under way. Otherwise the kernel has only asked whether the peer is there.
-    pub unacknowledged: bool,
+    /// Bytes that are under way, if there are any. Otherwise the kernel has only asked whether the peer is there.
+    pub unacknowledged: Option<Unacknowledged>,
+}
+
+/// What the kernel does about bytes that the peer has not acknowledged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unacknowledged {
+    /// It has sent them again, and has no answer yet.
+    pub resent: bool,
+    /// It sends them again within this time.
+    pub pause: Duration,
 }
 
 /// Asks the kernel; `None` if the socket is closed.
@@ -74,9 +86,10 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
     let mut rate = [0; 8];
     rate.copy_from_slice(halves.as_flattened());
     let [.., flags] = info[FLAGS].to_ne_bytes();
-    let [.., probes] = info[PROBES].to_ne_bytes();
+    let [.., retransmits, probes] = info[UNANSWERED].to_ne_bytes();
     let silence = info[LAST_RECEIVED[0]].min(info[LAST_RECEIVED[1]]);
-    let unacknowledged = info[UNACKED] > 0;
+    let unacknowledged = (info[UNACKED] > 0)
+        .then(|| Unacknowledged { resent: retransmits > 0, pause: Duration::from_micros(info[RTO].into()) });
     let lasts = Duration::from_millis(silence.into());
     Some(Delivery {
         rate: u64::from_ne_bytes(rate),
@@ -84,7 +97,7 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
         rtt: Duration::from_micros(info[RTT].into()),
         shortest_rtt: (info[MIN_RTT] != u32::MAX).then(|| Duration::from_micros(info[MIN_RTT].into())),
         retransmits: info[RETRANSMITS],
-        silence: (unacknowledged || probes > 0).then_some(Silence { lasts, unacknowledged }),
+        silence: (unacknowledged.is_some() || probes > 0).then_some(Silence { lasts, unacknowledged }),
     })
 }
 

@@ -3,33 +3,35 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
 use tokio_rustls::rustls::ClientConfig;
 use tunnel_core::link::Silence;
 
 use super::connect::{Connected, connect};
 use super::state::SessionState;
 
-/// How often to look.
+/// How often to look, at least.
 const CHECK: Duration = Duration::from_millis(250);
 /// The least that is waited for an answer.
 const ANSWER: Duration = Duration::from_millis(250);
+/// How long a link may be silent after something was sent on it twice.
+const RESENT: Duration = Duration::from_secs(1);
 /// How long a second connection may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// Within this time the kernel sends again what was not acknowledged; see `link`'s bound on the pauses between.
-const SENT_AGAIN: Duration = Duration::from_secs(1);
 
 /// Waits until the session's link has not answered for a while, and another connection to the server works: a NAT has
 /// forgotten the link. While the line is out neither works, and the link is kept: it goes on when the line is back. If this
 /// node has lost the address that the link was made from, only a connection that works is waited for.
 pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Connected {
-    let mut tick = tokio::time::interval(CHECK);
+    let mut pause = CHECK;
     let mut addresses = session.shared.addresses.clone();
     let had = addresses.borrow_and_update().contains(&session.local);
     loop {
         tokio::select! {
-            _ = tick.tick() => {}
+            () = tokio::time::sleep(pause) => {}
             Ok(()) = addresses.changed() => {}
         }
+        pause = CHECK;
         if had && !addresses.borrow_and_update().contains(&session.local) {
             let attempt = connect(&session.shared, &session.again, tls.clone());
             if let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await {
@@ -39,20 +41,59 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
             continue;
         }
         let answer = ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4);
-        let limit = session.shared.keepalive + answer;
-        let Some(silence) = silent_for(session, limit).await else { continue };
+        let Some(silence) = session.flow.silence().await else { continue };
+        let limit = patience(&silence, session.shared.keepalive, answer);
+        if silence.lasts < limit {
+            pause = CHECK.min(limit - silence.lasts);
+            continue;
+        }
+        let start = Instant::now();
         let attempt = connect(&session.shared, &session.again, tls.clone());
         let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await else { continue };
         // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
         // what was lost has been sent again.
         session.report_load();
-        tokio::time::sleep(if silence.unacknowledged { SENT_AGAIN + answer } else { answer }).await;
-        if silent_for(session, limit).await.is_some() {
+        let until = match silence.unacknowledged {
+            // The second connection took no time: the line has been there since its start.
+            Some(sent) if start.elapsed() < answer => start + sent.pause + answer,
+            Some(sent) => Instant::now() + sent.pause + answer,
+            None => Instant::now() + answer,
+        };
+        tokio::time::sleep_until(until).await;
+        let silence = session.flow.silence().await;
+        if silence.is_some_and(|silence| silence.lasts >= limit) {
             return connected;
         }
     }
 }
 
-async fn silent_for(session: &SessionState, limit: Duration) -> Option<Silence> {
-    session.flow.silence().await.filter(|silence| silence.lasts >= limit)
+/// How long the link may be silent. What was sent twice is a sign that comes before the kernel's question.
+fn patience(silence: &Silence, keepalive: Duration, answer: Duration) -> Duration {
+    let asked = keepalive + answer;
+    match silence.unacknowledged {
+        Some(sent) if sent.resent => asked.min(RESENT.max(answer)),
+        _ => asked,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tunnel_core::link::Unacknowledged;
+
+    use super::*;
+
+    #[test]
+    fn a_link_may_be_silent_for_as_long_as_its_path_needs() {
+        let ms = Duration::from_millis;
+        let patience = |resent, answer| {
+            let unacknowledged = Some(Unacknowledged { resent, pause: ms(400) });
+            let silence = Silence { lasts: ms(500), unacknowledged };
+            super::patience(&silence, ms(2000), answer)
+        };
+        assert_eq!(patience(false, ms(250)), ms(2250));
+        assert_eq!(patience(true, ms(250)), RESENT);
+        assert_eq!(patience(true, ms(8000)), ms(8000), "a slow path");
+        let asked = Silence { lasts: ms(500), unacknowledged: None };
+        assert_eq!(super::patience(&asked, ms(2000), ms(250)), ms(2250));
+    }
 }

@@ -20,4 +20,4 @@ pub use rtt::Rtt;
 pub(crate) use settings::SEND_BUFFER;
 pub use settings::*;
 
-pub use crate::tcp_info::Silence;
+pub use crate::tcp_info::{Silence, Unacknowledged};

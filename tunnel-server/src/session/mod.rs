@@ -146,12 +146,15 @@ fn carry_request(target: SocketAddr) -> Result<Request<()>, http::Error> {
 
 /// Ends once the link has not even acknowledged for so long that its line must be out. A slow line acknowledges.
 async fn silent(flow: &Flow) -> Duration {
+    let mut pause = SILENCE;
     loop {
+        tokio::time::sleep(pause).await;
         let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
-        tokio::time::sleep(patience).await;
-        if let Some(silence) = flow.silence().await.filter(|silence| silence.lasts >= patience) {
-            return silence.lasts;
-        }
+        pause = match flow.silence().await {
+            Some(silence) if silence.lasts >= patience => return silence.lasts,
+            Some(silence) => patience - silence.lasts,
+            None => SILENCE,
+        };
     }
 }
 
