@@ -23,10 +23,11 @@ pub(crate) struct Options {
     #[arg(long)]
     smoke: bool,
     /// Writes the report and its plots into docs/benchmarks: with `--only host` or `--only wan` that part alone. It takes
-    /// at least five rounds, no --smoke, and a tree without changes.
+    /// at least five rounds, no --smoke, and a tree without changes. Wide-area paths that were measured before such a run was
+    /// interrupted are not measured again, as long as the commit is the same.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
-    /// How many wide-area paths up to 200 Mbit/s are measured at the same time [default: 8].
+    /// How many wide-area paths are measured at the same time, as far as the CPUs suffice [default: 8].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     at_once: Option<u32>,
     /// Fails when a peer is not installed or gives no value.
@@ -166,11 +167,19 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
             }
         };
     }
+    let kept = target.join("bench-kept").join(&commit.name);
+    if options.record {
+        fs::create_dir_all(&kept).with_context(|| format!("creating {}", kept.display()))?;
+        bench.arg("--keep").arg(&kept);
+    }
     let code = run_in_foreground(&mut bench)?;
     if code == ExitCode::SUCCESS {
         for part in recorded {
             record(&target.join("bench"), part)?;
         }
+    }
+    if code == ExitCode::SUCCESS && options.record {
+        fs::remove_dir_all(&kept).with_context(|| format!("removing {}", kept.display()))?;
     }
     Ok(code)
 }

@@ -1,10 +1,10 @@
 //! The load generator: the same for every peer, on one thread, bounded in count and time.
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use postern_testbed::load_target::{ECHO, SINK, SOURCE};
+use postern_testbed::load_target::{ECHO, SINK, SOURCE, Target};
 use postern_testbed::percentiles::Times;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
@@ -187,7 +187,35 @@ pub(crate) async fn bytes_for(dialer: &Dialer, way: Way, effort: &Effort) -> Res
 
 /// Moves that many bytes, divided among the streams.
 pub(crate) async fn bulk(dialer: &Dialer, way: Way, streams: usize, bytes: u64) -> Result<Transfer> {
-    let each = bytes / streams as u64;
+    let open = open(dialer, way, streams).await?;
+    moved(open, way, bytes, &Arc::default()).await
+}
+
+/// The same, but cut after `limit`: what has arrived until then counts.
+pub(crate) async fn bulk_within(
+    dialer: &Dialer,
+    way: Way,
+    streams: usize,
+    bytes: u64,
+    limit: Duration,
+    target: &Target<'_>,
+) -> Result<Transfer> {
+    let open = open(dialer, way, streams).await?;
+    let (downloaded, before) = (Arc::default(), target.received().await?);
+    let start = Instant::now();
+    if let Ok(moved) = timeout(limit, moved(open, way, bytes, &downloaded)).await {
+        return moved;
+    }
+    let elapsed = start.elapsed();
+    let bytes = match way {
+        Way::Down => downloaded.load(Ordering::Relaxed),
+        Way::Up => target.received().await? - before,
+    };
+    ensure!(bytes > 0, "nothing arrived within {limit:?}");
+    Ok(Transfer { bytes, elapsed })
+}
+
+async fn open(dialer: &Dialer, way: Way, streams: usize) -> Result<Vec<Stream>> {
     let port = match way {
         Way::Down => SOURCE,
         Way::Up => SINK,
@@ -196,15 +224,25 @@ pub(crate) async fn bulk(dialer: &Dialer, way: Way, streams: usize, bytes: u64) 
     for _ in 0..streams {
         open.push(dialer.dial(port).await?);
     }
+    Ok(open)
+}
+
+/// `downloaded` grows by what arrives here.
+async fn moved(open: Vec<Stream>, way: Way, bytes: u64, downloaded: &Arc<AtomicU64>) -> Result<Transfer> {
+    let streams = open.len() as u64;
+    let each = bytes / streams;
     let start = Instant::now();
-    let transfers = open.into_iter().map(|stream| async move {
-        match way {
-            Way::Down => download(stream, each).await,
-            Way::Up => upload(stream, each).await,
+    let transfers = open.into_iter().map(|stream| {
+        let downloaded = downloaded.clone();
+        async move {
+            match way {
+                Way::Down => download(stream, each, &downloaded).await,
+                Way::Up => upload(stream, each).await,
+            }
         }
     });
     let streams_back = concurrently(transfers).await?;
-    let transfer = Transfer { bytes: each * streams as u64, elapsed: start.elapsed() };
+    let transfer = Transfer { bytes: each * streams, elapsed: start.elapsed() };
     for stream in streams_back {
         stream.close().await?;
     }
@@ -213,7 +251,7 @@ pub(crate) async fn bulk(dialer: &Dialer, way: Way, streams: usize, bytes: u64) 
 
 const CHUNK: usize = 256 * 1024;
 
-async fn download(mut stream: Stream, bytes: u64) -> Result<Stream> {
+async fn download(mut stream: Stream, bytes: u64, downloaded: &AtomicU64) -> Result<Stream> {
     stream.write_all(&bytes.to_be_bytes()).await.context("asking for bytes")?;
     let mut chunk = vec![0; CHUNK];
     let mut left = bytes;
@@ -221,6 +259,7 @@ async fn download(mut stream: Stream, bytes: u64) -> Result<Stream> {
         let n = timeout(PATIENCE, stream.read(&mut chunk)).await.context("no more bytes arrived")?;
         let n = n.context("reading")? as u64;
         ensure!(n > 0, "the download ended {left} bytes early");
+        downloaded.fetch_add(n, Ordering::Relaxed);
         left = left.checked_sub(n).with_context(|| format!("{n} bytes arrived where {left} were left"))?;
     }
     Ok(stream)

@@ -12,7 +12,7 @@ use crate::wan::{PLACES, Place};
 const ROUNDS: usize = 5;
 /// As a group: everything that is measured without a wide-area path.
 pub(crate) const HOST: &str = "host";
-/// Slow paths at the same time: on two CPUs eight of them leave about half of the CPU time.
+/// Wide-area paths at the same time, as far as the CPUs suffice for them.
 const AT_ONCE: usize = 8;
 
 /// Parsed arguments of the program `bench`; `cargo xtask bench` gives them.
@@ -30,10 +30,12 @@ pub(crate) struct Options {
     pub(crate) commit: String,
     /// Fail when a peer is not installed or gives no value.
     pub(crate) all_peers: bool,
-    /// How many slow paths are measured at the same time.
+    /// How many wide-area paths are measured at the same time, at most.
     pub(crate) at_once: usize,
     /// Measure only this place, or everything that is not a wide-area path.
     pub(crate) place: Option<&'static Place>,
+    /// Where the values of wide-area paths stay, for a run that goes on after it was interrupted.
+    pub(crate) keep: Option<PathBuf>,
     /// Where a worker leaves its values.
     pub(crate) values: PathBuf,
     pub(crate) programs: Programs,
@@ -54,6 +56,7 @@ impl Options {
             all_peers: false,
             at_once: AT_ONCE,
             place: None,
+            keep: None,
             values: PathBuf::new(),
             programs: Programs::default(),
             groups: Vec::new(),
@@ -88,6 +91,7 @@ impl Options {
                     let place = PLACES.iter().find(|place| place.id == value);
                     options.place = Some(place.with_context(|| format!("--place {value:?}"))?);
                 }
+                "--keep" => options.keep = Some(value.into()),
                 "--values" => options.values = value.into(),
                 "--program" => options.programs.found(&value)?,
                 "--missing" => options.programs.missing(&value)?,

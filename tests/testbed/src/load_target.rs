@@ -32,6 +32,8 @@ const BACKLOG: u32 = 4096;
 
 /// Open connections of the load.
 static OPEN: AtomicU64 = AtomicU64::new(0);
+/// Bytes that the sink has got.
+static RECEIVED: AtomicU64 = AtomicU64::new(0);
 
 /// The argument with which a program becomes the target.
 pub const ARGUMENT: &str = "--target";
@@ -89,6 +91,7 @@ async fn serve(mut stream: TcpStream, port: u16) -> Result<()> {
     stream.set_nodelay(true)?;
     if port == CONTROL {
         stream.write_u64(OPEN.load(Ordering::Relaxed)).await?;
+        stream.write_u64(RECEIVED.load(Ordering::Relaxed)).await?;
         return Ok(());
     }
     let _open = Open::new();
@@ -112,6 +115,7 @@ async fn serve(mut stream: TcpStream, port: u16) -> Result<()> {
                 if n == 0 {
                     return Ok(());
                 }
+                RECEIVED.fetch_add(n as u64, Ordering::Relaxed);
                 left = left.saturating_sub(n as u64);
             }
             stream.write_u64(count).await?;
@@ -177,9 +181,19 @@ impl<'a> Target<'a> {
 
     /// Connections of the load that are open at the target.
     pub async fn open(&self) -> Result<u64> {
+        Ok(self.counts().await?.0)
+    }
+
+    /// Bytes that its sink has got so far.
+    pub async fn received(&self) -> Result<u64> {
+        Ok(self.counts().await?.1)
+    }
+
+    async fn counts(&self) -> Result<(u64, u64)> {
         let edge = self.testbed.edge(self.edge);
         let mut stream = client::connect_from(&edge.ns, self.at(CONTROL), client::PATIENCE)?;
-        stream.read_u64().await.context("asking the target")
+        let open = stream.read_u64().await.context("asking the target")?;
+        Ok((open, stream.read_u64().await.context("asking the target")?))
     }
 
     pub async fn settle(&self, limit: Duration) -> Result<()> {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -19,6 +19,8 @@ use crate::line::Peer;
 use crate::options::Options;
 use crate::record::Record;
 
+/// Bits a second that jobs move together at most, unless one alone moves more: two CPUs are half in use then.
+const MOST_LOAD: u64 = 320_000_000;
 /// The longest that one job may take.
 const LIMIT: Duration = Duration::from_secs(1800);
 
@@ -36,68 +38,99 @@ struct Progress<'a> {
     start: Instant,
     jobs: usize,
     state: Mutex<State>,
+    /// A job has ended.
+    ended: Condvar,
 }
 
 struct State {
     queue: VecDeque<Job>,
+    /// The load of those that run.
+    running: Vec<u64>,
     record: Record,
     done: usize,
     /// A job was interrupted.
-    ended: Option<ExitCode>,
+    interrupted: Option<ExitCode>,
+}
+
+impl State {
+    /// The next job that leaves the CPUs to those that run.
+    fn next(&mut self) -> Option<Job> {
+        let room = MOST_LOAD.saturating_sub(self.running.iter().sum());
+        let fits = |job: &Job| self.running.is_empty() || job.place.load() <= room;
+        let index = self.queue.iter().position(fits)?;
+        let job = self.queue.remove(index)?;
+        self.running.push(job.place.load());
+        Some(job)
+    }
 }
 
 /// The values, or the code with which an interrupted run ended.
 pub(crate) fn run_all(options: &Options, args: &[OsString], folder: &Path) -> Result<Record, ExitCode> {
     let mut order = StdRng::seed_from_u64(options.seed);
-    let (mut fast, mut slow) = (VecDeque::new(), VecDeque::new());
+    let mut queue = VecDeque::new();
     for round in 1..=options.rounds {
         let mut places: Vec<&'static Place> = PLACES.iter().collect();
         places.shuffle(&mut order);
-        for place in places {
-            let queue = if place.is_fast() && !options.smoke { &mut fast } else { &mut slow };
-            queue.push_back(Job { round, place });
-        }
+        queue.extend(places.into_iter().map(|place| Job { round, place }));
     }
-    let mut progress = Progress {
+    let progress = Progress {
         options,
         args,
-        folder,
+        folder: options.keep.as_deref().unwrap_or(folder),
         start: Instant::now(),
-        jobs: fast.len() + slow.len(),
-        state: Mutex::new(State { queue: fast, record: Record::default(), done: 0, ended: None }),
+        jobs: queue.len(),
+        state: Mutex::new(State {
+            queue,
+            running: Vec::new(),
+            record: Record::default(),
+            done: 0,
+            interrupted: None,
+        }),
+        ended: Condvar::new(),
     };
-    progress.work();
-    progress.state.get_mut().unwrap_or_else(PoisonError::into_inner).queue = slow;
     std::thread::scope(|scope| {
         for _ in 0..options.at_once {
             scope.spawn(|| progress.work());
         }
     });
     let state = progress.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-    state.ended.map_or(Ok(state.record), Err)
+    state.interrupted.map_or(Ok(state.record), Err)
 }
 
 impl Progress<'_> {
-    fn work(&self) {
-        let lock = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until there is a job to do; None: there is none left.
+    fn next(&self) -> Option<Job> {
+        let mut state = self.state();
         loop {
-            let job = {
-                let mut state = lock();
-                if state.ended.is_some() {
-                    return;
-                }
-                state.queue.pop_front()
-            };
-            let Some(Job { round, place }) = job else { return };
+            if state.interrupted.is_some() || state.queue.is_empty() {
+                return None;
+            }
+            if let Some(job) = state.next() {
+                return Some(job);
+            }
+            state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn work(&self) {
+        while let Some(Job { round, place }) = self.next() {
             let measured = self.measure(round, place);
-            let mut state = lock();
+            let mut state = self.state();
+            if let Some(index) = state.running.iter().position(|load| *load == place.load()) {
+                state.running.swap_remove(index);
+            }
+            self.ended.notify_all();
             state.done += 1;
             let seconds = self.start.elapsed().as_secs();
             let (done, jobs, title) = (state.done, self.jobs, place.title);
             println!("[{seconds:>4} s] {done} of {jobs}: {title}, round {round} of {}", self.options.rounds);
             match measured {
                 Ok(Ok(values)) => state.record.add(values),
-                Ok(Err(code)) => state.ended = Some(code),
+                Ok(Err(code)) => state.interrupted = Some(code),
                 Err(error) => {
                     println!("  {title}: {error:#}");
                     // After it come logs.
@@ -116,6 +149,9 @@ impl Progress<'_> {
     fn measure(&self, round: usize, place: &Place) -> Result<Result<Record, ExitCode>> {
         let id = Id::new(Kind::Test);
         let values = self.folder.join(format!("{round}-{}.json", place.id));
+        if values.exists() {
+            return Record::load(&values).map(Ok);
+        }
         // Another order of the peers in each.
         let number = PLACES.iter().position(|other| other.id == place.id).unwrap_or_default();
         let seed = self.options.seed.wrapping_add((round * PLACES.len() + number) as u64);

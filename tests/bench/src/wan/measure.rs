@@ -22,6 +22,10 @@ use crate::usage;
 
 /// How long a message may take: through some peers seconds, beside a download on a slow line.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// A transfer is cut when it takes so many times as long as a full line would.
+const SLOWEST: u32 = 2;
+/// Added to that: round trips until the line is full.
+const STARTING: u32 = 10;
 /// How long transfers may take to close.
 const SETTLE: Duration = Duration::from_secs(30);
 /// How long recovery is waited for.
@@ -126,7 +130,8 @@ impl<'a> Paths<'a> {
             )]
             let bytes = (as_f64(rate) / 8.0 * self.span.bulk.as_secs_f64()) as u64;
             for streams in [1, 8] {
-                let moved = load::bulk(&on.dialer, way, streams, bytes).await?;
+                let limit = self.span.bulk * SLOWEST + self.place.path.rtt * STARTING;
+                let moved = load::bulk_within(&on.dialer, way, streams, bytes, limit, target).await?;
                 record.value(&line(&format!("{name}-{streams}")), peer, moved.rate() * 8.0);
                 target.settle(SETTLE).await?;
             }

@@ -49,9 +49,12 @@ impl Place {
         self
     }
 
-    /// Whether it needs the machine for itself: the forwarder of a fast path takes a good part of a CPU.
-    fn is_fast(&self) -> bool {
-        self.path.down > 200_000_000
+    /// What measuring it costs the CPUs: bits a second that the forwarder, both ends and the load move.
+    fn load(&self) -> u64 {
+        match self.what {
+            What::Load => self.path.down.max(self.path.up),
+            _ => 0,
+        }
     }
 
     pub(crate) fn rtt(&self) -> Duration {
