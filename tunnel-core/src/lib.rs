@@ -18,5 +18,6 @@ mod memory;
 pub mod net;
 pub mod outcome;
 pub mod proto;
+pub mod remembered;
 mod tcp_info;
 pub mod text;

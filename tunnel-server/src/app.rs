@@ -1,5 +1,6 @@
 //! The server from start to end: [`build`] -> [`Bound`] -> [`Bound::run`]. The only module that knows all parts.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_core::carry::register_stalled;
+use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
@@ -21,6 +23,7 @@ use crate::door::{self, DoorContext, Http, Https, Redirected};
 use crate::kube::Parts;
 use crate::listeners::Listeners;
 use crate::metrics::Metrics;
+use crate::peers::{self, PeerContext, Peers, register_peers};
 use crate::pki::{
     EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, Revocations,
     ServerCertificate, ServerFile, Standing, agent_addresses, follow_bundle,
@@ -44,6 +47,7 @@ pub struct Bound {
     source: Source,
     router: Arc<Router>,
     sessions: Arc<Sessions>,
+    peers: Arc<Peers>,
     metrics: Metrics,
     pki_metrics: PkiMetrics,
     listeners: Listeners,
@@ -78,6 +82,8 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let source = Source::open(&config, lifetimes, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
     register_links(registry.sub_registry_with_prefix("postern"), sessions.clone());
+    let peers = Arc::new(Peers::new(router.clone()));
+    register_peers(registry.sub_registry_with_prefix("postern"), peers.clone());
     let readiness = Readiness::new();
     let starting = readiness.pending("start");
 
@@ -95,6 +101,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         started,
         readiness: readiness.clone(),
         sessions: sessions.clone(),
+        peers: peers.clone(),
         router: router.clone(),
         source: source.status(&router),
         metrics: metrics.clone(),
@@ -121,6 +128,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         source,
         router,
         sessions,
+        peers,
         metrics,
         pki_metrics,
         listeners,
@@ -142,7 +150,8 @@ impl Bound {
         let ca = self.source.authority(&self.config, self.lifetimes, &self.readiness, &shutdown).await?;
         let Some(ca) = ca else { return Ok(()) };
         let names = self.config.server_names();
-        let certificate = Arc::new(ServerCertificate::start(ca, names, self.pki_metrics.clone())?);
+        let certificate =
+            Arc::new(ServerCertificate::start(ca, names, &self.server_id, self.pki_metrics.clone())?);
         let drain_timeout = self.config.drain_timeout;
         // Known before anyone is let in.
         let revocations = RevocationStore::new(&self.config.state_dir).open()?;
@@ -158,17 +167,29 @@ impl Bound {
         revoked: watch::Sender<Arc<Revocations>>,
         shutdown: &Shutdown,
     ) -> Running {
-        let Self { config, server_id, router, sessions, metrics, pki_metrics, redirect, readiness, .. } =
-            self;
+        let Self {
+            config,
+            server_id,
+            router,
+            sessions,
+            peers,
+            metrics,
+            pki_metrics,
+            redirect,
+            readiness,
+            ..
+        } = self;
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let (settings, settings_now) = watch::channel(Arc::default());
         let (known_nodes, nodes_now) = watch::channel(None::<Arc<KnownNodes>>);
         let standing = Standing::new(revoked.subscribe(), nodes_now, config.refuse_unknown);
+        let (peer_addresses, peers_now) = watch::channel(Arc::new(config.peers.clone()));
         let revocations = RevocationStore::new(&config.state_dir);
         tasks.spawn(revocations.clone().follow(revoked, stop.clone()));
         let source_parts = Parts {
             router: router.clone(),
             sessions: sessions.clone(),
+            fleet: peers.clone(),
             certificate: certificate.clone(),
             server_names: config.server_names(),
             server_id: &server_id,
@@ -176,6 +197,8 @@ impl Bound {
             allow_empty: config.allow_empty_inventory,
             doors: config.internal_doors(),
             state_dir: config.state_dir.clone(),
+            given_peers: config.peers.clone(),
+            peers: peer_addresses.clone(),
             pki_metrics: pki_metrics.clone(),
             settings: settings.clone(),
             known_nodes,
@@ -212,10 +235,20 @@ impl Bound {
         };
         let policy = EnrollPolicy { standing, tokens: config.token_enrollment };
         let enroll = EnrollService::new(certificate.ca(), &config.state_dir, policy, pki_metrics);
-        let budget = Budget::of(self.open_files);
-        let agent_port = AgentPort::new(certificate.tls(), Arc::new(self.workers), enroll, links, &budget);
+        let (budget, workers) = (Budget::of(self.open_files), Arc::new(self.workers));
         let drain = Drain::new(shutdown.clone());
-        let context = DoorContext { router, sessions, metrics, drain: drain.clone() };
+        let to_peers = PeerContext {
+            server_id: server_id.clone(),
+            tls: certificate.peer_tls(),
+            workers: workers.clone(),
+            peers: peers.clone(),
+            congestion: config.congestion.clone(),
+            forced: shutdown.forced_token().clone(),
+            stop: stop.clone(),
+        };
+        tasks.spawn(peers::follow(Arc::new(to_peers), peers_now));
+        let context = DoorContext { router, sessions, peers, metrics, drain: drain.clone() };
+        let agent_port = AgentPort::new(certificate.tls(), workers, enroll, links, context.clone(), &budget);
         let Listeners { agents, https, http, redirected } = self.listeners;
         if let Some(listener) = agents {
             tasks.spawn(agent_port.clone().serve(listener));
@@ -246,6 +279,7 @@ impl Bound {
             readiness,
             _certificate: certificate,
             _settings: settings,
+            _peer_addresses: peer_addresses,
             _admin: self.admin,
         }
     }
@@ -262,6 +296,7 @@ struct Running {
     // Held to the end: dropping these ends what they keep going.
     _certificate: Arc<ServerCertificate>,
     _settings: watch::Sender<Arc<Settings>>,
+    _peer_addresses: watch::Sender<Arc<BTreeSet<HostPort>>>,
     _admin: Option<Serving>,
 }
 

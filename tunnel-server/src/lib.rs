@@ -12,6 +12,7 @@ pub mod inventory;
 pub mod kube;
 mod listeners;
 pub mod metrics;
+pub mod peers;
 pub mod pki;
 pub mod redirect;
 pub mod route;

@@ -75,7 +75,8 @@ impl Metrics {
         registry.register("enrollment_connections", help, m.enrolments);
         registry.register("tunnels", "Agents attached now", m.tunnels);
         // Series start at zero, so that rates work from the first event on.
-        for result in ["attached", "additional", "grpc", "failed", "turned_away", "silent", "evicted"] {
+        for result in ["attached", "additional", "peer", "grpc", "failed", "turned_away", "silent", "evicted"]
+        {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
         for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {

@@ -111,7 +111,8 @@ impl TestServer {
         let ca = Ca::load_or_create(&directory.path().join("server"), lifetimes).unwrap();
         let metrics = PkiMetrics::default();
         let certificate =
-            ServerCertificate::start(ca.clone(), ServerNames::default(), metrics.clone()).unwrap();
+            ServerCertificate::start(ca.clone(), ServerNames::default(), "server-1", metrics.clone())
+                .unwrap();
         let revocations = watch::Sender::<Arc<Revocations>>::default();
         let (nodes, known) = watch::channel(None);
         let policy = EnrollPolicy { standing: Standing::new(revocations.subscribe(), known, true), tokens };

@@ -28,6 +28,7 @@ scenarios! {
     additional_links_that_nobody_asked_for,
     certificate_of_another_node(edges = 2, quick),
     no_certificate,
+    agents_do_not_pose_as_servers,
     flood_of_events(edges = 2),
     flood_of_frames(edges = 2, limit = 240),
     flood_in_a_carried_connection(edges = 2),
@@ -214,6 +215,18 @@ async fn no_certificate(testbed: &Testbed) -> Result<()> {
     }
     server.metrics().await?.expect("postern_tunnels", &[], 1.0)?;
     Ok(())
+}
+
+async fn agents_do_not_pose_as_servers(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let own = Credentials::of_agent(&agent.state_dir())?;
+    let address = server.agent_address().parse()?;
+    let mut stream = own.dial_for(&testbed.edge(1).ns, address, b"postern-peer/1").await?;
+    let mut bytes = Vec::new();
+    let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut bytes)).await;
+    let read = read.context("not closed")?;
+    ensure!(read.is_err() || bytes.is_empty(), "the server talked to an agent as to a server: {bytes:?}");
+    server.wait_log("it needs the certificate of a server").await
 }
 
 async fn flood_of_events(testbed: &Testbed) -> Result<()> {

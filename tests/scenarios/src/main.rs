@@ -25,6 +25,7 @@ mod operating;
 mod path;
 mod proxy;
 mod redirect;
+mod relayed;
 mod reload;
 mod restart;
 mod runner;
@@ -47,6 +48,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         memory::SCENARIOS,
         restart::SCENARIOS,
         servers::SCENARIOS,
+        relayed::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,
         https::SCENARIOS,

@@ -7,6 +7,7 @@ use postern_testbed::access_log::AccessLine;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, connect_from, echo, expect_unreachable, pattern_digest, visit};
 use postern_testbed::inventory::{Inventory, node};
+use postern_testbed::server::Server;
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, POD, Testbed};
@@ -132,6 +133,10 @@ async fn cloud_addresses_stay_direct(testbed: &Testbed) -> Result<()> {
 
 async fn half_close_both_ways(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
+    half_closes(testbed).await
+}
+
+pub(crate) async fn half_closes(testbed: &Testbed) -> Result<()> {
     let length = 2_000_000;
     // The client ends first; the answer follows.
     let sink = target(testbed, 1, 9100, Behaviour::Sink)?;
@@ -159,7 +164,11 @@ async fn half_close_both_ways(testbed: &Testbed) -> Result<()> {
 
 async fn server_speaks_first(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
-    let on_edge = target(testbed, 1, 9100, Behaviour::HelloFirst("220 welcome\r\n"))?;
+    target_speaks_first(testbed).await
+}
+
+pub(crate) async fn target_speaks_first(testbed: &Testbed) -> Result<()> {
+    let on_edge = target(testbed, 1, 9102, Behaviour::HelloFirst("220 welcome\r\n"))?;
     let mut stream = connect(on_edge.address).await?;
     let mut greeting = [0; 13];
     tokio::time::timeout(client::PATIENCE, stream.read_exact(&mut greeting))
@@ -171,7 +180,11 @@ async fn server_speaks_first(testbed: &Testbed) -> Result<()> {
 
 async fn refused_is_a_reset_and_never_eof(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
-    let address = SocketAddr::new(testbed.edge(1).ip(), 9100);
+    refused(testbed, &server, &agent).await
+}
+
+pub(crate) async fn refused(testbed: &Testbed, server: &Server<'_>, agent: &Agent<'_>) -> Result<()> {
+    let address = SocketAddr::new(testbed.edge(1).ip(), 9105);
     expect_reset(address).await?;
     expect_reset(address).await?;
     server.wait_access("refused", of_connection("edge-1", &address.to_string(), "refused")).await?;
@@ -185,8 +198,12 @@ async fn refused_is_a_reset_and_never_eof(testbed: &Testbed) -> Result<()> {
 
 async fn resets_travel_both_ways(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
+    resets(testbed, &server).await
+}
+
+pub(crate) async fn resets(testbed: &Testbed, server: &Server<'_>) -> Result<()> {
     // From the target to the client.
-    let resets = target(testbed, 1, 9100, Behaviour::Resets)?;
+    let resets = target(testbed, 1, 9103, Behaviour::Resets)?;
     let mut stream = connect(resets.address).await?;
     stream.write_all(b"x").await?;
     let end = client::end_of(&mut stream, client::PATIENCE).await?;
@@ -195,7 +212,7 @@ async fn resets_travel_both_ways(testbed: &Testbed) -> Result<()> {
         .wait_access("target's reset", of_connection("edge-1", &resets.address.to_string(), "target_reset"))
         .await?;
     // From the client to the target.
-    let on_edge = target(testbed, 1, 9101, Behaviour::Echo)?;
+    let on_edge = target(testbed, 1, 9104, Behaviour::Echo)?;
     let mut stream = connect(on_edge.address).await?;
     echo(&mut stream, b"up to here").await?;
     socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
@@ -240,7 +257,11 @@ async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result
 
 async fn many_small_writes(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
-    let sink = target(testbed, 1, 9100, Behaviour::Sink)?;
+    small_writes(testbed).await
+}
+
+pub(crate) async fn small_writes(testbed: &Testbed) -> Result<()> {
+    let sink = target(testbed, 1, 10255, Behaviour::Sink)?;
     let mut stream = connect(sink.address).await?;
     stream.set_nodelay(true)?;
     let mut sent = client::Pattern::new(9, 50_000);

@@ -17,10 +17,10 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
 use tunnel_core::log_once::LogOnce;
+use tunnel_core::remembered::Remembered;
 use tunnel_kube::{FollowSettings, Followed, FollowedSet, Signal, follow, named};
 
 use super::api_server::ApiServer;
-use super::remembered::Remembered;
 use super::servers::{Found, of_service, of_slices};
 
 /// The label by which EndpointSlices name their Service.
@@ -125,7 +125,7 @@ impl Seen {
             Ok(Found::Nodes(_)) if !self.slices.known => return None,
             Ok(Found::Nodes(port)) => match of_slices(self.slices.objects.values(), port) {
                 servers if servers.is_empty() => {
-                    Err("it has no ready endpoint: is a tunnel-server running?".to_owned())
+                    Err("it has no endpoint: is a tunnel-server running?".to_owned())
                 }
                 servers => Ok(servers),
             },

@@ -15,7 +15,6 @@ mod api_server;
 pub mod discover;
 pub mod node;
 mod options;
-mod remembered;
 pub mod servers;
 
 pub use api_server::ApiServer;

@@ -10,10 +10,10 @@ use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use tunnel_core::identity::NodeName;
 use tunnel_core::log_once::LogOnce;
+use tunnel_core::remembered::Remembered;
 use tunnel_kube::request;
 
 use super::api_server::ApiServer;
-use super::remembered::Remembered;
 
 /// A new node gets its range within seconds, and keeps it for good.
 const UNKNOWN: Duration = Duration::from_secs(60);

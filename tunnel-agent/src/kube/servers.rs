@@ -82,14 +82,15 @@ pub fn of_service(service: &Service) -> Result<Found, NoServers> {
     }
 }
 
-/// The ready addresses of a Service's EndpointSlices, at a node port.
+/// The addresses of a Service's EndpointSlices, at a node port, ready or not: a server that fails a probe for a moment is no
+/// reason to leave it. One that terminates drains, and says so itself.
 pub fn of_slices<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>, node_port: u16) -> Vec<HostPort> {
     let mut found = BTreeSet::new();
     for slice in slices.into_iter().filter(|slice| slice.address_type != "FQDN") {
         for endpoint in &slice.endpoints {
-            // As in Kubernetes, unknown counts as ready.
-            let ready = endpoint.conditions.as_ref().and_then(|conditions| conditions.ready).unwrap_or(true);
-            let addresses = endpoint.addresses.iter().filter(|_| ready);
+            let conditions = endpoint.conditions.as_ref();
+            let terminates = conditions.and_then(|conditions| conditions.terminating).unwrap_or(false);
+            let addresses = endpoint.addresses.iter().filter(|_| !terminates);
             found.extend(addresses.filter_map(|address| host_port(address, node_port)).map(sortable));
         }
     }
@@ -207,12 +208,13 @@ mod tests {
     }
 
     #[test]
-    fn only_ready_addresses_count() {
+    fn addresses_count_until_they_terminate() {
         let slice = |json: serde_json::Value| serde_json::from_value::<EndpointSlice>(json).unwrap();
         let slices = [
             slice(serde_json::json!({"addressType": "IPv4", "metadata": {}, "endpoints": [
                 {"addresses": ["10.70.0.2"], "conditions": {"ready": true}},
                 {"addresses": ["10.70.0.3"], "conditions": {"ready": false}},
+                {"addresses": ["10.70.0.4"], "conditions": {"ready": false, "terminating": true}},
                 {"addresses": ["10.70.0.1"]},
             ]})),
             slice(serde_json::json!({"addressType": "IPv6", "metadata": {}, "endpoints": [
@@ -223,7 +225,7 @@ mod tests {
             ),
         ];
         let text: Vec<_> = of_slices(&slices, 31008).iter().map(ToString::to_string).collect();
-        assert_eq!(text, ["10.70.0.1:31008", "10.70.0.2:31008", "[fd00::1]:31008"]);
+        assert_eq!(text, ["10.70.0.1:31008", "10.70.0.2:31008", "10.70.0.3:31008", "[fd00::1]:31008"]);
         assert!(of_slices(&[], 1).is_empty());
     }
 }

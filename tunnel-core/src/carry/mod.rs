@@ -2,6 +2,7 @@
 //! for receivers that do not read.
 
 mod error;
+mod forward;
 mod frame;
 mod inward;
 mod metrics;
@@ -12,6 +13,7 @@ mod stall;
 mod traffic;
 
 pub use error::{RelayError, Side};
+pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
 pub use outward::{SMALL_READ, next_size};
@@ -22,6 +24,12 @@ pub use traffic::{Totals, Traffic};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
+/// The same of a server that passes it on.
+pub const PEER_CARRY_PATH: &str = "/postern.tunnel.v1.Peer/Carry";
+/// Request metadata to such a server: the node.
+pub const NODE_HEADER: &str = "postern-node";
+/// Request metadata to such a server: the client's `IP:port`, for its log.
+pub const CLIENT_HEADER: &str = "postern-client";
 /// Request metadata: the target, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
 

@@ -19,6 +19,10 @@ pub const SERVER_NAME: &str = "tunnel-server.postern.internal";
 pub const AGENT_ORGANIZATION: &str = "postern:agents";
 /// Precedes the node's name in the common name of an agent's certificate.
 pub const AGENT_COMMON_NAME_PREFIX: &str = "postern:node:";
+/// Subject organisation of the certificates that servers show to each other.
+pub const PEER_ORGANIZATION: &str = "postern:servers";
+/// Precedes the server's id in the common name of such a certificate.
+pub const PEER_COMMON_NAME_PREFIX: &str = "postern:server:";
 /// How far `notBefore` lies before the moment of issue: an edge node's clock may be that far behind. It does not count
 /// as part of a certificate's life.
 pub const BACKDATE: Duration = Duration::from_secs(300);
@@ -41,10 +45,33 @@ pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certi
 /// `O=postern:agents` and one `CN=postern:node:<name>`, nothing else; extended key usage client authentication and
 /// no other; not a CA. The TLS handshake checks that a trusted root signed it.
 pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName, IdentityError> {
+    match client_of_certificate(certificate)? {
+        Client::Agent(node) => Ok(node),
+        Client::Server(_) => Err(IdentityError::NotAgent(format!(
+            "its organisation is {PEER_ORGANIZATION:?}, not {AGENT_ORGANIZATION:?}"
+        ))),
+    }
+}
+
+/// Whom a client's certificate names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Client {
+    /// The agent of a node.
+    Agent(NodeName),
+    /// Another server, by its id.
+    Server(String),
+}
+
+/// Who shows this certificate: an agent, or another server, whose certificate has the same shape with
+/// `O=postern:servers` and `CN=postern:server:<id>`.
+///
+/// # Errors
+/// [`IdentityError::NotAgent`] with the reason when it is exactly of neither shape.
+pub fn client_of_certificate(certificate: &CertificateDer<'_>) -> Result<Client, IdentityError> {
     let parsed = parse(certificate)?;
     let subject = parsed.subject();
     let organization = single(subject, "organisation", subject.iter_organization())?;
-    if organization != AGENT_ORGANIZATION {
+    if ![AGENT_ORGANIZATION, PEER_ORGANIZATION].contains(&organization) {
         return Err(IdentityError::NotAgent(format!(
             "its organisation is {organization:?}, not {AGENT_ORGANIZATION:?}"
         )));
@@ -55,10 +82,24 @@ pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName,
             "its subject has more than an organisation and a common name".into(),
         ));
     }
-    let node = node_of_common_name(common_name)?;
+    let client = if organization == PEER_ORGANIZATION {
+        Client::Server(server_of_common_name(common_name)?)
+    } else {
+        Client::Agent(node_of_common_name(common_name)?)
+    };
     require_usage(&parsed, "client authentication", |usage| usage.client_auth)
         .map_err(IdentityError::NotAgent)?;
-    Ok(node)
+    Ok(client)
+}
+
+/// The id in `postern:server:<id>`.
+fn server_of_common_name(common_name: &str) -> Result<String, IdentityError> {
+    match common_name.strip_prefix(PEER_COMMON_NAME_PREFIX) {
+        Some(id) if !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(id.to_owned()),
+        _ => Err(IdentityError::NotAgent(format!(
+            "its common name {common_name:?} is not {PEER_COMMON_NAME_PREFIX:?} and a server's id"
+        ))),
+    }
 }
 
 /// The node in `postern:node:<name>`.

@@ -2,7 +2,8 @@
 //!
 //! An agent's certificate names exactly one node (Subject `O=postern:agents`, `CN=postern:node:<name>`, usage client
 //! authentication only). A server's certificate carries [`SERVER_NAME`] and has the usage server authentication only.
-//! Both are signed by the installation's private CA. The first root of a [`TrustBundle`] signs new certificates; the
+//! To each other servers show a certificate of an agent's shape, with `O=postern:servers`, `CN=postern:server:<id>`.
+//! All are signed by the installation's private CA. The first root of a [`TrustBundle`] signs new certificates; the
 //! others are trusted as well while the CA is being rotated.
 
 mod agent;
@@ -19,9 +20,9 @@ mod verify;
 pub use agent::{AgentIdentity, agent_distinguished_name};
 pub use bundle::TrustBundle;
 pub use certificate::{
-    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, BACKDATE, SERVER_NAME, Validity, ca_hash, is_ca,
-    node_of_certificate, parse_ca_hash, pem_of_certificates, public_key_hash, server_names_of_certificate,
-    validity,
+    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, BACKDATE, Client, PEER_COMMON_NAME_PREFIX,
+    PEER_ORGANIZATION, SERVER_NAME, Validity, ca_hash, client_of_certificate, is_ca, node_of_certificate,
+    parse_ca_hash, pem_of_certificates, public_key_hash, server_names_of_certificate, validity,
 };
 pub use error::IdentityError;
 pub use files::write_atomically;
@@ -30,6 +31,7 @@ pub use name::NodeName;
 pub use request::{CsrKey, create_csr, public_key_of_csr};
 pub use secrecy::{ExposeSecret, SecretString};
 pub use tls::{
-    ALPN_GRPC, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, pinned_tls, refusal, server_name,
+    ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, peer_tls, pinned_tls, refusal,
+    server_name,
 };
 pub use zeroize::Zeroizing;

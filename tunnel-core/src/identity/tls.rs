@@ -19,10 +19,12 @@ use super::agent::AgentIdentity;
 use super::bundle::TrustBundle;
 use super::certificate::{SERVER_NAME, parse_ca_hash};
 use super::error::IdentityError;
-use super::verify::{AgentVerifier, Trust, TunnelServerVerifier};
+use super::verify::{ClientVerifier, Trust, TunnelServerVerifier};
 
 /// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
 pub const ALPN_TUNNEL: &[u8] = b"postern/1";
+/// ALPN protocol of a server that relays to another one, and learns from it which nodes it has.
+pub const ALPN_PEER: &[u8] = b"postern-peer/1";
 /// ALPN protocol of ordinary gRPC on the same port.
 pub const ALPN_GRPC: &[u8] = b"h2";
 
@@ -82,6 +84,21 @@ pub fn agent_tls(identity: &AgentIdentity, alpn: &[u8]) -> Result<Arc<ClientConf
     Ok(finish(config, alpn))
 }
 
+/// TLS 1.3 with a server's certificate for other servers, whose own one of these roots must have signed. ALPN
+/// [`ALPN_PEER`].
+///
+/// # Errors
+/// rustls does not take the certificate or the key.
+pub fn peer_tls(
+    chain: Vec<CertificateDer<'static>>,
+    key: &PrivateKeyDer<'_>,
+    bundle: &TrustBundle,
+) -> Result<Arc<ClientConfig>, IdentityError> {
+    let config = client(Trust::Roots(Arc::new(bundle.root_store())))?
+        .with_client_cert_resolver(certified(chain, key)?);
+    Ok(finish(config, ALPN_PEER))
+}
+
 /// TLS 1.3 without a client certificate, to a server of known roots: an agent whose certificate has expired enrols
 /// again with it.
 pub fn anonymous_tls(bundle: &TrustBundle, alpn: &[u8]) -> Result<Arc<ClientConfig>, IdentityError> {
@@ -126,8 +143,9 @@ pub fn refusal(error: &io::Error) -> Option<&IdentityError> {
 /// The TLS side of a server's agent port. The settings can be replaced at any time; connections that are already
 /// open keep theirs.
 ///
-/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`] and [`ALPN_GRPC`]. A client certificate is optional (enrolment has none yet).
-/// If there is one, a client root must have signed it, and it must have an agent's exact shape. Sessions are not
+/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`], [`ALPN_PEER`] and [`ALPN_GRPC`]. A client certificate is optional (enrolment has
+/// none yet). If there is one, a client root must have signed it, and it must have exactly the shape of an agent's or a
+/// server's. Sessions are not
 /// resumed: that would keep a client certificate alive after it expired or its root was retired.
 #[derive(Debug)]
 pub struct ServerTls {
@@ -180,9 +198,9 @@ fn server_config(
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
-        .with_client_cert_verifier(Arc::new(AgentVerifier(verifier)))
+        .with_client_cert_verifier(Arc::new(ClientVerifier(verifier)))
         .with_cert_resolver(certified(chain, key)?);
-    config.alpn_protocols = vec![ALPN_TUNNEL.to_vec(), ALPN_GRPC.to_vec()];
+    config.alpn_protocols = vec![ALPN_TUNNEL.to_vec(), ALPN_PEER.to_vec(), ALPN_GRPC.to_vec()];
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     Ok(Arc::new(config))

@@ -11,18 +11,18 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-use super::certificate::{ca_hash, is_ca, node_of_certificate, server_names_of_certificate};
+use super::certificate::{ca_hash, client_of_certificate, is_ca, server_names_of_certificate};
 use super::error::IdentityError;
 
 fn refuse(error: IdentityError) -> rustls::Error {
     rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(error))))
 }
 
-/// Accepts a certificate that the inner verifier accepts and that has an agent's exact shape.
+/// Accepts a certificate that the inner verifier accepts and that has exactly the shape of an agent's or a server's.
 #[derive(Debug)]
-pub(super) struct AgentVerifier(pub(super) Arc<dyn ClientCertVerifier>);
+pub(super) struct ClientVerifier(pub(super) Arc<dyn ClientCertVerifier>);
 
-impl ClientCertVerifier for AgentVerifier {
+impl ClientCertVerifier for ClientVerifier {
     fn client_auth_mandatory(&self) -> bool {
         self.0.client_auth_mandatory()
     }
@@ -38,7 +38,7 @@ impl ClientCertVerifier for AgentVerifier {
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
         let verified = self.0.verify_client_cert(end_entity, intermediates, now)?;
-        node_of_certificate(end_entity).map_err(refuse)?;
+        client_of_certificate(end_entity).map_err(refuse)?;
         Ok(verified)
     }
 

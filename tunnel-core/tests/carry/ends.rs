@@ -14,10 +14,21 @@ use tunnel_core::carry::{
 use tunnel_core::link::{self, Flow};
 use tunnel_core::outcome::Outcome;
 
-use crate::support::{Link, carry, link, pattern, stalls, within};
+use crate::support::{Link, MakeLink, carry, over_both, pattern, stalls, within};
 
-#[tokio::test]
-async fn bytes_and_half_closes_pass_both_ways() {
+over_both! {
+    bytes_and_half_closes_pass_both_ways,
+    a_target_that_speaks_first_and_closes_is_an_ok_connection,
+    a_reset_by_the_target_is_a_reset_for_the_client,
+    what_a_target_sent_before_its_reset_arrives,
+    an_answer_to_an_upload_that_is_not_read_arrives,
+    a_reset_by_the_client_is_a_reset_for_the_target,
+    a_reset_passes_a_stream_that_is_blocked_the_other_way,
+    a_lost_link_is_a_reset_on_both_ends,
+    a_reset_after_a_half_close_is_noticed_while_the_target_is_silent,
+}
+
+async fn bytes_and_half_closes_pass_both_ways(link: MakeLink) {
     let mut link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"first ").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
@@ -44,8 +55,7 @@ async fn bytes_and_half_closes_pass_both_ways() {
     .await;
 }
 
-#[tokio::test]
-async fn a_target_that_speaks_first_and_closes_is_an_ok_connection() {
+async fn a_target_that_speaks_first_and_closes_is_an_ok_connection(link: MakeLink) {
     let link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
@@ -58,8 +68,7 @@ async fn a_target_that_speaks_first_and_closes_is_an_ok_connection() {
     assert_eq!(within(end).await.unwrap(), (Ok(()), 0, 6));
 }
 
-#[tokio::test]
-async fn a_reset_by_the_target_is_a_reset_for_the_client() {
+async fn a_reset_by_the_target_is_a_reset_for_the_client(link: MakeLink) {
     let mut link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
@@ -74,8 +83,7 @@ async fn a_reset_by_the_target_is_a_reset_for_the_client() {
 }
 
 /// What a target had sent when it reset the connection arrives first, however late the client reads it.
-#[tokio::test]
-async fn what_a_target_sent_before_its_reset_arrives() {
+async fn what_a_target_sent_before_its_reset_arrives(link: MakeLink) {
     let mut link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
@@ -91,8 +99,7 @@ async fn what_a_target_sent_before_its_reset_arrives() {
 }
 
 /// As an HTTP server that refuses a large upload: it answers, and closes while the client is still sending.
-#[tokio::test]
-async fn an_answer_to_an_upload_that_is_not_read_arrives() {
+async fn an_answer_to_an_upload_that_is_not_read_arrives(link: MakeLink) {
     for ends_first in [false, true] {
         let mut link = link().await;
         let (client, end) = carry(&link.send, stalls(), b"").await;
@@ -128,8 +135,7 @@ async fn assert_reset_after(client: &mut TcpStream, data: &[u8]) {
     assert!(got == data, "{} of {} bytes, or others", got.len(), data.len());
 }
 
-#[tokio::test]
-async fn a_reset_by_the_client_is_a_reset_for_the_target() {
+async fn a_reset_by_the_client_is_a_reset_for_the_target(link: MakeLink) {
     let mut link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
@@ -144,8 +150,7 @@ async fn a_reset_by_the_client_is_a_reset_for_the_target() {
 }
 
 /// The client resets while the target does not read: a layer that waits for flow control would miss it.
-#[tokio::test]
-async fn a_reset_passes_a_stream_that_is_blocked_the_other_way() {
+async fn a_reset_passes_a_stream_that_is_blocked_the_other_way(link: MakeLink) {
     let mut link = link().await;
     let (client, end) = carry(&link.send, stalls(), b"").await;
     let (_target, _) = within(link.targets.accept()).await.unwrap();
@@ -190,8 +195,7 @@ async fn an_end_without_a_status_is_a_reset() {
     }
 }
 
-#[tokio::test]
-async fn a_lost_link_is_a_reset_on_both_ends() {
+async fn a_lost_link_is_a_reset_on_both_ends(link: MakeLink) {
     let link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();
@@ -250,8 +254,7 @@ async fn the_status_of_a_refused_dial_survives_the_reset_of_the_request() {
     assert_eq!(within(client.read_u8()).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
-#[tokio::test]
-async fn a_reset_after_a_half_close_is_noticed_while_the_target_is_silent() {
+async fn a_reset_after_a_half_close_is_noticed_while_the_target_is_silent(link: MakeLink) {
     let mut link = link().await;
     let (mut client, end) = carry(&link.send, stalls(), b"").await;
     let (mut target, _) = within(link.targets.accept()).await.unwrap();

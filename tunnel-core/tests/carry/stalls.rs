@@ -9,11 +9,18 @@ use tunnel_core::carry::{StallBound, StallBudget};
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
 
-use crate::support::{carry, link, pattern, stalls, within};
+use crate::support::{MakeLink, carry, over_both, pattern, stalls, within};
+
+over_both! {
+    stalled_receivers_do_not_affect_other_connections,
+    the_longest_stalled_is_reset_above_the_bound,
+    a_slow_reader_is_spared_before_those_that_do_not_read,
+    the_memory_of_the_process_is_bounded_across_links,
+    bytes_gathered_for_a_slow_reader_arrive_in_order,
+}
 
 /// Receivers that do not read, of large and of tiny writes, neither slow nor break other connections of their link.
-#[tokio::test]
-async fn stalled_receivers_do_not_affect_other_connections() {
+async fn stalled_receivers_do_not_affect_other_connections(link: MakeLink) {
     let link = link().await;
     let stalls = stalls();
     let mut stalled = Vec::new();
@@ -61,8 +68,7 @@ async fn stalled_receivers_do_not_affect_other_connections() {
 }
 
 /// Stalled receivers may hold a bounded number of bytes: beyond it, the one without progress for longest is reset.
-#[tokio::test]
-async fn the_longest_stalled_is_reset_above_the_bound() {
+async fn the_longest_stalled_is_reset_above_the_bound(link: MakeLink) {
     let mut link = link().await;
     let window = link::STREAM_WINDOW as usize;
     // Room for one; twice that within the grace.
@@ -104,8 +110,7 @@ async fn the_longest_stalled_is_reset_above_the_bound() {
 }
 
 /// A socket whose receiver reads 10 KB/s becomes writable every ten seconds or so. That is slow, not stalled.
-#[tokio::test]
-async fn a_slow_reader_is_spared_before_those_that_do_not_read() {
+async fn a_slow_reader_is_spared_before_those_that_do_not_read(link: MakeLink) {
     let link = link().await;
     let window = link::STREAM_WINDOW as usize;
     let budget = StallBudget::new(64 * window);
@@ -153,8 +158,7 @@ async fn a_slow_reader_is_spared_before_those_that_do_not_read() {
 }
 
 /// Links that fill the memory together: the one that holds most pays, whatever its own bound.
-#[tokio::test]
-async fn the_memory_of_the_process_is_bounded_across_links() {
+async fn the_memory_of_the_process_is_bounded_across_links(link: MakeLink) {
     let window = link::STREAM_WINDOW as usize;
     let budget = StallBudget::new(8 * window);
     let (greedy, modest) = (link().await, link().await);
@@ -193,8 +197,7 @@ async fn the_memory_of_the_process_is_bounded_across_links() {
 }
 
 /// While the client does not read, small pieces are gathered, and arrive in order among large ones.
-#[tokio::test]
-async fn bytes_gathered_for_a_slow_reader_arrive_in_order() {
+async fn bytes_gathered_for_a_slow_reader_arrive_in_order(link: MakeLink) {
     let link = link().await;
     let stalls = stalls();
     let (mut client, end) = carry(&link.send, stalls.clone(), b"").await;

@@ -1,6 +1,7 @@
 //! A link in memory, and connections that are carried over it.
 
 use std::future::ready;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use h2::client::SendRequest;
 use http::{Request, Response};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, StallBound, Traffic, prepare_socket};
+use tunnel_core::carry::{Abort, Forward, Relay, RelayError, Side, StallBound, Traffic, prepare_socket};
 use tunnel_core::link::{self, Flow};
 use tunnel_core::outcome::Outcome;
 
@@ -24,7 +25,56 @@ pub(crate) struct Link {
     pub(crate) agent_ends: mpsc::UnboundedReceiver<Ended>,
 }
 
-pub(crate) async fn link() -> Link {
+/// Makes a link: one of those below.
+pub(crate) type MakeLink = fn() -> Pin<Box<dyn Future<Output = Link> + Send>>;
+
+/// Runs each test over a link with the agent, and over one with a server that passes connections on to such a link.
+macro_rules! over_both {
+    ($($test:ident),* $(,)?) => {
+        $(mod $test {
+            use crate::support;
+
+            #[tokio::test]
+            async fn direct() {
+                super::$test(|| Box::pin(support::direct())).await;
+            }
+
+            #[tokio::test]
+            async fn passed_on() {
+                super::$test(|| Box::pin(support::passed_on())).await;
+            }
+        })*
+    };
+}
+pub(crate) use over_both;
+
+/// A link with a server that has the link with the agent.
+pub(crate) async fn passed_on() -> Link {
+    let Link { send: to_agent, targets, agent_ends } = direct().await;
+    let (server_io, middle_io) = tokio::io::duplex(1 << 20);
+    tokio::spawn(async move {
+        let mut connection = link::server_builder().handshake(middle_io).await.unwrap();
+        let stalls = stalls();
+        while let Some(Ok((request, mut respond))) = connection.accept().await {
+            let (to_agent, stalls) = (to_agent.clone(), stalls.clone());
+            tokio::spawn(async move {
+                let mut to_agent = to_agent.ready().await.unwrap();
+                let (response, mut send) = to_agent.send_request(Request::new(()), false).unwrap();
+                let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+                let forward = Forward { stalls: &stalls, abort: &abort, traffic: &traffic };
+                let answer = async { Ok(response.await?) };
+                // The two ends say how it ended.
+                let _ = forward.run((request.into_body(), &mut respond), &mut send, answer).await;
+            });
+        }
+    });
+    let (send, connection) = link::client_builder().handshake(server_io).await.unwrap();
+    tokio::spawn(connection);
+    Link { send, targets, agent_ends }
+}
+
+/// A link with the agent.
+pub(crate) async fn direct() -> Link {
     let (server_io, agent_io) = tokio::io::duplex(1 << 20);
     let targets = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = targets.local_addr().unwrap();

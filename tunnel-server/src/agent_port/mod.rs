@@ -1,4 +1,4 @@
-//! The agent port: accepts, does mutual TLS, and by ALPN serves an agent's link or gRPC (enrolment).
+//! The agent port: accepts, does mutual TLS, and by ALPN serves an agent's link, another server's, or gRPC (enrolment).
 
 mod additional;
 mod attach;
@@ -6,6 +6,8 @@ mod enroll;
 mod gate;
 mod known;
 mod link;
+mod passed_on;
+mod peer;
 mod shut_out;
 
 use std::io;
@@ -17,7 +19,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
-use tunnel_core::identity::{ALPN_GRPC, ALPN_TUNNEL, ServerTls, node_of_certificate, validity};
+use tunnel_core::identity::{
+    ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, Client, ServerTls, client_of_certificate, validity,
+};
 use tunnel_core::link::{HANDSHAKE_TIMEOUT, tune_link};
 
 pub use self::link::LinkContext;
@@ -26,6 +30,7 @@ pub use enroll::{enroll_routes, for_client};
 
 use crate::accept::accept;
 use crate::admission::Place;
+use crate::door::DoorContext;
 use crate::pki::EnrollService;
 use crate::session::Workers;
 use attach::Presented;
@@ -40,6 +45,8 @@ pub struct AgentPort {
     workers: Arc<Workers>,
     context: Arc<LinkContext>,
     enroll: EnrollConnections,
+    /// For connections that other servers pass on.
+    doors: DoorContext,
     gate: Gate,
     links: TaskTracker,
 }
@@ -51,13 +58,16 @@ impl AgentPort {
         workers: Arc<Workers>,
         enroll: EnrollService,
         context: LinkContext,
+        doors: DoorContext,
         budget: &Budget,
     ) -> Arc<Self> {
+        context.metrics.door(passed_on::DOOR);
         Arc::new(Self {
             tls,
             workers,
             enroll: EnrollConnections::new(enroll, context.metrics.clone(), context.draining.clone()),
             context: Arc::new(context),
+            doors,
             gate: Gate::new(budget),
             links: TaskTracker::new(),
         })
@@ -125,11 +135,11 @@ impl AgentPort {
         let connection = stream.get_ref().1;
         let certificate = connection.peer_certificates().and_then(|chain| chain.first()).cloned();
         let denied = io::ErrorKind::PermissionDenied;
-        let node = certificate.as_ref().map(node_of_certificate).transpose();
-        let node = node.map_err(|error| io::Error::new(denied, error))?;
+        let client = certificate.as_ref().map(client_of_certificate).transpose();
+        let client = client.map_err(|error| io::Error::new(denied, error))?;
         match connection.alpn_protocol() {
             Some(ALPN_TUNNEL) => {
-                let (Some(node), Some(certificate)) = (node, &certificate) else {
+                let (Some(Client::Agent(node)), Some(certificate)) = (client, &certificate) else {
                     return Err(io::Error::new(denied, "an agent's link needs a client certificate").into());
                 };
                 let validity = validity(certificate).map_err(|error| io::Error::new(denied, error))?;
@@ -148,7 +158,24 @@ impl AgentPort {
                 let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
                 worker.spawn(self.links.track_future(link));
             }
+            Some(ALPN_PEER) => {
+                let Some(Client::Server(server_id)) = client else {
+                    return Err(io::Error::new(denied, "it needs the certificate of a server").into());
+                };
+                drop(place);
+                let link =
+                    peer::serve(self.context.clone(), self.doors.clone(), Box::new(stream), peer, server_id);
+                let link = self.context.stop.clone().run_until_cancelled_owned(Box::pin(link));
+                worker.spawn(self.links.track_future(link));
+            }
             Some(ALPN_GRPC) => {
+                let node = match client {
+                    Some(Client::Agent(node)) => Some(node),
+                    Some(Client::Server(_)) => {
+                        return Err(io::Error::new(denied, "servers have nothing to enrol").into());
+                    }
+                    None => None,
+                };
                 let enrol_place = match &node {
                     Some(node) => self.gate.certified(node, peer.ip()).map(EnrollPlace::Certified),
                     None => self.gate.enrolment(peer.ip()).map(EnrollPlace::Stranger),
@@ -158,7 +185,7 @@ impl AgentPort {
                 self.enroll.serve(stream, peer, certificate, enrol_place).await?;
             }
             _ => {
-                let offered = "the client offered neither postern/1 nor h2";
+                let offered = "the client offered none of postern/1, postern-peer/1 and h2";
                 return Err(io::Error::new(io::ErrorKind::InvalidData, offered).into());
             }
         }

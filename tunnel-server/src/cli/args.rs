@@ -123,6 +123,10 @@ pub struct RunArgs {
     /// Additional IP addresses in the server's certificate, comma-separated [default: none; it has this host's].
     #[arg(long, value_name = "IPS", default_value = "", hide_default_value = true)]
     pub cert_ips: String,
+    /// Agent ports of the other servers, comma-separated HOST:PORT; this server's own may be among them [default: none; in a
+    /// cluster the Service's EndpointSlices name them]. A server passes connections on to the one that has the node.
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
+    pub peers: String,
     /// TCP congestion control of the links for what this server sends: auto (BBR where the kernel has it and permits it, else the
     /// system's), system, or the kernel's name of one.
     #[arg(long, value_name = "NAME", default_value = "auto")]
@@ -194,6 +198,7 @@ impl RunArgs {
             token_enrollment,
             cert_dns_names: config::dns_names(&self.cert_dns_names)?,
             cert_ips: parse_ips("--cert-ips", &self.cert_ips)?,
+            peers: config::peers(&self.peers)?,
             congestion: Congestion::parse("--congestion-control", &self.congestion_control)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
             log_format: parse_with("--log-format", &self.log_format)?,

@@ -262,6 +262,10 @@ fn errors_name_key_value_and_reason() {
         (&["--cert-dns-names=a,b c"], "--cert-dns-names=a,b c: \"b c\" is not a DNS name"),
         (&["--cert-ips=a"], "--cert-ips=a: \"a\" is not an IP address"),
         (
+            &["--peers=tunnel-2"],
+            "--peers=tunnel-2: not HOST:PORT; use one such as tunnel.example.org:10262 or [fd00::1]:10262",
+        ),
+        (
             &["--congestion-control=BBR"],
             "--congestion-control=BBR: not auto, system, or the kernel's name of an algorithm, such as bbr or cubic",
         ),
@@ -340,6 +344,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("token-enrollment", None),
     ("cert-dns-names", None),
     ("cert-ips", None),
+    ("peers", None),
     ("congestion-control", Some("auto")),
     ("drain-timeout", Some("30s")),
     ("log-format", Some("text")),

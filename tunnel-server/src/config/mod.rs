@@ -4,8 +4,8 @@ mod parse;
 mod parts;
 
 pub(crate) use parse::{
-    dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, refuse_or_allow, token_range,
-    token_range_v6,
+    dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, peers, refuse_or_allow,
+    token_range, token_range_v6,
 };
 
 use std::collections::BTreeSet;
@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_core::config::{ConfigError, duration_text};
+use tunnel_core::config::{ConfigError, HostPort, duration_text};
 use tunnel_core::link::Congestion;
 use tunnel_core::logging;
 
@@ -66,6 +66,8 @@ pub struct Config {
     pub token_enrollment: bool,
     pub cert_dns_names: Vec<String>,
     pub cert_ips: Vec<IpAddr>,
+    /// The agent ports of the other servers, in addition to those that a cluster names.
+    pub peers: BTreeSet<HostPort>,
     /// Of the links, for what this server sends.
     pub congestion: Congestion,
     pub drain_timeout: Duration,
@@ -109,6 +111,7 @@ impl Config {
             ("token-enrollment", on_off(self.token_enrollment)),
             ("cert-dns-names", list(&self.cert_dns_names)),
             ("cert-ips", list(&self.cert_ips)),
+            ("peers", list(&self.peers)),
             ("congestion-control", self.congestion.to_string()),
             ("drain-timeout", duration_text(self.drain_timeout)),
             ("log-format", self.log_format.to_string()),

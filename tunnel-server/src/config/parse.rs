@@ -1,9 +1,10 @@
 //! Parsers of the values that only the server's flags have.
 
+use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_core::config::{ConfigError, parse_cidr, parse_cidrs, parse_ip, parse_port};
+use tunnel_core::config::{ConfigError, HostPort, parse_cidr, parse_cidrs, parse_ip, parse_port, parse_with};
 
 /// Where the http door listens. None: nowhere.
 pub(crate) fn insecure_address(address: &str, port: &str) -> Result<Option<SocketAddr>, ConfigError> {
@@ -14,6 +15,12 @@ pub(crate) fn insecure_address(address: &str, port: &str) -> Result<Option<Socke
         return Err(ConfigError::new(KEY, address, reason));
     }
     Ok(parse_port("--insecure-port", port)?.map(|port| SocketAddr::new(ip, port)))
+}
+
+/// The agent ports of other servers.
+pub(crate) fn peers(value: &str) -> Result<BTreeSet<HostPort>, ConfigError> {
+    let entries = value.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    entries.map(|entry| parse_with("--peers", entry)).collect()
 }
 
 pub(crate) fn on_or_off(key: &str, value: &str) -> Result<bool, ConfigError> {

@@ -10,6 +10,7 @@ use tunnel_core::lifecycle::Drain;
 use tunnel_core::outcome::Outcome;
 
 use crate::metrics::Metrics;
+use crate::peers::Peers;
 use crate::route::Router;
 use crate::session::Sessions;
 
@@ -38,6 +39,7 @@ pub trait Door: Send + Sync + 'static {
 pub struct DoorContext {
     pub router: Arc<Router>,
     pub sessions: Arc<Sessions>,
+    pub peers: Arc<Peers>,
     pub metrics: Metrics,
     /// Tracks the connections in flight.
     pub drain: Drain,

@@ -12,15 +12,16 @@ mod https;
 mod preface;
 mod redirect;
 mod resolve;
+mod way;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, TcpStream};
-use tunnel_core::carry::{Abort, RelayError, Side, end_on_drop, prepare_socket};
-use tunnel_core::identity::NodeName;
+use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
+pub(crate) use access_log::AccessLogGuard;
 pub use context::{Door, DoorContext, OpenError, OpenRequest};
 pub use http::Http;
 pub use https::Https;
@@ -28,8 +29,7 @@ pub use redirect::Redirected;
 
 use crate::accept::accept;
 use crate::admission::{Full, Share, Shares};
-use crate::session::{Session, Sessions, Taken};
-use access_log::AccessLogGuard;
+use way::Way;
 
 /// Serves a door until the drain starts. `shares` bounds its connections, for as long as they last.
 pub(crate) async fn serve<D: Door>(door: D, listener: TcpListener, context: DoorContext, shares: Shares) {
@@ -85,18 +85,22 @@ async fn receive<D: Door>(
         record.end(Outcome::Busy, &full);
         return;
     }
-    let Some(session) = context.sessions.get(&request.node) else {
-        let reason = no_tunnel(&context.sessions, &request.node);
-        D::failed(&mut socket, Outcome::NoTunnel, &reason).await;
-        record.end(Outcome::NoTunnel, &reason);
-        return;
+    let way = match Way::find(&context, &request, client).await {
+        Ok(way) => way,
+        Err(reason) => {
+            D::failed(&mut socket, Outcome::NoTunnel, &reason).await;
+            record.end(Outcome::NoTunnel, &reason);
+            return;
+        }
     };
+    if let Some(server_id) = way.server_id() {
+        record.via(server_id);
+    }
     // From the accepting thread to the one that owns the link; both directions are relayed there.
-    let link = session.links.take();
-    let worker = link.worker.clone();
+    let worker = way.link().worker.clone();
     match socket.into_std() {
         Ok(socket) => {
-            worker.spawn(carry::<D>(socket, request, session, link, record));
+            worker.spawn(carry::<D>(socket, request, way, record));
         }
         Err(error) => record.end(Outcome::ClientReset, &error),
     }
@@ -116,29 +120,35 @@ fn over_limit<D: Door>(context: &DoorContext, client: SocketAddr, full: &Full) {
 async fn carry<D: Door>(
     socket: std::net::TcpStream,
     request: OpenRequest,
-    session: Arc<Session>,
-    link: Taken,
+    mut way: Way,
     mut record: AccessLogGuard,
 ) {
     let mut socket = match TcpStream::from_std(socket) {
         Ok(socket) => socket,
         Err(error) => return record.end(Outcome::ClientReset, &error),
     };
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session));
+    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(way.carried()));
     let ended = {
+        let over = way.link().over.clone();
         let connected = |took| record.dialled(took);
-        let mut carrying = std::pin::pin!(session.carry(
-            &link,
-            (&mut socket, request.prefix),
-            request.target,
-            &abort,
-            &traffic,
-            connected
-        ));
+        let mut carrying = std::pin::pin!(async {
+            let asked = way.ask(request.target).await?;
+            let on = way.on();
+            let (mut send, answer) = asked.answer(on, request.target, connected);
+            Relay {
+                side: Side::Server,
+                flow: &on.link.flow,
+                stalls: on.stalls,
+                abort: &abort,
+                traffic: &traffic,
+            }
+            .run(&mut socket, request.prefix, &mut send, answer)
+            .await
+        });
         tokio::select! {
             biased;
             ended = &mut carrying => ended,
-            () = link.over.cancelled() => {
+            () = over.cancelled() => {
                 abort.trigger(record.why_over());
                 carrying.await
             }
@@ -157,18 +167,11 @@ async fn carry<D: Door>(
     }
 }
 
-fn no_tunnel(sessions: &Sessions, node: &NodeName) -> String {
-    match sessions.last_end(node) {
-        Some(end) => format!("no tunnel to node {node} (last seen {} s ago)", end.at.elapsed().as_secs()),
-        None => format!("no tunnel to node {node} (not seen since this server started)"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn size_of_future<A, B, C, D, E, F>(_: fn(A, B, C, D, E) -> F) -> usize {
+    fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
         size_of::<F>()
     }
 

@@ -10,6 +10,7 @@ pub mod read;
 mod reconcile;
 pub mod write;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,16 +22,18 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::{Health, KubeError};
 
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
 use self::read::authority::{self, AuthorityError};
 use self::read::revocations::RevocationMap;
-use self::read::{configmap, names, nodes, revocations, service_ranges};
+use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, Selector, SourceStatus};
+use crate::peers::Peers;
 use crate::pki::{
     Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
 };
@@ -52,6 +55,8 @@ pub struct Kube {
 pub struct Parts<'a> {
     pub router: Arc<Router>,
     pub sessions: Arc<Sessions>,
+    /// The other servers.
+    pub fleet: Arc<Peers>,
     pub certificate: Arc<ServerCertificate>,
     /// What the certificate names in any cluster.
     pub server_names: ServerNames,
@@ -61,6 +66,10 @@ pub struct Parts<'a> {
     pub allow_empty: bool,
     pub doors: Doors,
     pub state_dir: PathBuf,
+    /// Other servers that were given, for those that the cluster names.
+    pub given_peers: BTreeSet<HostPort>,
+    /// Gets the other servers.
+    pub peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
     pub pki_metrics: PkiMetrics,
     /// Gets the ConfigMap's ports.
     pub settings: watch::Sender<Arc<Settings>>,
@@ -157,12 +166,14 @@ impl Kube {
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors, parts.settings));
         tasks.spawn(service_ranges::run(context.clone(), router.clone()));
         tasks.spawn(follow_ports(router, context.settings.clone(), stop));
+        let (given, state_dir) = (parts.given_peers, parts.state_dir.clone());
+        tasks.spawn(peers::run(context.clone(), given, state_dir, parts.peers));
         tasks.spawn(authority::follow(context.clone(), parts.state_dir));
         tasks.spawn(revocations::follow(context.clone(), parts.revocations));
         tasks.spawn(csr::run(writers.clone(), parts.certificate.ca(), parts.standing, parts.pki_metrics));
         tasks.spawn(dns::run(writers.clone(), events.clone()));
         tasks.spawn(service::run(writers.clone(), doors));
-        tasks.spawn(tunnels::run(writers, events, parts.sessions));
+        tasks.spawn(tunnels::run(writers, events, parts.sessions, parts.fleet));
         tasks.spawn(names::run(context, parts.certificate, parts.server_names));
     }
 }

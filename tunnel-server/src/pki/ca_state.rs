@@ -10,8 +10,8 @@ use rcgen::{
 use rustls_pki_types::CertificateDer;
 use serde::Serialize;
 use tunnel_core::identity::{
-    BACKDATE, CsrKey, NodeName, PrivateKey, SERVER_NAME, TrustBundle, Validity, agent_distinguished_name,
-    public_key_hash, validity,
+    BACKDATE, CsrKey, NodeName, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME,
+    TrustBundle, Validity, agent_distinguished_name, public_key_hash, validity,
 };
 use x509_parser::prelude::{FromDer, X509Certificate};
 
@@ -245,6 +245,19 @@ impl CaState {
             issued.chain.push(other.certificate.clone());
         }
         Ok((issued, key))
+    }
+
+    /// Creates a key and a certificate for what the server says to other servers: `O=postern:servers`,
+    /// `CN=postern:server:<id>`, client authentication only.
+    pub fn issue_peer(&self, server_id: &str) -> Result<(IssuedCertificate, PrivateKey), PkiError> {
+        let key = PrivateKey::generate()?;
+        let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::OrganizationName, PEER_ORGANIZATION);
+        let name = format!("{PEER_COMMON_NAME_PREFIX}{server_id}");
+        params.distinguished_name.push(DnType::CommonName, name);
+        set_validity(&mut params, SystemTime::now(), self.lifetimes.server);
+        Ok((self.sign(&params, &key)?, key))
     }
 
     fn sign(

@@ -5,10 +5,12 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use arc_swap::ArcSwap;
+use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::identity::{ServerTls, Validity, validity};
+use tunnel_core::identity::{ServerTls, Validity, peer_tls, validity};
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::net::interface_addresses;
 
@@ -58,6 +60,8 @@ fn local_addresses() -> Vec<IpAddr> {
 /// addresses or the CA's files change. The key never touches the disk: each start makes a new one.
 pub struct ServerCertificate {
     tls: Arc<ServerTls>,
+    /// With which this server dials others.
+    peer_tls: Arc<ArcSwap<ClientConfig>>,
     ca: watch::Receiver<Arc<CaState>>,
     names: watch::Sender<ServerNames>,
     _task: AbortOnDropHandle<()>,
@@ -68,19 +72,22 @@ impl ServerCertificate {
     ///
     /// # Errors
     /// An unusable CA, or a name that cannot be in a certificate.
-    pub fn start(ca: Ca, names: ServerNames, metrics: PkiMetrics) -> Result<Self, PkiError> {
+    pub fn start(ca: Ca, names: ServerNames, server_id: &str, metrics: PkiMetrics) -> Result<Self, PkiError> {
         let fingerprint = ca.fingerprint()?;
         let state = Arc::new(ca.state()?);
         let sans = names.sans();
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
         let tls = Arc::new(ServerTls::new(issued.chain, &key.to_der(), state.bundle())?);
+        let peer_tls = Arc::new(ArcSwap::from(peer_config(&state, server_id)?));
         let (names_sender, names) = watch::channel(names);
         let (state_sender, state_receiver) = watch::channel(state);
         let renewal = Renewal {
             ca,
             metrics,
             tls: Arc::clone(&tls),
+            peer_tls: Arc::clone(&peer_tls),
+            server_id: server_id.to_owned(),
             state: state_sender,
             names,
             fingerprint,
@@ -90,12 +97,17 @@ impl ServerCertificate {
         };
         renewal.report();
         let task = AbortOnDropHandle::new(tokio::spawn(renewal.run()));
-        Ok(Self { tls, ca: state_receiver, names: names_sender, _task: task })
+        Ok(Self { tls, peer_tls, ca: state_receiver, names: names_sender, _task: task })
     }
 
     /// The TLS settings of the agent port, kept current.
     pub fn tls(&self) -> Arc<ServerTls> {
         Arc::clone(&self.tls)
+    }
+
+    /// The TLS settings with which this server dials others, kept current: load them for each connection.
+    pub fn peer_tls(&self) -> Arc<ArcSwap<ClientConfig>> {
+        Arc::clone(&self.peer_tls)
     }
 
     /// The current CA; its changes are sent to the agents.
@@ -121,10 +133,17 @@ fn leaf_validity(issued: &IssuedCertificate) -> Result<Validity, PkiError> {
     Ok(validity(leaf)?)
 }
 
+fn peer_config(state: &CaState, server_id: &str) -> Result<Arc<ClientConfig>, PkiError> {
+    let (issued, key) = state.issue_peer(server_id)?;
+    Ok(peer_tls(issued.chain, &key.to_der(), state.bundle())?)
+}
+
 struct Renewal {
     ca: Ca,
     metrics: PkiMetrics,
     tls: Arc<ServerTls>,
+    peer_tls: Arc<ArcSwap<ClientConfig>>,
+    server_id: String,
     state: watch::Sender<Arc<CaState>>,
     names: watch::Receiver<ServerNames>,
     fingerprint: String,
@@ -171,7 +190,9 @@ impl Renewal {
         }
         let (issued, key) = state.issue_server(&sans.0, &sans.1)?;
         let validity = leaf_validity(&issued)?;
+        let peer_tls = peer_config(&state, &self.server_id)?;
         self.tls.replace(issued.chain, &key.to_der(), state.bundle())?;
+        self.peer_tls.store(peer_tls);
         (self.validity, self.sans, self.fingerprint) = (validity, sans, fingerprint);
         tracing::info!(
             ca_changed,

@@ -17,6 +17,6 @@ pub use claims_file::{keep_claims, load_claims};
 pub use config::{RouterConfig, host_addresses};
 pub use conflict::{Conflict, ConflictKind};
 pub use follow::{follow, update, update_services};
-pub use router::Router;
+pub use router::{Holder, Router};
 pub use snapshot::{ByAddress, NodeAddress, Snapshot};
 pub use tokens::QUARANTINE;

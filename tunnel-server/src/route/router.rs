@@ -57,9 +57,31 @@ struct Ports {
     loopback: BTreeSet<u16>,
 }
 
+/// Who may have a tunnel to a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holder {
+    This,
+    /// At least one of the other servers.
+    Peers,
+}
+
+/// Who has a tunnel to a node.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    here: bool,
+    elsewhere: bool,
+}
+
+impl Held {
+    fn anywhere(self) -> bool {
+        self.here || self.elsewhere
+    }
+}
+
 #[derive(Debug)]
 struct RouterState {
-    live: HashSet<NodeName>,
+    /// Nodes without any tunnel are not in it.
+    live: HashMap<NodeName, Held>,
     desired: Desired,
     /// The keys in `desired.routes` whose `up` follows the node.
     routes_of: HashMap<NodeName, Vec<IpNet>>,
@@ -73,7 +95,7 @@ impl Router {
     /// Without any node. Metrics go into `registry`, which has the prefix `postern`.
     pub fn new(config: RouterConfig, registry: &mut Registry) -> Self {
         let state = RouterState {
-            live: HashSet::new(),
+            live: HashMap::new(),
             desired: Desired { ports: config.ports.clone(), ..Desired::default() },
             routes_of: HashMap::new(),
             flipped: None,
@@ -154,7 +176,7 @@ impl Router {
             self.snapshot.swap(snapshot),
         );
         for node in state.flipped.take().unwrap_or_default() {
-            let live = state.live.contains(&node);
+            let live = state.live.contains_key(&node);
             state.set_up(&node, live);
         }
         state.generation += 1;
@@ -176,7 +198,7 @@ impl Router {
         for nodes in nodes.chunks(CHUNK) {
             let up: Vec<_> = {
                 let state = self.lock();
-                nodes.iter().filter(|(node, _)| state.live.contains(*node)).collect()
+                nodes.iter().filter(|(node, _)| state.live.contains_key(*node)).collect()
             };
             for net in up.into_iter().flat_map(|(_, nets)| nets.iter()) {
                 if let Some(target) = planned.routes.get_mut(net) {
@@ -205,12 +227,22 @@ impl Router {
         })
     }
 
-    /// Sets whether any server holds a tunnel to the node, and so whether its routes are up. The cost does not depend on
-    /// the number of nodes. A node that the inventory does not have yet is remembered.
-    pub fn set_live(&self, node: &NodeName, live: bool) {
+    /// Sets whether `holder` has a tunnel to the node; its routes are up while anyone has. The cost does not depend on the
+    /// number of nodes. A node that the inventory does not have yet is remembered.
+    pub fn set_live(&self, node: &NodeName, holder: Holder, live: bool) {
         let mut state = self.lock();
-        let changed = if live { state.live.insert(node.clone()) } else { state.live.remove(node) };
-        if !changed {
+        let before = state.live.get(node).copied().unwrap_or_default();
+        let held = match holder {
+            Holder::This => Held { here: live, ..before },
+            Holder::Peers => Held { elsewhere: live, ..before },
+        };
+        let live = held.anywhere();
+        if live {
+            state.live.insert(node.clone(), held);
+        } else {
+            state.live.remove(node);
+        }
+        if live == before.anywhere() {
             return;
         }
         if let Some(flipped) = &mut state.flipped {

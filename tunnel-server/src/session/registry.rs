@@ -6,13 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use tokio::sync::watch;
+use tokio::sync::{broadcast, watch};
 use tunnel_core::identity::NodeName;
 
 use super::Session;
 use crate::metrics::Metrics;
-use crate::route::Router;
+use crate::route::{Holder, Router};
 
+/// Moves that a follower may be behind before it has to begin anew.
+const MOVES: usize = 1 << 14;
 /// Of how many nodes the end of the last session is remembered; beyond it the oldest is forgotten.
 const REMEMBERED: usize = 1 << 17;
 
@@ -45,6 +47,13 @@ pub(crate) enum Forgotten {
     Lost,
 }
 
+/// A node has got its session here, or has lost it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Move {
+    pub(crate) node: NodeName,
+    pub(crate) here: bool,
+}
+
 /// How a node's last session ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LastEnd {
@@ -63,6 +72,7 @@ pub struct Sessions {
     router: Arc<Router>,
     metrics: Metrics,
     changed: watch::Sender<u64>,
+    moves: broadcast::Sender<Move>,
 }
 
 impl Sessions {
@@ -76,6 +86,7 @@ impl Sessions {
             router,
             metrics,
             changed: watch::Sender::new(0),
+            moves: broadcast::Sender::new(MOVES),
         }
     }
 
@@ -106,6 +117,20 @@ impl Sessions {
     /// Grows whenever a node gets or loses its session. A receiver sees many changes as one.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
+    }
+
+    /// The nodes with a session, and every move from there on.
+    pub(crate) fn follow(&self) -> (Vec<NodeName>, broadcast::Receiver<Move>) {
+        let live = self.live.read().unwrap_or_else(PoisonError::into_inner);
+        (live.keys().cloned().collect(), self.moves.subscribe())
+    }
+
+    /// To be called under the lock, so that followers see changes in their order.
+    fn moved(&self, node: &NodeName, here: bool) {
+        self.router.set_live(node, Holder::This, here);
+        self.changed.send_modify(|changes| *changes += 1);
+        // Nobody may be following.
+        let _ = self.moves.send(Move { node: node.clone(), here });
     }
 
     /// When and why the node's last session ended, whether or not it has another one now.
@@ -146,10 +171,8 @@ impl Sessions {
         }
         let older = live.insert(node.clone(), session);
         self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
-        // Under the lock, so that the router sees changes in the same order.
-        self.router.set_live(&node, true);
         if older.is_none() {
-            self.changed.send_modify(|changes| *changes += 1);
+            self.moved(&node, true);
         }
         Ok(older)
     }
@@ -163,8 +186,7 @@ impl Sessions {
             }
             live.remove(&session.node);
             self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
-            self.router.set_live(&session.node, false);
-            self.changed.send_modify(|changes| *changes += 1);
+            self.moved(&session.node, false);
         }
         self.note_end(&session.node);
     }

@@ -5,7 +5,7 @@ mod report;
 mod table;
 
 pub use model::{
-    ConflictStatus, DoorStatus, InventoryStatus, LinkStatus, NodeStatus, ProgramStatus, RedirectState,
-    RedirectStatus, SessionStatus, StatusReport,
+    ConflictStatus, DoorStatus, InventoryStatus, LinkStatus, NodeStatus, PeerStatus, ProgramStatus,
+    RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 pub use report::{AGENTS, Reporter, SourceReport};

@@ -19,6 +19,9 @@ pub struct StatusReport {
     pub pending: Vec<String>,
     pub nodes: Vec<NodeStatus>,
     pub doors: Vec<DoorStatus>,
+    /// The other servers that this one is linked with.
+    #[serde(default)]
+    pub peers: Vec<PeerStatus>,
     pub redirect: RedirectStatus,
     pub inventory: InventoryStatus,
 }
@@ -29,7 +32,11 @@ pub struct NodeStatus {
     pub addresses: Vec<IpAddr>,
     /// False: an agent is attached, but the inventory has no edge node of that name.
     pub in_inventory: bool,
+    /// An agent is attached to this server.
     pub connected: bool,
+    /// Other servers that have the node, by their ids.
+    #[serde(default)]
+    pub via: Vec<String>,
     /// Only while connected.
     pub session: Option<SessionStatus>,
     /// Seconds since the last session ended, if one has since the server started; also while there is another one.
@@ -70,6 +77,26 @@ pub struct LinkStatus {
     pub retransmits: u32,
     /// Bytes that one connection may have in flight.
     pub window: u32,
+}
+
+/// Another server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PeerStatus {
+    pub server_id: String,
+    pub version: String,
+    /// Where it was dialled.
+    pub address: String,
+    pub since_s: u64,
+    /// None before the first PING.
+    pub rtt_ms: Option<f64>,
+    /// It stops soon.
+    pub draining: bool,
+    /// How many nodes are attached to it.
+    pub nodes: usize,
+    /// Connections that it carries for this server.
+    pub connections: u32,
+    pub bytes_to_node: u64,
+    pub bytes_from_node: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

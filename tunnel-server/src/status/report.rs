@@ -10,11 +10,12 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Readiness;
 
 use super::model::{
-    DoorStatus, InventoryStatus, LinkStatus, NodeStatus, ProgramStatus, RedirectState, RedirectStatus,
-    SessionStatus, StatusReport,
+    DoorStatus, InventoryStatus, LinkStatus, NodeStatus, PeerStatus, ProgramStatus, RedirectState,
+    RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
 use crate::metrics::Metrics;
+use crate::peers::Peers;
 use crate::redirect::Redirect;
 use crate::route::Router;
 use crate::session::{Link, Session, Sessions};
@@ -49,6 +50,7 @@ pub struct Reporter {
     pub started: Instant,
     pub readiness: Readiness,
     pub sessions: Arc<Sessions>,
+    pub peers: Arc<Peers>,
     pub router: Arc<Router>,
     pub source: SourceReport,
     pub metrics: Metrics,
@@ -76,6 +78,7 @@ impl Reporter {
             pending: self.readiness.names(),
             nodes: self.nodes(),
             doors: self.doors(),
+            peers: self.peers(),
             redirect: self.redirect(),
             inventory: InventoryStatus {
                 source: (self.source)(),
@@ -114,6 +117,7 @@ impl Reporter {
             addresses,
             in_inventory,
             connected: session.is_some(),
+            via: self.peers.holders(&name).iter().map(|peer| peer.server_id.clone()).collect(),
             session: session.map(|session| SessionStatus {
                 peer: session.peer,
                 epoch: session.epoch,
@@ -130,6 +134,28 @@ impl Reporter {
             last_end: end.and_then(|end| end.reason.map(|reason| reason.to_string())),
             name,
         }
+    }
+
+    fn peers(&self) -> Vec<PeerStatus> {
+        let mut peers: Vec<_> = self
+            .peers
+            .all()
+            .iter()
+            .map(|peer| PeerStatus {
+                server_id: peer.server_id.clone(),
+                version: peer.version.clone(),
+                address: peer.address.clone(),
+                since_s: peer.since.elapsed().as_secs(),
+                rtt_ms: peer.rtt().map(milliseconds),
+                draining: peer.is_draining(),
+                nodes: peer.node_count(),
+                connections: peer.connections(),
+                bytes_to_node: peer.carried.from_socket.get(),
+                bytes_from_node: peer.carried.to_socket.get(),
+            })
+            .collect();
+        peers.sort_by(|a, b| a.server_id.cmp(&b.server_id));
+        peers
     }
 
     fn doors(&self) -> Vec<DoorStatus> {

@@ -42,10 +42,27 @@ impl StatusReport {
             };
             writeln!(out, "door {} at {}: {activity}", harmless(&door.name), door.address)?;
         }
+        for peer in &self.peers {
+            let state = if peer.draining { "draining" } else { "up" };
+            writeln!(
+                out,
+                "server {} at {}: {state} {}, {} nodes, {} connections passed to it",
+                harmless(&peer.server_id),
+                harmless(&peer.address),
+                age(peer.since_s),
+                peer.nodes,
+                peer.connections
+            )?;
+        }
         self.redirect.write(out)?;
         self.write_inventory(out, all)?;
         let connected = self.nodes.iter().filter(|node| node.connected).count();
-        writeln!(out, "nodes: {connected} of {} connected", self.nodes.len())?;
+        let elsewhere = self.nodes.iter().filter(|node| !node.connected && !node.via.is_empty()).count();
+        write!(out, "nodes: {connected} of {} connected", self.nodes.len())?;
+        if elsewhere > 0 {
+            write!(out, ", {elsewhere} to other servers")?;
+        }
+        writeln!(out)?;
         self.write_nodes(out, all)
     }
 
@@ -123,7 +140,8 @@ impl NodeStatus {
     /// What needs attention comes first.
     fn rank(&self) -> u8 {
         match &self.session {
-            None => 0,
+            None if self.via.is_empty() => 0,
+            None => 3,
             Some(_) if !self.in_inventory => 1,
             Some(session) if session.stalled > 0 => 2,
             Some(_) => 3,
@@ -133,6 +151,7 @@ impl NodeStatus {
     fn row(&self) -> Vec<String> {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let state = match (&self.session, self.last_seen_s) {
+            (None, _) if !self.via.is_empty() => format!("at {}", harmless(&self.via.join(" "))),
             (Some(session), _) if self.in_inventory => format!("up {}", age(session.since_s)),
             (Some(session), _) => format!("NOT IN INVENTORY {}", age(session.since_s)),
             (None, Some(ago)) => format!("DOWN {}", age(ago)),
@@ -179,7 +198,7 @@ mod tests {
     use super::*;
     use crate::inventory::SourceStatus;
     use crate::route::{Conflict, ConflictKind};
-    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, LinkStatus, SessionStatus};
+    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, LinkStatus, PeerStatus, SessionStatus};
 
     fn link(number: u32) -> LinkStatus {
         LinkStatus {
@@ -198,6 +217,7 @@ mod tests {
             addresses: vec!["10.8.0.7".parse().unwrap()],
             in_inventory: true,
             connected: session.is_some(),
+            via: if name == "elsewhere" { vec!["cloud-2".to_owned()] } else { Vec::new() },
             session: session.map(|stalled| SessionStatus {
                 peer: "203.0.113.9:40000".parse().unwrap(),
                 epoch: 3,
@@ -235,6 +255,18 @@ mod tests {
                 connections_active: 3,
                 accepted: Some(9),
             }],
+            peers: vec![PeerStatus {
+                server_id: "cloud-2".to_owned(),
+                version: "0.1.0".to_owned(),
+                address: "192.0.2.2:10262".to_owned(),
+                since_s: 61,
+                rtt_ms: Some(0.2),
+                draining: false,
+                nodes: 7,
+                connections: 2,
+                bytes_to_node: 0,
+                bytes_from_node: 0,
+            }],
             redirect: RedirectStatus {
                 state: RedirectState::On,
                 routes: 2,
@@ -263,11 +295,12 @@ mod tests {
             node("stalls", Some(2)),
             stranger,
             node("never", None),
+            node("elsewhere", None),
             node("gone", None),
         ])
         .to_text(false);
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("no {part} in\n{text}"));
-        let order = ["\ngone", "\nnever", "\nstranger", "\nstalls", "\nb "].map(at);
+        let order = ["\ngone", "\nnever", "\nstranger", "\nstalls", "\nb ", "\nelsewhere"].map(at);
         assert!(order.is_sorted(), "{text}");
         for line in [
             "tunnel-server 0.1.0 on cloud-1, up 1d1h: NOT READY, waits for redirect\n",
@@ -275,7 +308,9 @@ mod tests {
             "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  connect4/redirected 7\n",
             "inventory /nodes.yaml: 2 edge, 1 cloud\n  NOT IN EFFECT, the last good one is: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",
-            "nodes: 3 of 5 connected\n",
+            "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections passed to it\n",
+            "nodes: 3 of 6 connected, 1 to other servers\n",
+            "at cloud-2",
             "DOWN 40s",
             "40s ago: the agent has left",
             "NEVER SEEN",
@@ -306,7 +341,8 @@ mod tests {
     fn nothing_in_the_report_reaches_the_terminal_as_a_control_character() {
         // Escape sequence, its one-character form (CSI), title, new line, tab, delete.
         const EVIL: &str = "x\u{1b}[2J\u{9b}31m\u{1b}]0;t\u{7}\r\nFORGED\t\u{7f}\0";
-        let mut report = report(vec![node("edge-1", Some(0)), node("gone", None)]);
+        let nodes = vec![node("edge-1", Some(0)), node("gone", None), node("elsewhere", None)];
+        let mut report = report(nodes);
         let lines = report.to_text(true).lines().count();
         report.version = EVIL.to_owned();
         report.server_id = EVIL.to_owned();
@@ -320,12 +356,15 @@ mod tests {
         report.inventory.conflicts[0].message = EVIL.to_owned();
         report.nodes[0].session.as_mut().unwrap().agent_version = EVIL.to_owned();
         report.nodes[1].last_end = Some(EVIL.to_owned());
+        report.nodes[2].via = vec![EVIL.to_owned()];
+        report.peers[0].server_id = EVIL.to_owned();
+        report.peers[0].address = EVIL.to_owned();
         // As the command gets it.
         let report: StatusReport = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
         let text = report.to_text(true);
         assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text:?}");
-        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 11, "{text:?}");
+        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 14, "{text:?}");
     }
 
     #[test]

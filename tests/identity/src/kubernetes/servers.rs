@@ -18,8 +18,11 @@ use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
+use tunnel_core::lifecycle::{Drain, Shutdown};
 use tunnel_core::link::Congestion;
 use tunnel_server::agent_port::{AgentPort, Budget, LinkContext};
+use tunnel_server::door::DoorContext;
+use tunnel_server::peers::Peers;
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
 use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{Sessions, Workers};
@@ -67,7 +70,7 @@ impl Port {
             host_addresses: || None,
         };
         let router = Arc::new(Router::new(config, &mut registry));
-        let sessions = Arc::new(Sessions::new(router, metrics.clone()));
+        let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
         let (bundle, trusted) = watch::channel(Arc::new(server.ca.state().unwrap().bundle().clone()));
         let (settings, known) = watch::channel(Arc::default());
         let stop = CancellationToken::new();
@@ -79,7 +82,7 @@ impl Port {
             settings: known,
             sessions: sessions.clone(),
             standing: standing.clone(),
-            metrics,
+            metrics: metrics.clone(),
             draining: CancellationToken::new(),
             forced: CancellationToken::new(),
             stop: stop.clone(),
@@ -93,7 +96,15 @@ impl Port {
             EnrollPolicy { standing: standing.clone(), tokens: true },
             PkiMetrics::default(),
         );
-        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, &Budget::of(1024));
+        let doors = DoorContext {
+            router: router.clone(),
+            sessions: sessions.clone(),
+            peers: Arc::new(Peers::new(router)),
+            metrics,
+            drain: Drain::new(Shutdown::new()),
+        };
+        let budget = Budget::of(1024);
+        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, doors, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.clone().shut_out());
@@ -259,19 +270,22 @@ async fn an_address_without_a_server_does_not_end_a_working_tunnel() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_port_leads_to_every_ready_server() {
+async fn a_node_port_leads_to_every_server_that_stays() {
     let api = ApiServer::start();
     let (server, identity, state_dir) = agent(&api).await;
     // One node port on several nodes: the same port on several addresses of loopback.
     let a = Port::of(&server, "server-a").await;
-    let slice = |name: &str, address: &str, ready: bool| {
+    let slice = |name: &str, address: &str, terminating: bool| {
         json!({
             "metadata": {"name": name, "labels": {"kubernetes.io/service-name": SERVICE}},
             "addressType": "IPv4",
-            "endpoints": [{"addresses": [address], "conditions": {"ready": ready}}],
+            "endpoints": [{
+                "addresses": [address],
+                "conditions": {"ready": !terminating, "terminating": terminating},
+            }],
         })
     };
-    api.put(SLICES, slice("a", "127.0.0.1", false));
+    api.put(SLICES, slice("a", "127.0.0.1", true));
     api.put(
         SLICES,
         json!({
@@ -288,27 +302,34 @@ async fn a_node_port_leads_to_every_ready_server() {
     );
     let agent = Agent::start(&api, &server, &identity, &state_dir).await;
     let trouble = eventually("it says what is missing", || agent.discovery.trouble()).await;
-    assert!(trouble.contains("no ready endpoint"), "{trouble}");
-    api.put(SLICES, slice("a", "127.0.0.1", true));
+    assert!(trouble.contains("no endpoint"), "{trouble}");
+    api.put(SLICES, slice("a", "127.0.0.1", false));
     agent.until(&[&a]).await;
-    api.put(SLICES, slice("b", "127.0.0.2", true));
+    api.put(SLICES, slice("b", "127.0.0.2", false));
     let addresses = |agent: &Agent| -> Vec<String> {
         agent.discovery.servers().borrow().iter().map(ToString::to_string).collect()
     };
     let both = [a.address.clone(), format!("127.0.0.2:{}", a.port())];
     eventually("both", || (addresses(&agent) == both).then_some(())).await;
-    // All of them become not ready simultaneously, as while every server restarts.
-    api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
+    // A probe that fails for a moment is no reason to leave a server.
+    api.edit(SLICES, "b", |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
+    let rest = slice("c", "127.0.0.3", false);
+    api.put(SLICES, rest);
+    let three = [both[0].clone(), both[1].clone(), format!("127.0.0.3:{}", a.port())];
+    eventually("all three", || (addresses(&agent) == three).then_some(())).await;
+    api.remove(SLICES, "c");
+    // All of them go simultaneously, as while every server restarts.
+    api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["terminating"] = json!(true));
     api.remove(SLICES, "b");
     eventually("it says so", || agent.discovery.trouble()).await;
     assert_eq!(agent.attached_to(), std::slice::from_ref(&a.address));
     // Its watches break in every way.
     api.cut_watches();
-    api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(true));
+    api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["terminating"] = json!(false));
     eventually("it is in order again", || agent.discovery.trouble().is_none().then_some(())).await;
     api.expire_watches();
     api.compact();
-    api.put(SLICES, slice("b", "127.0.0.2", true));
+    api.put(SLICES, slice("b", "127.0.0.2", false));
     eventually("both again", || (addresses(&agent) == both).then_some(())).await;
 }
 

@@ -5,5 +5,9 @@ pub mod authority;
 pub mod configmap;
 pub mod names;
 pub mod nodes;
+pub mod peers;
 pub mod revocations;
 pub mod service_ranges;
+
+/// The label by which EndpointSlices name their Service.
+const SERVICE_NAME: &str = "kubernetes.io/service-name";

@@ -16,13 +16,13 @@ use rustls_pki_types::DnsName;
 use tunnel_core::text::printable;
 use tunnel_kube::{Attempts, Followed, FollowedSet, RequestError, named};
 
+use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;
 use crate::kube::reconcile::{self, Reconcile};
 use crate::pki::{ServerCertificate, ServerNames};
 
 /// Says where agents outside reach a Service of type ClusterIP: `host:port`.
 const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
-const SERVICE_NAME: &str = "kubernetes.io/service-name";
 /// The domain of a cluster that was given none.
 const CLUSTER_DOMAIN: &str = "cluster.local";
 /// A certificate is issued for all changes within this time.

@@ -32,7 +32,7 @@ const PAGE: u32 = 500;
 /// How long one page may take.
 const PAGE_TIME: Duration = Duration::from_secs(30);
 
-/// Keeps the conditions current while this server leads, until `live` ends. `live` has the nodes with a tunnel to this
+/// Keeps the conditions current while this server leads, until `live` ends. `live` has the nodes with a tunnel to any
 /// server.
 pub(super) async fn run(context: KubeContext, live: watch::Receiver<Arc<HashSet<NodeName>>>) {
     let conditions = Conditions {

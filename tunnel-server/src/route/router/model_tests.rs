@@ -131,7 +131,7 @@ proptest! {
                 }
                 Step::Live(n, up) => {
                     let name = tests::name(&format!("n{n}"));
-                    router.set_live(&name, up);
+                    router.set_live(&name, Holder::This, up);
                     if up { live.insert(name); } else { live.remove(&name); }
                 }
                 Step::Inventory(list) => {

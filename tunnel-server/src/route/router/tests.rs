@@ -56,7 +56,7 @@ pub(super) fn inventory(nodes: Vec<InventoryNode>) -> Inventory {
 }
 
 pub(super) fn set_live(router: &Router, node: &str, live: bool) {
-    router.set_live(&name(node), live);
+    router.set_live(&name(node), Holder::This, live);
 }
 
 pub(super) fn name(text: &str) -> NodeName {
@@ -374,7 +374,7 @@ fn a_node_that_goes_up_among_100_000_keeps_every_token() {
     assert_eq!(before.routes.len(), 100_000);
     let started = Instant::now();
     for name in &names {
-        router.set_live(name, true);
+        router.set_live(name, Holder::This, true);
     }
     let flips = started.elapsed();
     let started = Instant::now();
@@ -390,9 +390,9 @@ fn a_node_that_goes_up_among_100_000_keeps_every_token() {
         let mut longest = Duration::ZERO;
         while !recomputing.is_finished() {
             let started = Instant::now();
-            router.set_live(&session, true);
-            router.set_live(&session, false);
-            router.set_live(&session, true);
+            router.set_live(&session, Holder::This, true);
+            router.set_live(&session, Holder::This, false);
+            router.set_live(&session, Holder::This, true);
             longest = longest.max(started.elapsed());
             std::thread::yield_now();
         }

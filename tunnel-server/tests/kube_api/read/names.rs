@@ -60,7 +60,8 @@ async fn the_certificate_names_every_way_to_the_services() {
     let fixture = Fixture::new(false).await;
     let ca = Ca::load_or_create(&fixture.api.dir().join("state"), Lifetimes::default()).unwrap();
     let base = ServerNames { dns: vec!["given.example.com".into()], ..ServerNames::default() };
-    let certificate = Arc::new(ServerCertificate::start(ca, base.clone(), PkiMetrics::default()).unwrap());
+    let certificate =
+        Arc::new(ServerCertificate::start(ca, base.clone(), "server-1", PkiMetrics::default()).unwrap());
     tokio::spawn(names::run(fixture.context.clone(), certificate.clone(), base));
     names_exactly(&certificate, vec![]).await;
 

@@ -7,7 +7,8 @@ use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
-use tunnel_server::kube::write::{CONDITION, tunnels};
+use tunnel_server::kube::write::CONDITION;
+use tunnel_server::kube::write::tunnels::{self, Tunnels};
 
 use crate::fixture::Fixture;
 
@@ -17,26 +18,35 @@ const NODES: &str = "/api/v1/nodes";
 #[derive(Clone)]
 struct Sessions {
     live: Arc<Mutex<Vec<NodeName>>>,
+    elsewhere: Arc<Mutex<Vec<NodeName>>>,
     changed: watch::Sender<u64>,
 }
 
 impl Sessions {
     fn start(fixture: &Fixture, live: &[&str]) -> Self {
-        let sessions = Self { live: Arc::default(), changed: watch::Sender::new(0) };
+        let elsewhere = Arc::default();
+        let sessions = Self { live: Arc::default(), elsewhere, changed: watch::Sender::new(0) };
         sessions.set(live);
-        let nodes = sessions.live.clone();
-        let live = move || nodes.lock().unwrap().clone();
-        tokio::spawn(tunnels::follow(
-            fixture.context.clone(),
-            fixture.events.clone(),
-            sessions.changed.subscribe(),
-            live,
-        ));
+        let tunnels = |nodes: &Arc<Mutex<Vec<NodeName>>>| {
+            let nodes = nodes.clone();
+            Tunnels { changed: sessions.changed.subscribe(), nodes: move || nodes.lock().unwrap().clone() }
+        };
+        let (own, elsewhere) = (tunnels(&sessions.live), tunnels(&sessions.elsewhere));
+        tokio::spawn(tunnels::follow(fixture.context.clone(), fixture.events.clone(), own, elsewhere));
         sessions
     }
 
     fn set(&self, live: &[&str]) {
-        *self.live.lock().unwrap() = live.iter().map(|node| node.parse().unwrap()).collect();
+        self.replace(&self.live, live);
+    }
+
+    /// The nodes of other servers.
+    fn set_elsewhere(&self, live: &[&str]) {
+        self.replace(&self.elsewhere, live);
+    }
+
+    fn replace(&self, nodes: &Mutex<Vec<NodeName>>, with: &[&str]) {
+        *nodes.lock().unwrap() = with.iter().map(|node| node.parse().unwrap()).collect();
         self.changed.send_modify(|changes| *changes += 1);
     }
 }
@@ -57,6 +67,22 @@ impl Fixture {
     fn status(&self, node: &str) -> Option<String> {
         Some(self.condition(node)?["status"].as_str()?.to_owned())
     }
+}
+
+#[tokio::test]
+async fn a_tunnel_to_another_server_counts_for_the_condition_but_not_for_this_servers_events() {
+    let fixture = Fixture::new(true).await;
+    for name in ["edge-1", "edge-2"] {
+        fixture.api.put(NODES, node(name, None));
+    }
+    let sessions = Sessions::start(&fixture, &["edge-1"]);
+    sessions.set_elsewhere(&["edge-2"]);
+    fixture.nodes(&["edge-1", "edge-2"], &[]);
+    for node in ["edge-1", "edge-2"] {
+        eventually("the condition", || fixture.status(node).filter(|status| status == "True")).await;
+    }
+    eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
+    assert!(fixture.notes("default", "TunnelUp", "edge-2").is_empty());
 }
 
 #[tokio::test]

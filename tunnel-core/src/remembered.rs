@@ -5,12 +5,12 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use tunnel_core::identity::IdentityError;
-use tunnel_core::identity::files::{self, PUBLIC_FILE};
+use crate::identity::IdentityError;
+use crate::identity::files::{self, PUBLIC_FILE};
 
 /// A file of the state directory with one value a line.
 #[derive(Debug)]
-pub(super) struct Remembered<T> {
+pub struct Remembered<T> {
     path: PathBuf,
     of: PhantomData<fn() -> T>,
 }
@@ -25,12 +25,13 @@ impl<T> Remembered<T>
 where
     T: FromStr<Err: Display> + Display + PartialEq,
 {
-    pub(super) fn new(state_dir: &Path, file: &str) -> Self {
+    /// The file of that name.
+    pub fn new(state_dir: &Path, file: &str) -> Self {
         Self { path: state_dir.join(file), of: PhantomData }
     }
 
-    /// Lines that cannot be parsed are left out: the API server will replace them.
-    pub(super) fn read(&self) -> Vec<T> {
+    /// Lines that cannot be parsed are left out: they will be found anew.
+    pub fn read(&self) -> Vec<T> {
         let text = match files::read_optional(&self.path) {
             Ok(text) => text.unwrap_or_default(),
             Err(error) => {
@@ -51,7 +52,11 @@ where
         values
     }
 
-    pub(super) fn write(&self, values: &[T]) -> Result<(), IdentityError> {
+    /// Replaces them all.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn write(&self, values: &[T]) -> Result<(), IdentityError> {
         let text: String = values.iter().map(|value| format!("{value}\n")).collect();
         if let Some(directory) = self.path.parent() {
             files::create_private_directory(directory)?;
@@ -62,9 +67,8 @@ where
 
 #[cfg(test)]
 mod tests {
-    use tunnel_core::config::HostPort;
-
     use super::*;
+    use crate::config::HostPort;
 
     #[test]
     fn written_values_are_read_and_broken_lines_are_left_out() {

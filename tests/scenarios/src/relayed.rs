@@ -1,0 +1,157 @@
+//! Connections to a node whose agent is attached to another server only.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::access_log::AccessLine;
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::{self, expect_unreachable, visit};
+use postern_testbed::load_target::{SOURCE, Target as LoadTarget};
+use postern_testbed::netns::Namespace;
+use postern_testbed::report::figure;
+use postern_testbed::server::{self, Builder, Server};
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
+use tokio::io::AsyncWriteExt as _;
+
+use crate::common::{HEALTHY, alongside, hold, skip, stalled_readers, target};
+use crate::path;
+
+scenarios! {
+    every_end_is_passed_on,
+    bytes_are_passed_on_beside_stalled_readers(limit = 180),
+    a_server_that_goes_takes_its_nodes_along(limit = 180),
+    a_node_is_lost_and_comes_back,
+}
+
+/// How soon a change at one server takes effect at the other.
+const TOLD: Duration = Duration::from_secs(10);
+
+/// The first one redirects, and has no agent; the second one has all.
+struct Pair<'a> {
+    first: Server<'a>,
+    second: Server<'a>,
+    agent: Agent<'a>,
+}
+
+impl<'a> Pair<'a> {
+    async fn start(testbed: &'a Testbed, neighbour: &'a Namespace) -> Result<Self> {
+        let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
+        let second = Builder::on_neighbour(&first, neighbour)?;
+        // Its own address may be among them.
+        let second = second.flag(format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262")).start().await?;
+        let agent = Agent::enrol(&second, 1).await?;
+        let pair = Self { first, second, agent };
+        pair.wait_told(true).await?;
+        Ok(pair)
+    }
+
+    fn servers(&self) -> [&Server<'a>; 2] {
+        [&self.first, &self.second]
+    }
+
+    /// Until the first server knows that the second has the node, or no more.
+    async fn wait_told(&self, has: bool) -> Result<()> {
+        let what =
+            format!("the first server to know that the other {} the node", if has { "has" } else { "lost" });
+        let via = async || {
+            let status = self.first.status().await?;
+            let via =
+                status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
+            Ok(via.len())
+        };
+        wait_until(&what, TOLD, via, |servers| *servers == usize::from(has)).await?;
+        Ok(())
+    }
+}
+
+async fn every_end_is_passed_on(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let pair = Pair::start(testbed, &neighbour).await?;
+    path::half_closes(testbed).await.context("half-closes")?;
+    path::target_speaks_first(testbed).await.context("a target that speaks first")?;
+    path::refused(testbed, &pair.first, &pair.agent).await.context("refused")?;
+    path::resets(testbed, &pair.first).await.context("resets")?;
+    path::small_writes(testbed).await.context("small writes")?;
+
+    ensure!(!pair.first.is_connected("edge-1").await?, "the agent is attached to the first server as well");
+    let passed_on = pair.second.access_log()?;
+    let clients: Vec<_> = pair.first.access_log()?;
+    ensure!(!clients.is_empty(), "no connection at the first server");
+    for line in &clients {
+        ensure!(!line.text("via").is_empty(), "not by the other server: {line:?}");
+        let same =
+            |other: &&AccessLine| other.text("client") == line.text("client") && other.text("door") == "peer";
+        let other = passed_on
+            .iter()
+            .find(same)
+            .with_context(|| format!("the second server has no line of {line:?}"))?;
+        ensure!(other.text("outcome") == line.text("outcome"), "{line:?}, and at the other server {other:?}");
+    }
+    let status = server::run(testbed, &["status"])?;
+    let status = String::from_utf8_lossy(&status.stdout);
+    ensure!(status.contains("1 nodes") && status.contains("at "), "the first server's status:\n{status}");
+    Ok(())
+}
+
+async fn bytes_are_passed_on_beside_stalled_readers(testbed: &Testbed) -> Result<()> {
+    const BYTES: usize = 4 << 20;
+    const WHOLE: usize = 64 << 20;
+    let neighbour = testbed.add_neighbour()?;
+    let pair = Pair::start(testbed, &neighbour).await?;
+    let load = LoadTarget::start(testbed, 1).await?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let before = pair.servers().map(|server| server.process.resident_bytes());
+    let [Ok(first), Ok(second)] = before else { anyhow::bail!("resident memory: {before:?}") };
+    let before = [first, second];
+    let stalled = stalled_readers(&load, 40, BYTES).await?;
+    alongside("40 stalled readers of another server's node", healthy.address, async {
+        let mut stream = client::connect(load.at(SOURCE)).await?;
+        stream.write_u64(WHOLE as u64).await.context("asking for bytes")?;
+        skip(&mut stream, WHOLE).await
+    })
+    .await?;
+    for (server, before) in pair.servers().into_iter().zip(before) {
+        let after = server.process.resident_bytes()?;
+        figure(&format!("{}: {before} bytes resident, then {after}", server.process.name()));
+        // Each of them may hold a window of each.
+        ensure!(after < before + (200 << 20), "{} holds {after} bytes", server.process.name());
+    }
+    // Who reads again gets every byte.
+    for mut stream in stalled {
+        skip(&mut stream, BYTES).await.context("a reader that had stalled")?;
+    }
+    Ok(())
+}
+
+async fn a_server_that_goes_takes_its_nodes_along(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let mut pair = Pair::start(testbed, &neighbour).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let mut held = hold(on_edge.address, b"through both").await?;
+    pair.second.process.crash().await?;
+    let end = client::end_of(&mut held, client::PATIENCE).await?;
+    ensure!(end == client::End::Reset, "the connection ended with {end:?}");
+    pair.wait_told(false).await?;
+    let start = Instant::now();
+    expect_unreachable((testbed.edge(1).address, 9100)).await?;
+    ensure!(start.elapsed() < Duration::from_secs(1), "a connect failed after {:?}", start.elapsed());
+    pair.second.start_again().await?;
+    pair.second.wait_connected("edge-1", true, agent::START).await?;
+    pair.wait_told(true).await?;
+    visit(SocketAddr::new(testbed.edge(1).ip(), 9100)).await.map(drop)
+}
+
+async fn a_node_is_lost_and_comes_back(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let mut pair = Pair::start(testbed, &neighbour).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    pair.agent.crash(&pair.second).await?;
+    pair.wait_told(false).await?;
+    expect_unreachable((testbed.edge(1).address, 9100)).await?;
+    pair.agent.return_to(&pair.second).await?;
+    pair.wait_told(true).await?;
+    visit(on_edge.address).await.map(drop)
+}

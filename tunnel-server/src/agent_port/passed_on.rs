@@ -1,0 +1,105 @@
+//! A connection that another server passes on to a node that is attached here. It goes no further: only this server's own
+//! sessions are asked.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
+use tonic::{Code, Status};
+use tunnel_core::carry::{Abort, CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER};
+use tunnel_core::identity::NodeName;
+use tunnel_core::outcome::Outcome;
+
+use crate::door::{AccessLogGuard, DoorContext, OpenRequest};
+use crate::session::{Asked, dialled};
+
+/// Its name in the access log and in metrics.
+pub(super) const DOOR: &str = "peer";
+
+/// The server that passes connections on.
+pub(super) struct Caller {
+    pub(super) server_id: String,
+    pub(super) peer: SocketAddr,
+}
+
+/// What a request asks for, and for which client.
+fn wanted(headers: &HeaderMap, caller: &Caller) -> Result<(OpenRequest, SocketAddr), String> {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let node: NodeName = text(NODE_HEADER).parse().map_err(|error| format!("{NODE_HEADER}: {error}"))?;
+    let target = text(TARGET_HEADER).parse().map_err(|error| format!("{TARGET_HEADER}: {error}"))?;
+    let client = text(CLIENT_HEADER).parse().unwrap_or(caller.peer);
+    Ok((OpenRequest { node, target, prefix: Bytes::new() }, client))
+}
+
+/// Answers one Carry stream of another server, from the request to the end of both directions.
+pub(super) async fn pass_on(
+    doors: DoorContext,
+    caller: Arc<Caller>,
+    request: Request<RecvStream>,
+    mut respond: SendResponse<Bytes>,
+) {
+    let (wanted, client) = match wanted(request.headers(), &caller) {
+        Ok(wanted) => wanted,
+        Err(reason) => return refuse(&mut respond, Code::InvalidArgument, reason),
+    };
+    let Some(session) = doors.sessions.get(&wanted.node) else {
+        let reason = format!("no agent of {} is attached to this server", wanted.node);
+        return refuse(&mut respond, Code::FailedPrecondition, reason);
+    };
+    let link = session.links.take();
+    let asked = match session.ask(&link, wanted.target).await {
+        Ok(asked) => asked,
+        Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
+    };
+    let mut record = AccessLogGuard::new(DOOR, client, &wanted, &doors);
+    record.via(&caller.server_id);
+    let mut proceed = Response::new(());
+    *proceed.status_mut() = StatusCode::CONTINUE;
+    if let Err(error) = respond.send_informational(proceed) {
+        return record.end(Outcome::ClientReset, &error);
+    }
+
+    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session.carried));
+    let forward = Forward { stalls: &session.stalls, abort: &abort, traffic: &traffic };
+    let Asked { response, mut send, since } = asked;
+    let ended = {
+        let answer = async {
+            let answer = dialled(wanted.node.as_str(), wanted.target, &link.flow, response).await;
+            record.dialled(since.elapsed());
+            answer
+        };
+        let client = (request.into_body(), &mut respond);
+        let mut passing = std::pin::pin!(forward.run(client, &mut send, answer));
+        tokio::select! {
+            biased;
+            ended = &mut passing => ended,
+            () = link.over.cancelled() => {
+                abort.trigger(record.why_over());
+                passing.await
+            }
+        }
+    };
+    record.carried(&traffic);
+    match ended {
+        Ok(outcome) => record.end(outcome, &""),
+        Err(ended) => {
+            if let Ended::Dial(error) = &ended {
+                refuse(&mut respond, ended.outcome().code(), error.to_string());
+            }
+            record.end(ended.outcome(), &ended);
+        }
+    }
+}
+
+/// Answers with a status only.
+fn refuse(respond: &mut SendResponse<Bytes>, code: Code, reason: String) {
+    let mut response = Response::new(());
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    let status = Status::new(code, reason);
+    if status.add_header(response.headers_mut()).is_err() || respond.send_response(response, true).is_err() {
+        respond.send_reset(Reason::CANCEL);
+    }
+}

@@ -1,0 +1,177 @@
+//! A link that another server has dialled: it is told which nodes are attached here, and passes connections for them on.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use h2::server::Connection;
+use tokio::net::TcpStream;
+use tokio::sync::broadcast::error::{RecvError, TryRecvError};
+use tokio::sync::{broadcast, mpsc};
+use tokio::task::JoinSet;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::carry::PEER_CARRY_PATH;
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_core::proto::peer_server::{Peer, PeerServer};
+use tunnel_core::proto::{Holdings, Segment, WatchRequest};
+use tunnel_core::{grpc, text::printable};
+
+use super::link::LinkContext;
+use super::passed_on::{Caller, pass_on};
+use crate::door::DoorContext;
+use crate::session::Move;
+
+/// Nodes in one message.
+const PART: usize = 1000;
+
+/// Serves the link until it ends.
+pub(super) async fn serve(
+    context: Arc<LinkContext>,
+    doors: DoorContext,
+    stream: Box<TlsStream<TcpStream>>,
+    peer: SocketAddr,
+    server_id: String,
+) {
+    let io = LinkIo::new(*stream);
+    let flow = io.flow();
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
+    let Ok(Ok(mut link)) = handshake.await else {
+        tracing::debug!(%peer, server_id, "no HTTP/2 from the other server");
+        return;
+    };
+    let Some(pings) = link.ping_pong() else { return };
+    // Every server dials all addresses, and learns from the answer that one is its own.
+    if server_id != context.server_id {
+        context.metrics.handshake("peer");
+        tracing::info!(%peer, server_id, "another server has linked");
+    }
+    let caller = Arc::new(Caller { server_id, peer });
+    let service = PeerServer::new(PeerService(context.clone()));
+    // A task of its own: carried bytes wake this one, which must not poll everything else each time.
+    let mut watching = JoinSet::new();
+    let shared = flow.clone();
+    watching.spawn(async move { link::keep_alive(pings, &shared, || ()).await });
+    let end = loop {
+        tokio::select! {
+            biased;
+            Some(ended) = watching.join_next() => {
+                break ended.map_or_else(|error| error.to_string(), |dead| dead.to_string());
+            }
+            accepted = accept(&mut link, &flow) => match accepted {
+                Some(Ok((request, respond))) if request.uri().path() == PEER_CARRY_PATH => {
+                    tokio::spawn(pass_on(doors.clone(), caller.clone(), request, respond));
+                }
+                Some(Ok((request, respond))) => {
+                    tokio::spawn(grpc::serve(service.clone(), request, respond));
+                }
+                Some(Err(error)) => break link::reason(&error),
+                None => break "it closed the connection".to_owned(),
+            },
+        }
+    };
+    if caller.server_id != context.server_id {
+        tracing::info!(%peer, server_id = caller.server_id, end, "the other server's link ended");
+    }
+}
+
+type Accepted = (http::Request<h2::RecvStream>, h2::server::SendResponse<bytes::Bytes>);
+
+/// The next stream; announces a larger window meanwhile.
+async fn accept(
+    link: &mut Connection<LinkIo, bytes::Bytes>,
+    flow: &link::Flow,
+) -> Option<Result<Accepted, h2::Error>> {
+    std::future::poll_fn(|cx| {
+        flow.poll_window(cx.waker(), |window| link.set_initial_window_size(window));
+        link.poll_accept(cx)
+    })
+    .await
+}
+
+struct PeerService(Arc<LinkContext>);
+
+#[tonic::async_trait]
+impl Peer for PeerService {
+    type WatchStream = ReceiverStream<Result<Holdings, Status>>;
+    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+
+    async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let WatchRequest { server_id, server_version } = request.into_inner();
+        let (server_id, version) = (printable(&server_id, 128), printable(&server_version, 64));
+        tracing::debug!(server_id, version, "another server follows the nodes that are attached here");
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(tell(self.0.clone(), sender));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
+        // `serve` takes Carry streams out before tonic sees them.
+        Err(Status::internal("Carry is served without a codec"))
+    }
+}
+
+/// Tells which nodes are attached, until the other server or this one ends, or the other one is too slow: it asks anew
+/// then.
+async fn tell(context: Arc<LinkContext>, sender: mpsc::Sender<Result<Holdings, Status>>) {
+    let (nodes, mut moves) = context.sessions.follow();
+    let first = Holdings {
+        server_id: context.server_id.clone(),
+        server_version: env!("CARGO_PKG_VERSION").to_owned(),
+        draining: context.draining.is_cancelled(),
+        ..Holdings::default()
+    };
+    let mut parts = vec![first];
+    parts.extend(nodes.chunks(PART).map(|part| Holdings {
+        gained: part.iter().map(ToString::to_string).collect(),
+        ..Holdings::default()
+    }));
+    parts.push(Holdings { complete: true, ..Holdings::default() });
+    for part in parts {
+        if sender.send(Ok(part)).await.is_err() {
+            return;
+        }
+    }
+    let mut draining_told = context.draining.is_cancelled();
+    loop {
+        let holdings = tokio::select! {
+            next = moves.recv() => match next {
+                Ok(next) => match gathered(next, &mut moves) {
+                    Some(holdings) => holdings,
+                    None => return,
+                },
+                Err(RecvError::Lagged(_) | RecvError::Closed) => return,
+            },
+            () = context.draining.cancelled(), if !draining_told => {
+                draining_told = true;
+                Holdings { draining: true, ..Holdings::default() }
+            }
+            () = context.stop.cancelled() => return,
+            () = sender.closed() => return,
+        };
+        if sender.send(Ok(holdings)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// The move and those that have come since, as one message. Of a node only the last one counts. None: some were missed.
+fn gathered(first: Move, moves: &mut broadcast::Receiver<Move>) -> Option<Holdings> {
+    let mut last = HashMap::from([(first.node, first.here)]);
+    while last.len() < PART {
+        match moves.try_recv() {
+            Ok(next) => {
+                last.insert(next.node, next.here);
+            }
+            Err(TryRecvError::Empty | TryRecvError::Closed) => break,
+            Err(TryRecvError::Lagged(_)) => return None,
+        }
+    }
+    let mut holdings = Holdings::default();
+    for (node, here) in last {
+        let names = if here { &mut holdings.gained } else { &mut holdings.lost };
+        names.push(node.to_string());
+    }
+    Some(holdings)
+}

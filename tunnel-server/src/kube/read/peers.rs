@@ -1,0 +1,94 @@
+//! The other servers: the endpoints of the Service that agents dial.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::Arc;
+
+use futures_util::StreamExt as _;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::Api;
+use kube::runtime::watcher::Config;
+use tokio::sync::watch;
+use tunnel_core::config::HostPort;
+use tunnel_core::remembered::Remembered;
+use tunnel_kube::FollowedSet;
+
+use super::SERVICE_NAME;
+use crate::kube::context::KubeContext;
+
+/// Keeps `peers` current until the context's `stop`: those that were `given`, and the endpoints, ready or not, since a
+/// server that fails a check for a moment still has its nodes. They are remembered in the state directory for a restart
+/// while the API server is away.
+pub async fn run(
+    context: KubeContext,
+    given: BTreeSet<HostPort>,
+    state_dir: PathBuf,
+    peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
+) {
+    let remembered = Remembered::<HostPort>::new(&state_dir, "peers");
+    peers.send_replace(Arc::new(given.iter().cloned().chain(remembered.read()).collect()));
+    let slices = Api::<EndpointSlice>::namespaced(context.client.clone(), &context.namespace);
+    let of_service = Config::default().labels(&format!("{SERVICE_NAME}={}", context.names.service));
+    let mut changes = pin!(context.health.follow(slices, of_service, "endpointslices/peers"));
+    let mut followed = FollowedSet::default();
+    while let Some(Some(event)) = context.stop.run_until_cancelled(changes.next()).await {
+        followed.apply(event);
+        if !followed.known {
+            continue;
+        }
+        let found: BTreeSet<HostPort> = followed.objects.values().flat_map(endpoints).collect();
+        let all = given.union(&found).cloned().collect::<BTreeSet<_>>();
+        let changed = peers.send_if_modified(|known| {
+            let changed = **known != all;
+            if changed {
+                *known = Arc::new(all);
+            }
+            changed
+        });
+        if changed {
+            let (remembered, found) = (remembered.clone(), found.into_iter().collect::<Vec<_>>());
+            // Without the file, a restart while the API server is away begins without them.
+            match tokio::task::spawn_blocking(move || remembered.write(&found)).await {
+                Ok(Err(error)) => tracing::warn!(%error, "the other servers are not remembered"),
+                Err(error) => tracing::error!(%error, "writing down the other servers"),
+                Ok(Ok(())) => {}
+            }
+        }
+    }
+}
+
+/// The Service has one port.
+fn endpoints(slice: &EndpointSlice) -> Vec<HostPort> {
+    let mut ports = slice.ports.iter().flatten().filter_map(|port| u16::try_from(port.port?).ok());
+    let Some(port) = ports.find(|port| *port > 0) else { return Vec::new() };
+    let addresses = slice.endpoints.iter().flat_map(|endpoint| &endpoint.addresses);
+    addresses.map(|host| HostPort { host: host.clone(), port }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn every_endpoint_is_a_server_ready_or_not() {
+        let slice = serde_json::from_value(json!({
+            "addressType": "IPv4",
+            "ports": [{"name": "tcp", "port": 10262, "protocol": "TCP"}],
+            "endpoints": [
+                {"addresses": ["192.0.2.1"], "conditions": {"ready": true}},
+                {"addresses": ["192.0.2.2"], "conditions": {"ready": false, "terminating": true}},
+            ],
+        }));
+        let servers: Vec<_> = endpoints(&slice.unwrap()).iter().map(ToString::to_string).collect();
+        assert_eq!(servers, ["192.0.2.1:10262", "192.0.2.2:10262"]);
+    }
+
+    #[test]
+    fn a_slice_without_a_port_has_none() {
+        let slice = json!({"addressType": "IPv6", "endpoints": [{"addresses": ["2001:db8::1"]}]});
+        assert_eq!(endpoints(&serde_json::from_value(slice).unwrap()), []);
+    }
+}

@@ -1,0 +1,364 @@
+//! Keeps a link with each of the other servers, and follows what each says that it has.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use bytes::Bytes;
+use h2::client::SendRequest;
+use rustls::ClientConfig;
+use tokio::net::TcpStream;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+use tonic::{Status, Streaming};
+use tunnel_core::backoff::Backoff;
+use tunnel_core::config::HostPort;
+use tunnel_core::grpc::{Channel, origin};
+use tunnel_core::identity::{NodeName, server_name};
+use tunnel_core::link::{self, Congestion, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_core::log_once::LogOnce;
+use tunnel_core::proto::peer_client::PeerClient;
+use tunnel_core::proto::{Holdings, WatchRequest};
+use tunnel_core::text::printable;
+
+use super::held::Peers;
+use super::peer::Peer;
+use crate::session::{Link, Workers};
+
+/// How long a link may be silent before the kernel asks whether the other server is there.
+const KEEPALIVE: Duration = Duration::from_secs(1);
+/// A link that has not answered for so long is given up: another server may have the node as well.
+const SILENCE: Duration = Duration::from_millis(2500);
+/// How often to look.
+const CHECK: Duration = Duration::from_millis(500);
+/// How long to connect, for each step. Servers are near each other.
+const CONNECT: Duration = Duration::from_secs(5);
+/// Between two attempts.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+/// Before what a server has is asked for anew.
+const AGAIN: Duration = Duration::from_millis(100);
+
+/// What is needed to connect with other servers.
+pub struct PeerContext {
+    pub server_id: String,
+    /// Loaded for each connection.
+    pub tls: Arc<ArcSwap<ClientConfig>>,
+    pub workers: Arc<Workers>,
+    pub peers: Arc<Peers>,
+    pub congestion: Congestion,
+    /// Ends every connection: the time of the drain is up.
+    pub forced: CancellationToken,
+    /// Ends every link.
+    pub stop: CancellationToken,
+}
+
+/// Keeps a link with the server at each of the addresses, as they change, until the stop. A link to an address that is
+/// removed ends by itself: its server goes, and what it carries may finish.
+pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>) {
+    let mut kept: HashMap<HostPort, CancellationToken> = HashMap::new();
+    let mut links = JoinSet::new();
+    loop {
+        let wanted = addresses.borrow_and_update().clone();
+        kept.retain(|address, removed| {
+            let stays = wanted.contains(address);
+            if !stays {
+                removed.cancel();
+            }
+            stays
+        });
+        for address in wanted.iter() {
+            kept.entry(address.clone()).or_insert_with(|| {
+                let removed = context.stop.child_token();
+                links.spawn(keep(context.clone(), address.to_string(), removed.clone()));
+                removed
+            });
+        }
+        tokio::select! {
+            changed = addresses.changed() => if changed.is_err() { break },
+            Some(_) = links.join_next() => {}
+            () = context.stop.cancelled() => break,
+        }
+    }
+    context.stop.cancelled().await;
+    while links.join_next().await.is_some() {}
+}
+
+/// Connects again and again until the address is removed.
+async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationToken) {
+    let mut backoff = Backoff::new(PAUSE.0, PAUSE.1);
+    let mut failing = LogOnce::default();
+    while !removed.is_cancelled() {
+        let worker = context.workers.next().clone();
+        // It runs on the thread that owns the link.
+        let link =
+            AbortOnDropHandle::new(worker.spawn(connected(context.clone(), address.clone(), worker.clone())));
+        match link.await {
+            Ok(End::Itself) => {
+                tracing::debug!(address, "this address is this server's own");
+                return removed.cancelled().await;
+            }
+            Ok(End::Failed(error)) => {
+                if failing.is_new(&error) {
+                    tracing::warn!(address, %error, "no link with the other server; trying again");
+                }
+            }
+            Ok(End::Lost { server_id, error }) => {
+                failing.clear();
+                backoff.reset();
+                tracing::warn!(address, server_id, %error, "the link with the other server ended");
+            }
+            Ok(End::Stopped) => return,
+            Err(error) => tracing::error!(address, %error, "the task of a link with another server"),
+        }
+        let _ = removed.run_until_cancelled(tokio::time::sleep(backoff.next_delay())).await;
+    }
+}
+
+/// How a link with another server ended.
+enum End {
+    /// The address is this server's.
+    Itself,
+    /// It never was of use.
+    Failed(Error),
+    Lost {
+        server_id: String,
+        error: Error,
+    },
+    Stopped,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{step} took longer than {} s", CONNECT.as_secs())]
+    Slow { step: &'static str },
+    #[error("{step}: {source}")]
+    Io { step: &'static str, source: io::Error },
+    #[error("{}", link::reason(.0))]
+    Link(#[from] h2::Error),
+    #[error("it closed the connection")]
+    Closed,
+    #[error(transparent)]
+    Dead(#[from] link::LinkDead),
+    #[error("nothing was answered for {:.1} s", .0.as_secs_f32())]
+    Silent(Duration),
+    #[error("it did not say what it has: {}", printable(.0.message(), 200))]
+    Watch(Box<Status>),
+    #[error("it says that it has a node {0:?}, which is not the name of a node")]
+    Node(String),
+    #[error("a connection could not be passed on")]
+    Broken,
+}
+
+async fn within<T, E>(step: &'static str, work: impl Future<Output = Result<T, E>>) -> Result<T, Error>
+where
+    E: Into<io::Error>,
+{
+    match tokio::time::timeout(CONNECT, work).await {
+        Err(_) => Err(Error::Slow { step }),
+        Ok(done) => done.map_err(|error| Error::Io { step, source: error.into() }),
+    }
+}
+
+async fn connected(context: Arc<PeerContext>, address: String, worker: Handle) -> End {
+    let stop = context.stop.clone();
+    stop.run_until_cancelled(connect(&context, &address, worker)).await.unwrap_or(End::Stopped)
+}
+
+async fn connect(context: &PeerContext, address: &str, worker: Handle) -> End {
+    let io = match handshake(context, address).await {
+        Ok(io) => io,
+        Err(error) => return End::Failed(error),
+    };
+    let flow = io.flow();
+    let handshake = tokio::time::timeout(CONNECT, link::client_builder().handshake::<_, Bytes>(io)).await;
+    let (send, mut connection) = match handshake {
+        Ok(Ok(link)) => link,
+        Ok(Err(error)) => return End::Failed(error.into()),
+        Err(_) => return End::Failed(Error::Slow { step: "HTTP/2" }),
+    };
+    let Some(pings) = connection.ping_pong() else { return End::Failed(Error::Closed) };
+    // A task of its own, so that carried bytes wake only it.
+    let mut driver = JoinSet::new();
+    let shared = flow.clone();
+    driver.spawn(poll_fn(move |cx| {
+        shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
+        Pin::new(&mut connection).poll(cx)
+    }));
+    let mut client = PeerClient::with_origin(Channel::new(send.clone()), origin());
+    let (first, told) = tokio::select! {
+        biased;
+        begun = tokio::time::timeout(HANDSHAKE_TIMEOUT, watch_holdings(&mut client, context)) => match begun {
+            Ok(Ok(begun)) => begun,
+            Ok(Err(status)) => return End::Failed(Error::Watch(Box::new(status))),
+            Err(_) => return End::Failed(Error::Slow { step: "Watch" }),
+        },
+        ended = driver.join_next() => return End::Failed(ended_with(ended)),
+    };
+    if first.server_id == context.server_id {
+        return End::Itself;
+    }
+    let server_id = printable(&first.server_id, 128);
+    let told_by = (server_id.clone(), printable(&first.server_version, 64), address.to_owned());
+    let link = joined_link(context, send, flow.clone(), worker);
+    let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token()));
+    let _joined = Joined::new(&context.peers, peer.clone(), link);
+    tracing::info!(address, server_id, version = peer.version, "linked with another server");
+    let error = tokio::select! {
+        biased;
+        ended = driver.join_next() => ended_with(ended),
+        error = follow_holdings(&context.peers, &peer, (first, told), &mut client, context) => error,
+        dead = link::keep_alive(pings, &flow, || peer.stalls.sweep()) => dead.into(),
+        silence = silent(&flow) => Error::Silent(silence),
+        () = peer.closed.cancelled() => Error::Broken,
+    };
+    End::Lost { server_id, error }
+}
+
+async fn handshake(context: &PeerContext, address: &str) -> Result<LinkIo, Error> {
+    let socket = within("TCP", TcpStream::connect(address)).await?;
+    let tuned = link::tune_link(&socket)
+        .and_then(|()| context.congestion.set(&socket))
+        .and_then(|()| link::probe_after(&socket, KEEPALIVE));
+    tuned.map_err(|source| Error::Io { step: "socket options", source })?;
+    let connector = TlsConnector::from(context.tls.load_full());
+    let stream = within("TLS", connector.connect(server_name(), socket)).await?;
+    Ok(LinkIo::new(stream))
+}
+
+fn ended_with(ended: Option<Result<Result<(), h2::Error>, tokio::task::JoinError>>) -> Error {
+    match ended {
+        Some(Ok(Err(error))) => error.into(),
+        _ => Error::Closed,
+    }
+}
+
+fn joined_link(
+    context: &PeerContext,
+    send: SendRequest<Bytes>,
+    flow: Arc<Flow>,
+    worker: Handle,
+) -> Arc<Link> {
+    Link::new(0, flow, context.forced.child_token(), send, worker)
+}
+
+/// Takes a server out of use, however the task of its link ends.
+struct Joined {
+    peers: Arc<Peers>,
+    peer: Arc<Peer>,
+    link: Arc<Link>,
+}
+
+impl Joined {
+    fn new(peers: &Arc<Peers>, peer: Arc<Peer>, link: Arc<Link>) -> Self {
+        peers.join(&peer);
+        Self { peers: peers.clone(), peer, link }
+    }
+}
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        self.peers.part(&self.peer);
+        self.link.over.cancel();
+    }
+}
+
+type Told = Streaming<Holdings>;
+
+/// Begins to follow what the server has; returns its first message.
+async fn watch_holdings(
+    client: &mut PeerClient<Channel>,
+    context: &PeerContext,
+) -> Result<(Holdings, Told), Status> {
+    let request = WatchRequest {
+        server_id: context.server_id.clone(),
+        server_version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let mut told = client.watch(request).await?.into_inner();
+    let first = told.message().await?;
+    Ok((first.ok_or_else(|| Status::unavailable("it ended before its first message"))?, told))
+}
+
+/// Follows what the server has. When it ends the stream, because it could not keep up, it is asked anew.
+async fn follow_holdings(
+    peers: &Peers,
+    peer: &Arc<Peer>,
+    begun: (Holdings, Told),
+    client: &mut PeerClient<Channel>,
+    context: &PeerContext,
+) -> Error {
+    let mut begun = Some(begun);
+    loop {
+        let (first, mut told) = match begun.take() {
+            Some(begun) => begun,
+            None => match watch_holdings(client, context).await {
+                Ok(begun) => begun,
+                Err(status) => return Error::Watch(Box::new(status)),
+            },
+        };
+        let mut all = Some(HashSet::new());
+        let mut next = Some(first);
+        while let Some(holdings) = next {
+            if let Err(error) = apply(peers, peer, holdings, &mut all) {
+                return error;
+            }
+            next = match told.message().await {
+                Ok(next) => next,
+                Err(status) => return Error::Watch(Box::new(status)),
+            };
+        }
+        tokio::time::sleep(AGAIN).await;
+    }
+}
+
+/// `all`: the nodes that were named, until everything was told.
+fn apply(
+    peers: &Peers,
+    peer: &Arc<Peer>,
+    holdings: Holdings,
+    all: &mut Option<HashSet<NodeName>>,
+) -> Result<(), Error> {
+    let name = |name: String| name.parse::<NodeName>().map_err(|_| Error::Node(printable(&name, 253)));
+    for node in holdings.gained {
+        let node = name(node)?;
+        if let Some(all) = all {
+            all.insert(node.clone());
+        }
+        peers.gained(peer, &node);
+    }
+    for node in holdings.lost {
+        let node = name(node)?;
+        if let Some(all) = all {
+            all.remove(&node);
+        }
+        peers.lost(peer, &node);
+    }
+    if holdings.draining {
+        peer.draining.store(true, Ordering::Relaxed);
+    }
+    if holdings.complete
+        && let Some(all) = all.take()
+    {
+        peers.only(peer, &all);
+    }
+    Ok(())
+}
+
+/// Ends once the other server's kernel has answered nothing for so long.
+async fn silent(flow: &Flow) -> Duration {
+    loop {
+        tokio::time::sleep(CHECK).await;
+        let patience = SILENCE + flow.rtt.last().unwrap_or_default() * 2;
+        if let Some(silence) = flow.silence().await.filter(|silence| silence.lasts >= patience) {
+            return silence.lasts;
+        }
+    }
+}

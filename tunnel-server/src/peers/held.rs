@@ -1,0 +1,104 @@
+//! Which of the other servers has which node.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use tokio::sync::watch;
+use tunnel_core::identity::NodeName;
+
+use super::peer::Peer;
+use crate::route::{Holder, Router};
+
+/// The other servers, and which of them has which node.
+pub struct Peers {
+    up: RwLock<Vec<Arc<Peer>>>,
+    held: RwLock<HashMap<NodeName, Vec<Arc<Peer>>>>,
+    router: Arc<Router>,
+    changed: watch::Sender<u64>,
+}
+
+impl Peers {
+    /// Without any. `router` is kept up to date with which nodes they have.
+    pub fn new(router: Arc<Router>) -> Self {
+        Self { up: RwLock::default(), held: RwLock::default(), router, changed: watch::Sender::new(0) }
+    }
+
+    /// Those that have the node, the best one first: one that stops soon is the last.
+    pub fn holders(&self, node: &NodeName) -> Vec<Arc<Peer>> {
+        let held = self.held.read().unwrap_or_else(PoisonError::into_inner);
+        let mut holders = held.get(node).cloned().unwrap_or_default();
+        drop(held);
+        holders.sort_by_key(|peer| (peer.is_draining(), peer.connections()));
+        holders
+    }
+
+    /// The nodes that any of them has.
+    pub fn nodes(&self) -> Vec<NodeName> {
+        self.held.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    }
+
+    /// Grows whenever a node is the first time, or no more, with any of them. A receiver sees many changes as one.
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// To be called under the lock, so that the router sees changes in the same order.
+    fn moved(&self, node: &NodeName, held: bool) {
+        self.router.set_live(node, Holder::Peers, held);
+        self.changed.send_modify(|changes| *changes += 1);
+    }
+
+    /// Those that this server is connected with.
+    pub fn all(&self) -> Vec<Arc<Peer>> {
+        self.up.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn join(&self, peer: &Arc<Peer>) {
+        self.up.write().unwrap_or_else(PoisonError::into_inner).push(peer.clone());
+    }
+
+    /// Forgets a server and what it has.
+    pub(super) fn part(&self, peer: &Arc<Peer>) {
+        self.up.write().unwrap_or_else(PoisonError::into_inner).retain(|other| !Arc::ptr_eq(other, peer));
+        let nodes = std::mem::take(&mut *peer.nodes());
+        for node in nodes {
+            self.remove(peer, &node);
+        }
+    }
+
+    pub(super) fn gained(&self, peer: &Arc<Peer>, node: &NodeName) {
+        if !peer.nodes().insert(node.clone()) {
+            return;
+        }
+        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        let holders = held.entry(node.clone()).or_default();
+        holders.push(peer.clone());
+        if holders.len() == 1 {
+            self.moved(node, true);
+        }
+    }
+
+    pub(super) fn lost(&self, peer: &Arc<Peer>, node: &NodeName) {
+        if peer.nodes().remove(node) {
+            self.remove(peer, node);
+        }
+    }
+
+    /// It has no others than these.
+    pub(super) fn only(&self, peer: &Arc<Peer>, nodes: &HashSet<NodeName>) {
+        let gone: Vec<_> = peer.nodes().difference(nodes).cloned().collect();
+        for node in gone {
+            self.lost(peer, &node);
+        }
+    }
+
+    fn remove(&self, peer: &Arc<Peer>, node: &NodeName) {
+        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(holders) = held.get_mut(node) else { return };
+        holders.retain(|other| !Arc::ptr_eq(other, peer));
+        if holders.is_empty() {
+            held.remove(node);
+            self.moved(node, false);
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! The other servers: which nodes they have, and a link with each, over which connections are passed to them.
+//!
+//! Every server dials every other one. What they tell each other may be late or lost: a server that is asked for a node
+//! that it does not have any more says so, and another one is asked.
+
+mod dial;
+mod held;
+mod metrics;
+mod peer;
+
+pub use dial::{PeerContext, follow};
+pub use held::Peers;
+pub use metrics::register_peers;
+pub(crate) use peer::OnPeer;
+pub use peer::Peer;
