@@ -341,7 +341,7 @@ async fn follow(
             }
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent => {
-                let links = session.links.missing(*wanted.borrow_and_update());
+                let links = session.links.missing();
                 tracing::debug!(node = %session.node, ?links, "asking for more links");
                 notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
             }

@@ -217,9 +217,10 @@ impl Links {
         self.wanted.subscribe()
     }
 
-    /// The numbers of those to ask for.
-    pub(crate) fn missing(&self, wanted: u32) -> Vec<u32> {
+    /// The numbers of those to ask for. Never hold what [`Self::wanted`] lends meanwhile: it is locked under the state.
+    pub(crate) fn missing(&self) -> Vec<u32> {
         let state = self.state();
+        let wanted = *self.wanted.borrow();
         let free = (1..MAX_LINKS).filter(|number| !state.is_up(*number));
         free.take(wanted.saturating_sub(state.up()) as usize).collect()
     }
@@ -336,13 +337,13 @@ mod tests {
         let links = links(50 * MS, 8).await;
         let wanted = links.wanted();
         let mut taken = vec![links.take()];
-        assert_eq!((*wanted.borrow(), links.missing(2)), (2, vec![1]), "a spare one");
+        assert_eq!((*wanted.borrow(), links.missing()), (2, vec![1]), "a spare one");
         links.join(link(1, 50 * MS).await).unwrap();
         taken.push(links.take());
-        assert_eq!((*wanted.borrow(), links.missing(3)), (3, vec![2]));
+        assert_eq!((*wanted.borrow(), links.missing()), (3, vec![2]));
         // Those are under way: until they are up, connections share.
         taken.extend([links.take(), links.take()]);
-        assert_eq!((*wanted.borrow(), links.missing(5)), (5, vec![2, 3, 4]));
+        assert_eq!((*wanted.borrow(), links.missing()), (5, vec![2, 3, 4]));
         for number in [4, 2, 3] {
             links.join(link(number, 50 * MS).await).unwrap();
         }
@@ -441,7 +442,7 @@ mod tests {
         links.part(&links.all()[0]);
         assert_eq!(links.all().len(), 1, "the first stays");
         assert_eq!(links.take().number, 0);
-        assert_eq!(links.missing(3), [1, 2]);
+        assert_eq!(links.missing(), [1, 2]);
         drop(held);
     }
 }
