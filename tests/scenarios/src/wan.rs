@@ -15,12 +15,13 @@ use postern_testbed::{Testbed, server::Server};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
-use crate::common::{hold, server_and_agent, session_of, target};
+use crate::common::{at_once, hold, server_and_agent, session_of, target};
 
 scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
+    sixteen_at_once_after_each_start(limit = 240),
     an_agent_that_stops_sends_what_it_has,
     a_full_line_of_300_kbit_keeps_its_link,
     an_outage_of_five_seconds_is_survived,
@@ -115,6 +116,30 @@ async fn on_each_link(server: &Server<'_>) -> Result<Vec<u64>> {
 async fn wait_links(server: &Server<'_>, expected: &[u64]) -> Result<()> {
     let what = format!("links with {expected:?} connections");
     wait_until(&what, PATIENCE, async || on_each_link(server).await, |links| links == expected).await?;
+    Ok(())
+}
+
+/// Links are asked for while the first connections are under way.
+async fn sixteen_at_once_after_each_start(testbed: &Testbed) -> Result<()> {
+    const STARTS: usize = 40;
+    let _wan = testbed.wan(1, Path::new(50, 100))?;
+    let (server, mut agent) = server_and_agent(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let mut times = Times::default();
+    for start in 1..=STARTS {
+        client::visit(shell.address).await?;
+        for _ in 0..3 {
+            let visit = || async move {
+                let limit = Duration::from_secs(2);
+                tokio::time::timeout(limit, client::visit(shell.address)).await.context("an echo is late")?
+            };
+            let visits = at_once(16, visit).await.with_context(|| format!("after start {start}"))?;
+            visits.into_iter().for_each(|visit| times.add(visit));
+        }
+        agent.crash(&server).await?;
+        agent.return_to(&server).await?;
+    }
+    figure(&format!("16 at once: {}", times.summary()));
     Ok(())
 }
 
