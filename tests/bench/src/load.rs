@@ -90,15 +90,27 @@ pub(crate) async fn visit(dialer: &Dialer) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
+/// The same over a path that may lose packets again and again: it may take `patience`.
+pub(crate) async fn visit_within(dialer: &Dialer, patience: Duration) -> Result<Duration> {
+    let start = Instant::now();
+    let visit = async {
+        let mut stream = dialer.dial_patiently(ECHO).await?;
+        exchange(&mut stream, &mut [7; 16]).await?;
+        stream.close().await
+    };
+    timeout(patience, visit).await.with_context(|| format!("a visit took longer than {patience:?}"))??;
+    Ok(start.elapsed())
+}
+
 /// Sends what is in the buffer and reads as much back.
 pub(crate) async fn trip(stream: &mut Stream, buffer: &mut [u8]) -> Result<()> {
-    timeout(PATIENCE, async {
-        stream.write_all(buffer).await.context("sending")?;
-        stream.read_exact(buffer).await.context("reading the echo")?;
-        anyhow::Ok(())
-    })
-    .await
-    .context("the echo did not arrive")?
+    timeout(PATIENCE, exchange(stream, buffer)).await.context("the echo did not arrive")?
+}
+
+async fn exchange(stream: &mut Stream, buffer: &mut [u8]) -> Result<()> {
+    stream.write_all(buffer).await.context("sending")?;
+    stream.read_exact(buffer).await.context("reading the echo")?;
+    Ok(())
 }
 
 /// As many visits as fit, `concurrent` at a time.
@@ -188,7 +200,7 @@ pub(crate) async fn bytes_for(dialer: &Dialer, way: Way, effort: &Effort) -> Res
 /// Moves that many bytes, divided among the streams.
 pub(crate) async fn bulk(dialer: &Dialer, way: Way, streams: usize, bytes: u64) -> Result<Transfer> {
     let open = open(dialer, way, streams).await?;
-    moved(open, way, bytes, &Arc::default()).await
+    moved(open, way, bytes, PATIENCE, &Arc::default()).await
 }
 
 /// The same, but cut after `limit`: what has arrived until then counts.
@@ -203,7 +215,8 @@ pub(crate) async fn bulk_within(
     let open = open(dialer, way, streams).await?;
     let (downloaded, before) = (Arc::default(), target.received().await?);
     let start = Instant::now();
-    if let Ok(moved) = timeout(limit, moved(open, way, bytes, &downloaded)).await {
+    // On a full line a stream may get nothing for long: the others have it.
+    if let Ok(moved) = timeout(limit, moved(open, way, bytes, limit, &downloaded)).await {
         return moved;
     }
     let elapsed = start.elapsed();
@@ -227,8 +240,14 @@ async fn open(dialer: &Dialer, way: Way, streams: usize) -> Result<Vec<Stream>> 
     Ok(open)
 }
 
-/// `downloaded` grows by what arrives here.
-async fn moved(open: Vec<Stream>, way: Way, bytes: u64, downloaded: &Arc<AtomicU64>) -> Result<Transfer> {
+/// `downloaded` grows by what arrives here. No stream may stand still for longer than `patience`.
+async fn moved(
+    open: Vec<Stream>,
+    way: Way,
+    bytes: u64,
+    patience: Duration,
+    downloaded: &Arc<AtomicU64>,
+) -> Result<Transfer> {
     let streams = open.len() as u64;
     let each = bytes / streams;
     let start = Instant::now();
@@ -236,8 +255,8 @@ async fn moved(open: Vec<Stream>, way: Way, bytes: u64, downloaded: &Arc<AtomicU
         let downloaded = downloaded.clone();
         async move {
             match way {
-                Way::Down => download(stream, each, &downloaded).await,
-                Way::Up => upload(stream, each).await,
+                Way::Down => download(stream, each, patience, &downloaded).await,
+                Way::Up => upload(stream, each, patience).await,
             }
         }
     });
@@ -251,12 +270,17 @@ async fn moved(open: Vec<Stream>, way: Way, bytes: u64, downloaded: &Arc<AtomicU
 
 const CHUNK: usize = 256 * 1024;
 
-async fn download(mut stream: Stream, bytes: u64, downloaded: &AtomicU64) -> Result<Stream> {
+async fn download(
+    mut stream: Stream,
+    bytes: u64,
+    patience: Duration,
+    downloaded: &AtomicU64,
+) -> Result<Stream> {
     stream.write_all(&bytes.to_be_bytes()).await.context("asking for bytes")?;
     let mut chunk = vec![0; CHUNK];
     let mut left = bytes;
     while left > 0 {
-        let n = timeout(PATIENCE, stream.read(&mut chunk)).await.context("no more bytes arrived")?;
+        let n = timeout(patience, stream.read(&mut chunk)).await.context("no more bytes arrived")?;
         let n = n.context("reading")? as u64;
         ensure!(n > 0, "the download ended {left} bytes early");
         downloaded.fetch_add(n, Ordering::Relaxed);
@@ -265,17 +289,17 @@ async fn download(mut stream: Stream, bytes: u64, downloaded: &AtomicU64) -> Res
     Ok(stream)
 }
 
-async fn upload(mut stream: Stream, bytes: u64) -> Result<Stream> {
+async fn upload(mut stream: Stream, bytes: u64, patience: Duration) -> Result<Stream> {
     stream.write_all(&bytes.to_be_bytes()).await.context("announcing bytes")?;
     let chunk = vec![0x5a; CHUNK];
     let mut left = bytes;
     while left > 0 {
         let n = usize::try_from(left).unwrap_or(CHUNK).min(CHUNK);
-        timeout(PATIENCE, stream.write_all(&chunk[..n])).await.context("no more bytes were taken")??;
+        timeout(patience, stream.write_all(&chunk[..n])).await.context("no more bytes were taken")??;
         left -= n as u64;
     }
     // Bytes in flight may take a while.
-    let answer = timeout(5 * PATIENCE, stream.read_u64()).await.context("the sink did not answer")?;
+    let answer = timeout(5 * patience, stream.read_u64()).await.context("the sink did not answer")?;
     ensure!(answer.context("reading the sink's answer")? == bytes, "not all bytes arrived");
     Ok(stream)
 }

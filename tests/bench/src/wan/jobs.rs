@@ -20,7 +20,7 @@ use crate::options::Options;
 use crate::record::Record;
 
 /// Bits a second that jobs move together at most, unless one alone moves more: two CPUs are half in use then.
-const MOST_LOAD: u64 = 320_000_000;
+const MOST_LOAD: u64 = 200_000_000;
 /// The longest that one job may take.
 const LIMIT: Duration = Duration::from_secs(1800);
 

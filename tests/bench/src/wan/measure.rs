@@ -20,7 +20,7 @@ use crate::peers::{self, BEHIND_NAT, Running};
 use crate::record::Record;
 use crate::usage;
 
-/// How long a message may take: through some peers seconds, beside a download on a slow line.
+/// How long a message or a visit may take: through some peers seconds, beside a download on a slow line.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// A transfer is cut when it takes so many times as long as a full line would.
 const SLOWEST: u32 = 2;
@@ -111,10 +111,12 @@ impl<'a> Paths<'a> {
         let busy = Busy::now()?;
         let mut visits = Times::default();
         for _ in 0..self.span.visits {
-            visits.add(load::visit(&on.dialer).await?);
+            visits.add(load::visit_within(&on.dialer, PATIENCE).await?);
         }
         record.value(&line("connect"), peer, millis(&mut visits, 0.5)?);
-        let at_once = (0..16).map(|_| on.dialer.clone()).map(async |dialer| load::visit(&dialer).await);
+        let at_once = (0..16)
+            .map(|_| on.dialer.clone())
+            .map(async |dialer| load::visit_within(&dialer, PATIENCE).await);
         let mut visits = Times(load::concurrently(at_once).await?);
         record.value(&line("connect-16"), peer, millis(&mut visits, 0.5)?);
         let mut alone = keystrokes(&on.dialer, self.span.keys).await?;
