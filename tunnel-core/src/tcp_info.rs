@@ -1,6 +1,7 @@
 //! What the kernel knows about a TCP connection: `struct tcp_info` of tcp(7), as words of 32 bits.
 
 use std::os::fd::AsFd;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use nix::getsockopt_impl;
@@ -9,15 +10,26 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::GetStruct;
 use tokio::net::TcpStream;
 
+use crate::kernel;
+
 /// `struct tcp_info` as far as every kernel has it.
 #[derive(Clone, Copy, Debug)]
 struct OldTcpInfo;
 getsockopt_impl!(OldTcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 26], GetStruct<[u32; 26]>);
 
-/// `struct tcp_info` up to `tcpi_delivery_rate` (Linux 4.9).
+/// `struct tcp_info` up to `tcpi_notsent_bytes` (Linux 4.6).
+#[derive(Clone, Copy, Debug)]
+struct QueueInfo;
+getsockopt_impl!(QueueInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 37], GetStruct<[u32; 37]>);
+
+/// `struct tcp_info` up to `tcpi_sndbuf_limited` (Linux 4.10).
 #[derive(Clone, Copy, Debug)]
 struct TcpInfo;
-getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 42], GetStruct<[u32; 42]>);
+getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 48], GetStruct<[u32; 48]>);
+
+/// Whether this kernel fills in all of [`TcpInfo`]: `GetStruct` panics if it does not.
+static HAS_TCP_INFO: LazyLock<bool> =
+    LazyLock::new(|| kernel::version().is_some_and(|version| version >= (4, 10)));
 
 /// The word whose last bytes are `tcpi_retransmits`, how often what is not acknowledged was sent again, and `tcpi_probes`:
 /// questions whether the peer is there that it has not answered.
@@ -43,6 +55,10 @@ const NOTSENT_BYTES: usize = 36;
 const MIN_RTT: usize = 37;
 /// `tcpi_delivery_rate`, 64 bits.
 const DELIVERY_RATE: usize = 40;
+/// `tcpi_busy_time`, `tcpi_rwnd_limited` and `tcpi_sndbuf_limited`, in microseconds, 64 bits.
+const BUSY: usize = 42;
+const RECEIVE_WINDOW_LIMITED: usize = 44;
+const SEND_BUFFER_LIMITED: usize = 46;
 
 /// What the kernel has seen of the path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +75,17 @@ pub(crate) struct Delivery {
     pub(crate) retransmits: u32,
     /// If the peer has something to answer.
     pub(crate) silence: Option<Silence>,
+    pub(crate) sending: SendTimes,
+}
+
+/// How long the connection has had bytes to send or unacknowledged ones, since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SendTimes {
+    pub(crate) busy: Duration,
+    /// The part of `busy` in which the peer's receive window was full.
+    pub(crate) receive_window: Duration,
+    /// The part of `busy` in which this end's send buffer held too little.
+    pub(crate) send_buffer: Duration,
 }
 
 /// A peer that has not answered yet.
@@ -79,12 +106,17 @@ pub struct Unacknowledged {
     pub pause: Duration,
 }
 
-/// Asks the kernel; `None` if the socket is closed.
+/// Asks the kernel; `None` if the socket is closed, or before Linux 4.10.
 pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
+    if !*HAS_TCP_INFO {
+        return None;
+    }
     let info = getsockopt(socket, TcpInfo).ok()?;
-    let halves = [info[DELIVERY_RATE].to_ne_bytes(), info[DELIVERY_RATE + 1].to_ne_bytes()];
-    let mut rate = [0; 8];
-    rate.copy_from_slice(halves.as_flattened());
+    let long = |at: usize| {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice([info[at].to_ne_bytes(), info[at + 1].to_ne_bytes()].as_flattened());
+        u64::from_ne_bytes(bytes)
+    };
     let [.., flags] = info[FLAGS].to_ne_bytes();
     let [.., retransmits, probes] = info[UNANSWERED].to_ne_bytes();
     let silence = info[LAST_RECEIVED[0]].min(info[LAST_RECEIVED[1]]);
@@ -92,12 +124,17 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
         .then(|| Unacknowledged { resent: retransmits > 0, pause: Duration::from_micros(info[RTO].into()) });
     let lasts = Duration::from_millis(silence.into());
     Some(Delivery {
-        rate: u64::from_ne_bytes(rate),
+        rate: long(DELIVERY_RATE),
         app_limited: flags & APP_LIMITED != 0,
         rtt: Duration::from_micros(info[RTT].into()),
         shortest_rtt: (info[MIN_RTT] != u32::MAX).then(|| Duration::from_micros(info[MIN_RTT].into())),
         retransmits: info[RETRANSMITS],
         silence: (unacknowledged.is_some() || probes > 0).then_some(Silence { lasts, unacknowledged }),
+        sending: SendTimes {
+            busy: Duration::from_micros(long(BUSY)),
+            receive_window: Duration::from_micros(long(RECEIVE_WINDOW_LIMITED)),
+            send_buffer: Duration::from_micros(long(SEND_BUFFER_LIMITED)),
+        },
     })
 }
 
@@ -107,7 +144,7 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
 /// # Errors
 /// The socket is closed.
 pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
-    let info = getsockopt(socket, TcpInfo)?;
+    let info = getsockopt(socket, QueueInfo)?;
     Ok((info[UNACKED], info[NOTSENT_BYTES]))
 }
 
@@ -121,6 +158,8 @@ pub(crate) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write as _;
+    use std::time::Instant;
 
     #[test]
     fn a_fresh_connection_has_a_round_trip_time_and_nothing_to_answer() {
@@ -130,5 +169,25 @@ mod tests {
         assert!(delivery.rtt > Duration::ZERO && delivery.rtt < Duration::from_secs(1), "{delivery:?}");
         assert!(delivery.shortest_rtt.is_some_and(|rtt| rtt <= delivery.rtt), "{delivery:?}");
         assert_eq!((delivery.retransmits, delivery.silence), (0, None));
+        assert_eq!(delivery.sending.receive_window, Duration::ZERO);
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_limits_the_sender_by_its_window() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _peer = listener.accept().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 64 << 10]).is_ok() {}
+        let start = Instant::now();
+        let sending = loop {
+            let sending = delivery(&socket).unwrap().sending;
+            if sending.receive_window >= Duration::from_millis(20) {
+                break sending;
+            }
+            assert!(start.elapsed() < Duration::from_secs(10), "{sending:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(sending.busy >= sending.receive_window + sending.send_buffer, "{sending:?}");
     }
 }

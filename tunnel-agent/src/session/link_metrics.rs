@@ -31,7 +31,7 @@ impl<F: Fn() -> Vec<LinkStatus> + Send + Sync + 'static> Collector for Collected
         if servers.is_empty() {
             return Ok(());
         }
-        let metrics: [(&str, &str, Option<Unit>, Value); 4] = [
+        let metrics: [(&str, &str, Option<Unit>, Value); 6] = [
             ("links", "TCP connections with the server, up or under way", None, |link| {
                 Some(link.links as f64)
             }),
@@ -43,6 +43,18 @@ impl<F: Fn() -> Vec<LinkStatus> + Send + Sync + 'static> Collector for Collected
                 "Bytes a second on the first link, measured by TCP when this agent sent something last",
                 Some(Unit::Bytes),
                 |link| Some(link.delivery_rate? as f64),
+            ),
+            (
+                "link_window_limited",
+                "Share of the last 10 to 20 s of sending on the first link with a full TCP receive window at the server",
+                Some(Unit::Other("ratio".to_owned())),
+                |link| link.window_limited,
+            ),
+            (
+                "link_buffer_limited",
+                "Share of the last 10 to 20 s of sending on the first link with too small a TCP send buffer at the agent",
+                Some(Unit::Other("ratio".to_owned())),
+                |link| link.buffer_limited,
             ),
             (
                 "link_retransmits",

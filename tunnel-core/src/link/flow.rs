@@ -9,12 +9,14 @@
 //! a fast link fast. So the size of a piece is what the link delivers in a few milliseconds.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
 use tokio::sync::watch;
 
+use super::limits::{Limits, Sending};
 use super::rtt::Rtt;
 use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SEND_BUFFER, SMALLEST_PIECE, first_window};
 use crate::memory::link_queue;
@@ -52,6 +54,8 @@ pub struct Flow {
     rate: AtomicU64,
     /// Segments that were sent again.
     retransmits: AtomicU32,
+    /// Written by the connection's owner, read for the status and the metrics.
+    sending: Mutex<Sending>,
     /// In microseconds; 0 until it is known.
     path_rtt: AtomicU32,
     /// The task that owns the HTTP/2 connection.
@@ -74,6 +78,7 @@ impl Default for Flow {
             sent: AtomicU64::new(0),
             rate: AtomicU64::new(0),
             retransmits: AtomicU32::new(0),
+            sending: Mutex::default(),
             path_rtt: AtomicU32::new(0),
             owner: AtomicWaker::new(),
             bulk: AtomicUsize::new(0),
@@ -112,6 +117,11 @@ impl Flow {
     /// TCP segments that this end has sent again.
     pub fn retransmits(&self) -> u32 {
         self.retransmits.load(Ordering::Relaxed)
+    }
+
+    /// What held this end's sending back lately; `None` before it sent anything, or before Linux 4.10.
+    pub fn limits(&self) -> Option<Limits> {
+        self.sending.lock().unwrap_or_else(PoisonError::into_inner).limits()
     }
 
     /// What one stream may have waiting in front of the link, in bytes: its share when many send at once.
@@ -177,6 +187,7 @@ impl Flow {
     pub(super) fn delivered(&self, delivery: Delivery) -> Option<usize> {
         self.rate.store(delivery.rate, Ordering::Relaxed);
         self.retransmits.store(delivery.retransmits, Ordering::Relaxed);
+        self.sending.lock().unwrap_or_else(PoisonError::into_inner).add(delivery.sending);
         if let Some(rtt) = delivery.shortest_rtt {
             self.set_path_rtt(rtt);
         }
@@ -274,6 +285,7 @@ impl Taken {
 mod tests {
     use super::*;
     use crate::link::STREAM_WINDOW;
+    use crate::tcp_info::SendTimes;
 
     fn flow(rtt_ms: u64) -> Flow {
         let flow = Flow::default();
@@ -372,6 +384,11 @@ mod tests {
                 shortest_rtt: None,
                 retransmits: 3,
                 silence: None,
+                sending: SendTimes {
+                    busy: Duration::from_secs(2),
+                    receive_window: Duration::from_secs(1),
+                    send_buffer: Duration::ZERO,
+                },
             });
             flow.piece()
         };
@@ -382,5 +399,6 @@ mod tests {
         assert_eq!(delivered(10_000, true), LARGEST_PIECE);
         assert_eq!(delivered(0, false), LARGEST_PIECE, "nothing is known yet");
         assert_eq!((flow.rate(), flow.retransmits()), (0, 3));
+        assert_eq!(flow.limits(), Some(Limits { receive_window: 0.5, send_buffer: 0.0 }));
     }
 }

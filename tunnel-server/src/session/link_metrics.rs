@@ -14,8 +14,8 @@ use super::{Link, Sessions};
 const QUANTILES: [(f64, &str); 5] =
     [(0.01, "0.01"), (0.1, "0.1"), (0.5, "0.5"), (0.9, "0.9"), (0.99, "0.99")];
 
-/// Registers `links`, `link_rtt_seconds`, `link_delivery_rate_bytes` and `link_retransmits`. `registry` has the prefix
-/// `postern`.
+/// Registers `links`, `link_rtt_seconds`, `link_delivery_rate_bytes`, `link_window_limited_ratio`,
+/// `link_buffer_limited_ratio` and `link_retransmits`. `registry` has the prefix `postern`.
 pub fn register_links(registry: &mut Registry, sessions: Arc<Sessions>) {
     registry.register_collector(Box::new(Collected(sessions)));
 }
@@ -49,6 +49,15 @@ impl Collector for Collected {
             &Unit::Bytes,
             rates.map(|rate| rate as f64).collect(),
         )?;
+
+        let limits: Vec<_> = links.iter().filter_map(|link| link.flow.limits()).collect();
+        let ratio = Unit::Other("ratio".to_owned());
+        let help = "Share of the last 10 to 20 s of sending, with a full TCP receive window at the agent, that this share of the links has at most";
+        let window = limits.iter().map(|limits| limits.receive_window);
+        quantiles(&mut encoder, "link_window_limited", help, &ratio, window.collect())?;
+        let help = "Share of the last 10 to 20 s of sending, with too small a TCP send buffer at the server, that this share of the links has at most";
+        let buffer = limits.iter().map(|limits| limits.send_buffer);
+        quantiles(&mut encoder, "link_buffer_limited", help, &ratio, buffer.collect())?;
 
         let retransmits = links.iter().map(|link| u64::from(link.flow.retransmits())).sum::<u64>();
         let retransmits = ConstGauge::new(i64::try_from(retransmits).unwrap_or(i64::MAX));

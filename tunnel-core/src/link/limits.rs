@@ -1,0 +1,106 @@
+//! What holds a link's sender back: the peer's receive window, this end's send buffer, or neither but the path.
+
+use std::time::Duration;
+
+use crate::tcp_info::SendTimes;
+
+/// After this much sending, what was before it no longer counts. So the shares are of the last one to two spans.
+const SPAN: Duration = Duration::from_secs(10);
+
+/// Shares, 0 to 1, of the time in which a link lately had bytes to send or unacknowledged ones.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// The peer's receive window was full: a larger one (net.ipv4.tcp_rmem there) would make the link faster.
+    pub receive_window: f64,
+    /// This end's send buffer held too little (net.ipv4.tcp_wmem here).
+    pub send_buffer: f64,
+}
+
+/// Below this share nothing is worth a word.
+const WORTH: f64 = 0.05;
+
+/// What limited a link most, for a person: `window 46 %` or `buffer 12 %`; `None` if nothing did.
+pub fn limited_by(receive_window: f64, send_buffer: f64) -> Option<String> {
+    let (what, share) =
+        if receive_window >= send_buffer { ("window", receive_window) } else { ("buffer", send_buffer) };
+    (share >= WORTH).then(|| format!("{what} {:.0} %", share * 100.0))
+}
+
+/// Follows a link's [`SendTimes`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sending {
+    /// When the last but one span began.
+    before: SendTimes,
+    /// When the last one began.
+    begin: SendTimes,
+    now: SendTimes,
+}
+
+impl Sending {
+    pub(super) fn add(&mut self, now: SendTimes) {
+        self.now = now;
+        if now.busy.saturating_sub(self.begin.busy) >= SPAN {
+            self.before = self.begin;
+            self.begin = now;
+        }
+    }
+
+    /// `None` before anything was sent.
+    pub(super) fn limits(&self) -> Option<Limits> {
+        let busy = self.now.busy.saturating_sub(self.before.busy);
+        // The kernel counts in jiffies.
+        let share = |now: Duration, before: Duration| {
+            (now.saturating_sub(before).as_secs_f64() / busy.as_secs_f64()).min(1.0)
+        };
+        (!busy.is_zero()).then(|| Limits {
+            receive_window: share(self.now.receive_window, self.before.receive_window),
+            send_buffer: share(self.now.send_buffer, self.before.send_buffer),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn times(busy: u64, receive_window: u64, send_buffer: u64) -> SendTimes {
+        let [busy, receive_window, send_buffer] =
+            [busy, receive_window, send_buffer].map(Duration::from_secs);
+        SendTimes { busy, receive_window, send_buffer }
+    }
+
+    fn limits(receive_window: f64, send_buffer: f64) -> Option<Limits> {
+        Some(Limits { receive_window, send_buffer })
+    }
+
+    #[test]
+    fn shares_are_of_the_time_spent_sending() {
+        let mut sending = Sending::default();
+        assert_eq!(sending.limits(), None);
+        sending.add(times(0, 0, 0));
+        assert_eq!(sending.limits(), None, "nothing was sent");
+        sending.add(times(4, 1, 2));
+        assert_eq!(sending.limits(), limits(0.25, 0.5));
+    }
+
+    #[test]
+    fn the_larger_share_is_named_if_it_is_worth_it() {
+        assert_eq!(limited_by(0.456, 0.2).as_deref(), Some("window 46 %"));
+        assert_eq!(limited_by(0.0, 1.0).as_deref(), Some("buffer 100 %"));
+        assert_eq!(limited_by(0.049, 0.0), None);
+    }
+
+    #[test]
+    fn what_is_long_ago_does_not_count() {
+        let mut sending = Sending::default();
+        for second in 1..=100 {
+            sending.add(times(second, second, 0));
+        }
+        assert_eq!(sending.limits(), limits(1.0, 0.0));
+        // The receiver got a larger window.
+        for second in 101..=120 {
+            sending.add(times(second, 100, 0));
+        }
+        assert_eq!(sending.limits(), limits(0.0, 0.0));
+    }
+}
