@@ -3,7 +3,7 @@
 use crate::verdict::{Reason, Verdict};
 
 /// Number of counters.
-pub const COUNT: u32 = 24;
+pub const COUNT: u32 = 26;
 
 /// `<hook>/<outcome>` of each counter, in the order of its index. "connect6" counts what an IPv6
 /// socket asked for, IPv4-mapped addresses included.
@@ -16,6 +16,7 @@ pub const NAMES: [&str; COUNT as usize] = [
     "connect4/no_route",
     "connect4/redirected",
     "connect4/down",
+    "connect4/orphaned",
     "connect6/not_tcp",
     "connect6/marked",
     "connect6/bound_device",
@@ -24,6 +25,7 @@ pub const NAMES: [&str; COUNT as usize] = [
     "connect6/no_route",
     "connect6/redirected",
     "connect6/down",
+    "connect6/orphaned",
     "getpeername4/restored",
     "getpeername6/restored",
     "lookup4/steered",
@@ -66,17 +68,18 @@ pub const fn of_verdict<A>(hook: Hook, verdict: &Verdict<A>) -> u32 {
         Verdict::Direct(Reason::NoRoute) => 5,
         Verdict::Redirect(_) => 6,
         Verdict::Down(_) => 7,
+        Verdict::Direct(Reason::Orphaned) => 8,
     };
     match hook {
         Hook::Connect4 => outcome,
-        Hook::Connect6 => 8 + outcome,
+        Hook::Connect6 => 9 + outcome,
     }
 }
 
 /// Counter of peer names that `getpeername4` translated back.
-pub const RESTORED_V4: u32 = 16;
+pub const RESTORED_V4: u32 = 18;
 /// Counter of peer names that `getpeername6` translated back.
-pub const RESTORED_V6: u32 = 17;
+pub const RESTORED_V6: u32 = 19;
 
 /// Counter of a lookup for an IPv4 (`v6 == false`) or IPv6 packet.
 #[inline(always)]
@@ -86,5 +89,5 @@ pub const fn of_lookup(v6: bool, lookup: Lookup) -> u32 {
         Lookup::NoListener => 1,
         Lookup::ForeignClient => 2,
     };
-    if v6 { 21 + outcome } else { 18 + outcome }
+    if v6 { 23 + outcome } else { 20 + outcome }
 }

@@ -60,6 +60,8 @@ pub mod names {
     pub const LISTENER: &str = "LISTENER";
     /// Per-CPU counters, see [`crate::counter`].
     pub const COUNTERS: &str = "COUNTERS";
+    /// One word: when the server last said that it is alive, in nanoseconds of `CLOCK_MONOTONIC`.
+    pub const ALIVE: &str = "ALIVE";
 
     /// Global `u32`: mark of exempt sockets.
     pub const MARK: &str = "MARK";
@@ -67,6 +69,8 @@ pub mod names {
     pub const SET_RETVAL: &str = "SET_RETVAL";
     /// Global `u8`: `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
     pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";
+    /// Global `u64`: nanoseconds without a sign of life after which nothing is redirected any more.
+    pub const ORPHAN_AFTER: &str = "ORPHAN_AFTER";
     /// Global [`Prefix`](crate::Prefix)`<V4>`: the token range.
     pub const TOKENS_V4: &str = "TOKENS_V4";
     /// Global [`Prefix`](crate::Prefix)`<V6>`: the IPv6 token range.

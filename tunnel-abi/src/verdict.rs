@@ -32,6 +32,8 @@ pub enum Reason {
     Excluded,
     /// Not an edge address.
     NoRoute,
+    /// The server has been gone for too long.
+    Orphaned,
 }
 
 /// The decision about a connect.
@@ -54,6 +56,8 @@ pub trait GlobalState {
     fn any_port_routes(&self) -> bool;
     /// Whether the server serves; when it does not, every route counts as down.
     fn serving(&self) -> bool;
+    /// Whether the server has been gone for so long that its routes do not count any more.
+    fn orphaned(&self) -> bool;
 }
 
 /// Lookups of one address family.
@@ -79,6 +83,10 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     let tunnelled = tables.tunnelled(connect.port);
     if !tunnelled && !tables.any_port_routes() {
         return Verdict::Direct(Reason::Port);
+    }
+    // Only connects to tunnelled ports pay for reading the clock.
+    if tables.orphaned() {
+        return Verdict::Direct(Reason::Orphaned);
     }
     if tables.excluded(connect.address) {
         return Verdict::Direct(Reason::Excluded);

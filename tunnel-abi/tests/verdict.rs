@@ -16,6 +16,7 @@ struct World {
     /// Token, whether it is up, and whether it takes every port.
     routes: BTreeMap<IpNet, (IpAddr, bool, bool)>,
     serving: bool,
+    orphaned: bool,
 }
 
 impl World {
@@ -36,6 +37,9 @@ impl GlobalState for World {
     }
     fn serving(&self) -> bool {
         self.serving
+    }
+    fn orphaned(&self) -> bool {
+        self.orphaned
     }
     fn any_port_routes(&self) -> bool {
         self.routes.values().any(|(_, _, any)| *any)
@@ -76,7 +80,7 @@ impl Tables<V6> for World {
 
 /// The rules with plain integers, sharing nothing with the code under test.
 fn model(world: &World, address: IpAddr, port: u16, tcp: bool, marked: bool, bound: bool) -> Model {
-    if !tcp || marked || bound {
+    if !tcp || marked || bound || world.orphaned {
         return Model::Direct;
     }
     if world.excluded.iter().any(|net| net.contains(&address)) {
@@ -142,8 +146,16 @@ fn world() -> impl Strategy<Value = World> {
     let excluded_v4 = prop::collection::btree_set(net_v4(), 0..4);
     let excluded_v6 = prop::collection::btree_set(net_v6(), 0..4);
     let ports = prop::collection::btree_set(10250_u16..10253, 1..3);
-    (routes_v4, routes_v6, excluded_v4, excluded_v6, ports, prop::bool::weighted(0.8)).prop_map(
-        |(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving)| {
+    (
+        routes_v4,
+        routes_v6,
+        excluded_v4,
+        excluded_v6,
+        ports,
+        prop::bool::weighted(0.8),
+        prop::bool::weighted(0.1),
+    )
+        .prop_map(|(routes_v4, routes_v6, excluded_v4, excluded_v6, ports, serving, orphaned)| {
             let mut routes = BTreeMap::new();
             // Each route owns a 64-address slot of the token range, so blocks of any size are aligned.
             for (slot, (net, (up, any))) in (0_u32..).zip(routes_v4) {
@@ -159,9 +171,8 @@ fn world() -> impl Strategy<Value = World> {
                 .map(IpNet::V4)
                 .chain(excluded_v6.into_iter().map(IpNet::V6))
                 .collect();
-            World { ports, excluded, routes, serving }
-        },
-    )
+            World { ports, excluded, routes, serving, orphaned }
+        })
 }
 
 fn flags() -> impl Strategy<Value = (bool, bool, bool)> {
@@ -309,6 +320,7 @@ fn every_counter_has_its_own_index() {
         (Verdict::Direct(Reason::NoRoute), "no_route"),
         (Verdict::Redirect(()), "redirected"),
         (Verdict::Down(()), "down"),
+        (Verdict::Direct(Reason::Orphaned), "orphaned"),
     ];
     let mut found = BTreeMap::new();
     for (hook, prefix) in [(Hook::Connect4, "connect4"), (Hook::Connect6, "connect6")] {

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use tunnel_core::admin::Status;
 use tunnel_core::config::TargetRule;
 use tunnel_core::identity::{AgentIdentity, NodeName};
+use tunnel_core::link::limited_by;
 use tunnel_core::text::{age, harmless};
 
 use crate::config::Config;
@@ -92,13 +93,14 @@ impl AgentStatus {
         for link in &self.servers {
             let state = match link.phase {
                 LinkPhase::Attached => format!(
-                    "attached to {} for {}, session {}, {} links, {} connections{}",
+                    "attached to {} for {}, session {}, {} links, {} connections{}{}",
                     harmless(link.server_id.as_deref().unwrap_or("?")),
                     age(link.attached_for_s.unwrap_or_default()),
                     link.epoch,
                     link.links,
                     link.connections,
-                    link.rtt_ms.map(|rtt| format!(", RTT {rtt:.1} ms")).unwrap_or_default()
+                    link.rtt_ms.map(|rtt| format!(", RTT {rtt:.1} ms")).unwrap_or_default(),
+                    limited(link).map(|by| format!(", limited by {by}")).unwrap_or_default()
                 ),
                 LinkPhase::Connecting => "connecting".to_owned(),
                 LinkPhase::Waiting => "waiting before the next attempt".to_owned(),
@@ -117,6 +119,10 @@ impl CertificateStatus {
     pub fn of(identity: &AgentIdentity) -> Self {
         Self { not_after: seconds(identity.not_after()), renews_at: seconds(identity.renew_at()) }
     }
+}
+
+fn limited(link: &LinkStatus) -> Option<String> {
+    limited_by(link.window_limited?, link.buffer_limited?)
 }
 
 fn seconds(time: SystemTime) -> u64 {
@@ -192,6 +198,8 @@ mod tests {
             connections: 3,
             delivery_rate: Some(1_000_000),
             retransmits: Some(2),
+            window_limited: Some(0.456),
+            buffer_limited: Some(0.0),
             last_error: Some("connection refused".to_owned()),
             last_error_s: Some(90),
         }
@@ -216,7 +224,7 @@ mod tests {
             "certificate: expires in 1d1h, renewal in 1m1s\n",
             "may be reached: node:22\n",
             "connections: 6\n",
-            "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 2 links, 3 connections, RTT 12.3 ms (last end 1m30s ago: connection refused)\n",
+            "server tunnel.example.org:10262: attached to cloud-1 for 1h1m, session 7, 2 links, 3 connections, RTT 12.3 ms, limited by window 46 % (last end 1m30s ago: connection refused)\n",
             "server tunnel.example.org:10262: waiting before the next attempt (last end 1m30s ago: connection refused)\n",
         ] {
             assert!(text.contains(line), "{line}{text}");

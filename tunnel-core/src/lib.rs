@@ -9,6 +9,7 @@ pub mod config;
 pub mod error;
 pub mod grpc;
 pub mod identity;
+pub mod kernel;
 pub mod lifecycle;
 pub mod link;
 pub mod log_once;

@@ -4,6 +4,7 @@ use core::arch::asm;
 
 use aya_ebpf::{
     Global,
+    helpers::bpf_ktime_get_ns,
     macros::map,
     maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
@@ -38,6 +39,9 @@ pub(crate) static LISTENER: SockMap = SockMap::with_max_entries(LISTENER_SLOTS, 
 #[map]
 pub(crate) static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(counter::COUNT, 0);
 
+#[map]
+pub(crate) static ALIVE: Array<u64> = Array::with_max_entries(1, 0);
+
 #[unsafe(no_mangle)]
 pub(crate) static MARK: Global<u32> = Global::new(SOCKET_MARK);
 /// Off unless the loader sets it: a kernel before 5.18 refuses a program that calls the helper.
@@ -45,6 +49,8 @@ pub(crate) static MARK: Global<u32> = Global::new(SOCKET_MARK);
 pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static INGRESS_IFINDEX: Global<u8> = Global::new(0);
+#[unsafe(no_mangle)]
+pub(crate) static ORPHAN_AFTER: Global<u64> = Global::new(u64::MAX);
 #[unsafe(no_mangle)]
 pub(crate) static TOKENS_V4: Global<Prefix<V4>> = Global::new(Prefix { base: V4(0), mask: V4(!0) });
 #[unsafe(no_mangle)]
@@ -73,6 +79,14 @@ impl GlobalState for KernelTables {
     #[inline(always)]
     fn serving(&self) -> bool {
         STATE.get(0).is_some_and(|state| *state & SERVING != 0)
+    }
+
+    #[inline(always)]
+    fn orphaned(&self) -> bool {
+        // SAFETY: the helper takes nothing and only reads the clock.
+        let now = unsafe { bpf_ktime_get_ns() };
+        // One that is ahead was written on another CPU a moment ago.
+        ALIVE.get(0).is_none_or(|alive| now.saturating_sub(*alive) > ORPHAN_AFTER.load())
     }
 
     #[inline(always)]

@@ -1,15 +1,66 @@
 //! Accepting connections in spite of temporary errors, such as a full table of file descriptors.
 
+use std::future::pending;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 
 /// How long to wait when the process or the host is out of resources for another connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The next connection. Errors are logged, and do not end the wait.
-pub(crate) async fn accept(listener: &TcpListener, door: &'static str) -> (TcpStream, SocketAddr) {
+/// Whether listeners accept. What comes while they do not waits in them, or is accepted by another process that has them.
+#[derive(Clone, Debug)]
+pub struct Gate(Arc<watch::Sender<bool>>);
+
+impl Gate {
+    pub fn new(open: bool) -> Self {
+        Self(Arc::new(watch::Sender::new(open)))
+    }
+
+    pub fn set(&self, open: bool) {
+        self.0.send_replace(open);
+    }
+
+    /// Waits until it is open.
+    pub async fn opened(&self) {
+        // It holds the sender itself.
+        let _ = self.0.subscribe().wait_for(|open| *open).await;
+    }
+
+    pub fn guard(&self, listener: TcpListener) -> Gated {
+        Gated { listener, open: self.0.subscribe(), _gate: self.clone() }
+    }
+}
+
+/// A listener behind a [`Gate`].
+#[derive(Debug)]
+pub struct Gated {
+    listener: TcpListener,
+    open: watch::Receiver<bool>,
+    /// Keeps the sender, so that waiting never fails.
+    _gate: Gate,
+}
+
+impl Gated {
+    /// The next connection. Errors are logged, and do not end the wait.
+    pub async fn accept(&mut self, door: &'static str) -> (TcpStream, SocketAddr) {
+        loop {
+            if self.open.wait_for(|open| *open).await.is_err() {
+                return pending().await;
+            }
+            tokio::select! {
+                biased;
+                _ = self.open.changed() => {}
+                accepted = accept(&self.listener, door) => return accepted,
+            }
+        }
+    }
+}
+
+async fn accept(listener: &TcpListener, door: &'static str) -> (TcpStream, SocketAddr) {
     loop {
         match listener.accept().await {
             Ok(accepted) => return accepted,
@@ -28,4 +79,30 @@ pub(crate) async fn accept(listener: &TcpListener, door: &'static str) -> (TcpSt
 fn is_of_one_connection(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted, TimedOut};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted | TimedOut)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_closed_gate_leaves_connections_to_whoever_opens() {
+        let gate = Gate::new(false);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut gated = gate.guard(listener);
+        let client = TcpStream::connect(address).await.unwrap();
+        let closed = tokio::time::timeout(Duration::from_millis(50), gated.accept("test")).await;
+        assert!(closed.is_err(), "accepted behind a closed gate");
+        gate.set(true);
+        let (_, peer) = gated.accept("test").await;
+        assert_eq!(peer, client.local_addr().unwrap());
+        let waiting = tokio::spawn(async move { gated.accept("test").await });
+        gate.set(false);
+        let second = TcpStream::connect(address).await.unwrap();
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        gate.set(true);
+        assert_eq!(waiting.await.unwrap().1, second.local_addr().unwrap());
+    }
 }

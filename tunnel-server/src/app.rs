@@ -1,7 +1,9 @@
 //! The server from start to end: [`build`] -> [`Bound`] -> [`Bound::run`]. The only module that knows all parts.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -18,7 +20,7 @@ use tunnel_core::logging;
 
 use crate::admission::{Budget, Shares};
 use crate::agent_port::{AgentPort, LinkContext};
-use crate::config::Config;
+use crate::config::{Config, NodeSource};
 use crate::door::{self, DoorContext, Http, Https, Redirected};
 use crate::kube::Parts;
 use crate::listeners::Listeners;
@@ -28,16 +30,19 @@ use crate::pki::{
     EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, Revocations,
     ServerCertificate, ServerFile, Standing, agent_addresses, follow_bundle,
 };
-use crate::redirect::{Feeder, Redirect, RedirectMetrics};
+use crate::redirect::{Feeder, Orphans, Redirect, RedirectMetrics};
 use crate::route::{Router, follow, keep_claims, load_claims};
 use crate::server_id::server_id;
 use crate::session::{Sessions, Workers, register_links};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::status::Reporter;
+use crate::takeover::{Gates, NODES, Predecessor, Succession, TakeOver};
 
 /// How long links and tasks may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
+/// The admin port's name among the listening sockets.
+const ADMIN: &str = "admin";
 
 /// A server that has its addresses and its redirect. Only its admin endpoints answer.
 pub struct Bound {
@@ -57,6 +62,13 @@ pub struct Bound {
     readiness: Readiness,
     starting: ReadyGuard,
     admin: Option<Serving>,
+    gates: Gates,
+    /// The server to take over from.
+    before: Option<Predecessor>,
+    /// What dead servers have left.
+    orphans: Orphans,
+    /// The listening sockets, for a successor.
+    copies: Vec<(String, SocketAddr, OwnedFd)>,
 }
 
 /// Opens the source of the nodes, binds every listener and starts the redirect.
@@ -87,11 +99,18 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let readiness = Readiness::new();
     let starting = readiness.pending("start");
 
-    // Addresses before the redirect: a second server on this host fails before it touches the kernel.
-    let mut listeners = Listeners::bind(&config).await?;
+    // Pins name it. A disk that is read-only must not keep a server from starting.
+    let _ = std::fs::create_dir_all(&config.state_dir);
+    let mut before = Predecessor::find(&config.state_dir).await;
+    // Addresses before the redirect: a foreign server on this host makes this one fail before it touches the kernel.
+    let mut listeners = Listeners::bind(&config, &mut before).await?;
     let mut redirect = None;
+    let mut orphans = Orphans::default();
     if let Some(options) = config.redirect.clone() {
-        let running = listeners.start_redirect(options).await?;
+        orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
+        router.take_over_tokens(orphans.tokens());
+        router.take_over_tokens(before.as_ref().map_or(&[], Predecessor::tokens));
+        let running = listeners.start_redirect(options, &mut before).await?;
         let collector = Box::new(RedirectMetrics(running.clone()));
         registry.sub_registry_with_prefix("postern").register_collector(collector);
         redirect = Some(running);
@@ -108,10 +127,16 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         redirect: redirect.clone(),
         doors: listeners.addresses()?,
     };
-    let mut admin = None;
+    let (mut admin, mut copies) = (None, listeners.copies()?);
     if let Some(address) = config.admin_address {
         let (registry, readiness, status) = (Arc::new(registry), readiness.clone(), reporter.into_status());
-        let bound = Admin { registry, readiness, status, log }.bind("--admin-address", address)?;
+        let endpoints = Admin { registry, readiness, status, log };
+        let taken = before.as_mut().and_then(|before| before.listener(ADMIN, |at| at == address));
+        let bound = match taken {
+            Some(listener) => endpoints.at(listener)?,
+            None => endpoints.bind("--admin-address", address)?,
+        };
+        copies.push((ADMIN.to_owned(), bound.address(), bound.copy()?));
         admin = Some(bound.serve()?);
     }
     if let Some(listener) = &listeners.agents {
@@ -138,11 +163,15 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         readiness,
         starting,
         admin,
+        gates: Gates::new(before.is_none() && orphans.is_empty()),
+        before,
+        orphans,
+        copies,
     })
 }
 
 impl Bound {
-    /// Serves until `shutdown`, then drains and stops.
+    /// Serves until `shutdown`, or until another server has taken over, then drains and stops.
     ///
     /// # Errors
     /// No usable CA or certificate.
@@ -155,9 +184,28 @@ impl Bound {
         let drain_timeout = self.config.drain_timeout;
         // Known before anyone is let in.
         let revocations = RevocationStore::new(&self.config.state_dir).open()?;
-        let serving = self.serve(certificate, revocations, &shutdown).await;
-        shutdown.draining().await;
-        serving.stop(drain_timeout).await
+        // A kubelet would start it again.
+        let ends_when_passed = matches!(self.config.source, NodeSource::File(_));
+        let own = Shutdown::new();
+        let serving = self.serve(certificate, revocations, &own).await;
+        let succession = serving.succession.clone();
+        tokio::select! {
+            () = shutdown.draining() => tokio::select! {
+                // What a successor that is half-way has not got yet would fail.
+                _ = tokio::time::timeout(drain_timeout, succession.settled()) => {}
+                () = shutdown.forced() => {}
+            },
+            () = succession.passed(), if ends_when_passed => {}
+        }
+        let force = async {
+            shutdown.forced().await;
+            own.force();
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            stopped = serving.stop(drain_timeout) => stopped,
+            () = force => Ok(()),
+        }
     }
 
     /// Starts every task. Nothing fails here, so everything that runs is stopped in order.
@@ -180,6 +228,10 @@ impl Bound {
             ..
         } = self;
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+        let pending = readiness.pending("taking over");
+        let handover = watch::Sender::default();
+        // Ends with the drain, or when a successor does what one server alone may do.
+        let leading = shutdown.draining_token().child_token();
         let (settings, settings_now) = watch::channel(Arc::default());
         let (known_nodes, nodes_now) = watch::channel(None::<Arc<KnownNodes>>);
         let standing = Standing::new(revoked.subscribe(), nodes_now, config.refuse_unknown);
@@ -204,9 +256,9 @@ impl Bound {
             known_nodes,
             revocations,
             standing: standing.clone(),
-            nodes_known: readiness.pending("nodes"),
+            nodes_known: readiness.pending(NODES),
             tasks: &tasks,
-            draining: shutdown.draining_token().child_token(),
+            draining: leading.clone(),
             stop: stop.clone(),
         };
         self.source.start(source_parts, shutdown.clone()).await;
@@ -228,6 +280,7 @@ impl Bound {
             standing: standing.clone(),
             metrics: metrics.clone(),
             draining: shutdown.draining_token().clone(),
+            handover: handover.subscribe(),
             forced: shutdown.forced_token().clone(),
             stop: stop.clone(),
             congestion: config.congestion.clone(),
@@ -247,32 +300,64 @@ impl Bound {
             stop: stop.clone(),
         };
         tasks.spawn(peers::follow(Arc::new(to_peers), peers_now));
-        let context = DoorContext { router, sessions, peers, metrics, drain: drain.clone() };
+        let context = DoorContext {
+            router: router.clone(),
+            sessions: sessions.clone(),
+            peers,
+            metrics,
+            drain: drain.clone(),
+        };
         let agent_port = AgentPort::new(certificate.tls(), workers, enroll, links, context.clone(), &budget);
         let Listeners { agents, https, http, redirected } = self.listeners;
+        let gates = self.gates;
         if let Some(listener) = agents {
-            tasks.spawn(agent_port.clone().serve(listener));
+            tasks.spawn(agent_port.clone().serve(gates.agents(listener)));
             tasks.spawn(agent_port.clone().shut_out());
         }
         if let Some(listener) = https {
-            tasks.spawn(door::serve(Https, listener, context.clone(), Shares::new(budget.https)));
+            tasks.spawn(door::serve(Https, gates.door(listener), context.clone(), Shares::new(budget.https)));
         }
         if let Some(listener) = http {
-            tasks.spawn(door::serve(Http, listener, context.clone(), Shares::new(budget.http)));
+            tasks.spawn(door::serve(Http, gates.door(listener), context.clone(), Shares::new(budget.http)));
         }
         if let Some(redirect) = &redirect {
             let shares = Shares::new(budget.redirect);
             for listener in redirected {
                 let door = Redirected { redirect: redirect.clone() };
-                tasks.spawn(door::serve(door, listener, context.clone(), shares.clone()));
+                tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
             }
         }
+        let succession = Arc::new(Succession {
+            server_id: server_id.clone(),
+            sockets: Mutex::new(self.copies),
+            gates: gates.clone(),
+            admin: self.admin.as_ref().map(Serving::accepting),
+            sessions: sessions.clone(),
+            redirect: redirect.clone(),
+            handover,
+            phase: watch::Sender::default(),
+            passed: leading,
+        });
+        let succeeded = succession.clone().run(config.state_dir, shutdown.draining_token().clone());
+        tasks.spawn(succeeded);
+        let stopping = stop.clone();
+        let take_over = TakeOver {
+            gates,
+            router,
+            sessions,
+            redirect: redirect.clone(),
+            readiness: readiness.clone(),
+            pending,
+            stop: stopping,
+        };
+        tasks.spawn(take_over.run(self.before, self.orphans));
         tasks.close();
         self.starting.ready();
         tracing::info!(server_id, open_files = self.open_files, ?budget, "serving");
         Running {
             agent_port,
             redirect,
+            succession,
             drain,
             tasks,
             stop,
@@ -288,6 +373,7 @@ impl Bound {
 struct Running {
     agent_port: Arc<AgentPort>,
     redirect: Option<Arc<Redirect>>,
+    succession: Arc<Succession>,
     drain: Drain,
     tasks: TaskTracker,
     /// Ends the tasks and links.
@@ -304,6 +390,7 @@ impl Running {
     /// Waits for the connections in flight, then ends links and tasks and, last, the redirect.
     async fn stop(self, drain_timeout: Duration) -> anyhow::Result<()> {
         let _stopping = self.readiness.pending("stopping");
+        self.succession.close();
         if let Some(Err(error)) = self.redirect.as_ref().map(|redirect| redirect.drain()) {
             tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
         }

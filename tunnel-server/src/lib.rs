@@ -1,7 +1,7 @@
 //! The cloud side of the tunnel: redirect, doors, routes, sessions and identity.
 #![deny(unsafe_code)]
 
-mod accept;
+pub mod accept;
 mod admission;
 pub mod agent_port;
 pub mod app;
@@ -21,3 +21,4 @@ pub mod session;
 pub mod settings;
 mod source;
 pub mod status;
+mod takeover;

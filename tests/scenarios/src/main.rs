@@ -31,6 +31,7 @@ mod restart;
 mod runner;
 mod servers;
 mod soak;
+mod takeover;
 mod testbed;
 mod wan;
 
@@ -48,6 +49,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         memory::SCENARIOS,
         restart::SCENARIOS,
         servers::SCENARIOS,
+        takeover::SCENARIOS,
         relayed::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,

@@ -79,8 +79,9 @@ async fn server_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     let mut held = hold(on_edge.address, b"before").await?;
     server.process.crash().await?;
     expect_reset_of(&mut held).await?;
-    // The eBPF programs are detached with their process: edge addresses are direct again, cloud addresses always were.
-    expect_direct(on_edge.address).await?;
+    // The eBPF programs stay: connects to edge addresses are refused at once. Cloud addresses always were direct.
+    let error = client::connect_error(on_edge.address, Duration::from_secs(2)).await?;
+    ensure!(error.kind() == std::io::ErrorKind::ConnectionRefused, "connect() without a server: {error:?}");
     visit(on_cloud.address).await?;
     server.start_again().await?;
     let start = Instant::now();
@@ -234,11 +235,12 @@ async fn server_stops_and_leaves_nothing(testbed: &Testbed) -> Result<()> {
     // After SIGKILL a route may remain; `cleanup` removes it.
     server.start_again().await?;
     server.process.crash().await?;
-    let cleaned = server::run(testbed, &["cleanup"])?;
+    let bpffs = format!("--bpffs={}", testbed.bpffs().display());
+    let cleaned = server::run(testbed, &["cleanup", &bpffs])?;
     ensure!(cleaned.status.success(), "cleanup: {}", String::from_utf8_lossy(&cleaned.stderr));
     let after = token_routes(testbed)?;
     ensure!(after.is_empty(), "left behind by cleanup: {after}");
-    let again = server::run(testbed, &["cleanup"])?;
+    let again = server::run(testbed, &["cleanup", &bpffs])?;
     ensure!(again.status.success(), "cleanup with nothing to do: {}", String::from_utf8_lossy(&again.stderr));
     Ok(())
 }

@@ -4,14 +4,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
+use postern_testbed::Testbed;
+use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
+use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::wan::{Loss, Path};
-use postern_testbed::{Testbed, server::Server};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
@@ -21,6 +23,7 @@ scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
+    a_small_receive_window_is_named,
     sixteen_at_once_after_each_start(limit = 240),
     an_agent_that_stops_sends_what_it_has,
     a_full_line_of_300_kbit_keeps_its_link,
@@ -212,6 +215,33 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     for stream in &mut held {
         ensure!(echo(stream, b"gone").await.is_err(), "a connection of the old session lives");
     }
+    Ok(())
+}
+
+async fn a_small_receive_window_is_named(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(100, 100))?;
+    // A tenth of the path's bandwidth × delay.
+    testbed.edge(1).ns.write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 131072")?;
+    // BBR would pace itself to what the window allows.
+    let server = Builder::new(testbed).flag("--congestion-control=reno").start().await?;
+    let agent = Agent::enrol(&server, 1).await?;
+    let sink = target(testbed, 1, 9101, Behaviour::Sink)?;
+    upload(sink.address, 4, 4_000_000).await?;
+    let session = session_of(&server, 0).await?;
+    let links = session["links"].as_array().with_context(|| format!("no links in {session}"))?;
+    let most = |field: &str| links.iter().filter_map(|link| link[field].as_f64()).fold(0.0, f64::max);
+    let (window, buffer) = (most("window_limited"), most("buffer_limited"));
+    figure(&format!("limited by the window for {window:.2} of the time, by the buffer for {buffer:.2}"));
+    ensure!(window > 0.5 && buffer < 0.5, "{session}");
+    let worst = [("quantile", "0.99")];
+    let metric = server.metrics().await?.sum("postern_link_window_limited_ratio", &worst);
+    ensure!(metric > 0.5, "postern_link_window_limited_ratio is {metric}");
+    let text = server::run(testbed, &["status"])?.stdout;
+    let text = String::from_utf8_lossy(&text);
+    ensure!(text.contains(" window "), "the table does not name the window: {text}");
+    // The other direction has room.
+    let other = agent.status().await?["servers"][0]["window_limited"].as_f64().unwrap_or_default();
+    ensure!(other < 0.5, "the agent was limited by the server's window for {other} of the time");
     Ok(())
 }
 

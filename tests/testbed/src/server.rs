@@ -176,6 +176,7 @@ impl<'a> Builder<'a> {
         command
             .arg(format!("--state-dir={}", dir.join(self.host.state).display()))
             .arg(format!("--redirect-cgroup={}", self.testbed.cloud_cgroup.path().display()))
+            .arg(format!("--bpffs={}", self.testbed.bpffs().display()))
             .arg("--log-format=json")
             .args(&self.flags);
         Ok(command)
@@ -194,6 +195,23 @@ impl<'a> Server<'a> {
         ensure!(self.process.ended()?.is_some(), "the server still runs");
         self.process = self.builder.spawn()?;
         self.wait_ready().await
+    }
+
+    /// Starts one more server with the same flags, and waits until it has taken over from this one.
+    pub async fn take_over(&self) -> Result<Self> {
+        let mut server = self.successor()?;
+        let took = || Ok(server.process.output()?.contains("took over from the server before"));
+        wait_until("the second server to take over", START, async || took(), |took| *took).await?;
+        server.wait_ready().await?;
+        Ok(server)
+    }
+
+    /// Starts one more server with the same flags.
+    pub fn successor(&self) -> Result<Self> {
+        let name = format!("{}+", self.builder.name);
+        let builder = Builder { name, ..self.builder.clone() };
+        let process = builder.spawn()?;
+        Ok(Self { builder, process })
     }
 
     async fn wait_ready(&mut self) -> Result<()> {

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, umount2};
 
 use crate::id::{Id, Kind};
 use crate::{cgroup, netns};
@@ -13,6 +15,11 @@ const NETNS: &str = "/run/netns";
 
 /// Marks the folder of a demo that is kept up on purpose.
 pub const KEPT: &str = "KEPT";
+
+/// Where a run has its BPF file system.
+pub(crate) fn bpffs(id: &Id) -> PathBuf {
+    id.dir().join("bpf")
+}
 
 /// Kills the run's processes, removes its cgroups and its namespaces (and with them all links, routes, rules and
 /// mounts). Every process of a run, a container's included, is in its v2 cgroup.
@@ -26,7 +33,12 @@ pub fn namespaces_and_cgroups(id: &Id) -> Result<()> {
             netns::run(Command::new("ip").args(["netns", "delete", &name]))?;
         }
     }
-    Ok(())
+    let bpffs = bpffs(id);
+    match umount2(&bpffs, MntFlags::MNT_DETACH) {
+        // It is not mounted, or not even there.
+        Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("unmounting {}", bpffs.display())),
+    }
 }
 
 /// Removes everything: [`namespaces_and_cgroups`] and the run's folder.

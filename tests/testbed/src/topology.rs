@@ -75,6 +75,10 @@ impl Testbed {
     pub fn new(id: Id, shape: Shape) -> Result<Self> {
         let dir = id.dir();
         fs::create_dir_all(dir.join("logs")).with_context(|| format!("creating {}", dir.display()))?;
+        let bpffs = sweep::bpffs(&id);
+        fs::create_dir_all(&bpffs).with_context(|| format!("creating {}", bpffs.display()))?;
+        nix::mount::mount(Some("bpf"), &bpffs, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
+            .with_context(|| format!("mounting a BPF file system at {}", bpffs.display()))?;
         let mount = cgroup::unified_mount()?;
         let home_cgroup = cgroup::of_this_process(&mount)?;
         let parent = Cgroup::create(mount.join(id.to_string()))?;
@@ -110,6 +114,11 @@ impl Testbed {
     /// Folder for state, logs and files of this run.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// The BPF file system of this run.
+    pub fn bpffs(&self) -> PathBuf {
+        sweep::bpffs(&self.id)
     }
 
     /// Edge number `n`, counted from 1 as in its name.

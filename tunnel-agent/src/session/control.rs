@@ -65,7 +65,12 @@ impl Agent for AgentService {
 
     async fn notify(&self, request: Request<proto::Notice>) -> Result<Response<NoticeAck>, Status> {
         let phase = match request.into_inner().notice {
-            Some(notice::Notice::Draining(_)) => SessionPhase::Draining,
+            Some(notice::Notice::Draining(draining)) => {
+                if !draining.serving {
+                    self.0.served.cancel();
+                }
+                SessionPhase::Draining
+            }
             Some(notice::Notice::Refused(refused)) if refused.enroll_again => {
                 SessionPhase::CertificateRefused(refused.reason)
             }

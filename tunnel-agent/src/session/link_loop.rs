@@ -70,6 +70,13 @@ pub struct LinkStatus {
     /// Of the first link: TCP segments that this agent has sent again.
     #[serde(default)]
     pub retransmits: Option<u32>,
+    /// Of the first link: share, 0 to 1, of the last 10 to 20 s of sending in which the server's TCP receive window was
+    /// full; None before this agent sent anything, or before Linux 4.10.
+    #[serde(default)]
+    pub window_limited: Option<f64>,
+    /// The same for this agent's TCP send buffer.
+    #[serde(default)]
+    pub buffer_limited: Option<f64>,
     /// Why the last session, or attempt, ended.
     pub last_error: Option<String>,
     /// Seconds since then.
@@ -120,6 +127,8 @@ pub struct LinkLoop {
     /// The epoch of a session that a newer one has replaced. The server accepts it again only once the newer session is
     /// gone; a fresh epoch would replace that session in turn.
     yielded: Mutex<Option<u64>>,
+    /// Of the session with a server that stops, while the next one is not in use.
+    outgoing: Mutex<Option<CancellationToken>>,
     /// Cancelled when the agent drains, or when the server's address is gone.
     leaving: CancellationToken,
 }
@@ -128,7 +137,14 @@ impl LinkLoop {
     /// `server`: `host:port`.
     pub fn new(shared: Arc<Shared>, server: String) -> Arc<Self> {
         let leaving = shared.draining.child_token();
-        Arc::new(Self { shared, server, observed: Mutex::default(), yielded: Mutex::default(), leaving })
+        Arc::new(Self {
+            shared,
+            server,
+            observed: Mutex::default(),
+            yielded: Mutex::default(),
+            outgoing: Mutex::default(),
+            leaving,
+        })
     }
 
     /// Ends the loop as if the agent drained, but for this server only: nothing new, and what is carried may finish.
@@ -260,6 +276,8 @@ impl LinkLoop {
         let state = Arc::new(SessionState::first(self.shared.clone(), server, epoch, chain, flow, asked));
         self.observed().session = Some(state.clone());
         let server_drains = CancellationToken::new();
+        let in_use = self.supersede(&state);
+        let mut in_use = std::pin::pin!(in_use);
         let mut serving = leftovers.spawn(serve(state.clone(), link, server_drains.clone()));
         let left = async {
             self.leaving.cancelled().await;
@@ -273,7 +291,13 @@ impl LinkLoop {
         let end = loop {
             tokio::select! {
                 ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),
-                () = server_drains.cancelled() => break SessionEnd::Draining,
+                () = server_drains.cancelled() => {
+                    let earlier = self.outgoing().replace(state.superseded.clone());
+                    // Two servers in a row stop: the older session has no use any more.
+                    earlier.iter().for_each(CancellationToken::cancel);
+                    break SessionEnd::Draining;
+                }
+                () = &mut in_use => {}
                 () = &mut left => {
                     state.leave();
                     break SessionEnd::Stopping;
@@ -289,6 +313,21 @@ impl LinkLoop {
         let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
         *self.yielded() = yields.then_some(epoch);
         end
+    }
+
+    /// Once `session` is in use, lets go of the one with the server that stops. Never ends.
+    async fn supersede(&self, session: &SessionState) {
+        let mut phase = session.phase.subscribe();
+        if phase.wait_for(|phase| matches!(phase, SessionPhase::Attached { .. })).await.is_ok()
+            && let Some(outgoing) = self.outgoing().take()
+        {
+            outgoing.cancel();
+        }
+        std::future::pending::<()>().await;
+    }
+
+    fn outgoing(&self) -> MutexGuard<'_, Option<CancellationToken>> {
+        self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The next session's epoch. Taken once the server is reached, and off this thread: it is synced to disk.
@@ -323,6 +362,7 @@ impl LinkLoop {
             (false, Some(_)) => LinkPhase::Attached,
             (false, None) => LinkPhase::Connecting,
         };
+        let limits = session.and_then(|session| session.flow.limits());
         LinkStatus {
             address: self.server.clone(),
             phase,
@@ -334,6 +374,8 @@ impl LinkLoop {
             connections: session.map_or(0, SessionState::connections),
             delivery_rate: session.map(|session| session.flow.rate()).filter(|rate| *rate > 0),
             retransmits: session.map(|session| session.flow.retransmits()),
+            window_limited: limits.map(|limits| limits.receive_window),
+            buffer_limited: limits.map(|limits| limits.send_buffer),
             last_error: observed.last_end.as_ref().map(|(reason, _)| reason.clone()),
             last_error_s: observed.last_end.as_ref().map(|(_, at)| at.elapsed().as_secs()),
         }

@@ -30,6 +30,8 @@ type Accepted = (Request<RecvStream>, SendResponse<Bytes>);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same after a drain: what was carried may still wait behind a slow link.
 const DRAIN_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a session with a server that stops is kept for want of its successor.
+const SUCCESSOR: Duration = Duration::from_secs(30);
 /// How long nothing must be carried for a drain to be over; on a slow link twice its round trip.
 const QUIET: Duration = Duration::from_millis(100);
 /// Time between two reports of load.
@@ -171,7 +173,12 @@ async fn drained(session: &SessionState, server_draining: &CancellationToken) ->
             let _ = session.events.send(Ok(draining())).await;
             SessionEnd::Stopping
         }
-        () = server_draining.cancelled() => SessionEnd::Draining,
+        () = async {
+            server_draining.cancelled().await;
+            session.served.cancelled().await;
+            // Until then other servers may have it carry something: nobody else can.
+            let _ = tokio::time::timeout(SUCCESSOR, session.superseded.cancelled()).await;
+        } => SessionEnd::Draining,
     };
     // The server may have opened a stream before it knew.
     let quiet = QUIET.max(session.flow.rtt.last().unwrap_or_default() * 2);

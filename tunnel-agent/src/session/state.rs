@@ -40,6 +40,10 @@ pub(super) struct SessionState {
     /// Takes the numbers of additional links that the server asks for.
     pub(super) asked: Option<mpsc::Sender<u32>>,
     pub(super) phase: watch::Sender<SessionPhase>,
+    /// The server serves no more: nothing new comes from it.
+    pub(super) served: CancellationToken,
+    /// A later session with the same server, or its successor, is in use.
+    pub(super) superseded: CancellationToken,
     /// Read by the server once it has attached.
     pub(super) events: mpsc::Sender<EventResult>,
     event_stream: Mutex<Option<mpsc::Receiver<EventResult>>>,
@@ -137,6 +141,8 @@ impl SessionState {
             flow,
             asked: Some(asked),
             phase: watch::Sender::default(),
+            served: CancellationToken::new(),
+            superseded: CancellationToken::new(),
             events,
             event_stream: Mutex::new(Some(event_stream)),
             server_chain,
@@ -164,6 +170,8 @@ impl SessionState {
             flow,
             asked: None,
             phase: watch::Sender::default(),
+            served: CancellationToken::new(),
+            superseded: CancellationToken::new(),
             events,
             event_stream: Mutex::new(Some(event_stream)),
             server_chain,

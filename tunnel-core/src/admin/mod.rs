@@ -20,6 +20,7 @@ use std::convert::Infallible;
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -30,6 +31,7 @@ use axum::http::{Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get};
 use prometheus_client::registry::Registry;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::BindError;
@@ -75,6 +77,16 @@ impl Admin {
         Ok(Bound { admin: self, listener, address })
     }
 
+    /// Takes a listener that another process had.
+    ///
+    /// # Errors
+    /// It is not one.
+    pub fn at(self, listener: TcpListener) -> io::Result<Bound> {
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        Ok(Bound { admin: self, listener, address })
+    }
+
     fn router(self) -> Router {
         Router::new()
             .route("/", get(index))
@@ -100,6 +112,14 @@ impl Bound {
         self.address
     }
 
+    /// The listener once more, for another process.
+    ///
+    /// # Errors
+    /// Too many open files.
+    pub fn copy(&self) -> io::Result<OwnedFd> {
+        Ok(self.listener.try_clone()?.into())
+    }
+
     /// Answers on a new thread until the returned handle is dropped.
     ///
     /// # Errors
@@ -108,12 +128,13 @@ impl Bound {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let stop = CancellationToken::new();
         let stopped = stop.clone();
+        let (accepting, open) = watch::channel(true);
         let Self { admin, listener, address } = self;
         let thread = std::thread::Builder::new().name("admin".to_owned()).spawn(move || {
             runtime.block_on(async move {
                 let served = async {
                     let listener = tokio::net::TcpListener::from_std(listener)?;
-                    serve::answer(&listener, &admin.router()).await
+                    serve::answer(&listener, &admin.router(), open).await
                 };
                 tokio::select! {
                     () = stopped.cancelled() => {}
@@ -123,7 +144,7 @@ impl Bound {
                 }
             });
         })?;
-        Ok(Serving { address, stop, thread: Some(thread) })
+        Ok(Serving { address, stop, accepting: Accepting(Arc::new(accepting)), thread: Some(thread) })
     }
 }
 
@@ -132,12 +153,27 @@ impl Bound {
 pub struct Serving {
     address: SocketAddr,
     stop: CancellationToken,
+    accepting: Accepting,
     thread: Option<JoinHandle<()>>,
+}
+
+/// Whether the endpoints accept connections, or leave them to another process that has the listener.
+#[derive(Clone, Debug)]
+pub struct Accepting(Arc<watch::Sender<bool>>);
+
+impl Accepting {
+    pub fn set(&self, accepting: bool) {
+        self.0.send_replace(accepting);
+    }
 }
 
 impl Serving {
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    pub fn accepting(&self) -> Accepting {
+        self.accepting.clone()
     }
 }
 

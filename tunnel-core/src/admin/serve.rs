@@ -11,6 +11,7 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
 use crate::text::printable;
 
@@ -21,12 +22,25 @@ const MAX_HEAD: usize = 16 << 10;
 /// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// Accepts connections and answers their requests until it is dropped.
-pub(super) async fn answer(listener: &TcpListener, router: &Router) -> io::Result<Infallible> {
+/// Accepts connections while `open`, and answers their requests, until it is dropped.
+pub(super) async fn answer(
+    listener: &TcpListener,
+    router: &Router,
+    mut open: watch::Receiver<bool>,
+) -> io::Result<Infallible> {
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD);
     loop {
-        match listener.accept().await {
+        if open.wait_for(|open| *open).await.is_err() {
+            // The end is near: only that drops the sender.
+            return std::future::pending().await;
+        }
+        let accepted = tokio::select! {
+            biased;
+            Ok(()) = open.changed() => continue,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
             Ok((socket, client)) => {
                 let service = TowerToHyperService::new(router.clone());
                 let connection = server.serve_connection(TokioIo::new(socket), service);

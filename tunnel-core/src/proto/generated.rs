@@ -133,6 +133,10 @@ pub mod notice {
 pub struct ServerDraining {
     #[prost(uint32, tag = "1")]
     pub timeout_seconds: u32,
+    /// Another server takes over, and this one serves until that one can: the agent keeps this session, looks for the other
+    /// server at the same address, and leaves when it is told again, without this.
+    #[prost(bool, tag = "2")]
+    pub serving: bool,
 }
 /// The server will not use this session, for this reason.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

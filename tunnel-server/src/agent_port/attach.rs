@@ -3,6 +3,7 @@
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -26,7 +27,9 @@ use tunnel_core::text::printable;
 
 use super::additional;
 use super::gate::Certified;
-use super::link::{EVENT_SPAN, End, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused};
+use super::link::{
+    EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
+};
 use crate::pki::Refusal;
 use crate::session::{Forgotten, Link, Links, Session};
 use crate::settings::Settings;
@@ -188,6 +191,7 @@ async fn session(
         epoch: hello.epoch,
         issued,
         refusal: OnceLock::new(),
+        moving: AtomicBool::new(false),
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
@@ -198,7 +202,7 @@ async fn session(
         over,
     });
     match context.sessions.register(session.clone()) {
-        Ok(older) => retire(older, &session),
+        Ok(older) => retire(context, older, &session),
         Err(fenced) => {
             notify(&mut client, refused(fenced.to_string())).await;
             return fenced.into();
@@ -242,9 +246,14 @@ async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> En
     refusal.into()
 }
 
-/// Ends the older session of the same node: its agent is gone, or is a second one with the same identity.
-fn retire(older: Option<Arc<Session>>, newer: &Session) {
+/// Ends the older session of the same node: its agent is gone, or is a second one with the same identity. One that was told
+/// to look for another server, and has come back because that one died, finishes what it carries.
+fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session) {
     if let Some(older) = older {
+        if older.moving.load(Ordering::Relaxed) {
+            context.sessions.leave(&older);
+            return;
+        }
         tracing::warn!(
             node = %newer.node, old_peer = %older.peer, old_epoch = older.epoch,
             new_peer = %newer.peer, new_epoch = newer.epoch,
@@ -292,6 +301,9 @@ async fn follow(
     let mut alive = std::pin::pin!(link::keep_alive(pings, flow, || session.stalls.sweep()));
     let mut wanted = session.links.wanted();
     let mut span = (Instant::now(), 0u32);
+    let mut handover = context.handover.clone();
+    // It may have begun while the agent was greeted.
+    handover.mark_changed();
     let mut draining_sent = false;
     loop {
         tokio::select! {
@@ -345,15 +357,27 @@ async fn follow(
                 tracing::debug!(node = %session.node, ?links, "asking for more links");
                 notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
             }
+            Ok(()) = handover.changed(), if !draining_sent => {
+                let so_far = *handover.borrow_and_update();
+                if so_far != Handover::Nothing {
+                    session.moving.store(true, Ordering::Relaxed);
+                    draining_sent = so_far == Handover::All;
+                    notify(client, leaving(context, !draining_sent)).await;
+                }
+            }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
-                let timeout_seconds = u32::try_from(context.drain_timeout.as_secs()).unwrap_or(u32::MAX);
-                notify(client, notice::Notice::Draining(ServerDraining { timeout_seconds })).await;
+                notify(client, leaving(context, false)).await;
             }
             () = session.closed.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,
         }
     }
+}
+
+fn leaving(context: &LinkContext, serving: bool) -> notice::Notice {
+    let timeout_seconds = u32::try_from(context.drain_timeout.as_secs()).unwrap_or(u32::MAX);
+    notice::Notice::Draining(ServerDraining { timeout_seconds, serving })
 }
 
 fn loopback_ports(settings: &Settings) -> Vec<u32> {

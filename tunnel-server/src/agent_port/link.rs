@@ -27,6 +27,16 @@ const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) const MAX_EVENTS: u32 = 200;
 pub(super) const EVENT_SPAN: Duration = Duration::from_secs(10);
 
+/// What another server of this host has taken over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Handover {
+    #[default]
+    Nothing,
+    /// It accepts the agents, and this one still the connections to them.
+    Agents,
+    All,
+}
+
 /// What all links work with.
 pub struct LinkContext {
     pub server_id: String,
@@ -40,6 +50,7 @@ pub struct LinkContext {
     pub metrics: Metrics,
     /// Agents are notified; nothing new is accepted.
     pub draining: CancellationToken,
+    pub handover: watch::Receiver<Handover>,
     /// Ends every connection: the time of the drain is up.
     pub forced: CancellationToken,
     /// Ends every link.

@@ -15,7 +15,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_rustls::server::TlsStream;
 use tokio_util::task::TaskTracker;
@@ -24,11 +24,11 @@ use tunnel_core::identity::{
 };
 use tunnel_core::link::{HANDSHAKE_TIMEOUT, tune_link};
 
-pub use self::link::LinkContext;
+pub use self::link::{Handover, LinkContext};
 pub use crate::admission::Budget;
 pub use enroll::{enroll_routes, for_client};
 
-use crate::accept::accept;
+use crate::accept::Gated;
 use crate::admission::Place;
 use crate::door::DoorContext;
 use crate::pki::EnrollService;
@@ -74,10 +74,10 @@ impl AgentPort {
     }
 
     /// Accepts connections until the drain starts.
-    pub async fn serve(self: Arc<Self>, listener: TcpListener) {
+    pub async fn serve(self: Arc<Self>, mut listener: Gated) {
         loop {
             let (socket, peer) = tokio::select! {
-                accepted = accept(&listener, "agents") => accepted,
+                accepted = listener.accept("agents") => accepted,
                 () = self.context.draining.cancelled() => return,
             };
             let Some(place) = self.gate.handshake(peer.ip()) else {

@@ -134,6 +134,8 @@ async fn tell(context: Arc<LinkContext>, sender: mpsc::Sender<Result<Holdings, S
         }
     }
     let mut draining_told = context.draining.is_cancelled();
+    let mut handover = context.handover.clone();
+    handover.mark_unchanged();
     loop {
         let holdings = tokio::select! {
             next = moves.recv() => match next {
@@ -143,7 +145,12 @@ async fn tell(context: Arc<LinkContext>, sender: mpsc::Sender<Result<Holdings, S
                 },
                 Err(RecvError::Lagged(_) | RecvError::Closed) => return,
             },
-            () = context.draining.cancelled(), if !draining_told => {
+            () = async {
+                tokio::select! {
+                    () = context.draining.cancelled() => {}
+                    Ok(()) = handover.changed() => {}
+                }
+            }, if !draining_told => {
                 draining_told = true;
                 Holdings { draining: true, ..Holdings::default() }
             }

@@ -17,11 +17,12 @@ use super::kube_args::KubeArgs;
 use super::status::StatusCommand;
 use super::token::TokenCommand;
 use crate::config::{
-    self, Config, DEFAULT_ADMIN_ADDRESS, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6, NodeSource,
+    self, Config, DEFAULT_ADMIN_ADDRESS, DEFAULT_BPFFS, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6,
+    NodeSource,
 };
 use crate::inventory::DEFAULT_EDGE_SELECTOR;
 use crate::pki::DEFAULT_STATE_DIR;
-use crate::redirect::{RedirectConfig, SOCKET_MARK};
+use crate::redirect::{PinConfig, RedirectConfig, SOCKET_MARK};
 
 /// Lets cloud components reach edge nodes that only dial out.
 #[derive(Debug, Parser)]
@@ -37,7 +38,7 @@ pub struct Cli {
 pub enum Command {
     /// Show the running server's nodes, tunnels, doors, redirect and inventory.
     Status(StatusCommand),
-    /// Remove the token routes that a killed server left behind.
+    /// Remove the programs and token routes that a killed server left behind.
     Cleanup(CleanupCommand),
     /// Create, list and revoke the tokens with which agents enrol.
     Token(TokenCommand),
@@ -85,6 +86,14 @@ pub struct RunArgs {
     /// Only processes in this cgroup v2 directory are redirected [default: the host's cgroup v2 root].
     #[arg(long, value_name = "DIR")]
     pub redirect_cgroup: Option<PathBuf>,
+    /// BPF file system in which the programs stay while this server is killed and not back, so that connects to edge nodes
+    /// are refused at once; off: they vanish with it, and such connects go where nobody answers.
+    #[arg(long, value_name = "DIR|off", default_value = DEFAULT_BPFFS)]
+    pub bpffs: String,
+    /// How long, with its unit (s, m, h), the programs redirect without a sign of life of this server; 5 s at least. After it
+    /// edge nodes' addresses are direct again.
+    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    pub orphan_timeout: String,
     /// TCP ports of edge nodes that are redirected, comma-separated.
     #[arg(long, value_name = "LIST", default_value = "10250,10255")]
     pub redirect_ports: String,
@@ -153,12 +162,15 @@ impl RunArgs {
         let token_range_v6 = config::token_range_v6(&self.token_range_v6, &exclude)?;
         let redirect_ports = parse_ports("--redirect-ports", &self.redirect_ports)?;
         let redirect_clients = parse_cidrs("--redirect-clients", &self.redirect_clients)?;
+        let orphan_timeout = config::orphan_timeout(&self.orphan_timeout)?;
         let redirect = config::on_or_off("--redirect", &self.redirect)?.then(|| RedirectConfig {
             cgroup: self.redirect_cgroup.clone(),
             token_range,
             token_range_v6,
             mark: SOCKET_MARK,
             clients: redirect_clients.clone(),
+            pins: config::bpffs(&self.bpffs).map(|dir| PinConfig { dir, state_dir: self.state_dir.clone() }),
+            orphan_timeout,
             ..RedirectConfig::default()
         });
         if redirect.is_some() && redirect_ports.is_empty() {

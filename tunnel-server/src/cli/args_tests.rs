@@ -327,6 +327,8 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("admin-address", Some("127.0.0.1:10265")),
     ("redirect", Some("on")),
     ("redirect-cgroup", None),
+    ("bpffs", Some("/sys/fs/bpf")),
+    ("orphan-timeout", Some("30s")),
     ("redirect-ports", Some("10250,10255")),
     ("exclude", None),
     ("edge-addresses", None),

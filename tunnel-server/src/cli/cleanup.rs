@@ -1,12 +1,13 @@
 //! `tunnel-server cleanup`.
 
 use std::io;
+use std::path::PathBuf;
 
 use clap::Args;
 use tunnel_core::config::ConfigError;
 
-use crate::config::{self, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
-use crate::redirect::{self, RedirectConfig, RedirectError};
+use crate::config::{self, DEFAULT_BPFFS, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
+use crate::redirect::{self, Cleaned, PinConfig, RedirectConfig, RedirectError};
 
 #[derive(Args, Clone, Debug)]
 pub struct CleanupCommand {
@@ -16,19 +17,25 @@ pub struct CleanupCommand {
     /// Its --token-range-v6.
     #[arg(long, value_name = "CIDR", default_value = DEFAULT_TOKEN_RANGE_V6)]
     token_range_v6: String,
+    /// Its --bpffs.
+    #[arg(long, value_name = "DIR|off", default_value = DEFAULT_BPFFS)]
+    bpffs: String,
 }
 
 impl CleanupCommand {
-    /// Removes the routes, and prints each.
+    /// Removes programs and routes, and prints each.
     ///
     /// # Errors
     /// A bad range, missing privileges, or a server that still redirects here.
     pub fn run(&self) -> anyhow::Result<()> {
-        let removed = redirect::cleanup(&self.config()?).map_err(explain)?;
-        if removed.is_empty() {
+        let Cleaned { pins, routes } = redirect::cleanup(&self.config()?).map_err(explain)?;
+        if pins.is_empty() && routes.is_empty() {
             println!("nothing was left behind");
         }
-        for range in removed {
+        for folder in pins {
+            println!("removed the programs pinned in {}", folder.display());
+        }
+        for range in routes {
             println!("removed the route of the token range {range}");
         }
         Ok(())
@@ -38,6 +45,8 @@ impl CleanupCommand {
         Ok(RedirectConfig {
             token_range: config::token_range(&self.token_range, &[])?,
             token_range_v6: config::token_range_v6(&self.token_range_v6, &[])?,
+            // Whose they are does not matter, only that nobody is there any more.
+            pins: config::bpffs(&self.bpffs).map(|dir| PinConfig { dir, state_dir: PathBuf::new() }),
             ..RedirectConfig::default()
         })
     }

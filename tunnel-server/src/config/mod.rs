@@ -4,8 +4,8 @@ mod parse;
 mod parts;
 
 pub(crate) use parse::{
-    dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, peers, refuse_or_allow,
-    token_range, token_range_v6,
+    bpffs, dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, orphan_timeout, peers,
+    refuse_or_allow, token_range, token_range_v6,
 };
 
 use std::collections::BTreeSet;
@@ -27,6 +27,9 @@ pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
 pub const DEFAULT_TOKEN_RANGE: &str = "198.18.0.0/15";
 /// Default of `--token-range-v6`: a unique local range (RFC 4193); the letters spell "poster".
 pub const DEFAULT_TOKEN_RANGE_V6: &str = "fd9e:706f:7374:6572::/64";
+
+/// Default of `--bpffs`: where systemd mounts it.
+pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf";
 
 /// Where the nodes and the CA come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,6 +126,12 @@ impl Config {
         match &self.source {
             NodeSource::File(path) => flags.push(("inventory", path.display().to_string())),
             NodeSource::Kubernetes(options) => flags.extend(kube_flags(options)),
+        }
+        if let Some(redirect) = &self.redirect {
+            let bpffs =
+                redirect.pins.as_ref().map_or("off".to_owned(), |pins| pins.dir.display().to_string());
+            flags.push(("bpffs", bpffs));
+            flags.push(("orphan-timeout", duration_text(redirect.orphan_timeout)));
         }
         if let Some(cgroup) = self.redirect.as_ref().and_then(|redirect| redirect.cgroup.as_ref()) {
             flags.push(("redirect-cgroup", cgroup.display().to_string()));

@@ -2,9 +2,16 @@
 
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_core::config::{ConfigError, HostPort, parse_cidr, parse_cidrs, parse_ip, parse_port, parse_with};
+use tunnel_core::config::{
+    ConfigError, HostPort, duration_text, parse_cidr, parse_cidrs, parse_duration, parse_ip, parse_port,
+    parse_with,
+};
+
+use crate::redirect::LEAST_ORPHAN_TIMEOUT;
 
 /// Where the http door listens. None: nowhere.
 pub(crate) fn insecure_address(address: &str, port: &str) -> Result<Option<SocketAddr>, ConfigError> {
@@ -15,6 +22,22 @@ pub(crate) fn insecure_address(address: &str, port: &str) -> Result<Option<Socke
         return Err(ConfigError::new(KEY, address, reason));
     }
     Ok(parse_port("--insecure-port", port)?.map(|port| SocketAddr::new(ip, port)))
+}
+
+/// A directory, or None for `off`.
+pub(crate) fn bpffs(value: &str) -> Option<PathBuf> {
+    (value != "off").then(|| value.into())
+}
+
+pub(crate) fn orphan_timeout(value: &str) -> Result<Duration, ConfigError> {
+    const KEY: &str = "--orphan-timeout";
+    let timeout = parse_duration(KEY, value)?;
+    if timeout < LEAST_ORPHAN_TIMEOUT {
+        let least = duration_text(LEAST_ORPHAN_TIMEOUT);
+        let reason = format!("shorter than {least}: a server that is merely busy would be taken for dead");
+        return Err(ConfigError::new(KEY, value, reason));
+    }
+    Ok(timeout)
 }
 
 /// The agent ports of other servers.

@@ -17,7 +17,7 @@ mod way;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
@@ -27,17 +27,17 @@ pub use http::Http;
 pub use https::Https;
 pub use redirect::Redirected;
 
-use crate::accept::accept;
+use crate::accept::Gated;
 use crate::admission::{Full, Share, Shares};
 use way::Way;
 
 /// Serves a door until the drain starts. `shares` bounds its connections, for as long as they last.
-pub(crate) async fn serve<D: Door>(door: D, listener: TcpListener, context: DoorContext, shares: Shares) {
+pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorContext, shares: Shares) {
     let door = Arc::new(door);
     context.metrics.door(D::NAME);
     loop {
         let (socket, client) = tokio::select! {
-            accepted = accept(&listener, D::NAME) => accepted,
+            accepted = listener.accept(D::NAME) => accepted,
             () = context.drain.shutdown().draining() => return,
         };
         let place = match D::READS.then(|| shares.admit(client.ip())).transpose() {

@@ -5,7 +5,6 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -96,15 +95,28 @@ pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Ar
 async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationToken) {
     let mut backoff = Backoff::new(PAUSE.0, PAUSE.1);
     let mut failing = LogOnce::default();
+    // Links with servers that stop soon.
+    let mut leaving = JoinSet::new();
     while !removed.is_cancelled() {
         let worker = context.workers.next().clone();
+        let draining = CancellationToken::new();
         // It runs on the thread that owns the link.
-        let link =
-            AbortOnDropHandle::new(worker.spawn(connected(context.clone(), address.clone(), worker.clone())));
-        match link.await {
+        let work = connected(context.clone(), address.clone(), worker.clone(), draining.clone());
+        let mut link = AbortOnDropHandle::new(worker.spawn(work));
+        let ended = tokio::select! {
+            ended = &mut link => ended,
+            () = draining.cancelled() => {
+                tracing::debug!(address, "the other server stops soon: its successor may have the same address");
+                leaving.spawn(link);
+                let _ = removed.run_until_cancelled(tokio::time::sleep(backoff.next_delay())).await;
+                continue;
+            }
+        };
+        match ended {
             Ok(End::Itself) => {
                 tracing::debug!(address, "this address is this server's own");
-                return removed.cancelled().await;
+                removed.cancelled().await;
+                break;
             }
             Ok(End::Failed(error)) => {
                 if failing.is_new(&error) {
@@ -116,11 +128,12 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                 backoff.reset();
                 tracing::warn!(address, server_id, %error, "the link with the other server ended");
             }
-            Ok(End::Stopped) => return,
+            Ok(End::Stopped) => break,
             Err(error) => tracing::error!(address, %error, "the task of a link with another server"),
         }
         let _ = removed.run_until_cancelled(tokio::time::sleep(backoff.next_delay())).await;
     }
+    while leaving.join_next().await.is_some() {}
 }
 
 /// How a link with another server ended.
@@ -168,12 +181,18 @@ where
     }
 }
 
-async fn connected(context: Arc<PeerContext>, address: String, worker: Handle) -> End {
+/// `draining` is cancelled when the other server says that it stops soon.
+async fn connected(
+    context: Arc<PeerContext>,
+    address: String,
+    worker: Handle,
+    draining: CancellationToken,
+) -> End {
     let stop = context.stop.clone();
-    stop.run_until_cancelled(connect(&context, &address, worker)).await.unwrap_or(End::Stopped)
+    stop.run_until_cancelled(connect(&context, &address, worker, draining)).await.unwrap_or(End::Stopped)
 }
 
-async fn connect(context: &PeerContext, address: &str, worker: Handle) -> End {
+async fn connect(context: &PeerContext, address: &str, worker: Handle, draining: CancellationToken) -> End {
     let io = match handshake(context, address).await {
         Ok(io) => io,
         Err(error) => return End::Failed(error),
@@ -209,7 +228,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle) -> End {
     let server_id = printable(&first.server_id, 128);
     let told_by = (server_id.clone(), printable(&first.server_version, 64), address.to_owned());
     let link = joined_link(context, send, flow.clone(), worker);
-    let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token()));
+    let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token(), draining));
     let _joined = Joined::new(&context.peers, peer.clone(), link);
     tracing::info!(address, server_id, version = peer.version, "linked with another server");
     let error = tokio::select! {
@@ -342,7 +361,7 @@ fn apply(
         peers.lost(peer, &node);
     }
     if holdings.draining {
-        peer.draining.store(true, Ordering::Relaxed);
+        peer.draining.cancel();
     }
     if holdings.complete
         && let Some(all) = all.take()

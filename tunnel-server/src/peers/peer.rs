@@ -4,7 +4,6 @@ use std::collections::HashSet;
 use std::fmt::Display;
 use std::future::poll_fn;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -34,7 +33,8 @@ pub struct Peer {
     pub carried: Totals,
     pub(super) links: Links,
     pub(super) stalls: StallBound,
-    pub(super) draining: AtomicBool,
+    /// It stops soon.
+    pub(super) draining: CancellationToken,
     /// Ends the link.
     pub(super) closed: CancellationToken,
     /// The nodes that it says it has.
@@ -46,6 +46,7 @@ impl Peer {
         (server_id, version, address): (String, String, String),
         link: Arc<Link>,
         closed: CancellationToken,
+        draining: CancellationToken,
     ) -> Self {
         Self {
             server_id,
@@ -55,7 +56,7 @@ impl Peer {
             carried: Totals::default(),
             links: Links::new(link, 1),
             stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
-            draining: AtomicBool::new(false),
+            draining,
             closed,
             nodes: Mutex::default(),
         }
@@ -63,7 +64,7 @@ impl Peer {
 
     /// Whether it stops soon.
     pub fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Relaxed)
+        self.draining.is_cancelled()
     }
 
     /// How many nodes it has.

@@ -2,6 +2,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
@@ -21,7 +22,25 @@ pub struct RedirectConfig {
     /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (5.18).
     /// False behaves as an older kernel does: it is accepted, and the server must reset it.
     pub fail_at_connect: bool,
+    /// Keeps the programs attached when this process dies; none: they vanish with it.
+    pub pins: Option<PinConfig>,
+    /// How long the programs go on without a sign of life of this process.
+    pub orphan_timeout: Duration,
 }
+
+/// Where the kernel keeps the programs of a server that dies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PinConfig {
+    /// A directory of a BPF file system.
+    pub dir: PathBuf,
+    /// The server's state directory: what was pinned with the same one was pinned by this server.
+    pub state_dir: PathBuf,
+}
+
+/// Default of [`RedirectConfig::orphan_timeout`].
+pub const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
+/// The lowest: a server that is busy or stopped in a debugger for a moment is not dead.
+pub const LEAST_ORPHAN_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Default for RedirectConfig {
     fn default() -> Self {
@@ -37,6 +56,8 @@ impl Default for RedirectConfig {
             mark: tunnel_abi::SOCKET_MARK,
             clients: Vec::new(),
             fail_at_connect: true,
+            pins: None,
+            orphan_timeout: ORPHAN_TIMEOUT,
         }
     }
 }

@@ -108,6 +108,10 @@ pub enum RedirectError {
     Listener { operation: &'static str, source: io::Error },
     #[error("the redirect does not work: {0}")]
     SelfTest(#[from] SelfTestError),
+    #[error(
+        "cannot pin {}: {reason}; check the BPF file system named by --bpffs, or switch pins off with --bpffs=off", path.display()
+    )]
+    Pin { path: PathBuf, reason: String },
     #[error("the redirect has been stopped")]
     Stopped,
     #[error("another tunnel-server (program id {id}) redirects in this network namespace: stop it first")]

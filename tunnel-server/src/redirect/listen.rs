@@ -13,16 +13,20 @@ use super::{Redirect, RedirectConfig, RedirectError};
 /// clients' kernels retry those beyond it after a second.
 const BACKLOG: i32 = 4096;
 
-/// Loads, attaches and verifies the programs, and returns the listeners that they redirect to.
+/// Loads, attaches and verifies the programs, and returns the listeners that they redirect to: the given ones, else new
+/// ones.
 ///
 /// # Errors
 /// As [`Redirect::start`], or a listener cannot be made.
-pub async fn listen(options: RedirectConfig) -> Result<(Arc<Redirect>, Vec<TcpListener>), RedirectError> {
+pub async fn listen(
+    options: RedirectConfig,
+    [v4, v6]: [Option<std::net::TcpListener>; 2],
+) -> Result<(Arc<Redirect>, Vec<TcpListener>), RedirectError> {
     let failed = |source| RedirectError::Listener { operation: "cannot listen on loopback", source };
     let started = tokio::task::spawn_blocking(move || {
-        let v4 = bind(Ipv4Addr::LOCALHOST.into()).map_err(failed)?;
+        let v4 = v4.map_or_else(|| bind(Ipv4Addr::LOCALHOST.into()), Ok).map_err(failed)?;
         // A host without IPv6 has no IPv6 connections to redirect.
-        let v6 = bind(Ipv6Addr::LOCALHOST.into()).ok();
+        let v6 = v6.or_else(|| bind(Ipv6Addr::LOCALHOST.into()).ok());
         let redirect = Redirect::start(options, &v4, v6.as_ref())?;
         let v6 = v6.filter(|_| redirect.ipv6());
         Ok::<_, RedirectError>((redirect, [Some(v4), v6]))

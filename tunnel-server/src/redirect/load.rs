@@ -4,8 +4,7 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-use aya::programs::cgroup_sock_addr::CgroupSockAddrLinkId;
-use aya::programs::sk_lookup::SkLookupLinkId;
+use aya::programs::links::{FdLink, LinkError};
 use aya::programs::{CgroupAttachMode, CgroupSockAddr, Program, ProgramError, SkLookup};
 use aya::util::KernelVersion;
 use aya::{Ebpf, EbpfError, EbpfLoader};
@@ -18,6 +17,7 @@ use super::attached::{self, AttachType};
 use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
+use super::pins::Pins;
 use super::preflight::{Features, missing_capabilities};
 
 /// The object that the build script found, or nothing.
@@ -47,8 +47,10 @@ pub struct ProgramInfo {
 /// The loaded programs and what holds them attached. Dropping it detaches them.
 pub(super) struct Programs {
     ebpf: Ebpf,
-    cgroup: [Option<CgroupSockAddrLinkId>; 4],
-    lookup: Option<SkLookupLinkId>,
+    cgroup: [Option<FdLink>; 4],
+    lookup: Option<FdLink>,
+    /// Where the links are pinned as well.
+    pins: Option<Pins>,
 }
 
 /// Object name and hook of each cgroup program, in the order of attachment: peers' names first, so that
@@ -69,6 +71,7 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
     let tokens_v6 = Prefix { base: V6::from(v6.network()), mask: V6::from(v6.netmask()) };
     let set_retval = u8::from(features.set_retval);
     let ingress_ifindex = u8::from(features.ingress_ifindex);
+    let orphan_after = u64::try_from(config.orphan_timeout.as_nanos()).unwrap_or(u64::MAX);
     let level = if log { LOG_DEBUG } else { 0 };
     EbpfLoader::new()
         // The object has no relocations against the kernel's types.
@@ -76,6 +79,7 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
         .override_global(names::MARK, &config.mark, true)
         .override_global(names::SET_RETVAL, &set_retval, true)
         .override_global(names::INGRESS_IFINDEX, &ingress_ifindex, true)
+        .override_global(names::ORPHAN_AFTER, &orphan_after, true)
         .override_global(names::TOKENS_V4, &tokens_v4, true)
         .override_global(names::TOKENS_V6, &tokens_v6, true)
         .override_global(names::LOG_LEVEL, &level, true)
@@ -127,64 +131,86 @@ impl Programs {
         }
         let lookup = program::<SkLookup>(&mut ebpf, names::SK_LOOKUP)?;
         lookup.load().map_err(|error| load_error(names::SK_LOOKUP, &error))?;
-        Ok(Self { ebpf, cgroup: [const { None }; 4], lookup: None })
+        Ok(Self { ebpf, cgroup: [const { None }; 4], lookup: None, pins: None })
+    }
+
+    /// From now on what is attached stays attached when this process dies.
+    pub(super) fn pin(&mut self, pins: Pins) -> Result<(), RedirectError> {
+        let pins = self.pins.insert(pins);
+        for (link, hook) in self.cgroup.iter_mut().zip(CGROUP_PROGRAMS.map(|(_, hook)| hook)) {
+            pins.pin(link, hook)?;
+        }
+        pins.pin(&mut self.lookup, AttachType::SkLookup)
+    }
+
+    /// Where what is attached is pinned.
+    pub(super) fn pinned_in(&self) -> Option<&Path> {
+        self.pins.as_ref().map(Pins::dir)
     }
 
     /// Attaches the programs that are not: the lookup first, so that no connect is sent to a token that leads nowhere.
     pub(super) fn attach(&mut self, cgroup: &Cgroup, netns: &File) -> Result<(), RedirectError> {
         if !self.is_attached(AttachType::SkLookup, netns)? {
+            self.let_go(AttachType::SkLookup);
             let program = program::<SkLookup>(&mut self.ebpf, names::SK_LOOKUP)?;
-            if let Some(lost) = self.lookup.take() {
-                // The kernel's end of the link is gone already; an error here changes nothing.
-                drop(program.detach(lost));
-            }
-            let link = program.attach(netns).map_err(|error| RedirectError::Attach {
+            let attached = program.attach(netns).and_then(|id| program.take_link(id));
+            let link = attached.map_err(|error| RedirectError::Attach {
                 program: names::SK_LOOKUP,
                 target: "this network namespace".into(),
                 reason: chain(&error),
             })?;
-            self.lookup = Some(link);
+            self.lookup = Some(link.into());
+            if let Some(pins) = &self.pins {
+                pins.pin(&mut self.lookup, AttachType::SkLookup)?;
+            }
         }
         for (slot, (name, hook)) in CGROUP_PROGRAMS.into_iter().enumerate() {
             if self.is_attached(hook, &cgroup.dir)? {
                 continue;
             }
+            self.let_go(hook);
             let program = program::<CgroupSockAddr>(&mut self.ebpf, name)?;
-            if let Some(lost) = self.cgroup[slot].take() {
-                drop(program.detach(lost));
-            }
-            let link = program
+            let attached = program
                 // The only mode that link_create accepts here; a link is always "multi" to the kernel.
                 .attach(&cgroup.dir, CgroupAttachMode::Single)
+                .and_then(|id| program.take_link(id))
                 .map_err(|error| attach_error(name, hook, &cgroup.path, &error))?;
+            let link = FdLink::try_from(attached).map_err(|error: LinkError| RedirectError::Attach {
+                program: name,
+                target: cgroup.path.display().to_string(),
+                reason: chain(&error),
+            })?;
             self.cgroup[slot] = Some(link);
+            if let Some(pins) = &self.pins {
+                pins.pin(&mut self.cgroup[slot], hook)?;
+            }
         }
         Ok(())
     }
 
     /// Stops redirecting new connects, and then steering. Peers' names stay until [`Self`] is dropped.
     pub(super) fn release(&mut self) {
-        self.detach_cgroup(|hook| matches!(hook, AttachType::Connect4 | AttachType::Connect6));
-        if let Some(link) = self.lookup.take()
-            && let Ok(program) = program::<SkLookup>(&mut self.ebpf, names::SK_LOOKUP)
-        {
-            drop(program.detach(link));
+        for hook in [AttachType::Connect4, AttachType::Connect6, AttachType::SkLookup] {
+            self.let_go(hook);
         }
     }
 
     pub(super) fn detach(&mut self) {
         self.release();
-        self.detach_cgroup(|_| true);
+        for hook in [AttachType::Getpeername4, AttachType::Getpeername6] {
+            self.let_go(hook);
+        }
+        self.pins = None;
     }
 
-    fn detach_cgroup(&mut self, which: fn(AttachType) -> bool) {
-        for (slot, (name, hook)) in CGROUP_PROGRAMS.into_iter().enumerate() {
-            if which(hook)
-                && let Some(link) = self.cgroup[slot].take()
-                && let Ok(program) = program::<CgroupSockAddr>(&mut self.ebpf, name)
-            {
-                drop(program.detach(link));
-            }
+    /// Detaches what is attached at `hook`: the kernel does that when nothing refers to the link any more.
+    fn let_go(&mut self, hook: AttachType) {
+        if let Some(pins) = &self.pins {
+            pins.unpin(hook);
+        }
+        match CGROUP_PROGRAMS.iter().position(|(_, other)| *other == hook) {
+            Some(slot) => self.cgroup[slot] = None,
+            None => self.lookup = None,
         }
     }
 

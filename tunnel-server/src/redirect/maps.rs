@@ -13,6 +13,7 @@ use tunnel_core::error::chain;
 use super::desired::RouteTarget;
 use super::error::RedirectError;
 use super::map_contents::{Change, MapContents};
+use super::pins::monotonic_nanos;
 
 /// Every map that user space writes or reads.
 pub(super) struct Maps {
@@ -25,6 +26,7 @@ pub(super) struct Maps {
     /// What `state` holds.
     state_bits: u32,
     listener: SockMap<MapData>,
+    alive: Array<MapData, u64>,
     counters: PerCpuArray<MapData, u64>,
 }
 
@@ -60,6 +62,7 @@ impl Maps {
             state: take!(ebpf, names::STATE),
             state_bits: 0,
             listener: take!(ebpf, names::LISTENER),
+            alive: take!(ebpf, names::ALIVE),
             counters: take!(ebpf, names::COUNTERS),
         })
     }
@@ -103,6 +106,11 @@ impl Maps {
         self.state.set(0, bits, 0).map_err(failed(names::STATE))?;
         self.state_bits = bits;
         Ok(())
+    }
+
+    /// Tells the programs that this process is alive.
+    pub(super) fn beat(&mut self) -> Result<(), RedirectError> {
+        self.alive.set(0, monotonic_nanos(), 0).map_err(failed(names::ALIVE))
     }
 
     pub(super) fn set_listener(&mut self, slot: u32, socket: &impl AsRawFd) -> Result<(), RedirectError> {

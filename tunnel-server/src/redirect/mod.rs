@@ -1,7 +1,9 @@
 //! The eBPF redirect: loads the programs, writes their maps, verifies them and restores what gets lost.
 //!
-//! Everything in the kernel is held by file descriptors of this process, so that it vanishes with the process, even
-//! after SIGKILL. Only the token route stays, which is harmless and taken over by the next start.
+//! The programs' links are pinned in a BPF file system, so that connects to edge nodes fail at once while a server that
+//! has died is not back, instead of going where nobody answers. Without a sign of life for
+//! [`RedirectConfig::orphan_timeout`] the programs step aside by themselves. A server that stops leaves nothing; one that
+//! starts takes over the tokens of what it finds, and removes the rest ([`Orphans`]).
 
 mod attached;
 mod cgroup;
@@ -18,7 +20,9 @@ mod map_contents_tests;
 mod maps;
 mod metrics;
 mod netlink;
+mod netns;
 mod own_addresses;
+mod pins;
 mod preflight;
 mod program_log;
 mod running;
@@ -29,14 +33,15 @@ mod verify_loop;
 mod withdraw;
 
 pub use checks::{Check, checks};
-pub use config::RedirectConfig;
+pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
 pub use desired::{Desired, RouteTarget};
 pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;
 pub use load::ProgramInfo;
 pub use metrics::RedirectMetrics;
+pub use pins::Orphans;
 pub use running::{Applied, Health, Redirect};
 pub use self_test_addresses::{MAX_ROUTES, reserved_tokens, reserved_tokens_v6};
 pub use tunnel_abi::SOCKET_MARK;
-pub use withdraw::cleanup;
+pub use withdraw::{Cleaned, cleanup};

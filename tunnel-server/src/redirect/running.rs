@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::net::IpAddr;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -133,6 +134,17 @@ impl Redirect {
         Ok(())
     }
 
+    /// Where the links are pinned.
+    pub fn pinned_in(&self) -> Option<PathBuf> {
+        self.lock().programs.pinned_in().map(Path::to_path_buf)
+    }
+
+    /// The addresses that are redirected, and the first token of each.
+    pub fn tokens(&self) -> Vec<(IpNet, IpAddr)> {
+        let inner = self.lock();
+        inner.desired.routes.iter().map(|(net, target)| (*net, target.token)).collect()
+    }
+
     /// Whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 5.18 or newer). If not,
     /// it is redirected, and the door must reset it.
     pub fn fails_at_connect(&self) -> bool {
@@ -236,9 +248,4 @@ impl Inner {
 pub(super) fn token_ranges(config: &RedirectConfig, ipv6: bool) -> Vec<IpNet> {
     let v6 = ipv6.then(|| IpNet::V6(config.token_range_v6.trunc()));
     [Some(IpNet::V4(config.token_range.trunc())), v6].into_iter().flatten().collect()
-}
-
-pub(super) fn this_netns() -> Result<File, RedirectError> {
-    let path = "/proc/thread-self/ns/net";
-    File::open(path).map_err(|source| RedirectError::Io { what: format!("cannot open {path}"), source })
 }

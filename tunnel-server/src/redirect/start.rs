@@ -14,9 +14,11 @@ use super::error::RedirectError;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
 use super::maps::Maps;
+use super::netns::this_netns;
+use super::pins::Pins;
 use super::preflight;
 use super::program_log::{self, ProgramLog};
-use super::running::{Health, Inner, Redirect, this_netns};
+use super::running::{Health, Inner, Redirect};
 use super::self_test_addresses::SelfTestAddresses;
 
 /// Pairs of self-test addresses that are tried: another server may have taken the same one.
@@ -53,6 +55,18 @@ impl Redirect {
         let log = program_log::wanted();
         let mut ebpf = load::open(&config, features, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
+        let pins = config.pins.as_ref().and_then(|pins| match Pins::create(pins, &netns, &ebpf) {
+            Ok(pins) => Some(pins),
+            Err(reason) => {
+                tracing::warn!(
+                    bpffs = %pins.dir.display(), reason,
+                    "the programs are not pinned: should this process be killed, connects to edge nodes are not refused \
+                     but go where nobody answers; mount a BPF file system there, name another one with --bpffs, or say \
+                     --bpffs=off"
+                );
+                None
+            }
+        });
         let mut maps = Maps::take(&mut ebpf)?;
         // The maps must be open while the programs that use them are loaded.
         let programs = Programs::load(ebpf)?;
@@ -64,6 +78,7 @@ impl Redirect {
             })?;
             maps.set_listener(slot, listener)?;
         }
+        maps.beat()?;
         maps.set_serving(true)?;
 
         let inner = Inner {
@@ -92,10 +107,14 @@ impl Redirect {
         redirect.refresh_addresses()?;
         redirect.lock().programs.attach(&redirect.cgroup, &redirect.netns)?;
         redirect.first_verification()?;
+        if let Some(pins) = pins {
+            redirect.lock().programs.pin(pins)?;
+        }
         tracing::info!(
             cgroup = %redirect.cgroup.path.display(),
             ipv6 = redirect.ipv6,
             fail_at_connect = redirect.features.set_retval,
+            pinned = redirect.pinned_in().is_some(),
             "redirect attached and verified"
         );
         Ok(redirect)

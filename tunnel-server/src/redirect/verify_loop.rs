@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::{MissedTickBehavior, interval_at};
 use tokio_util::sync::CancellationToken;
+use tunnel_core::log_once::LogOnce;
 
 use super::error::RedirectError;
 use super::running::Redirect;
@@ -12,6 +13,8 @@ use super::self_test::SelfTest;
 
 /// Between two verifications.
 const PERIOD: Duration = Duration::from_secs(30);
+/// Between two signs of life; `--orphan-timeout` is at least [`LEAST_ORPHAN_TIMEOUT`](super::LEAST_ORPHAN_TIMEOUT).
+const BEAT: Duration = Duration::from_secs(1);
 
 impl Redirect {
     /// Verifies every 30 s, restores what got lost, follows this host's addresses, and passes on the
@@ -29,7 +32,25 @@ impl Redirect {
             () = cancel.cancelled() => {}
             () = self.verify_periodically() => {}
             () = self.follow_addresses() => {}
+            () = self.beat() => {}
             () = log => {}
+        }
+    }
+
+    /// Keeps the programs from taking this process for dead.
+    async fn beat(self: &Arc<Self>) {
+        let mut ticks = tokio::time::interval(BEAT);
+        let mut failing = LogOnce::default();
+        loop {
+            ticks.tick().await;
+            // The lock may be held for as long as a large change takes.
+            match self.offload(|redirect| redirect.lock().maps.beat()).await {
+                Ok(()) => _ = failing.clear(),
+                Err(error) if failing.is_new(&error) => {
+                    tracing::error!(%error, "the programs get no sign of life");
+                }
+                Err(_) => {}
+            }
         }
     }
 

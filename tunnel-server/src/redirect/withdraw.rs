@@ -1,12 +1,19 @@
 //! Ends the redirect, and removes what a killed server leaves.
 
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
 use ipnet::IpNet;
 
 use super::attached::{self, AttachType, Other};
 use super::config::RedirectConfig;
 use super::error::RedirectError;
-use super::running::{Redirect, this_netns, token_ranges};
-use super::{netlink, preflight};
+use super::netns::this_netns;
+use super::running::{Redirect, token_ranges};
+use super::{netlink, pins, preflight};
+
+/// How long the kernel may take to detach a program that is not pinned any more.
+const DETACHED: Duration = Duration::from_secs(1);
 
 impl Redirect {
     /// Ends the redirect of new connects: to another server of this host if one runs, else every route
@@ -22,10 +29,30 @@ impl Redirect {
         if !self.other_server()?.is_some_and(|other| other.certain) {
             return self.set_serving(false);
         }
+        self.release();
+        Ok(())
+    }
+
+    /// Leaves the redirect of new connects to a successor that is attached already. Connections that exist stay, with
+    /// their peers' names.
+    pub fn release(&self) {
         let mut inner = self.lock();
         inner.released = true;
         inner.programs.release();
-        Ok(())
+    }
+
+    /// Takes the redirect back after [`release`](Self::release): the successor is gone.
+    ///
+    /// # Errors
+    /// As [`Redirect::start`].
+    pub fn resume(&self) -> Result<(), RedirectError> {
+        let mut inner = self.lock();
+        if !std::mem::take(&mut inner.released) {
+            return Ok(());
+        }
+        inner.programs.attach(&self.cgroup, &self.netns)?;
+        drop(inner);
+        self.verify_now()
     }
 
     /// Detaches everything and removes the token route, unless another server uses it. Idempotent.
@@ -64,18 +91,40 @@ impl Drop for Redirect {
     }
 }
 
-/// Removes the token routes that a killed server left, and returns them. Its programs went with it.
+/// What [`cleanup`] removed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cleaned {
+    /// Folders of pinned programs.
+    pub pins: Vec<PathBuf>,
+    /// Token ranges whose routes were there.
+    pub routes: Vec<IpNet>,
+}
+
+/// Removes what killed servers left in this network namespace: pinned programs and token routes.
 ///
 /// # Errors
 /// [`RedirectError::InUse`] while a server redirects in this network namespace.
-pub fn cleanup(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
-    let other = attached::other_server(&this_netns()?, None)
-        .map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })?;
-    if let Some(Other { id, .. }) = other {
-        return Err(RedirectError::InUse { id });
+pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
+    let pins = match &config.pins {
+        Some(pins) => pins::remove_dead(&pins.dir)?,
+        None => Vec::new(),
+    };
+    let netns = this_netns()?;
+    let since = Instant::now();
+    loop {
+        let other = attached::other_server(&netns, None).map_err(|source| RedirectError::Io {
+            what: "cannot list the sk_lookup programs".into(),
+            source,
+        })?;
+        match other {
+            None => break,
+            // The kernel detaches what is not pinned any more a moment later.
+            Some(_) if !pins.is_empty() && since.elapsed() < DETACHED => std::thread::sleep(DETACHED / 50),
+            Some(Other { id, .. }) => return Err(RedirectError::InUse { id }),
+        }
     }
     let ranges = token_ranges(config, preflight::ipv6_usable().is_ok());
-    netlink::blocking(|handle| async move {
+    let routes = netlink::blocking(|handle| async move {
         let mut removed = Vec::new();
         for range in ranges {
             if netlink::remove_route(&handle, range).await? {
@@ -83,5 +132,6 @@ pub fn cleanup(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
             }
         }
         Ok(removed)
-    })
+    })?;
+    Ok(Cleaned { pins, routes })
 }

@@ -24,7 +24,7 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Planner {
-    tokens: Tokens,
+    pub(super) tokens: Tokens,
     pub(super) claims: Claims,
     /// This host's addresses as last known.
     host: HashSet<IpAddr>,

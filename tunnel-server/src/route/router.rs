@@ -328,6 +328,12 @@ impl Router {
         self.version.subscribe()
     }
 
+    /// Takes over the tokens of an earlier server of this host, before the first inventory: connections that it redirected
+    /// arrive with them.
+    pub fn take_over_tokens(&self, found: &[(IpNet, IpAddr)]) {
+        self.lock_planner().tokens.take_over(found, Instant::now());
+    }
+
     /// Takes over the claims of an earlier run, before the first inventory.
     ///
     /// # Errors

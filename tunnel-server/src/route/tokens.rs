@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -48,6 +49,14 @@ impl Owner {
         }
     }
 
+    /// The addresses.
+    fn net(&self) -> IpNet {
+        match self {
+            Self::Node(_, address) | Self::Contested(address) => IpNet::from(*address),
+            Self::Pods(_, range) => *range,
+        }
+    }
+
     /// How many addresses, and so tokens; None for more than 2^127.
     fn size(&self) -> Option<u128> {
         match self {
@@ -83,6 +92,23 @@ impl Tokens {
         }
     }
 
+    /// Takes over what an earlier server has assigned, before the first assignment: an address keeps its token, and the
+    /// token of an address that is gone stays unused for the quarantine.
+    pub(super) fn take_over(&mut self, found: &[(IpNet, IpAddr)], now: Instant) {
+        let number = |token: IpAddr| match token {
+            IpAddr::V4(token) => u128::from(u32::from(token)),
+            IpAddr::V6(token) => u128::from(token),
+        };
+        let of = |v4: bool| {
+            let same = found
+                .iter()
+                .filter(move |(net, token)| matches!(net, IpNet::V4(_)) == v4 && token.is_ipv4() == v4);
+            same.map(|(net, token)| (*net, number(*token))).collect::<Vec<_>>()
+        };
+        self.v4.take_over(of(true), now);
+        self.v6.take_over(of(false), now);
+    }
+
     /// A token, or the first of a block, for each owner: the one that it has, or had within the quarantine, else
     /// another. Owners that are not listed lose theirs. None when the range is used up.
     pub(super) fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> HashMap<Owner, Option<IpAddr>> {
@@ -107,7 +133,10 @@ impl Tokens {
     /// When the next token leaves its quarantine.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let departed = self.v4.departed.values().chain(self.v6.departed.values());
-        departed.map(|(_, since)| *since + QUARANTINE).filter(|until| *until > now).min()
+        let since = departed
+            .map(|(_, since)| *since)
+            .chain([&self.v4, &self.v6].map(Pool::found_since).into_iter().flatten());
+        since.map(|since| since + QUARANTINE).filter(|until| *until > now).min()
     }
 
     /// A token of the same family that is never assigned.
@@ -123,10 +152,12 @@ impl Tokens {
 #[derive(Debug)]
 struct Pool {
     unassigned: u128,
-    /// The lowest number that was never assigned: single tokens are taken from below.
-    fresh: u128,
-    /// Blocks are taken from above, so that they stay aligned without holes between single tokens.
-    end: u128,
+    /// What was never assigned, ascending. Single tokens are taken from below, and blocks from above, so that they stay
+    /// aligned without holes between single tokens.
+    free: VecDeque<Range<u128>>,
+    /// Tokens of an earlier server whose owners have not come yet, and since when.
+    found: HashMap<IpNet, u128>,
+    found_since: Option<Instant>,
     live: HashMap<Owner, u128>,
     departed: HashMap<Owner, (u128, Instant)>,
     /// The departed by the size of what they had, oldest first. An entry that differs from `departed` is stale.
@@ -138,21 +169,69 @@ impl Pool {
     fn new(first: u128, end: u128) -> Self {
         Self {
             unassigned: first + 1,
-            fresh: first + 2,
-            end,
+            free: std::iter::once(first + 2..end).collect(),
+            found: HashMap::new(),
+            found_since: None,
             live: HashMap::new(),
             departed: HashMap::new(),
             order: HashMap::new(),
         }
     }
 
+    /// See [`Tokens::take_over`]. What lies outside the range, or overlaps, is left out: the range was another then.
+    fn take_over(&mut self, mut found: Vec<(IpNet, u128)>, now: Instant) {
+        found.sort_unstable_by_key(|(_, number)| *number);
+        let mut free = VecDeque::new();
+        let Some(mut rest) = self.free.pop_back() else { return };
+        for (net, number) in found {
+            let bits = u32::from(net.max_prefix_len() - net.prefix_len());
+            let Some(size) = 1_u128.checked_shl(bits).filter(|size| number & (size - 1) == 0) else {
+                continue;
+            };
+            let Some(end) = number.checked_add(size).filter(|end| *end <= rest.end) else { continue };
+            if number < rest.start || self.found.contains_key(&net) {
+                continue;
+            }
+            if rest.start < number {
+                free.push_back(rest.start..number);
+            }
+            rest.start = end;
+            self.found.insert(net, number);
+        }
+        if !rest.is_empty() {
+            free.push_back(rest);
+        }
+        self.free = free;
+        self.found_since = (!self.found.is_empty()).then_some(now);
+    }
+
+    fn found_since(&self) -> Option<Instant> {
+        self.found_since
+    }
+
+    /// Those whose owners have not come within the quarantine are free.
+    fn free_found(&mut self, now: Instant) {
+        if self.found_since.is_some_and(|since| now.saturating_duration_since(since) >= QUARANTINE) {
+            self.found_since = None;
+            for (net, number) in self.found.drain() {
+                let bits = u32::from(net.max_prefix_len() - net.prefix_len());
+                // It was not larger than the range when it was found.
+                let size = 1_u128.checked_shl(bits).unwrap_or(0);
+                self.free.push_back(number..number + size);
+            }
+        }
+    }
+
     fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> Vec<(Owner, Option<u128>)> {
+        self.free_found(now);
         let mut before = std::mem::take(&mut self.live);
         let mut assigned = Vec::with_capacity(owners.len());
         let mut without = Vec::new();
         for owner in owners {
-            let kept =
-                before.remove(&owner).or_else(|| self.departed.remove(&owner).map(|(number, _)| number));
+            let kept = before
+                .remove(&owner)
+                .or_else(|| self.departed.remove(&owner).map(|(number, _)| number))
+                .or_else(|| self.found.remove(&owner.net()));
             match kept {
                 Some(number) => {
                     self.live.insert(owner.clone(), number);
@@ -225,19 +304,30 @@ impl Pool {
     }
 
     fn fresh(&mut self) -> Option<u128> {
-        (self.fresh < self.end).then(|| {
-            self.fresh += 1;
-            self.fresh - 1
-        })
+        loop {
+            let lowest = self.free.front_mut()?;
+            if let Some(number) = lowest.next() {
+                return Some(number);
+            }
+            self.free.pop_front();
+        }
     }
 
     fn fresh_block(&mut self, size: u128) -> Option<u128> {
-        // Sizes are powers of two: rounding down aligns.
-        let first = self.end.checked_sub(size)? & !(size - 1);
-        (first >= self.fresh).then(|| {
-            self.end = first;
-            first
-        })
+        for index in (0..self.free.len()).rev() {
+            let range = self.free[index].clone();
+            // Sizes are powers of two: rounding down aligns.
+            let Some(first) = range.end.checked_sub(size).map(|last| last & !(size - 1)) else { continue };
+            if first < range.start {
+                continue;
+            }
+            self.free[index] = range.start..first;
+            if first + size < range.end {
+                self.free.insert(index + 1, first + size..range.end);
+            }
+            return Some(first);
+        }
+        None
     }
 }
 
@@ -311,16 +401,18 @@ mod tests {
             pods(1, "10.244.1.0/24"),
             pods(2, "10.244.2.0/25"),
             pods(3, "10.244.3.0/24"),
+            pods(4, "10.244.4.0/24"),
             owner(1),
             owner(2),
         ];
         let given = tokens.assign(wanted.to_vec(), Instant::now());
         let text = |owner: &Owner| given[owner].map(|token| token.to_string());
-        // The last block is the redirect's own; below it they are packed, each aligned to its size.
+        // The last addresses are the redirect's own; below them they are packed, each aligned to its size.
         assert_eq!(text(&wanted[0]).as_deref(), Some("198.18.2.0"));
-        assert_eq!(text(&wanted[1]).as_deref(), Some("198.18.1.128"));
-        assert_eq!(text(&wanted[2]), None, "no room is left above the single tokens");
-        assert_eq!(text(&wanted[3]).as_deref(), Some("198.18.0.2"));
+        assert_eq!(text(&wanted[1]).as_deref(), Some("198.18.3.0"));
+        assert_eq!(text(&wanted[2]).as_deref(), Some("198.18.1.0"));
+        assert_eq!(text(&wanted[3]), None, "no room is left above the single tokens");
+        assert_eq!(text(&wanted[4]).as_deref(), Some("198.18.0.2"));
     }
 
     #[test]
@@ -339,6 +431,49 @@ mod tests {
         assert!(other.is_some() && other != one, "another size does not take it");
         let third = pods(4, "10.244.4.0/25");
         assert_eq!(block(tokens.assign(vec![second, half, third.clone()], later), &third), one);
+    }
+
+    #[test]
+    fn what_an_earlier_server_assigned_stays() {
+        let tokens = || Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
+        let (mut before, start) = (tokens(), Instant::now());
+        let wanted = vec![owner(1), owner(2), owner(3), pods(1, "10.244.1.0/24"), pods(2, "10.244.2.0/25")];
+        let mut given = before.assign(wanted.clone(), start);
+        // The first has left in the meantime.
+        let gone = given.remove(&wanted[0]).flatten().unwrap();
+        let mut found: Vec<_> =
+            wanted[1..].iter().map(|owner| (owner.net(), given[owner].unwrap())).collect();
+        // Of another range, not aligned, of the other family, and twice.
+        for (net, token) in [
+            ("10.9.0.0/32", "198.19.0.7"),
+            ("10.9.1.0/24", "198.18.1.7"),
+            ("10.9.2.0/32", "fd00::7"),
+            ("10.9.3.0/32", "198.18.0.3"),
+        ] {
+            found.push((net.parse().unwrap(), token.parse().unwrap()));
+        }
+        let mut after = tokens();
+        after.take_over(&found, start);
+        let late = wanted[4].clone();
+        let others = [wanted[1..4].to_vec(), vec![owner(4), pods(4, "10.244.4.0/25")]].concat();
+        let again = after.assign(others.clone(), start);
+        assert!(wanted[1..4].iter().all(|owner| again[owner] == given[owner]), "{again:?}");
+        assert_eq!(again[&owner(4)], Some(gone), "a hole is filled");
+        let block = again[&others[4]];
+        assert!(block.is_some() && block != given[&late], "{block:?}");
+        let with_late = [others, vec![late.clone()]].concat();
+        assert_eq!(after.assign(with_late, start)[&late], given[&late], "it was kept for its owner");
+    }
+
+    #[test]
+    fn found_tokens_without_an_owner_become_free_after_the_quarantine() {
+        let (mut pool, start) = (pool(4), Instant::now());
+        let found = u128::from(u32::from(Ipv4Addr::new(198, 18, 0, 2)));
+        pool.take_over(vec![(owner(1).net(), found)], start);
+        assert_eq!(one(&mut pool, 2, start).as_deref(), Some("198.18.0.3"));
+        let both = |pool: &mut Pool, now| pool.assign(vec![owner(2), owner(3)], now)[1].1;
+        assert_eq!(both(&mut pool, start + QUARANTINE - Duration::from_millis(1)), None);
+        assert_eq!(both(&mut pool, start + QUARANTINE), Some(found));
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod workers;
 
 use std::net::SocketAddr;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
 use std::time::{Instant, SystemTime};
 
 use http::HeaderMap;
@@ -37,6 +38,8 @@ pub struct Session {
     pub issued: SystemTime,
     /// Set once the agent may no longer have a session; see [`Session::refuse`].
     pub(crate) refusal: OnceLock<Refusal>,
+    /// Its agent was told to look for another server.
+    pub(crate) moving: AtomicBool,
     /// Where the agent dials from.
     pub peer: SocketAddr,
     pub since: Instant,

@@ -14,7 +14,7 @@ use crate::metrics::Metrics;
 use crate::route::{Holder, Router};
 
 /// Moves that a follower may be behind before it has to begin anew.
-const MOVES: usize = 1 << 14;
+const MOVES: usize = 1 << 12;
 /// Of how many nodes the end of the last session is remembered; beyond it the oldest is forgotten.
 const REMEMBERED: usize = 1 << 17;
 

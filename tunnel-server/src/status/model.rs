@@ -75,6 +75,13 @@ pub struct LinkStatus {
     pub delivery_rate: u64,
     /// TCP segments that the server has sent again.
     pub retransmits: u32,
+    /// Share, 0 to 1, of the last 10 to 20 s of sending in which the agent's TCP receive window was full; None before the
+    /// server sent anything, or before Linux 4.10.
+    #[serde(default)]
+    pub window_limited: Option<f64>,
+    /// The same for the server's TCP send buffer.
+    #[serde(default)]
+    pub buffer_limited: Option<f64>,
     /// Bytes that one connection may have in flight.
     pub window: u32,
 }

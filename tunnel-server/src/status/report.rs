@@ -26,12 +26,15 @@ pub const AGENTS: &str = "agents";
 impl LinkStatus {
     fn of(link: &Link) -> Self {
         let flow = &link.flow;
+        let limits = flow.limits();
         Self {
             number: link.number,
             connections: link.connections(),
             rtt_ms: flow.rtt.last().map(milliseconds),
             delivery_rate: flow.rate(),
             retransmits: flow.retransmits(),
+            window_limited: limits.map(|limits| limits.receive_window),
+            buffer_limited: limits.map(|limits| limits.send_buffer),
             window: flow.window(),
         }
     }

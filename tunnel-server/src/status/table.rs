@@ -3,9 +3,10 @@
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use tunnel_core::link::limited_by;
 use tunnel_core::text::{age, harmless};
 
-use super::model::{NodeStatus, RedirectState, RedirectStatus, StatusReport};
+use super::model::{LinkStatus, NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
 
 /// Nodes shown without `--all`.
 const MAX_NODES: usize = 50;
@@ -90,12 +91,11 @@ impl StatusReport {
         let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
         let mut table = Table::new();
         table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-        let header =
-            "NODE|STATE|ADDRESSES|PEER|RTT|LINKS|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT|LAST END";
+        let header = "NODE|STATE|ADDRESSES|PEER|RTT|LINKS|LIMITED BY|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT|LAST END";
         table.set_header(header.split('|'));
         for (index, column) in table.column_iter_mut().enumerate() {
             column.set_padding((0, 2));
-            if (4..10).contains(&index) {
+            if (4..11).contains(&index) {
                 column.set_cell_alignment(CellAlignment::Right);
             }
         }
@@ -164,13 +164,14 @@ impl NodeStatus {
                 session.peer.to_string(),
                 session.rtt_ms.map_or_else(none, |rtt| format!("{rtt:.1} ms")),
                 session.links.len().to_string(),
+                session.limited_by().unwrap_or_else(none),
                 session.connections.to_string(),
                 session.stalled.to_string(),
                 bytes(session.bytes_to_node),
                 bytes(session.bytes_from_node),
                 harmless(&session.agent_version),
             ]),
-            None => row.extend(std::iter::repeat_with(none).take(8)),
+            None => row.extend(std::iter::repeat_with(none).take(9)),
         }
         let end = self.last_seen_s.map(|ago| match &self.last_end {
             Some(reason) => format!("{} ago: {}", age(ago), harmless(reason)),
@@ -178,6 +179,17 @@ impl NodeStatus {
         });
         row.push(end.unwrap_or_else(none));
         row
+    }
+}
+
+impl SessionStatus {
+    /// What holds back the link that is held back most.
+    fn limited_by(&self) -> Option<String> {
+        let share = |link: &LinkStatus| {
+            link.window_limited.unwrap_or_default().max(link.buffer_limited.unwrap_or_default())
+        };
+        let worst = self.links.iter().max_by(|a, b| share(a).total_cmp(&share(b)))?;
+        limited_by(worst.window_limited?, worst.buffer_limited?)
     }
 }
 
@@ -198,7 +210,7 @@ mod tests {
     use super::*;
     use crate::inventory::SourceStatus;
     use crate::route::{Conflict, ConflictKind};
-    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, LinkStatus, PeerStatus, SessionStatus};
+    use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, PeerStatus};
 
     fn link(number: u32) -> LinkStatus {
         LinkStatus {
@@ -207,6 +219,8 @@ mod tests {
             rtt_ms: Some(12.34),
             delivery_rate: 1_000_000,
             retransmits: 0,
+            window_limited: Some(if number == 1 { 0.456 } else { 0.0 }),
+            buffer_limited: Some(0.01),
             window: 1 << 20,
         }
     }
@@ -316,6 +330,7 @@ mod tests {
             "NEVER SEEN",
             "up 1h1m",
             "12.3 ms",
+            "window 46 %",
             "1023 B",
             "5.0 MiB",
         ] {

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use tunnel_server::redirect::{Redirect, RedirectConfig, RedirectError, checks};
 
 use crate::Case;
@@ -19,6 +20,7 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::no_cgroup_v2_mounted", nothing_mounted),
     ("failures::process_outside_the_cgroup", outside),
     ("failures::missing_capabilities", capabilities),
+    ("failures::the_documented_capabilities_are_enough", documented_capabilities),
     ("failures::token_range_too_small", small_range),
     ("failures::without_ipv6_the_rest_works", without_ipv6),
     ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
@@ -127,6 +129,17 @@ fn capabilities() {
         other => panic!("{other}"),
     }
     message_has(&error, &["run as root", "AmbientCapabilities="]);
+}
+
+/// As in the shipped pod. The verifier is stricter with programs of those without CAP_PERFMON.
+fn documented_capabilities() {
+    let only = CapabilitySet::BPF | CapabilitySet::NET_ADMIN;
+    let sets = CapabilitySets { effective: only, permitted: only, inheritable: CapabilitySet::empty() };
+    set_capabilities(None, sets).unwrap();
+    let world = World::start(&desired(&[EDGE, EDGE_V6]));
+    ask(at(EDGE.0, PORT)).unwrap();
+    ask(at(EDGE_V6.0, PORT)).unwrap();
+    drop(world);
 }
 
 fn small_range() {

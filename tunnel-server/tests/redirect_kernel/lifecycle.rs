@@ -8,7 +8,7 @@ use std::thread;
 
 use aya::programs::loaded_programs;
 use nix::libc;
-use tunnel_server::redirect::{RedirectError, cleanup};
+use tunnel_server::redirect::{Cleaned, RedirectError, cleanup};
 
 use crate::Case;
 use crate::peer::Peer;
@@ -103,9 +103,9 @@ fn cleanup_after_kill() {
     assert!(matches!(cleanup(&config()), Err(RedirectError::InUse { .. })));
     server.kill();
     eventually("the kernel detaches the programs", || programs() == (0, 0));
-    assert_eq!(cleanup(&config()).unwrap().len(), 2);
+    assert_eq!(cleanup(&config()).unwrap().routes.len(), 2);
     assert_eq!(token_routes(), Vec::<String>::new());
-    assert_eq!(cleanup(&config()).unwrap().len(), 0);
+    assert_eq!(cleanup(&config()).unwrap(), Cleaned::default());
 }
 
 fn replaced_under_load() {

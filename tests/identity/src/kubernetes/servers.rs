@@ -20,7 +20,8 @@ use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_core::lifecycle::{Drain, Shutdown};
 use tunnel_core::link::Congestion;
-use tunnel_server::agent_port::{AgentPort, Budget, LinkContext};
+use tunnel_server::accept::Gate;
+use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
 use tunnel_server::door::DoorContext;
 use tunnel_server::peers::Peers;
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
@@ -84,6 +85,7 @@ impl Port {
             standing: standing.clone(),
             metrics: metrics.clone(),
             draining: CancellationToken::new(),
+            handover: watch::channel(Handover::Nothing).1,
             forced: CancellationToken::new(),
             stop: stop.clone(),
             congestion: Congestion::System,
@@ -108,7 +110,7 @@ impl Port {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.clone().shut_out());
-        tokio::spawn(port.serve(listener));
+        tokio::spawn(port.serve(Gate::new(true).guard(listener)));
         Self { address, sessions, revocations, standing, stop, _followed: (bundle, settings) }
     }
 

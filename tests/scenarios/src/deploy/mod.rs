@@ -1,18 +1,23 @@
 //! deploy/ as an administrator applies it: real images, real pods, and only the rights that are used.
+use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
+use postern_testbed::client::visit;
 use postern_testbed::cluster::api::is_true;
 use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
-use postern_testbed::report::progress;
+use postern_testbed::report::{figure, progress};
+use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_for;
 use serde_json::{Value, json};
+
+use crate::common::{alongside, target};
 
 mod migration;
 mod rights;
@@ -78,8 +83,8 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     rights::check(cluster).await
 }
 
-/// An overlay of `folder`, as an administrator would write it, that only sets the cgroup: a test must not redirect the
-/// whole machine.
+/// An overlay of `folder`, as an administrator would write it, that only sets the cgroup and the BPF file system: a test must
+/// not redirect the whole machine.
 fn overlay(testbed: &Testbed, folder: &str) -> Result<PathBuf> {
     let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?.join("overlay");
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
@@ -88,8 +93,12 @@ fn overlay(testbed: &Testbed, folder: &str) -> Result<PathBuf> {
     let base = fs::canonicalize(deploy().join(folder)).with_context(|| folder.to_owned())?;
     let base = format!("{up}{}", text(&base)?.trim_start_matches('/'));
     let argument = format!("--redirect-cgroup={}", testbed.cloud_cgroup.path().display());
-    let patch =
-        json!([{ "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument }]);
+    let bpffs = testbed.bpffs();
+    let patch = json!([
+        { "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument },
+        // This host may have none.
+        { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
+    ]);
     let kustomization = json!({
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -195,11 +204,50 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, "tunnel-agent").await?;
         logs(kubectl).await.context("after the agent was restarted")?;
     }
+    update(cluster).await?;
     let requests = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
     let requests = requests["items"].as_array().map_or(&[][..], Vec::as_slice);
     let ours = requests.iter().filter(|csr| csr["spec"]["signerName"] == "postern.internal/agent").count();
     ensure!(ours == 1, "{ours} certificates were requested; the agent's state must outlive its pod");
     Ok(())
+}
+
+/// A rolling update of the servers, which nobody notices.
+async fn update(cluster: &Cluster<'_>) -> Result<()> {
+    let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
+    // A port of the ConfigMap.
+    let exporter = target(testbed, 1, 9100, Behaviour::Echo)?;
+    wait_for("the port to be redirected", PATIENCE, async || Ok(visit(exporter.address).await.ok())).await?;
+    let before = server_pod(kubectl).await?;
+    let asked = Cell::new(0);
+    let updated = Cell::new(false);
+    let update = async {
+        kubectl.run(&["rollout", "restart", "daemonset/tunnel-server", "--namespace", NAMESPACE]).await?;
+        rolled_out(kubectl, "tunnel-server").await?;
+        updated.set(true);
+        anyhow::Ok(())
+    };
+    let ask = async {
+        while !updated.get() {
+            let said = kubectl.run(&["logs", "talker", "--tail=1"]).await?;
+            ensure!(said.starts_with("line "), "kubectl logs: {said}");
+            let said = kubectl.run(&["exec", "talker", "--", "echo", "there"]).await?;
+            ensure!(said.trim() == "there", "kubectl exec: {said}");
+            asked.set(asked.get() + 1);
+        }
+        Ok(())
+    };
+    let both = async { tokio::try_join!(update, ask) };
+    alongside("a rolling update", exporter.address, both).await?;
+    figure(&format!("kubectl logs and exec {} times during a rolling update", asked.get()));
+    ensure!(server_pod(kubectl).await? != before, "the server's pod is the one before");
+    Ok(())
+}
+
+async fn server_pod(kubectl: &Kubectl) -> Result<String> {
+    let selector = "--selector=app.kubernetes.io/name=tunnel-server";
+    let running = "--field-selector=status.phase=Running";
+    kubectl.run(&["get", "pods", "--namespace", NAMESPACE, selector, running, "--output=name"]).await
 }
 
 /// The state of an installation that does not work.

@@ -1,0 +1,232 @@
+//! A second server of the same host takes over from the first, and what a killed one leaves.
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
+use postern_testbed::Testbed;
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::{self, connect_error, echo, end_of, visit};
+use postern_testbed::report::figure;
+use postern_testbed::server::{self, Builder, Server};
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::{wait_for, wait_until};
+use tokio::io::AsyncWriteExt as _;
+
+use crate::common::{alongside, hold, pause, server, skip, target};
+
+scenarios! {
+    nobody_notices(edges = 2, limit = 240),
+    a_successor_that_dies_is_replaced(edges = 2, limit = 180),
+    a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
+    killed_and_back(limit = 180),
+    killed_and_gone(limit = 180),
+}
+
+/// How long a server may take to end once it has nothing to carry.
+const ENDS: Duration = Duration::from_secs(20);
+
+async fn agents<'a>(server: &Server<'a>, count: usize) -> Result<Vec<Agent<'a>>> {
+    let mut agents = Vec::new();
+    for n in 1..=count {
+        agents.push(Agent::enrol(server, n).await?);
+    }
+    Ok(agents)
+}
+
+async fn server_id(server: &Server<'_>) -> Result<String> {
+    let status = server.status().await?;
+    Ok(status["server_id"].as_str().with_context(|| format!("no server_id in {status}"))?.to_owned())
+}
+
+async fn nobody_notices(testbed: &Testbed) -> Result<()> {
+    let mut first = Builder::new(testbed).flag("--drain-timeout=1m").start().await?;
+    let agents = agents(&first, 2).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let on_other = target(testbed, 2, 10250, Behaviour::Echo)?;
+    let length = 30_000_000;
+    let source = target(testbed, 2, 9100, Behaviour::Source(21, length))?;
+    visit(on_other.address).await?;
+    for turn in 1..=3 {
+        let before = server_id(&first).await?;
+        let mut held = hold(on_edge.address, b"before").await?;
+        let mut download = client::connect(source.address).await?;
+        skip(&mut download, 1_000_000).await?;
+        let started = Instant::now();
+        let replaced = alongside("a takeover, at one edge", on_edge.address, async {
+            alongside("a takeover, at the other", on_other.address, async {
+                let second = first.take_over().await?;
+                figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
+                // What the first one carries goes on.
+                echo(&mut held, b"after").await.context("on the connection held")?;
+                let (got, _) = client::digest(&mut download).await?;
+                ensure!(got + 1_000_000 == length, "a download of {got} bytes");
+                download.shutdown().await.context("closing the download")?;
+                ensure!(first.process.ended()?.is_none(), "the first server ended with a connection open");
+                echo(&mut held, b"still").await.context("on the connection held")?;
+                held.shutdown().await.context("closing")?;
+                ensure!(end_of(&mut held, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
+                let status = first.process.wait_exit(ENDS).await?;
+                ensure!(status.code() == Some(0), "the first server ended with {status}");
+                pause(1).await?;
+                anyhow::Ok(second)
+            })
+            .await
+        })
+        .await?;
+        for line in first.access_log()? {
+            ensure!(line.text("outcome") == "ok", "at the first server: {line:?}");
+        }
+        ensure!(server_id(&replaced).await? != before, "the first server still answers");
+        first = replaced;
+    }
+    for edge in testbed.edges() {
+        ensure!(first.is_connected(&edge.name).await?, "{} is not attached to the last server", edge.name);
+    }
+    for agent in &agents {
+        let ended = agent.metrics().await?.sum("postern_agent_sessions_started_total", &[]);
+        ensure!(ended == 4.0, "{ended} sessions for one server and three successors");
+    }
+    let status = first.process.stop().await?;
+    ensure!(status.code() == Some(0), "the last server ended with {status}");
+    nothing_is_left(testbed)
+}
+
+/// Neither pins nor routes.
+fn nothing_is_left(testbed: &Testbed) -> Result<()> {
+    let pins = testbed.bpffs().join("postern");
+    let left: Vec<_> = std::fs::read_dir(&pins).into_iter().flatten().flatten().collect();
+    ensure!(left.is_empty(), "pins are left: {left:?}");
+    let routes = testbed.cloud.output("ip", "-4 route show table local 198.18.0.0/15")?;
+    ensure!(routes.is_empty(), "routes are left: {routes}");
+    Ok(())
+}
+
+async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
+    let first = server(testbed).await?;
+    let mut agents = agents(&first, 2).await?;
+    let before = server_id(&first).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let mut held = hold(on_edge.address, b"before").await?;
+    // It does not come to the second server, which waits for it.
+    agents[1].process.signal(Signal::SIGSTOP)?;
+    let mut second = first.successor()?;
+    first.wait_log("another server takes over").await?;
+    wait_for("the first agent to be told", agent::START, async || {
+        Ok((agents[0].metrics().await?.sum("postern_agent_sessions_started_total", &[]) > 1.0).then_some(()))
+    })
+    .await?;
+    second.process.crash().await?;
+    first.wait_log("this server goes on").await?;
+    agents[1].process.signal(Signal::SIGCONT)?;
+    for edge in testbed.edges() {
+        first.wait_connected(&edge.name, true, agent::START).await?;
+    }
+    ensure!(server_id(&first).await? == before, "another server answers");
+    wait_for("the first agent to come back", agent::START, async || {
+        Ok((agents[0].metrics().await?.sum("postern_agent_sessions_started_total", &[]) > 2.0).then_some(()))
+    })
+    .await?;
+    echo(&mut held, b"after").await.context("on the connection held")?;
+    visit(on_edge.address).await?;
+    // The next one is taken.
+    let second = alongside("a takeover", on_edge.address, first.take_over()).await?;
+    ensure!(server_id(&second).await? != before, "the first server still answers");
+    echo(&mut held, b"still").await.context("on the connection held")
+}
+
+async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed) -> Result<()> {
+    let mut first = server(testbed).await?;
+    let mut agents = agents(&first, 2).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    agents[1].process.signal(Signal::SIGSTOP)?;
+    let second = alongside("a stop in the middle of a takeover", on_edge.address, async {
+        let second = first.successor()?;
+        first.wait_log("another server takes over").await?;
+        first.process.signal(Signal::SIGTERM)?;
+        let status = first.process.wait_exit(ENDS).await?;
+        ensure!(status.code() == Some(0), "the first server ended with {status}");
+        anyhow::Ok(second)
+    })
+    .await?;
+    agents[1].process.signal(Signal::SIGCONT)?;
+    second.wait_connected("edge-2", true, agent::START).await
+}
+
+/// Expects that connects are refused at once, and never go to the edge's own network.
+async fn expect_refused(address: SocketAddr) -> Result<Duration> {
+    let start = Instant::now();
+    let error = connect_error(address, Duration::from_secs(2)).await?;
+    ensure!(error.kind() == ErrorKind::ConnectionRefused, "connect() to {address}: {error:?}");
+    Ok(start.elapsed())
+}
+
+fn tokens(testbed: &Testbed, target: &Target) -> Result<String> {
+    // The local address of the server's end of a redirected connection is its token.
+    let sockets = testbed.cloud.output("ss", "-Htn state established")?;
+    let port = format!(":{}", target.address.port());
+    let token = sockets
+        .lines()
+        .flat_map(str::split_whitespace)
+        .find(|field| field.starts_with("198.18.") && field.ends_with(&port));
+    Ok(token.with_context(|| format!("no redirected connection among {sockets}"))?.to_owned())
+}
+
+async fn killed_and_back(testbed: &Testbed) -> Result<()> {
+    let mut server = server(testbed).await?;
+    let mut agents = agents(&server, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let held = hold(on_edge.address, b"before").await?;
+    let token = tokens(testbed, &on_edge)?;
+    drop(held);
+    server.process.crash().await?;
+    let took = expect_refused(on_edge.address).await?;
+    figure(&format!("refused after {took:.1?} while the server is dead"));
+    server.start_again().await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    visit(on_edge.address).await?;
+    let held = hold(on_edge.address, b"after").await?;
+    ensure!(tokens(testbed, &on_edge)? == token, "the node has another token than before");
+    drop(held);
+    ensure!(agents.remove(0).process.stop().await?.success(), "the agent");
+    server.process.stop().await?;
+    nothing_is_left(testbed)
+}
+
+async fn killed_and_gone(testbed: &Testbed) -> Result<()> {
+    let mut server = Builder::new(testbed).flag("--orphan-timeout=5s").start().await?;
+    let _agents = agents(&server, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let alive = server::run(testbed, &["cleanup", &bpffs(testbed)])?;
+    ensure!(!alive.status.success(), "cleanup beside a server that runs");
+    visit(on_edge.address).await.context("after a cleanup that was refused")?;
+
+    server.process.crash().await?;
+    expect_refused(on_edge.address).await?;
+    let killed = Instant::now();
+    // Without a server the address is direct again, which is nowhere.
+    let direct = async || {
+        let error = connect_error(on_edge.address, Duration::from_millis(500)).await?;
+        Ok(error.kind())
+    };
+    wait_until("the programs to step aside", Duration::from_secs(15), direct, |kind| {
+        *kind == ErrorKind::TimedOut
+    })
+    .await?;
+    figure(&format!("the programs step aside {:.1?} after the server was killed", killed.elapsed()));
+
+    let cleaned = server::run(testbed, &["cleanup", &bpffs(testbed)])?;
+    let said = String::from_utf8_lossy(&cleaned.stdout);
+    ensure!(cleaned.status.success() && said.contains("removed the programs pinned in"), "cleanup: {said}");
+    nothing_is_left(testbed)?;
+    server.start_again().await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    visit(on_edge.address).await.map(drop)
+}
+
+fn bpffs(testbed: &Testbed) -> String {
+    format!("--bpffs={}", testbed.bpffs().display())
+}

@@ -1,0 +1,33 @@
+//! Which kernel this is.
+
+use nix::sys::utsname::uname;
+
+/// `uname -r`; empty if it cannot be read.
+pub fn release() -> String {
+    uname().map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+/// Its major and minor number; `None` if [`release`] has none.
+pub fn version() -> Option<(u32, u32)> {
+    parse(&release())
+}
+
+fn parse(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|character: char| !character.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_of_distributions_have_two_numbers() {
+        assert_eq!(parse("3.10.0-1160.el7.x86_64"), Some((3, 10)));
+        assert_eq!(parse("6.1-rc3"), Some((6, 1)));
+        assert_eq!(parse("6.18.44-fc-v669"), Some((6, 18)));
+        assert_eq!(parse("6"), None);
+        assert_eq!(parse(""), None);
+        assert!(version().is_some(), "{}", release());
+    }
+}
