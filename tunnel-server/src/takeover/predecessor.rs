@@ -22,8 +22,9 @@ use crate::session::Sessions;
 
 /// How long the first server may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
-/// How long no agent may have come before those that are missing are not waited for.
-const QUIET: Duration = Duration::from_secs(3);
+/// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within
+/// four seconds.
+const QUIET: Duration = Duration::from_secs(10);
 /// How long agents are waited for altogether.
 const LONGEST: Duration = Duration::from_secs(120);
 /// How often to look.
