@@ -21,6 +21,10 @@ pub(crate) enum Peer {
     KonnectivityHttp,
     /// Postern's data path on tonic instead of h2.
     Tonic,
+    /// Connections carried by QUIC, with CUBIC.
+    Quic,
+    /// The same with quinn's BBR.
+    QuicBbr,
     /// One DNAT rule for each node.
     Iptables,
     /// This project, with its redirect on.
@@ -29,7 +33,7 @@ pub(crate) enum Peer {
 
 impl Peer {
     /// All, in the order of the columns.
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 11] = [
         Self::Direct,
         Self::Haproxy,
         Self::HaproxyTuned,
@@ -37,6 +41,8 @@ impl Peer {
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
         Self::Tonic,
+        Self::Quic,
+        Self::QuicBbr,
         Self::Iptables,
         Self::Postern,
     ];
@@ -54,14 +60,19 @@ impl Peer {
     ];
 
     /// Those that are measured over wide-area paths.
-    pub(crate) const FAR: [Self; 6] = [
+    pub(crate) const FAR: [Self; 8] = [
         Self::Direct,
         Self::Haproxy,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,
+        Self::Quic,
+        Self::QuicBbr,
         Self::Postern,
     ];
+
+    /// Experiments: measured when they are named.
+    pub(crate) const NAMED: [Self; 2] = [Self::Quic, Self::QuicBbr];
 
     /// konnectivity's two modes.
     pub(crate) const KONNECTIVITY: [Self; 2] = [Self::KonnectivityGrpc, Self::KonnectivityHttp];
@@ -79,6 +90,8 @@ impl Peer {
             Self::KonnectivityGrpc => "konnectivity-grpc",
             Self::KonnectivityHttp => "konnectivity-http",
             Self::Tonic => "tonic",
+            Self::Quic => "quic",
+            Self::QuicBbr => "quic-bbr",
             Self::Iptables => "iptables",
             Self::Postern => "postern",
         }
@@ -94,6 +107,8 @@ impl Peer {
             Self::KonnectivityGrpc => "konnectivity grpc",
             Self::KonnectivityHttp => "konnectivity http-connect",
             Self::Tonic => "tonic on the data path",
+            Self::Quic => "QUIC, CUBIC",
+            Self::QuicBbr => "QUIC, BBR",
             Self::Iptables => "iptables DNAT",
             Self::Postern => "Postern",
         }

@@ -3,6 +3,7 @@ mod haproxy;
 mod konnectivity;
 pub(crate) mod postern;
 mod programs;
+mod quic;
 mod rathole;
 mod running;
 mod tls;
@@ -39,6 +40,8 @@ pub(crate) async fn start<'a>(
             konnectivity::start(testbed, &program()?, certificates, Frontend::HttpConnect)?
         }
         Peer::Tonic => tonic::start(testbed, certificates)?,
+        Peer::Quic => quic::start(testbed, certificates, "cubic")?,
+        Peer::QuicBbr => quic::start(testbed, certificates, "bbr")?,
         Peer::Postern => postern::start(testbed).await?,
     };
     running.wait_ready(peer).await?;

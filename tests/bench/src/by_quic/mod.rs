@@ -1,0 +1,58 @@
+//! Connections carried by QUIC (quinn) instead of HTTP/2 over TCP: one connection that the edge dials, a stream for each
+//! carried one. Nothing else of Postern is in it: no redirect, policy, bound on stalled receivers or log.
+mod carry;
+pub(crate) mod cloud;
+pub(crate) mod edge;
+
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use quinn::congestion::{BbrConfig, ControllerFactory, CubicConfig};
+use quinn::{Endpoint, EndpointConfig, ServerConfig, TokioRuntime, TransportConfig, VarInt};
+use rustls::crypto::{CryptoProvider, ring};
+use socket2::SockRef;
+
+/// What streams may have in flight: the largest that Postern's windows grow to.
+const STREAM_WINDOW: u32 = 16 << 20;
+/// As long as Postern's patience with a link that only looks alive.
+const IDLE: Duration = Duration::from_secs(20);
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// What is asked of the kernel, which grants no more than `net.core.rmem_max` and `wmem_max`.
+const SOCKET_BUFFER: usize = 4 << 20;
+const ALPN: &[u8] = b"bench";
+
+/// TLS with Postern's one suite. QUIC's first packets need AES-128 (RFC 9001 section 5.2).
+fn provider() -> Arc<CryptoProvider> {
+    use ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384};
+    let cipher_suites = vec![TLS13_AES_256_GCM_SHA384, TLS13_AES_128_GCM_SHA256];
+    Arc::new(CryptoProvider { cipher_suites, ..ring::default_provider() })
+}
+
+fn transport(congestion: &str) -> Result<Arc<TransportConfig>> {
+    let congestion: Arc<dyn ControllerFactory + Send + Sync> = match congestion {
+        "cubic" => Arc::new(CubicConfig::default()),
+        "bbr" => Arc::new(BbrConfig::default()),
+        _ => bail!("congestion control {congestion:?}: cubic or bbr"),
+    };
+    let mut transport = TransportConfig::default();
+    transport
+        .congestion_controller_factory(congestion)
+        .stream_receive_window(STREAM_WINDOW.into())
+        .receive_window(VarInt::MAX)
+        .send_window(u64::from(STREAM_WINDOW) * 8)
+        .max_concurrent_bidi_streams(VarInt::from_u32(65_536))
+        .max_idle_timeout(Some(IDLE.try_into().context("the idle timeout")?))
+        .keep_alive_interval(Some(KEEP_ALIVE));
+    Ok(Arc::new(transport))
+}
+
+/// A UDP socket with an endpoint on it; it listens if there is a configuration for that.
+fn endpoint(address: SocketAddr, server: Option<ServerConfig>) -> Result<Endpoint> {
+    let socket = UdpSocket::bind(address).with_context(|| format!("binding {address}"))?;
+    let buffers = SockRef::from(&socket);
+    buffers.set_recv_buffer_size(SOCKET_BUFFER).context("the receive buffer")?;
+    buffers.set_send_buffer_size(SOCKET_BUFFER).context("the send buffer")?;
+    Endpoint::new(EndpointConfig::default(), server, socket, Arc::new(TokioRuntime)).context("an endpoint")
+}
