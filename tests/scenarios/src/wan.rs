@@ -4,8 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
-use postern_testbed::Testbed;
-use postern_testbed::agent::Agent;
+use postern_testbed::agent::{Agent, START};
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::percentiles::Times;
@@ -14,16 +13,18 @@ use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::wan::{Loss, Path};
+use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 
-use crate::common::{at_once, hold, server_and_agent, session_of, target};
+use crate::common::{self, at_once, hold, server_and_agent, session_of, target};
 
 scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
     a_small_receive_window_is_named,
+    links_through_a_load_balancer_lead_to_one_server,
     sixteen_at_once_after_each_start(limit = 240),
     an_agent_that_stops_sends_what_it_has,
     a_full_line_of_300_kbit_keeps_its_link,
@@ -119,6 +120,50 @@ async fn on_each_link(server: &Server<'_>) -> Result<Vec<u64>> {
 async fn wait_links(server: &Server<'_>, expected: &[u64]) -> Result<()> {
     let what = format!("links with {expected:?} connections");
     wait_until(&what, PATIENCE, async || on_each_link(server).await, |links| links == expected).await?;
+    Ok(())
+}
+
+/// One address in front of two servers, which get connections in turns.
+async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(40, 100))?;
+    let first = common::server(testbed).await?;
+    let neighbour = testbed.add_neighbour()?;
+    let second = Builder::on_neighbour(&first, &neighbour)?.start().await?;
+    let listener = TcpListener::bind((CLOUD, 0)).await.context("the load balancer's port")?;
+    let balancer = listener.local_addr()?;
+    let servers = [first.agent_address(), second.agent_address()];
+    let balancing = tokio::spawn(async move {
+        for server in servers.iter().cycle() {
+            let Ok((mut agent, _)) = listener.accept().await else { return };
+            let server = server.clone();
+            tokio::spawn(async move {
+                let mut server = TcpStream::connect(server).await?;
+                tokio::io::copy_bidirectional(&mut agent, &mut server).await
+            });
+        }
+    });
+    let mut agent = Agent::enrol(&first, 1).await?;
+    agent.process.stop().await?;
+    agent.start_again_at(balancer)?;
+    first.wait_connected("edge-1", true, START).await?;
+    // The kernel knows only the way to the load balancer.
+    let far = |rtt: &Option<f64>| rtt.is_some_and(|rtt| rtt > 30.0);
+    let rtt = async || Ok(session_of(&first, 0).await?["rtt_ms"].as_f64());
+    wait_until("the round-trip time to the agent", PATIENCE, rtt, far).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let mut held = Vec::new();
+    for count in 1..5 {
+        held.push(hold(shell.address, b"login").await?);
+        // The spare one.
+        let mut expected = vec![1; count];
+        expected.push(0);
+        wait_links(&first, &expected).await?;
+    }
+    ensure!(!second.is_connected("edge-1").await?, "the second server has taken a link for a session");
+    for stream in &mut held {
+        echo(stream, b"still there").await?;
+    }
+    balancing.abort();
     Ok(())
 }
 

@@ -1,4 +1,5 @@
 //! The real tunnel-agent on an edge host.
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -189,6 +190,12 @@ impl<'a> Agent<'a> {
         let builder = Builder::new(server, n);
         let builder = flags.iter().fold(builder, |builder, flag| builder.flag(*flag));
         builder.enrol(server).await
+    }
+
+    /// As [`Agent::start_again`], with another address of the servers.
+    pub fn start_again_at(&mut self, server: SocketAddr) -> Result<()> {
+        self.builder.server = Some(server.to_string());
+        self.start_again()
     }
 
     /// Starts the agent again after it has exited; it has its certificate, so it gets no token.

@@ -12,6 +12,9 @@ use super::serve::serve;
 use super::session_end::SessionEnd;
 use super::state::SessionState;
 
+/// How often to dial for a link. Behind a load balancer's address, another server may answer.
+const TRIES: u32 = 8;
+
 /// Opens the link with this number as a task of `tasks`, unless it is under way or up.
 pub(super) fn open(
     first: &Arc<SessionState>,
@@ -22,7 +25,13 @@ pub(super) fn open(
     let Some(place) = first.common.place(number) else { return };
     let (first, identity) = (first.clone(), identity.borrow().clone());
     tasks.spawn(async move {
-        let end = run(&first, number, &identity).await;
+        let mut end = run(&first, number, &identity).await;
+        for _ in 1..TRIES {
+            if !matches!(end, SessionEnd::OtherServer) {
+                break;
+            }
+            end = run(&first, number, &identity).await;
+        }
         // The server goes on without it, and asks again when it needs it.
         tracing::debug!(server = %first.server, link = number, reason = %end, "additional link ended");
         drop(place);

@@ -159,6 +159,7 @@ async fn ended_by_server(
             SessionPhase::CertificateRefused(reason) => {
                 return SessionEnd::CertificateRefused(reason.clone());
             }
+            SessionPhase::OtherServer => return SessionEnd::OtherServer,
             SessionPhase::SameServer { through } => return SessionEnd::SameServer(through.clone()),
             SessionPhase::Replaced { peer } => return SessionEnd::Replaced(peer.clone()),
             SessionPhase::Connecting | SessionPhase::Attached { .. } => {}

@@ -43,6 +43,9 @@ pub(super) enum SessionEnd {
     RefusedForNow(String),
     #[error("the server takes no session under this certificate any more: {0}")]
     CertificateRefused(String),
+    /// An additional link led to another server behind the same address.
+    #[error("another server answers at this address")]
+    OtherServer,
     /// Another address of this agent leads to the same server.
     #[error("the same server is attached through {0}")]
     SameServer(String),

@@ -98,6 +98,8 @@ pub(super) enum SessionPhase {
     },
     /// The server is attached already, through the other address.
     SameServer { through: String },
+    /// An additional link, and the server is not that of the first.
+    OtherServer,
     /// The server stops soon, or this agent leaves it: nothing new is opened.
     Draining,
     /// The server refused this session, for this reason.
@@ -193,9 +195,8 @@ impl SessionState {
             Some(first) => match &*first.phase.borrow() {
                 SessionPhase::Attached { server_id: other, .. } if other == server_id => Ok(()),
                 _ => {
-                    let reason = "this link is for the session with another server".to_owned();
-                    self.phase.send_replace(SessionPhase::Refused(reason.clone()));
-                    Err(reason)
+                    self.phase.send_replace(SessionPhase::OtherServer);
+                    Err("this link is for the session with another server".to_owned())
                 }
             },
         }

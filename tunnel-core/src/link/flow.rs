@@ -149,16 +149,17 @@ impl Flow {
         self.silence.send_replace(silence);
     }
 
-    /// The round-trip time between the two kernels, without what waits on the path or in the programs; `None` before it is
-    /// known.
-    pub fn path_rtt(&self) -> Option<Duration> {
-        match self.path_rtt.load(Ordering::Relaxed) {
+    /// How far the other end is, as a round-trip time without what waits on the path; `None` before it is known. Behind a
+    /// proxy the kernel knows the way to the proxy only, and a PING all of it.
+    pub fn distance(&self) -> Option<Duration> {
+        let kernels = match self.path_rtt.load(Ordering::Relaxed) {
             0 => None,
             micros => Some(Duration::from_micros(micros.into())),
-        }
+        };
+        kernels.max(self.rtt.shortest())
     }
 
-    /// Sets [`Self::path_rtt`].
+    /// Sets the round-trip time between the two kernels, without what waits on the path or in the programs.
     pub fn set_path_rtt(&self, rtt: Duration) {
         let micros = u32::try_from(rtt.as_micros()).unwrap_or(u32::MAX).max(1);
         self.path_rtt.store(micros, Ordering::Relaxed);

@@ -43,7 +43,7 @@ impl LinkIo {
         let rtt = delivery(io.stream.get_ref().0).and_then(|delivery| delivery.shortest_rtt);
         if let Some(rtt) = rtt {
             // From the handshake, until a PING is answered.
-            io.flow.rtt.add(rtt);
+            io.flow.rtt.assume(rtt);
             io.flow.set_path_rtt(rtt);
         }
         io.pause_at_most(rto_max(rtt.unwrap_or_default()));

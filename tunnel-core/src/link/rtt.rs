@@ -18,12 +18,17 @@ impl Rtt {
 
     /// The shortest lately: that of the path without what waits in front of it.
     pub fn shortest(&self) -> Option<Duration> {
-        duration(&self.shortest)
+        duration(&self.shortest).or_else(|| self.last())
+    }
+
+    /// Takes the kernel's figure until there is a measurement. It ends at the first proxy on the path.
+    pub fn assume(&self, kernels: Duration) {
+        self.last.store(micros(kernels), Ordering::Relaxed);
     }
 
     /// Adds a measurement.
     pub fn add(&self, sample: Duration) {
-        let micros = u32::try_from(sample.as_micros()).unwrap_or(u32::MAX).max(1);
+        let micros = micros(sample);
         self.last.store(micros, Ordering::Relaxed);
         // A path that has become longer is believed after some minutes.
         let shortest = match self.shortest.load(Ordering::Relaxed) {
@@ -32,6 +37,10 @@ impl Rtt {
         };
         self.shortest.store(shortest, Ordering::Relaxed);
     }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX).max(1)
 }
 
 fn duration(micros: &AtomicU32) -> Option<Duration> {
@@ -55,5 +64,14 @@ mod tests {
         assert_eq!((rtt.last(), rtt.shortest()), (Some(ms(850)), Some(ms(100))));
         rtt.add(ms(20));
         assert_eq!(rtt.shortest(), Some(ms(20)));
+    }
+
+    #[test]
+    fn what_the_kernel_measured_counts_until_a_ping_is_answered() {
+        let (rtt, ms) = (Rtt::default(), Duration::from_millis);
+        rtt.assume(ms(1));
+        assert_eq!((rtt.last(), rtt.shortest()), (Some(ms(1)), Some(ms(1))));
+        rtt.add(ms(40));
+        assert_eq!((rtt.last(), rtt.shortest()), (Some(ms(40)), Some(ms(40))));
     }
 }

@@ -181,7 +181,7 @@ impl Links {
         let mut state = self.state();
         // There is always the first.
         let first = &state.links[0].link;
-        if self.most == 1 || first.flow.path_rtt().is_none_or(|rtt| rtt < FAR) {
+        if self.most == 1 || first.flow.distance().is_none_or(|rtt| rtt < FAR) {
             return Taken::new(first, &self.connections);
         }
         state.links.iter_mut().for_each(|link| link.measure(now));
