@@ -218,7 +218,7 @@ proptest! {
 
     #[test]
     fn exclusion_wins(world in world(), address in address_v4()) {
-        let mut world = world;
+        let mut world = World { orphaned: false, ..world };
         world.excluded.insert(IpNet::V4(address.into()));
         let connect =
             Connect { address: V4::from(address), port: 10250, tcp: true, marked: false, bound_device: false };
