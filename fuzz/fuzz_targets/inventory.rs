@@ -10,8 +10,8 @@ fuzz_target!(|bytes: &[u8]| {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     match parse(text, &Selector::default()) {
         Ok(inventory) => {
-            let names: BTreeSet<_> = inventory.nodes.iter().map(|node| &node.name).collect();
-            assert_eq!(names.len(), inventory.nodes.len(), "a duplicate name");
+            let names: BTreeSet<_> = inventory.iter().map(|node| &node.name).collect();
+            assert_eq!(names.len(), inventory.len(), "a duplicate name");
         }
         Err(error) => assert!(!error.reason.is_empty()),
     }

@@ -13,26 +13,35 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_core::carry::register_stalled;
 use tunnel_core::config::ConfigError;
+use tunnel_core::identity::Holder;
 use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
+use tunnel_core::takeover::Copies;
+use tunnel_kube::ClientSettings;
 
 use crate::addresses::NodeAddresses;
-use crate::config::Config;
+use crate::config::{Config, WhenReplaced};
 use crate::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
-    ensure_identity, recover,
+    ensure_identity, install_bundles, recover,
 };
 use crate::kube::{ApiServer, KubeError, node};
 use crate::metrics::Metrics;
+use crate::outbound::{self, BoundListeners, Outbound};
 use crate::policy::Policy;
 use crate::servers::Servers;
-use crate::session::{Attached, EpochSource, LinkSet, Shared, install_bundles, register_links};
+use crate::session::{
+    Attached, BenchPolicy, EpochSource, Handover, LinkSet, Resumed, Shared, register_links,
+};
 use crate::status::StatusSource;
+use crate::takeover::{Predecessor, Succession, take_over};
 
 /// Trust bundles that may wait to be installed.
 const BUNDLES: usize = 16;
 /// How long the servers may take to read the resets of what the drain has cut.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+/// The admin port's name among the listening sockets.
+const ADMIN: &str = "admin";
 
 /// An agent that has its identity and answers on the admin address, and has not connected to any server yet.
 pub struct Bound {
@@ -48,15 +57,23 @@ pub struct Bound {
     addresses: NodeAddresses,
     /// The ranges of this node's pods.
     pods: Arc<ArcSwap<Vec<IpNet>>>,
+    outbound: BoundListeners,
     epochs: EpochSource,
-    _admin: Option<Serving>,
+    handover: Handover,
+    /// The agent to take over from, and what that delays.
+    before: Option<(Predecessor, ReadyGuard)>,
+    succession: Arc<Succession>,
+    _succeeding: AbortOnDropHandle<()>,
+    admin: Option<Serving>,
 }
 
 /// Obtains everything that an agent needs. May be dropped at any time; takes as long as the enrolment does.
 ///
+/// Another agent may take over meanwhile; `shutdown` begins then if that is configured.
+///
 /// # Errors
 /// What only the operator can fix: files, the admin address, the kubeconfig, or a refused enrolment.
-pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound> {
+pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) -> anyhow::Result<Bound> {
     raise_open_files();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
@@ -65,7 +82,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     register_tasks(postern, vec![Handle::current()]);
     register_stalled(postern);
     let metrics = Metrics::new(&mut registry);
-    let identity_metrics = IdentityMetrics::register(&mut registry);
+    let identity_metrics = IdentityMetrics::register(&mut registry, Holder::Agent);
     let readiness = Readiness::new();
     let (enrolling, attaching) = (readiness.pending("certificate"), readiness.pending("a server"));
 
@@ -79,12 +96,35 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         registry: Arc::new(registry),
         readiness: readiness.clone(),
         status: status.clone().into_endpoint(),
+        flags: config.flags().into(),
+        bench: None,
+        pages: &[],
         log,
     };
-    let admin = match config.admin_address {
-        Some(address) => Some(admin.bind("--admin-address", address)?.serve()?),
-        None => None,
-    };
+    let mut before = Predecessor::find(&config.state_dir).await;
+    let (mut copies, mut serving) = (Vec::new(), None);
+    if let Some(address) = config.admin_address {
+        let taken = before.as_mut().and_then(|before| before.listener(ADMIN, |at| at == address));
+        let bound = match taken {
+            Some(listener) => admin.at(listener)?,
+            None => admin.bind("--admin-address", address)?,
+        };
+        copies.push((ADMIN.to_owned(), bound.address(), bound.copy()?));
+        serving = Some(bound.serve()?);
+    }
+    let outbound = outbound::bind(&config.outbound).await?;
+    let handover = Handover::default();
+    handover.set_successor(before.is_some());
+    let ends = (config.when_replaced == WhenReplaced::Exit).then(|| shutdown.clone());
+    let accepting = serving.as_ref().map(Serving::accepting);
+    let succession =
+        Succession::new(&config.state_dir, Copies::new(copies), accepting, handover.clone(), ends);
+    let succession = Arc::new(succession);
+    let succeeding = AbortOnDropHandle::new(tokio::spawn(succession.clone().run()));
+    if before.is_none() {
+        succession.open();
+    }
+    let before = before.map(|before| (before, readiness.pending("taking over")));
 
     if let Some(proxy) = config.reach.proxy() {
         tracing::info!(%proxy, "servers are reached through an HTTP proxy, but for those in NO_PROXY");
@@ -108,14 +148,20 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         identity,
         addresses,
         pods,
+        outbound,
         epochs,
-        _admin: admin,
+        handover,
+        before,
+        succession,
+        _succeeding: succeeding,
+        admin: serving,
     })
 }
 
 impl Bound {
-    /// Keeps sessions with the servers until `shutdown`, then drains.
+    /// Keeps sessions with the servers until `shutdown`, or until another agent has taken over, then drains.
     pub async fn run(self, shutdown: Shutdown) {
+        let (own, resumed) = (Shutdown::new(), Resumed::default());
         let (bundles, announced) = mpsc::channel(BUNDLES);
         let policy =
             Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone());
@@ -127,20 +173,47 @@ impl Bound {
             addresses: self.addresses.subscribe(),
             bundles,
             attached: Attached::default(),
+            handover: self.handover.clone(),
+            resumed: resumed.clone(),
+            spread: self.config.spread,
             max_links: self.config.max_links,
             keepalive: self.config.keepalive,
-            metrics: self.metrics,
-            draining: shutdown.draining_token().clone(),
-            forced: shutdown.forced_token().clone(),
+            bench: BenchPolicy::new(self.config.bench),
+            metrics: self.metrics.clone(),
+            draining: own.draining_token().clone(),
+            forced: own.forced_token().clone(),
         });
         let Identity { keeper, enrolment } = self.identity;
         let tasks = TaskTracker::new();
+        let outbound = Outbound::new(
+            self.config.reach.clone(),
+            keeper.subscribe(),
+            self.servers.known(),
+            self.metrics.clone(),
+            tasks.clone(),
+            (own.draining_token().clone(), own.forced_token().clone()),
+        );
         let links = LinkSet::new(shared, keeper.subscribe(), tasks.clone());
         self.status.set_running(links.clone(), keeper.clone());
+        self.succession.set_running(links.clone(), keeper.clone());
         links.set(&self.servers.known().borrow());
 
         // These end with this function, not with the drain.
         let mut background = JoinSet::new();
+        for (listen, listener) in self.outbound {
+            background.spawn(outbound.clone().serve(listen, listener));
+        }
+        if let Some((before, pending)) = self.before {
+            let (links, handover, succession) =
+                (links.clone(), self.handover.clone(), self.succession.clone());
+            background.spawn(take_over(before, links, handover, succession, pending));
+        }
+        background.spawn(async move { match resumed.watch().await {} });
+        let (stop, forced) = (own.clone(), shutdown.clone());
+        background.spawn(async move {
+            forced.forced().await;
+            stop.force();
+        });
         background.spawn(install_bundles(keeper.clone(), self.config.reach, announced));
         background.spawn(links.clone().ready_once_attached(self.attaching));
         background.spawn(links.clone().follow(self.servers.known()));
@@ -148,14 +221,25 @@ impl Bound {
         if let Some(enrolment) = enrolment {
             background.spawn(recover(enrolment, keeper, move || links.refused()));
         }
-        // Pods count only for the default policy.
-        if let Some(api) = self.api.filter(|_| self.config.allow_targets.is_empty()) {
+        if let Some(api) = self.api.filter(|_| self.config.pod_targets) {
             let (node, state_dir) = (self.config.node_name.clone(), self.config.state_dir.clone());
             background.spawn(node::follow(api, node, self.pods, state_dir));
         }
 
         shutdown.draining().await;
-        drain(&tasks, &shutdown, self.config.drain_timeout).await;
+        let timeout = self.config.drain_timeout;
+        tokio::select! {
+            // What a successor that is half-way does not have yet would fail.
+            _ = tokio::time::timeout(timeout, self.handover.settled()) => {}
+            () = shutdown.forced() => {}
+        }
+        own.begin();
+        self.succession.close();
+        if self.handover.has_passed() {
+            // Should the successor die, the next agent must be able to listen there while this one drains.
+            drop(self.admin);
+        }
+        drain(&tasks, &own, timeout).await;
     }
 }
 
@@ -188,14 +272,16 @@ impl Identity {
         let (node, state_dir) = (config.node_name.clone(), config.state_dir.clone());
         let enroll = EnrollConfig {
             servers: servers.known().borrow().iter().map(ToString::to_string).collect(),
+            holder: Holder::Agent,
             node: node.clone(),
             state_dir: state_dir.clone(),
             token: config.token.clone(),
             ca_hash: config.ca_hash.clone(),
             reach: config.reach.clone(),
         };
-        let enrolment =
-            api.map(|api| Arc::new(CsrEnrolment::new(api.clone(), node, state_dir, Pace::default())));
+        let enrolment = api.map(|api| {
+            Arc::new(CsrEnrolment::new(api.clone(), (Holder::Agent, node), state_dir, Pace::default()))
+        });
         let (identity, recovery) = match &enrolment {
             Some(enrolment) => (enrolment.ensure_identity().await?, Recovery::ApiServer),
             None => (ensure_identity(&enroll).await?, Recovery::Token),
@@ -208,7 +294,8 @@ impl Identity {
 /// An unusable kubeconfig is a configuration error.
 async fn open_api_server(config: &Config) -> Result<Option<Arc<ApiServer>>, ConfigError> {
     let Some(options) = config.kube.clone() else { return Ok(None) };
-    ApiServer::open(options).await.map(Some).map_err(|error| match error {
+    let opened = ApiServer::open(options.kubeconfig, options.namespace, ClientSettings::AGENT).await;
+    opened.map(Some).map_err(|error| match error {
         KubeError::Kubeconfig { path, reason } => {
             ConfigError::new("--kubeconfig", path.display().to_string(), reason)
         }

@@ -1,7 +1,9 @@
 //! The agent's configuration, typed.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use tunnel_core::config::{HostPort, TargetRule, duration_text};
@@ -9,7 +11,38 @@ use tunnel_core::identity::{NodeName, SecretString};
 use tunnel_core::logging;
 
 use crate::kube::KubeOptions;
+use crate::outbound::Listen;
 use crate::reach::Reach;
+use crate::session::Spread;
+
+/// What becomes of this agent once another one has taken over from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenReplaced {
+    Exit,
+    /// It waits to be stopped, and goes on should the other one die.
+    Wait,
+}
+
+impl fmt::Display for WhenReplaced {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Exit => "exit",
+            Self::Wait => "wait",
+        })
+    }
+}
+
+impl FromStr for WhenReplaced {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "exit" => Ok(Self::Exit),
+            "wait" => Ok(Self::Wait),
+            _ => Err("not exit or wait"),
+        }
+    }
+}
 
 /// Complete and free of contradictions.
 #[derive(Clone, Debug)]
@@ -31,11 +64,20 @@ pub struct Config {
     pub admin_address: Option<SocketAddr>,
     /// Empty: the default policy.
     pub allow_targets: Vec<TargetRule>,
+    /// The default policy allows this node's pods too.
+    pub pod_targets: bool,
+    /// Listeners that lead to the cloud.
+    pub outbound: Vec<Listen>,
+    /// Servers may measure the way to this agent.
+    pub bench: bool,
+    /// How many of the servers to be attached to.
+    pub spread: Spread,
     /// TCP connections with each server, at most.
     pub max_links: u32,
     /// How long a link may be silent before the kernel asks whether it is alive.
     pub keepalive: Duration,
     pub drain_timeout: Duration,
+    pub when_replaced: WhenReplaced,
     pub log_format: logging::Format,
     pub log_level: logging::Level,
     /// The given flags that have no meaning here, each with the reason.
@@ -64,19 +106,25 @@ impl Config {
                 "admin-address",
                 self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
             ),
+            ("pod-targets", if self.pod_targets { "on" } else { "off" }.to_owned()),
+            ("bench", if self.bench { "on" } else { "off" }.to_owned()),
+            ("links", self.spread.to_string()),
             ("max-links", self.max_links.to_string()),
             ("keepalive", duration_text(self.keepalive)),
             ("congestion-control", self.reach.congestion().to_string()),
             ("drain-timeout", duration_text(self.drain_timeout)),
+            ("when-replaced", self.when_replaced.to_string()),
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),
         ];
         let optional = optional.into_iter().filter_map(|(flag, value)| Some((flag, value?)));
+        let outbound = self.outbound.iter().flat_map(Listen::flags);
         let rules = self.allow_targets.iter().map(|rule| ("allow-target", rule.to_string()));
         given
             .into_iter()
             .chain(optional)
             .chain(rules)
+            .chain(outbound)
             .map(|(flag, value)| format!("--{flag}={value}"))
             .collect()
     }

@@ -6,12 +6,16 @@ pub mod app;
 pub mod cli;
 pub mod config;
 mod dial;
-pub mod identity;
+pub mod doctor;
 pub mod kube;
 pub mod metrics;
+pub mod outbound;
 pub mod policy;
-pub mod reach;
 mod servers;
 pub mod session;
 pub mod status;
+mod takeover;
 mod turns;
+
+pub use tunnel_identity as identity;
+pub use tunnel_identity::reach;

@@ -25,14 +25,17 @@ fn main() -> ExitCode {
     }
     // One thread is enough for an edge node's connections, and leaves the rest to the workload.
     match block_on(command(cli)) {
-        Ok(()) => ExitCode::from(exit::OK),
+        Ok(code) => ExitCode::from(code),
         Err(error) => ExitCode::from(report_error("tunnel-agent", error.as_ref())),
     }
 }
 
-async fn command(cli: Cli) -> anyhow::Result<()> {
+/// Returns the exit code.
+async fn command(cli: Cli) -> anyhow::Result<u8> {
     match cli.command {
-        Some(Command::Status(command)) => Ok(command.run().await?),
+        Some(Command::Status(command)) => command.run().await?,
+        Some(Command::Bundle(command)) => command.run().await?,
+        Some(Command::Doctor(command)) => return command.run().await,
         None => {
             let config = cli.run.to_config()?;
             let (log, _written) = logging::init(config.log_format, config.log_level)?;
@@ -46,11 +49,11 @@ async fn command(cli: Cli) -> anyhow::Result<()> {
             }
             let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
             let bound = tokio::select! {
-                bound = app::build(config, log) => bound?,
-                () = shutdown.draining() => return Ok(()),
+                bound = app::build(config, log, &shutdown) => bound?,
+                () = shutdown.draining() => return Ok(exit::OK),
             };
             bound.run(shutdown).await;
-            Ok(())
         }
     }
+    Ok(exit::OK)
 }

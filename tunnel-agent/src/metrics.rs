@@ -27,6 +27,7 @@ pub struct Metrics {
     dials: Family<OutcomeLabel, Counter>,
     dial_seconds: Histogram,
     connections: Family<OutcomeLabel, Counter>,
+    outbound: Family<OutcomeLabel, Counter>,
     pub(crate) connections_active: Gauge,
     /// Payload, as it passes.
     pub(crate) carried: Totals,
@@ -45,6 +46,7 @@ impl Metrics {
             dials: Family::default(),
             dial_seconds: Histogram::new(exponential_buckets(0.0005, 4.0, 8)),
             connections: Family::default(),
+            outbound: Family::default(),
             connections_active: Gauge::default(),
             carried,
             sessions_started: Counter::default(),
@@ -62,6 +64,8 @@ impl Metrics {
             "Carried connections that ended, by outcome",
             metrics.connections.clone(),
         );
+        let help = "Connections of workloads on this node to the cloud that ended, by outcome";
+        registry.register("outbound_connections", help, metrics.outbound.clone());
         registry.register(
             "connections_active",
             "Connections carried now",
@@ -80,6 +84,7 @@ impl Metrics {
         );
         for outcome in Outcome::ALL {
             let _ = metrics.connections.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
+            let _ = metrics.outbound.get_or_create(&OutcomeLabel { outcome: outcome.as_str() });
         }
         for outcome in
             ["ok", "cancelled", "refused", "timed_out", "unreachable", "denied", "busy", "protocol"]
@@ -92,6 +97,10 @@ impl Metrics {
     pub(crate) fn dialled(&self, outcome: &'static str, took: Duration) {
         self.dials.get_or_create(&OutcomeLabel { outcome }).inc();
         self.dial_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn outbound(&self, outcome: Outcome) {
+        self.outbound.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
     }
 
     pub(crate) fn ended(&self, outcome: Outcome) {

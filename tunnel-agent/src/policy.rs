@@ -1,7 +1,7 @@
 //! What the agent may dial on behalf of a server.
 //!
 //! A compromised server must not gain access to the edge's network through the agent: without `--allow-target`, only
-//! the node itself and its pods can be reached.
+//! the node itself and, with `--pod-targets=on`, its pods can be reached.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -35,7 +35,9 @@ pub enum Denied {
     Loopback,
     #[error("it is loopback, and no --allow-target within the loopback range allows it")]
     LoopbackRule,
-    #[error("it is not an address of this node or its pods; --allow-target would allow it")]
+    #[error(
+        "it is not an address of this node, nor of its pods with --pod-targets=on; --allow-target would allow it"
+    )]
     Foreign,
     #[error("no --allow-target of the agent allows it")]
     NoRule,

@@ -18,9 +18,9 @@ pub(crate) enum Servers {
 
 impl Servers {
     pub(crate) fn new(config: &Config, api: Option<&Arc<ApiServer>>) -> Self {
-        match api {
-            Some(api) if config.servers.is_empty() => {
-                Self::Found(Discovery::start(api.clone(), &config.state_dir))
+        match (api, &config.kube) {
+            (Some(api), Some(kube)) if config.servers.is_empty() => {
+                Self::Found(Discovery::start(api.clone(), &kube.service, &config.state_dir))
             }
             _ => Self::Given(watch::Sender::new(Arc::new(config.servers.clone()))),
         }

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use h2::client::SendRequest;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::{Request, Response, Uri};
+use http::{HeaderValue, Request, Response, Uri, header};
 use http_body::{Body, Frame};
 use http_body_util::BodyExt;
 use tonic::client::Grpc;
@@ -144,6 +144,21 @@ impl Service<Request<tonic::body::Body>> for Channel {
             }
             Ok(response.await?.map(RecvBody::new))
         })
+    }
+}
+
+/// The head of an answer.
+pub fn response() -> Response<()> {
+    let mut response = Response::new(());
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// Answers with a status only.
+pub fn refuse(respond: &mut SendResponse<Bytes>, status: &Status) {
+    let mut response = response();
+    if status.add_header(response.headers_mut()).is_err() || respond.send_response(response, true).is_err() {
+        respond.send_reset(Reason::CANCEL);
     }
 }
 

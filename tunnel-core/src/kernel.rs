@@ -12,6 +12,12 @@ pub fn version() -> Option<(u32, u32)> {
     parse(&release())
 }
 
+/// Whether this program is of another architecture than the kernel: run by qemu-user, which knows few of the socket options.
+/// False where the kernel does not say (before Linux 6.1).
+pub fn emulated() -> bool {
+    std::fs::read_to_string("/proc/sys/kernel/arch").is_ok_and(|arch| arch.trim() != std::env::consts::ARCH)
+}
+
 fn parse(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|character: char| !character.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
@@ -29,5 +35,6 @@ mod tests {
         assert_eq!(parse("6"), None);
         assert_eq!(parse(""), None);
         assert!(version().is_some(), "{}", release());
+        assert!(!emulated(), "tests run on their own architecture");
     }
 }

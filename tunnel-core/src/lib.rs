@@ -4,12 +4,16 @@
 
 pub mod admin;
 pub mod backoff;
+pub mod bench;
+pub mod bundle;
 pub mod carry;
 pub mod config;
+pub mod doctor;
 pub mod error;
 pub mod grpc;
 pub mod identity;
 pub mod kernel;
+pub mod konnectivity;
 pub mod lifecycle;
 pub mod link;
 pub mod log_once;
@@ -20,5 +24,6 @@ pub mod net;
 pub mod outcome;
 pub mod proto;
 pub mod remembered;
+pub mod takeover;
 mod tcp_info;
 pub mod text;

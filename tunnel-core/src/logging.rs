@@ -59,15 +59,19 @@ pub enum Level {
 }
 
 impl Level {
-    fn filter(self) -> Targets {
-        let own = match self {
+    fn own(self) -> LevelFilter {
+        match self {
             Self::Off => LevelFilter::OFF,
             Self::Error => LevelFilter::ERROR,
             Self::Warn => LevelFilter::WARN,
             Self::Info => LevelFilter::INFO,
             Self::Debug => LevelFilter::DEBUG,
             Self::Trace | Self::Everything => LevelFilter::TRACE,
-        };
+        }
+    }
+
+    fn filter(self) -> Targets {
+        let own = self.own();
         let libraries =
             if self == Self::Everything { LevelFilter::TRACE } else { own.min(LevelFilter::WARN) };
         // Targets are module paths: "tunnel" covers tunnel_core, tunnel_server and tunnel_agent.
@@ -117,6 +121,45 @@ impl fmt::Display for Level {
     }
 }
 
+/// A level, and others for single modules: `info,tunnel_server::door=debug`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Filter {
+    level: Level,
+    /// Paths of modules, also of libraries, and what is logged of each.
+    modules: Vec<(String, Level)>,
+}
+
+impl Filter {
+    fn targets(&self) -> Targets {
+        let modules = self.modules.iter().map(|(module, level)| (module.clone(), level.own()));
+        self.level.filter().with_targets(modules)
+    }
+}
+
+impl From<Level> for Filter {
+    fn from(level: Level) -> Self {
+        Self { level, modules: Vec::new() }
+    }
+}
+
+impl FromStr for Filter {
+    type Err = LoggingError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut parts = text.split(',').map(str::trim);
+        let level = parts.next().unwrap_or_default().parse()?;
+        let modules = parts.map(|part| {
+            let (module, level) = part.split_once('=').ok_or(LoggingError::Module)?;
+            let word = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b':');
+            if module.is_empty() || !module.bytes().all(word) {
+                return Err(LoggingError::Module);
+            }
+            Ok((module.to_owned(), level.parse()?))
+        });
+        Ok(Self { level, modules: modules.collect::<Result<_, _>>()? })
+    }
+}
+
 /// Why logging cannot be set up or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoggingError {
@@ -124,6 +167,8 @@ pub enum LoggingError {
     Format,
     #[error("not a log level; use off, error, warn, info, debug, trace, or klog's number")]
     Level,
+    #[error("not a level and then MODULE=LEVEL, such as info,tunnel_server::door=debug")]
+    Module,
     #[error("this process has a logger already")]
     Installed,
     #[error("the logger is gone")]
@@ -169,11 +214,11 @@ impl Handle {
     ///
     /// # Errors
     /// The process no longer has the logger that this handle belongs to.
-    pub fn set_level(&self, level: Level) -> Result<(), LoggingError> {
+    pub fn set(&self, filter: &Filter) -> Result<(), LoggingError> {
         // Locked during the change: the stored level is the one in effect even when two changes race.
         let mut current = self.level.lock().unwrap_or_else(PoisonError::into_inner);
-        (self.apply)(level.filter())?;
-        *current = level;
+        (self.apply)(filter.targets())?;
+        *current = filter.level;
         Ok(())
     }
 }
@@ -239,6 +284,29 @@ mod tests {
     }
 
     #[test]
+    fn single_modules_have_levels_of_their_own() {
+        let buffer = Buffer::default();
+        let writer = buffer.clone();
+        let (layer, handle) = layered(Format::Text, Level::Info, move || writer.clone(), false);
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            handle.set(&"warn, tunnel_core::link=debug,h2=4".parse().unwrap()).unwrap();
+            assert_eq!(handle.level(), Level::Warn);
+            tracing::info!(target: "tunnel_core::carry", "hidden");
+            tracing::debug!(target: "tunnel_core::link::flow", "of a module");
+            tracing::debug!(target: "h2::codec", "of a library");
+            let out = buffer.take();
+            assert!(
+                out.contains("of a module") && out.contains("of a library") && !out.contains("hidden"),
+                "{out}"
+            );
+        });
+        for wrong in ["", "info,", "info,a", "info,=debug", "info,a=", "info,a b=debug", "a=debug"] {
+            assert!(wrong.parse::<Filter>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
     fn the_level_can_be_changed() {
         let buffer = Buffer::default();
         let writer = buffer.clone();
@@ -251,7 +319,7 @@ mod tests {
             let out = buffer.take();
             assert!(out.contains("shown") && !out.contains("hidden") && !out.contains("library"), "{out}");
 
-            handle.set_level("4".parse().unwrap()).unwrap();
+            handle.set(&"4".parse().unwrap()).unwrap();
             assert_eq!(handle.level(), Level::Debug);
             tracing::debug!("now shown");
             tracing::trace!("hidden");
@@ -262,11 +330,11 @@ mod tests {
                 "{out}"
             );
 
-            handle.set_level("10".parse().unwrap()).unwrap();
+            handle.set(&"10".parse().unwrap()).unwrap();
             tracing::trace!(target: "h2::codec", "a library's");
             assert!(buffer.take().contains("library"));
 
-            handle.set_level(Level::Error).unwrap();
+            handle.set(&Level::Error.into()).unwrap();
             tracing::warn!(target: "postern::access", "hidden");
             assert_eq!(buffer.take(), "");
         });

@@ -5,6 +5,9 @@ use std::fmt;
 use h2::Reason;
 use tonic::Code;
 
+/// The response header in which a door that speaks HTTP says why it answers itself: an [`Outcome`] in a word.
+pub const OUTCOME_HEADER: &str = "postern-outcome";
+
 /// How a carried connection ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Outcome {
@@ -36,7 +39,42 @@ pub enum Outcome {
     Protocol,
 }
 
+/// Where on its way a connection failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Hop {
+    Client,
+    Server,
+    Tunnel,
+    /// The agent's policy, or the server's.
+    Policy,
+    Target,
+}
+
+impl Hop {
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Server => "server",
+            Self::Tunnel => "tunnel",
+            Self::Policy => "policy",
+            Self::Target => "target",
+        }
+    }
+}
+
 impl Outcome {
+    /// Where it failed; None if it did not.
+    pub const fn hop(self) -> Option<Hop> {
+        match self {
+            Self::Ok => None,
+            Self::ClientReset => Some(Hop::Client),
+            Self::Busy | Self::Stalled | Self::Shutdown => Some(Hop::Server),
+            Self::NoTunnel | Self::TunnelLost | Self::Protocol => Some(Hop::Tunnel),
+            Self::Denied => Some(Hop::Policy),
+            Self::Refused | Self::TimedOut | Self::Unreachable | Self::TargetReset => Some(Hop::Target),
+        }
+    }
+
     /// Every outcome, for metrics that start at zero.
     pub const ALL: [Self; 13] = [
         Self::Ok,

@@ -27,9 +27,12 @@ getsockopt_impl!(QueueInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 37], GetStr
 struct TcpInfo;
 getsockopt_impl!(TcpInfo, libc::IPPROTO_TCP, libc::TCP_INFO, [u32; 48], GetStruct<[u32; 48]>);
 
-/// Whether this kernel fills in all of [`TcpInfo`]: `GetStruct` panics if it does not.
+/// Whether `struct tcp_info` is filled in at all: `GetStruct` panics if less comes back than was asked for. qemu-user gives four
+/// bytes.
+static HAS_OLD_TCP_INFO: LazyLock<bool> = LazyLock::new(|| !kernel::emulated());
+/// Whether this kernel fills in all of [`TcpInfo`].
 static HAS_TCP_INFO: LazyLock<bool> =
-    LazyLock::new(|| kernel::version().is_some_and(|version| version >= (4, 10)));
+    LazyLock::new(|| *HAS_OLD_TCP_INFO && kernel::version().is_some_and(|version| version >= (4, 10)));
 
 /// The word whose last bytes are `tcpi_retransmits`, how often what is not acknowledged was sent again, and `tcpi_probes`:
 /// questions whether the peer is there that it has not answered.
@@ -139,11 +142,14 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
 }
 
 /// Segments that the peer has not acknowledged, and bytes that were not sent yet. Both are 0 once the peer's kernel has
-/// everything.
+/// everything, and where the kernel does not say.
 ///
 /// # Errors
 /// The socket is closed.
 pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
+    if !*HAS_OLD_TCP_INFO {
+        return Ok((0, 0));
+    }
     let info = getsockopt(socket, QueueInfo)?;
     Ok((info[UNACKED], info[NOTSENT_BYTES]))
 }
@@ -151,7 +157,7 @@ pub(crate) fn unacknowledged(socket: &impl AsFd) -> nix::Result<(u32, u32)> {
 /// For how long the kernel has sent no byte to the peer; `None` if the socket is closed. While some wait to be sent, that is
 /// how long the peer has not read.
 pub(crate) fn sent_nothing_for(socket: &TcpStream) -> Option<Duration> {
-    let info = getsockopt(socket, OldTcpInfo).ok()?;
+    let info = HAS_OLD_TCP_INFO.then(|| getsockopt(socket, OldTcpInfo).ok())??;
     Some(Duration::from_millis(info[LAST_DATA_SENT].into()))
 }
 

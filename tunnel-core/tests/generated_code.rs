@@ -3,27 +3,40 @@
 
 use std::{fs, path::Path};
 
-#[test]
-fn generated_code_is_current() {
+use tonic_prost_build::Builder;
+
+/// Regenerates the code of one .proto file below proto/, and compares it with the one in src/proto/.
+fn current(proto: &str, generated: &str, checked_in: &str, configure: fn(Builder) -> Builder) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = tempfile::tempdir().expect("temp dir");
-    let descriptors = protox::compile(["postern/tunnel/v1/tunnel.proto"], [root.join("proto")])
-        .expect("the .proto file compiles");
-    tonic_prost_build::configure()
+    let descriptors = protox::compile([proto], [root.join("proto")]).expect("the .proto file compiles");
+    configure(tonic_prost_build::configure())
         .out_dir(out.path())
-        .bytes(".postern.tunnel.v1.Segment")
-        .skip_debug([".postern.tunnel.v1.EnrollRequest"])
         .emit_rerun_if_changed(false)
         .compile_fds(descriptors)
         .expect("code generation");
-    let fresh = fs::read_to_string(out.path().join("postern.tunnel.v1.rs")).expect("generated file");
-    let checked_in = root.join("src/proto/generated.rs");
+    let fresh = fs::read_to_string(out.path().join(generated)).expect("generated file");
+    let path = root.join("src/proto").join(checked_in);
     if std::env::var_os("POSTERN_REGENERATE").is_some() {
-        fs::write(&checked_in, &fresh).expect("write the generated file");
+        fs::write(&path, &fresh).expect("write the generated file");
     }
-    let current = fs::read_to_string(&checked_in).unwrap_or_default();
     assert!(
-        current == fresh,
-        "src/proto/generated.rs differs from proto/: run POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code"
+        fs::read_to_string(&path).unwrap_or_default() == fresh,
+        "src/proto/{checked_in} differs from proto/: run POSTERN_REGENERATE=1 cargo test -p tunnel-core --test generated_code"
     );
+}
+
+#[test]
+fn generated_code_is_current() {
+    current("postern/tunnel/v1/tunnel.proto", "postern.tunnel.v1.rs", "generated.rs", |builder| {
+        builder.bytes(".postern.tunnel.v1.Segment").skip_debug([".postern.tunnel.v1.EnrollRequest"])
+    });
+}
+
+#[test]
+fn generated_code_of_konnectivity_is_current() {
+    current("konnectivity/konnectivity.proto", "_.rs", "konnectivity_generated.rs", |builder| {
+        // Its own `connect` would have the name of the method Connect.
+        builder.bytes(".Data").build_transport(false)
+    });
 }

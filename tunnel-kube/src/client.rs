@@ -24,8 +24,8 @@ const DEFAULT_NAMESPACE: &str = "kube-system";
 pub struct ClientSettings {
     /// An edge's uplink may take long to connect.
     pub connect_timeout: Duration,
-    /// Longer than a watch runs (see [`crate::FollowSettings::watch_seconds`]) and than any request may take: only a peer
-    /// that is gone without a word is silent for this long.
+    /// Longer than any request may take, and than the API server is silent on a watch: it ends one, or sends a bookmark each
+    /// minute. Only a peer that is gone without a word is silent for this long.
     pub read_timeout: Duration,
     /// Whether the system's roots will do for a kubeconfig without a CA. An edge may have none.
     pub system_roots: bool,

@@ -1,12 +1,15 @@
 //! What the server and the agent share of Kubernetes: the client, following objects through outages, and requests with a
 //! deadline.
 
+mod api_server;
 mod client;
+pub mod doctor;
 mod follow;
 mod followed;
 mod health;
 mod request;
 
+pub use api_server::ApiServer;
 pub use client::{ClientSettings, KubeError, api_server_address, connect, reason};
 pub use follow::{FollowSettings, Signal, follow, named};
 pub use followed::{Followed, FollowedSet};

@@ -30,6 +30,15 @@ impl Gate {
         let _ = self.0.subscribe().wait_for(|open| *open).await;
     }
 
+    pub fn is_open(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    /// Waits until it is closed.
+    pub async fn closed(&self) {
+        let _ = self.0.subscribe().wait_for(|open| !*open).await;
+    }
+
     pub fn guard(&self, listener: TcpListener) -> Gated {
         Gated { listener, open: self.0.subscribe(), _gate: self.clone() }
     }

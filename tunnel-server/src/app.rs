@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -17,27 +17,37 @@ use tunnel_core::carry::register_stalled;
 use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::logging;
+use tunnel_core::takeover::Copies;
+use tunnel_identity::IdentityMetrics;
 
-use crate::admission::{Budget, Shares};
+use crate::admission::Budget;
 use crate::agent_port::{AgentPort, LinkContext};
+use crate::authority::Authority;
+use crate::bench;
 use crate::config::{Config, NodeSource};
-use crate::door::{self, DoorContext, Http, Https, Redirected};
+use crate::door::{DoorContext, EgressTls, TargetFiles, check_egress};
+use crate::door_files::DoorFiles;
 use crate::kube::Parts;
 use crate::listeners::Listeners;
 use crate::metrics::Metrics;
+use crate::page::PAGES;
 use crate::peers::{self, PeerContext, Peers, register_peers};
 use crate::pki::{
-    EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, Revocations,
-    ServerCertificate, ServerFile, Standing, agent_addresses, follow_bundle,
+    EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate,
+    ServerFile, Standing, agent_addresses, follow_bundle,
 };
 use crate::redirect::{Feeder, Orphans, Redirect, RedirectMetrics};
+use crate::redirector::{self, Redirector};
+use crate::reloaded::FileMetrics;
+use crate::role::register_role;
 use crate::route::{Router, follow, keep_claims, load_claims};
 use crate::server_id::server_id;
+use crate::serving::{DoorParts, Doors, konnectivity_tokens};
 use crate::session::{Sessions, Workers, register_links};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::status::Reporter;
-use crate::takeover::{Gates, NODES, Predecessor, Succession, TakeOver};
+use crate::takeover::{Gates, NODES, Predecessor, SERVERS, Succession, TakeOver};
 
 /// How long links and tasks may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
@@ -55,7 +65,10 @@ pub struct Bound {
     peers: Arc<Peers>,
     metrics: Metrics,
     pki_metrics: PkiMetrics,
+    identity_metrics: IdentityMetrics,
     listeners: Listeners,
+    files: DoorFiles,
+    targets: TargetFiles,
     redirect: Option<Arc<Redirect>>,
     workers: Workers,
     open_files: u32,
@@ -81,15 +94,22 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let server_id = server_id();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
-    let pki_metrics = PkiMetrics::register(&mut registry);
+    let pki_metrics = match config.redirector {
+        Some(_) => PkiMetrics::default(),
+        None => PkiMetrics::register(&mut registry),
+    };
+    let identity_metrics = redirector::register(&config, &mut registry);
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
     let workers = Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?;
     register_tasks(postern, [&[Handle::current()], workers.runtimes()].concat());
     register_stalled(postern);
+    register_role(postern, config.role());
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(config.router(Source::api_server(&config.source).await), postern));
     let lifetimes = Lifetimes::from_environment()?;
+    let targets = TargetFiles::read(config.doors.targets.clone())?;
+    let files = DoorFiles::open(&config, &FileMetrics::register(postern))?;
     load_claims(&router, &config.state_dir);
     let source = Source::open(&config, lifetimes, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
@@ -102,8 +122,9 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     // Pins name it. A disk that is read-only must not keep a server from starting.
     let _ = std::fs::create_dir_all(&config.state_dir);
     let mut before = Predecessor::find(&config.state_dir).await;
+    check_egress(&config.egress)?;
     // Addresses before the redirect: a foreign server on this host makes this one fail before it touches the kernel.
-    let mut listeners = Listeners::bind(&config, &mut before).await?;
+    let mut listeners = Listeners::bind(&config, files.maps(&config.maps), &mut before).await?;
     let mut redirect = None;
     let mut orphans = Orphans::default();
     if let Some(options) = config.redirect.clone() {
@@ -117,6 +138,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     }
     let reporter = Reporter {
         server_id: server_id.clone(),
+        role: config.role(),
         started,
         readiness: readiness.clone(),
         sessions: sessions.clone(),
@@ -130,7 +152,15 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let (mut admin, mut copies) = (None, listeners.copies()?);
     if let Some(address) = config.admin_address {
         let (registry, readiness, status) = (Arc::new(registry), readiness.clone(), reporter.into_status());
-        let endpoints = Admin { registry, readiness, status, log };
+        let endpoints = Admin {
+            registry,
+            readiness,
+            status,
+            flags: config.flags().into(),
+            bench: Some(bench::endpoint(sessions.clone())),
+            pages: PAGES,
+            log,
+        };
         let taken = before.as_mut().and_then(|before| before.listener(ADMIN, |at| at == address));
         let bound = match taken {
             Some(listener) => endpoints.at(listener)?,
@@ -156,7 +186,10 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         peers,
         metrics,
         pki_metrics,
+        identity_metrics,
         listeners,
+        files,
+        targets,
         redirect,
         workers,
         open_files,
@@ -176,18 +209,13 @@ impl Bound {
     /// # Errors
     /// No usable CA or certificate.
     pub async fn run(self, shutdown: Shutdown) -> anyhow::Result<()> {
-        let ca = self.source.authority(&self.config, self.lifetimes, &self.readiness, &shutdown).await?;
-        let Some(ca) = ca else { return Ok(()) };
-        let names = self.config.server_names();
-        let certificate =
-            Arc::new(ServerCertificate::start(ca, names, &self.server_id, self.pki_metrics.clone())?);
+        let Some(authority) = self.authority(&shutdown).await? else { return Ok(()) };
         let drain_timeout = self.config.drain_timeout;
-        // Known before anyone is let in.
-        let revocations = RevocationStore::new(&self.config.state_dir).open()?;
         // A kubelet would start it again.
         let ends_when_passed = matches!(self.config.source, NodeSource::File(_));
         let own = Shutdown::new();
-        let serving = self.serve(certificate, revocations, &own).await;
+        let egress_tls = authority.egress_tls(&self.config)?;
+        let mut serving = self.serve(authority, egress_tls, &own).await;
         let succession = serving.succession.clone();
         tokio::select! {
             () = shutdown.draining() => tokio::select! {
@@ -195,7 +223,10 @@ impl Bound {
                 _ = tokio::time::timeout(drain_timeout, succession.settled()) => {}
                 () = shutdown.forced() => {}
             },
-            () = succession.passed(), if ends_when_passed => {}
+            () = succession.passed(), if ends_when_passed => {
+                // Should the successor die, the next server must be able to listen there while this one drains.
+                serving.admin = None;
+            }
         }
         let force = async {
             shutdown.forced().await;
@@ -208,11 +239,28 @@ impl Bound {
         }
     }
 
+    /// What this process shows to others; None: the drain has started meanwhile.
+    async fn authority(&self, shutdown: &Shutdown) -> anyhow::Result<Option<Authority>> {
+        if let Some(redirector) = &self.config.redirector {
+            let _enrolling = self.readiness.pending("certificate");
+            let enrolled = Redirector::enrol(&self.config, redirector, self.identity_metrics.clone());
+            let enrolled = shutdown.draining_token().run_until_cancelled(enrolled).await;
+            return Ok(enrolled.transpose()?.map(Authority::Redirector));
+        }
+        let ca = self.source.authority(&self.config, self.lifetimes, &self.readiness, shutdown).await?;
+        let Some(ca) = ca else { return Ok(None) };
+        let names = self.config.server_names();
+        let certificate = ServerCertificate::start(ca, names, &self.server_id, self.pki_metrics.clone())?;
+        // Known before anyone is let in.
+        let revocations = RevocationStore::new(&self.config.state_dir).open()?;
+        Ok(Some(Authority::Server(Arc::new(certificate), revocations)))
+    }
+
     /// Starts every task. Nothing fails here, so everything that runs is stopped in order.
     async fn serve(
-        self,
-        certificate: Arc<ServerCertificate>,
-        revoked: watch::Sender<Arc<Revocations>>,
+        mut self,
+        authority: Authority,
+        egress_tls: Option<EgressTls>,
         shutdown: &Shutdown,
     ) -> Running {
         let Self {
@@ -230,14 +278,29 @@ impl Bound {
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
         let pending = readiness.pending("taking over");
         let handover = watch::Sender::default();
-        // Ends with the drain, or when a successor does what one server alone may do.
-        let leading = shutdown.draining_token().child_token();
+        // Not while a successor does what one server alone may do.
+        let (eligible, eligible_now) = watch::channel(true);
         let (settings, settings_now) = watch::channel(Arc::default());
         let (known_nodes, nodes_now) = watch::channel(None::<Arc<KnownNodes>>);
+        let peer_tls = authority.peer_tls();
+        let (certificate, redirector, revoked) = match authority {
+            Authority::Server(certificate, revoked) => (Some(certificate), None, revoked),
+            Authority::Redirector(redirector) => (None, Some(redirector), watch::Sender::default()),
+        };
         let standing = Standing::new(revoked.subscribe(), nodes_now, config.refuse_unknown);
         let (peer_addresses, peers_now) = watch::channel(Arc::new(config.peers.clone()));
         let revocations = RevocationStore::new(&config.state_dir);
-        tasks.spawn(revocations.clone().follow(revoked, stop.clone()));
+        let redirector = match redirector {
+            Some(redirector) => {
+                let linking = readiness.pending(SERVERS);
+                tasks.spawn(redirector::ready_once_linked(peers.clone(), linking, stop.clone()));
+                Some(redirector.start(peers_now.clone(), &tasks, stop.clone()))
+            }
+            None => {
+                tasks.spawn(revocations.clone().follow(revoked, stop.clone()));
+                None
+            }
+        };
         let source_parts = Parts {
             router: router.clone(),
             sessions: sessions.clone(),
@@ -247,6 +310,8 @@ impl Bound {
             server_id: &server_id,
             selector: config.edge_selector.clone(),
             allow_empty: config.allow_empty_inventory,
+            node_condition: config.node_condition,
+            dns_records: config.dns_records,
             doors: config.internal_doors(),
             state_dir: config.state_dir.clone(),
             given_peers: config.peers.clone(),
@@ -258,9 +323,11 @@ impl Bound {
             standing: standing.clone(),
             nodes_known: readiness.pending(NODES),
             tasks: &tasks,
-            draining: leading.clone(),
+            eligible: eligible_now,
+            draining: shutdown.draining_token().clone(),
             stop: stop.clone(),
         };
+        let client = self.source.client();
         self.source.start(source_parts, shutdown.clone()).await;
         tasks.spawn(follow(router.clone(), stop.clone()));
         tasks.spawn(keep_claims(router.clone(), config.state_dir.clone(), stop.clone()));
@@ -272,71 +339,88 @@ impl Bound {
             tasks.spawn(feeder.run(stop.clone()));
             tasks.spawn(redirect.clone().watch(stop.clone()));
         }
-        let links = LinkContext {
-            server_id: server_id.clone(),
-            bundle: follow_bundle(certificate.ca(), &tasks, stop.clone()),
-            settings: settings_now,
-            sessions: sessions.clone(),
-            standing: standing.clone(),
-            metrics: metrics.clone(),
-            draining: shutdown.draining_token().clone(),
-            handover: handover.subscribe(),
-            forced: shutdown.forced_token().clone(),
-            stop: stop.clone(),
-            congestion: config.congestion.clone(),
-            drain_timeout: config.drain_timeout,
-        };
-        let policy = EnrollPolicy { standing, tokens: config.token_enrollment };
-        let enroll = EnrollService::new(certificate.ca(), &config.state_dir, policy, pki_metrics);
         let (budget, workers) = (Budget::of(self.open_files), Arc::new(self.workers));
         let drain = Drain::new(shutdown.clone());
         let to_peers = PeerContext {
             server_id: server_id.clone(),
-            tls: certificate.peer_tls(),
+            tls: peer_tls,
+            redirector,
             workers: workers.clone(),
             peers: peers.clone(),
             congestion: config.congestion.clone(),
             forced: shutdown.forced_token().clone(),
             stop: stop.clone(),
         };
-        tasks.spawn(peers::follow(Arc::new(to_peers), peers_now));
+        tasks.spawn(peers::follow(Arc::new(to_peers), peers_now.clone()));
         let context = DoorContext {
             router: router.clone(),
             sessions: sessions.clone(),
             peers,
-            metrics,
+            metrics: metrics.clone(),
             drain: drain.clone(),
         };
-        let agent_port = AgentPort::new(certificate.tls(), workers, enroll, links, context.clone(), &budget);
-        let Listeners { agents, https, http, redirected } = self.listeners;
         let gates = self.gates;
-        if let Some(listener) = agents {
+        let parts = DoorParts {
+            config: &config,
+            client: client.clone(),
+            certificate: certificate.as_ref(),
+            context: &context,
+            budget: &budget,
+            workers: workers.clone(),
+            gates: &gates,
+            tasks: &tasks,
+            stop: &stop,
+        };
+        let doors = Doors::new(parts, (self.files, self.targets), settings_now.clone());
+        let agent_port = certificate.as_ref().map(|certificate| {
+            let links = LinkContext {
+                server_id: server_id.clone(),
+                bundle: follow_bundle(certificate.ca(), &tasks, stop.clone()),
+                settings: settings_now,
+                sessions: sessions.clone(),
+                standing: standing.clone(),
+                metrics,
+                draining: shutdown.draining_token().clone(),
+                handover: handover.subscribe(),
+                forced: shutdown.forced_token().clone(),
+                stop: stop.clone(),
+                congestion: config.congestion.clone(),
+                drain_timeout: config.drain_timeout,
+            };
+            let policy = EnrollPolicy { standing, tokens: config.token_enrollment };
+            let enroll = EnrollService::new(certificate.ca(), &config.state_dir, policy, pki_metrics);
+            AgentPort::new(
+                certificate.tls(),
+                workers,
+                enroll,
+                links,
+                context.clone(),
+                doors.workloads(),
+                &budget,
+            )
+        });
+        if let (Some(listener), Some(agent_port)) = (self.listeners.agents.take(), &agent_port) {
             tasks.spawn(agent_port.clone().serve(gates.agents(listener)));
             tasks.spawn(agent_port.clone().shut_out());
         }
-        if let Some(listener) = https {
-            tasks.spawn(door::serve(Https, gates.door(listener), context.clone(), Shares::new(budget.https)));
+        let konnectivity = self.listeners.konnectivity.take().zip(config.konnectivity.as_ref());
+        if let (Some((listener, options)), Some(agent_port)) = (konnectivity, &agent_port) {
+            let port = agent_port.for_konnectivity(konnectivity_tokens(options, client), peers_now);
+            tasks.spawn(port.serve(gates.agents(listener)));
         }
-        if let Some(listener) = http {
-            tasks.spawn(door::serve(Http, gates.door(listener), context.clone(), Shares::new(budget.http)));
-        }
-        if let Some(redirect) = &redirect {
-            let shares = Shares::new(budget.redirect);
-            for listener in redirected {
-                let door = Redirected { redirect: redirect.clone() };
-                tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
-            }
-        }
+        let sockets = Arc::new(Copies::new(self.copies));
+        doors.start(self.listeners, redirect.as_ref(), egress_tls, &sockets);
+        let role = config.role();
         let succession = Arc::new(Succession {
             server_id: server_id.clone(),
-            sockets: Mutex::new(self.copies),
+            sockets,
             gates: gates.clone(),
             admin: self.admin.as_ref().map(Serving::accepting),
             sessions: sessions.clone(),
             redirect: redirect.clone(),
             handover,
             phase: watch::Sender::default(),
-            passed: leading,
+            eligible,
         });
         let succeeded = succession.clone().run(config.state_dir, shutdown.draining_token().clone());
         tasks.spawn(succeeded);
@@ -353,7 +437,7 @@ impl Bound {
         tasks.spawn(take_over.run(self.before, self.orphans));
         tasks.close();
         self.starting.ready();
-        tracing::info!(server_id, open_files = self.open_files, ?budget, "serving");
+        tracing::info!(server_id, %role, open_files = self.open_files, ?budget, "serving");
         Running {
             agent_port,
             redirect,
@@ -365,13 +449,14 @@ impl Bound {
             _certificate: certificate,
             _settings: settings,
             _peer_addresses: peer_addresses,
-            _admin: self.admin,
+            admin: self.admin,
         }
     }
 }
 
 struct Running {
-    agent_port: Arc<AgentPort>,
+    /// None: this is a redirector.
+    agent_port: Option<Arc<AgentPort>>,
     redirect: Option<Arc<Redirect>>,
     succession: Arc<Succession>,
     drain: Drain,
@@ -380,10 +465,10 @@ struct Running {
     stop: CancellationToken,
     readiness: Readiness,
     // Held to the end: dropping these ends what they keep going.
-    _certificate: Arc<ServerCertificate>,
+    _certificate: Option<Arc<ServerCertificate>>,
     _settings: watch::Sender<Arc<Settings>>,
     _peer_addresses: watch::Sender<Arc<BTreeSet<HostPort>>>,
-    _admin: Option<Serving>,
+    admin: Option<Serving>,
 }
 
 impl Running {
@@ -397,7 +482,9 @@ impl Running {
         let drained = self.drain.finish(drain_timeout).await;
         self.stop.cancel();
         let closed = async {
-            self.agent_port.closed().await;
+            if let Some(agent_port) = &self.agent_port {
+                agent_port.closed().await;
+            }
             self.tasks.wait().await;
         };
         if tokio::time::timeout(CLOSING, closed).await.is_err() {

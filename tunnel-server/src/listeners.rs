@@ -1,15 +1,17 @@
 //! The sockets through which connections come in.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
 use tunnel_core::config::{BindError, ConfigError};
 
-use crate::config::Config;
-use crate::door::{Door as _, Http, Https, Redirected};
+use crate::agent_port::KONNECTIVITY;
+use crate::config::{Config, EgressConfig};
+use crate::door::{Connect, Door as _, EGRESS, EgressSocket, Http, Https, MAP, Plain, Redirected};
+use crate::maps::Map;
 use crate::redirect::{self, Redirect, RedirectConfig, RedirectError};
 use crate::status::AGENTS;
 use crate::takeover::Predecessor;
@@ -19,18 +21,49 @@ pub(crate) struct Listeners {
     pub(crate) agents: Option<TcpListener>,
     pub(crate) https: Option<TcpListener>,
     pub(crate) http: Option<TcpListener>,
+    pub(crate) plain: Option<TcpListener>,
+    pub(crate) egress: Option<TcpListener>,
+    pub(crate) egress_socket: Option<EgressSocket>,
+    pub(crate) connect: Option<TcpListener>,
+    pub(crate) konnectivity: Option<TcpListener>,
+    /// Those of static maps.
+    pub(crate) maps: Vec<(Map, TcpListener)>,
     /// For IPv4 and IPv6; none without the redirect.
     pub(crate) redirected: Vec<TcpListener>,
 }
 
 impl Listeners {
     /// Binds all but those of the redirect; takes those that `before` has at the same address.
-    pub(crate) async fn bind(config: &Config, before: &mut Option<Predecessor>) -> Result<Self, BindError> {
+    pub(crate) async fn bind(
+        config: &Config,
+        maps: Vec<Map>,
+        before: &mut Option<Predecessor>,
+    ) -> anyhow::Result<Self> {
         let at = |port: Option<u16>| port.map(|port| SocketAddr::new(config.bind_address, port));
+        let egress_port = config.egress.port.as_ref().map(|(port, _)| *port);
+        let egress_socket = egress_socket(&config.egress, before).await?;
+        let mut mapped = Vec::new();
+        for map in maps {
+            if let Some(listener) = bind("--map", MAP, Some(map.listen), before).await? {
+                mapped.push((map, listener));
+            }
+        }
         Ok(Self {
             agents: bind("--agent-port", AGENTS, at(config.agent_port), before).await?,
             https: bind("--secure-port", Https::NAME, at(config.secure_port), before).await?,
             http: bind("--insecure-port", Http::NAME, config.insecure_address, before).await?,
+            plain: {
+                let port = config.doors.plain.as_ref().map(|plain| plain.port);
+                bind("--plain-port", Plain::NAME, at(port), before).await?
+            },
+            egress: bind("--egress-port", EGRESS, at(egress_port), before).await?,
+            egress_socket,
+            connect: bind("--connect-port", Connect::NAME, at(config.connect_port), before).await?,
+            konnectivity: {
+                let port = config.konnectivity.as_ref().map(|options| options.port);
+                bind("--konnectivity-agent-port", KONNECTIVITY, at(port), before).await?
+            },
+            maps: mapped,
             redirected: Vec::new(),
         })
     }
@@ -69,16 +102,42 @@ impl Listeners {
         let copy = |(door, listener): (&'static str, &TcpListener)| {
             Ok((door.to_owned(), listener.local_addr()?, listener.as_fd().try_clone_to_owned()?))
         };
-        self.all().map(copy).collect()
+        // A Unix socket has no address, but a name of its own.
+        let unix = self.egress_socket.iter().map(|socket| {
+            let (name, copy) = socket.copy()?;
+            Ok((name, SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), copy))
+        });
+        self.all().map(copy).chain(unix).collect()
     }
 
     fn all(&self) -> impl Iterator<Item = (&'static str, &TcpListener)> {
         let agents = self.agents.iter().map(|listener| (AGENTS, listener));
         let https = self.https.iter().map(|listener| (Https::NAME, listener));
         let http = self.http.iter().map(|listener| (Http::NAME, listener));
+        let plain = self.plain.iter().map(|listener| (Plain::NAME, listener));
         let redirected = self.redirected.iter().map(|listener| (Redirected::NAME, listener));
-        agents.chain(https).chain(http).chain(redirected)
+        let egress = self.egress.iter().map(|listener| (EGRESS, listener));
+        let connect = self.connect.iter().map(|listener| (Connect::NAME, listener));
+        let konnectivity = self.konnectivity.iter().map(|listener| (KONNECTIVITY, listener));
+        let maps = self.maps.iter().map(|(_, listener)| (MAP, listener));
+        let named = agents.chain(https).chain(http).chain(plain).chain(egress).chain(connect);
+        named.chain(konnectivity).chain(maps).chain(redirected)
     }
+}
+
+/// The Unix socket of the egress door: that of `before` if it has the same path.
+async fn egress_socket(
+    config: &EgressConfig,
+    before: &mut Option<Predecessor>,
+) -> anyhow::Result<Option<EgressSocket>> {
+    let Some(path) = &config.socket else { return Ok(None) };
+    let taken = before.as_mut().and_then(|before| before.socket(&EgressSocket::name(path)));
+    if let Some(taken) = taken
+        && let Some(socket) = EgressSocket::take(path, config.socket_mode, taken)?
+    {
+        return Ok(Some(socket));
+    }
+    EgressSocket::bind(path, config.socket_mode, before.is_some()).await.map(Some)
 }
 
 async fn bind(

@@ -25,14 +25,24 @@ fn main() -> ExitCode {
     }
     let done = match cli.command {
         None => run(&cli.run),
-        Some(Command::Status(command)) => block_on(command.run()).map_err(Into::into),
+        Some(Command::Status(command)) => block_on(command.run()),
+        Some(Command::Doctor(command)) => return ended(block_on(command.run())),
+        Some(Command::Test(command)) => return ended(block_on(command.run())),
+        Some(Command::Bench(command)) => block_on(command.run()),
+        Some(Command::Bundle(command)) => block_on(command.run()),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),
         Some(Command::Agent(command)) => block_on(command.run()),
+        Some(Command::Import(command)) => command.run().map_err(Into::into),
+        Some(Command::Policy(command)) => command.run().map_err(Into::into),
         Some(Command::Ca(command)) => block_on(command.run()),
     };
+    ended(done.map(|()| exit::OK))
+}
+
+fn ended(done: anyhow::Result<u8>) -> ExitCode {
     match done {
-        Ok(()) => ExitCode::from(exit::OK),
+        Ok(code) => ExitCode::from(code),
         Err(error) => ExitCode::from(report_error("tunnel-server", error.as_ref())),
     }
 }
@@ -45,6 +55,9 @@ fn run(args: &RunArgs) -> anyhow::Result<()> {
         flags = shell_line(&config.flags()),
         "tunnel-server starts"
     );
+    for (flag, why) in &config.ignored {
+        tracing::warn!(flag, "this flag of another system is ignored: {why}");
+    }
     // The data path has threads of its own; this one accepts connections and runs everything else.
     block_on(async {
         let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;

@@ -1,5 +1,7 @@
 //! The server's metrics of the data path (`postern_*`).
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::metrics::counter::Counter;
@@ -8,9 +10,10 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tunnel_core::carry::Totals;
-use tunnel_core::outcome::Outcome;
+use tunnel_core::outcome::{Hop, Outcome};
 
 use crate::admission::Full;
+use crate::failures::{AtHop, Failure, Failures};
 
 /// Metrics by labels: their names and values.
 type By<const LABELS: usize, M> = Family<[(&'static str, &'static str); LABELS], M>;
@@ -27,6 +30,7 @@ pub struct Metrics {
     handshakes: By<1, Counter>,
     sessions_refused: By<1, Counter>,
     enrolments: By<2, Counter>,
+    failures: Arc<Failures>,
     /// Payload bytes, counted as they pass.
     pub carried: Totals,
     /// Live sessions.
@@ -50,6 +54,7 @@ impl Metrics {
             handshakes: Family::default(),
             sessions_refused: Family::default(),
             enrolments: Family::default(),
+            failures: Arc::default(),
             tunnels: Gauge::default(),
         };
         let m = metrics.clone();
@@ -75,8 +80,17 @@ impl Metrics {
         registry.register("enrollment_connections", help, m.enrolments);
         registry.register("tunnels", "Agents attached now", m.tunnels);
         // Series start at zero, so that rates work from the first event on.
-        for result in ["attached", "additional", "peer", "grpc", "failed", "turned_away", "silent", "evicted"]
-        {
+        for result in [
+            "attached",
+            "additional",
+            "peer",
+            "outbound",
+            "grpc",
+            "failed",
+            "turned_away",
+            "silent",
+            "evicted",
+        ] {
             let _ = metrics.handshakes.get_or_create(&[("result", result)]);
         }
         for result in ["impostor", "flood", "older", "revoked", "superseded", "unknown_node"] {
@@ -110,6 +124,14 @@ impl Metrics {
         self.active.get_or_create(&[("door", door)]).dec();
         self.connections.get_or_create(&[("door", door), ("outcome", outcome.as_str())]).inc();
         self.connection_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn failed(&self, failure: Failure) {
+        self.failures.add(failure);
+    }
+
+    pub(crate) fn failures(&self) -> BTreeMap<Hop, AtHop> {
+        self.failures.all()
     }
 
     pub(crate) fn turned_away(&self, door: &'static str) {

@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::{Deserialize, Serialize};
+
 /// The tunnelled ports.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
     /// TCP ports that are tunnelled in addition to --redirect-ports.
     pub tunnelled: BTreeSet<u16>,
@@ -14,7 +16,8 @@ pub struct Settings {
 }
 
 /// A door that the internal Service leads to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum InternalDoor {
     Https,
     Http,
@@ -24,5 +27,8 @@ pub enum InternalDoor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Doors {
     pub https: u16,
+    /// The plain door.
     pub http: u16,
+    /// What the pairs of the ConfigMap's lists name: the http door's port, as in YurtTunnel's lists.
+    pub pairs: u16,
 }

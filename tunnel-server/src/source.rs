@@ -16,7 +16,12 @@ use crate::route::{Router, update};
 use crate::status::SourceReport;
 
 pub(crate) enum Source {
-    File { source: Arc<FileSource>, inventory: Inventory, ca: Ca },
+    /// A redirector has no CA.
+    File {
+        source: Arc<FileSource>,
+        inventory: Inventory,
+        ca: Option<Ca>,
+    },
     Kubernetes(Kube),
 }
 
@@ -39,7 +44,10 @@ impl Source {
                 .map_err(|error| {
                     ConfigError::new("--inventory", path.display().to_string(), error.to_string())
                 })?;
-                let ca = Ca::load_or_create(&config.state_dir, lifetimes)?;
+                let ca = match config.redirector {
+                    Some(_) => None,
+                    None => Some(Ca::load_or_create(&config.state_dir, lifetimes)?),
+                };
                 Ok(Self::File { source, inventory, ca })
             }
             NodeSource::Kubernetes(options) => {
@@ -59,6 +67,14 @@ impl Source {
         }
     }
 
+    /// To ask the API server, if there is one.
+    pub(crate) fn client(&self) -> Option<kube::Client> {
+        match self {
+            Self::File { .. } => None,
+            Self::Kubernetes(kube) => Some(kube.client()),
+        }
+    }
+
     /// What the status shows of the source.
     pub(crate) fn status(&self, router: &Arc<Router>) -> SourceReport {
         match self {
@@ -70,7 +86,7 @@ impl Source {
         }
     }
 
-    /// The CA; in a cluster this may wait for the API server. None: the drain has started meanwhile.
+    /// A server's CA; in a cluster this may wait for the API server. None: the drain has started meanwhile.
     pub(crate) async fn authority(
         &self,
         config: &Config,
@@ -79,7 +95,7 @@ impl Source {
         shutdown: &Shutdown,
     ) -> anyhow::Result<Option<Ca>> {
         let kube = match self {
-            Self::File { ca, .. } => return Ok(Some(ca.clone())),
+            Self::File { ca, .. } => return Ok(ca.clone()),
             Self::Kubernetes(kube) => kube,
         };
         let _waiting = readiness.pending("the CA of the cluster");
@@ -98,11 +114,10 @@ impl Source {
             Self::File { source, inventory, .. } => {
                 let (router, known) = (parts.router, parts.known_nodes);
                 let apply = move |inventory: Inventory| {
-                    let (router, known, creation_times) =
-                        (router.clone(), known.clone(), inventory.creation_times());
+                    let (router, known) = (router.clone(), known.clone());
                     async move {
-                        update(router, inventory).await;
-                        known.send_replace(Some(Arc::new(creation_times)));
+                        update(router, inventory.clone()).await;
+                        known.send_replace(Some(Arc::new(inventory)));
                     }
                 };
                 apply(inventory).await;

@@ -1,4 +1,5 @@
 //! Running other programs.
+use std::collections::BTreeMap;
 use std::env;
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -50,6 +51,23 @@ pub(crate) fn default_packages() -> Result<Vec<Package>> {
     }
     ensure!(!packages.is_empty(), "cargo metadata names no default packages");
     Ok(packages)
+}
+
+/// The folder of every package of the workspace, by name.
+pub(crate) fn member_folders() -> Result<BTreeMap<String, PathBuf>> {
+    let metadata = metadata()?;
+    let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
+    let text = |package: &Value, key: &str| {
+        package[key].as_str().map(str::to_owned).with_context(|| format!("a package without a {key}"))
+    };
+    packages
+        .iter()
+        .map(|package| {
+            let manifest = PathBuf::from(text(package, "manifest_path")?);
+            let folder = manifest.parent().context("cargo metadata has a package without a folder")?;
+            Ok((text(package, "name")?, folder.to_owned()))
+        })
+        .collect()
 }
 
 /// Where cargo puts what it builds, whatever CARGO_TARGET_DIR and configuration files say.
@@ -105,6 +123,20 @@ pub(crate) fn run_in_foreground(command: &mut Command) -> Result<ExitCode> {
     let status = child?.wait().with_context(|| format!("waiting for {}", shown(command)))?;
     previous.thread_set_mask().context("unblocking SIGINT")?;
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Runs a program to its end and returns what it prints; anything but success is an error.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("starting {}", shown(command)))?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "`{}` ended with {}: {errors}", shown(command), output.status);
+    String::from_utf8(output.stdout).with_context(|| format!("what `{}` prints", shown(command)))
+}
+
+/// Where a program is, as the shell finds it.
+pub(crate) fn which(name: &str) -> Result<PathBuf> {
+    let path = output(program("sh").args(["-c", &format!("command -v {name}")]))?;
+    Ok(PathBuf::from(path.trim()))
 }
 
 /// Whether the command can be started and succeeds. Prints nothing.

@@ -6,8 +6,16 @@ use crate::{build_ebpf, circles};
 
 const DENY_VERSION: &str = "0.20.2";
 /// Crates whose modules must not import each other in circles.
-const LAYERED: &[&str] =
-    &["tunnel-abi", "tunnel-ebpf", "tunnel-core", "tunnel-kube", "tunnel-server", "tunnel-agent", "xtask"];
+const LAYERED: &[&str] = &[
+    "tunnel-abi",
+    "tunnel-ebpf",
+    "tunnel-core",
+    "tunnel-kube",
+    "tunnel-identity",
+    "tunnel-server",
+    "tunnel-agent",
+    "xtask",
+];
 
 pub(crate) fn run_lint() -> Result<()> {
     run(cargo().args(["fmt", "--all", "--", "--check"]))?;

@@ -3,17 +3,23 @@
 
 mod bench;
 mod build_ebpf;
+mod cache;
 mod circles;
 mod command;
+mod cross;
 mod demo;
 mod ebpf_sources;
 mod fuzz;
 mod image;
+mod kernel;
 mod lint;
 mod mutants;
 mod packages;
 mod peers;
+mod release;
+mod sbom;
 mod soak;
+mod source;
 mod tally;
 mod test;
 
@@ -46,10 +52,13 @@ enum Command {
     Lint,
     /// What CI runs: lint, then test.
     Ci,
-    /// The real Kubernetes, Prometheus and konnectivity that tests, demo and benchmark run, built once and kept in the user's cache.
+    /// The real Kubernetes, Prometheus, metrics-server, konnectivity and Helm that tests, demo and benchmark run, built once and kept in the user's cache.
     Peers(peers::Options),
-    /// Static binaries, and an OCI archive of each in <target dir>/image/; installs what is missing for that.
+    /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for
+    /// that.
     Image(image::Options),
+    /// Binaries, images, SBOMs, manifests, chart, notes and checksums in <target dir>/postern-VERSION/.
+    Release(release::Options),
     /// Measures Postern and what a user would pick instead, on one testbed in one run (root).
     Bench(bench::Options),
     /// Runs fuzz targets.
@@ -58,6 +67,8 @@ enum Command {
     Mutants(mutants::Options),
     /// Mixed load with faults for hours; fails if memory, sockets, tasks or map entries grow (root).
     Soak(soak::Options),
+    /// Several servers and agents while everything goes wrong in an order that a seed determines (root).
+    Chaos(soak::ChaosOptions),
 }
 
 fn main() -> ExitCode {
@@ -87,9 +98,11 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         }
         Command::Peers(options) => peers::run_peers(&options),
         Command::Image(options) => image::run_image(&options),
+        Command::Release(options) => release::run_release(&options),
         Command::Bench(options) => bench::run_bench(&options),
         Command::Fuzz(options) => fuzz::run_all(&options),
         Command::Mutants(options) => mutants::run_all(&options),
         Command::Soak(options) => soak::run_soak(&options),
+        Command::Chaos(options) => soak::run_chaos(&options),
     }
 }

@@ -21,6 +21,14 @@ pub(crate) const TESTBED: &[Need] = &[
     Need { program: "conntrack", package: "conntrack" },
     Need { program: "tinyproxy", package: "tinyproxy-bin" },
     Need { program: "g++", package: "g++" },
+    Need { program: "systemd-analyze", package: "systemd" },
+    Need { program: "promtool", package: "prometheus" },
+    Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
+    Need { program: "curl", package: "curl" },
+    Need { program: "ssh", package: "openssh-client" },
+    Need { program: "/usr/sbin/sshd", package: "openssh-server" },
+    Need { program: "nc", package: "netcat-openbsd" },
+    Need { program: "chromium", package: "chromium" },
 ];
 
 /// What the demo shows.
@@ -33,8 +41,21 @@ pub(crate) const DEMO: &[Need] = &[
 pub(crate) const BENCH: &[Need] =
     &[Need { program: "haproxy", package: "haproxy" }, Need { program: "perf", package: "linux-perf" }];
 
-/// What static binaries are compiled with: ring has some C in it.
-pub(crate) const MUSL: &[Need] = &[Need { program: "musl-gcc", package: "musl-tools" }];
+/// What zig and cargo-zigbuild come with.
+pub(crate) const PIP: &[Need] = &[Need { program: "pip3", package: "python3-pip" }];
+
+/// What runs the arm64 programs on amd64.
+pub(crate) const QEMU_USER: &[Need] = &[Need { program: "qemu-aarch64-static", package: "qemu-user-static" }];
+
+/// What other kernels are booted with.
+pub(crate) const VIRTUAL_MACHINE: &[Need] = &[
+    Need { program: "qemu-system-x86_64", package: "qemu-system-x86" },
+    Need { program: "busybox", package: "busybox-static" },
+    Need { program: "conntrack", package: "conntrack" },
+    Need { program: "cpio", package: "cpio" },
+    Need { program: "depmod", package: "kmod" },
+    Need { program: "strip", package: "binutils" },
+];
 
 /// What the test cluster is made of besides the peers.
 pub(crate) const CLUSTER: &[Need] = &[
@@ -44,6 +65,8 @@ pub(crate) const CLUSTER: &[Need] = &[
     Need { program: "/usr/lib/cni/bridge", package: "containernetworking-plugins" },
     Need { program: "conntrack", package: "conntrack" },
     Need { program: "busybox", package: "busybox-static" },
+    Need { program: "haproxy", package: "haproxy" },
+    Need { program: "curl", package: "curl" },
     Need { program: "prometheus", package: "prometheus" },
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
 ];

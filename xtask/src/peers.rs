@@ -1,14 +1,13 @@
-//! `cargo xtask peers`: the real Kubernetes, Prometheus and konnectivity, built from Go modules once and kept outside of any clone.
-use std::env;
-use std::fs::{self, File};
+//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity and Helm, built from Go modules once and kept outside of any clone.
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::ValueEnum;
-use sha2::{Digest as _, Sha256};
 
+use crate::cache;
 use crate::command::{program, root, shown};
 
 /// How often a long build reports that it is still running.
@@ -16,7 +15,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Only one of the two.
+    /// Only one of them.
     #[arg(long, value_enum)]
     only: Option<Peer>,
 }
@@ -27,7 +26,10 @@ pub(crate) enum Peer {
     Kubernetes,
     /// Debian's is built without kubernetes_sd.
     Prometheus,
+    /// Its releases use other versions of Kubernetes' packages than the cluster: no module for both.
+    MetricsServer,
     Konnectivity,
+    Helm,
 }
 
 impl Peer {
@@ -35,7 +37,9 @@ impl Peer {
         match self {
             Self::Kubernetes => "kubernetes",
             Self::Prometheus => "prometheus",
+            Self::MetricsServer => "metrics-server",
             Self::Konnectivity => "konnectivity",
+            Self::Helm => "helm",
         }
     }
 
@@ -51,10 +55,13 @@ impl Peer {
                 ("kubectl", "k8s.io/kubernetes/cmd/kubectl"),
             ],
             Self::Prometheus => &[("prometheus", "github.com/prometheus/prometheus/cmd/prometheus")],
+            Self::MetricsServer => &[("metrics-server", "sigs.k8s.io/metrics-server/cmd/metrics-server")],
             Self::Konnectivity => &[
                 ("proxy-server", "sigs.k8s.io/apiserver-network-proxy/cmd/server"),
                 ("proxy-agent", "sigs.k8s.io/apiserver-network-proxy/cmd/agent"),
+                ("proxy-test-client", "sigs.k8s.io/apiserver-network-proxy/cmd/test-client"),
             ],
+            Self::Helm => &[("helm", "helm.sh/helm/v3/cmd/helm")],
         }
     }
 
@@ -62,7 +69,7 @@ impl Peer {
     fn tags(self) -> &'static str {
         match self {
             Self::Prometheus => "remove_all_sd,enable_kubernetes_sd",
-            Self::Kubernetes | Self::Konnectivity => "",
+            Self::Kubernetes | Self::MetricsServer | Self::Konnectivity | Self::Helm => "",
         }
     }
 
@@ -102,6 +109,24 @@ pub(crate) fn for_cluster(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Builds what the tests of deploy/ need besides, and tells the scenarios where it is.
+pub(crate) fn for_deploy(command: &mut Command) -> Result<()> {
+    command.env("POSTERN_PEERS_HELM", build(Peer::Helm)?);
+    Ok(())
+}
+
+/// Builds metrics-server, and tells the scenarios where it is.
+pub(crate) fn for_top(command: &mut Command) -> Result<()> {
+    command.env("POSTERN_PEERS_METRICS_SERVER", build(Peer::MetricsServer)?);
+    Ok(())
+}
+
+/// Builds konnectivity's programs, and tells the scenarios where they are.
+pub(crate) fn for_konnectivity(command: &mut Command) -> Result<()> {
+    command.env("POSTERN_PEERS_KONNECTIVITY", build(Peer::Konnectivity)?);
+    Ok(())
+}
+
 /// The folder with the programs, built first when it is not there.
 pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     let module = peer.module();
@@ -111,24 +136,14 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
     };
     let go_mod = read("go.mod")?;
     let ldflags = peer.ldflags(&go_mod)?;
-    let key = key(&[&read("go.sum")?, &go_mod, &ldflags, peer.tags(), &format!("{:?}", peer.programs())]);
-    let cache = cache()?;
-    let folder = cache.join(format!("{}-{key}", peer.name()));
-    if folder.exists() {
-        return Ok(folder);
-    }
-    let (go, version) = need_go(peer, &go_mod)?;
-    fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
-    let _lock = lock(&cache.join(format!("{}.lock", peer.name())))?;
-    if folder.exists() {
-        // Another process has built it while this one waited.
-        return Ok(folder);
-    }
-    let temporary = cache.join(format!("{}-{key}.tmp", peer.name()));
-    // Left by a run that was killed; no other process writes there while the lock is held.
-    fs::remove_dir_all(&temporary).ok();
-    fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
-    let programs = peer.programs();
+    let (sums, programs) = (read("go.sum")?, format!("{:?}", peer.programs()));
+    let parts = [sums.as_str(), &go_mod, &ldflags, peer.tags(), &programs];
+    cache::once("peers", peer.name(), &parts, |folder| build_into(folder, peer, &go_mod, &ldflags))
+}
+
+fn build_into(folder: &Path, peer: Peer, go_mod: &str, ldflags: &str) -> Result<()> {
+    let (module, programs) = (peer.module(), peer.programs());
+    let (go, version) = need_go(peer, go_mod)?;
     println!(
         "building {} program(s) of {} with {version}, once for every clone on this machine; the first time takes some minutes",
         programs.len(),
@@ -141,17 +156,16 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
             .current_dir(&module)
             .env("CGO_ENABLED", "0")
             .args(["build", "-trimpath", "-mod=readonly", "-tags", peer.tags()])
-            .args(["-ldflags", &ldflags, "-o"])
-            .arg(temporary.join(name))
+            .args(["-ldflags", ldflags, "-o"])
+            .arg(folder.join(name))
             .arg(package);
         let what = format!("{name} ({} of {})", at + 1, programs.len());
         println!("building {what}, {:.0?} so far", start.elapsed());
         let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
         watch(child, &what).with_context(|| format!("`{}` in {}", shown(&command), module.display()))?;
     }
-    fs::rename(&temporary, &folder).with_context(|| format!("renaming to {}", folder.display()))?;
     println!("built {} in {:.0?}", peer.name(), start.elapsed());
-    Ok(folder)
+    Ok(())
 }
 
 fn watch(mut child: Child, what: &str) -> Result<()> {
@@ -168,33 +182,6 @@ fn watch(mut child: Child, what: &str) -> Result<()> {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-}
-
-fn cache() -> Result<PathBuf> {
-    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = set("XDG_CACHE_HOME")
-        .or_else(|| Some(set("HOME")?.join(".cache")))
-        .context("neither XDG_CACHE_HOME nor HOME is set: there is no place to keep what is built")?;
-    Ok(base.join("postern/peers"))
-}
-
-/// Held until the file is closed, at the latest when the process ends.
-fn lock(path: &Path) -> Result<File> {
-    let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
-    if file.try_lock().is_err() {
-        println!("waiting for another build that holds {}", path.display());
-        file.lock().with_context(|| format!("locking {}", path.display()))?;
-    }
-    Ok(file)
-}
-
-fn key(parts: &[&str]) -> String {
-    let mut hash = Sha256::new();
-    for part in parts {
-        hash.update(part.len().to_le_bytes());
-        hash.update(part);
-    }
-    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A Go that is new enough, and what it calls itself.
@@ -247,12 +234,5 @@ mod tests {
             assert!(flags.contains(part), "{flags}");
         }
         assert!(Peer::Kubernetes.ldflags("go 1.24.0\n").is_err());
-    }
-
-    #[test]
-    fn the_key_follows_every_part() {
-        assert_eq!(key(&["a", "b"]).len(), 16);
-        assert_ne!(key(&["a", "b"]), key(&["ab", ""]));
-        assert_ne!(key(&["a", "b"]), key(&["a", "c"]));
     }
 }

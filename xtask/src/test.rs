@@ -5,10 +5,13 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{build, built, cargo, default_packages, is_root, program, run};
+use crate::command::{Package, build, built, cargo, default_packages, is_root, program, run};
+use crate::cross::{self, Arch, Profile};
 use crate::demo::PROGRAMS;
+use crate::image::{self, Image};
+use crate::kernel::{self, Kernel};
 use crate::tally::Tally;
-use crate::{bench, build_ebpf, demo, fuzz, image, mutants, packages, peers};
+use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peers};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -18,8 +21,9 @@ cargo xtask test needs root, because it
   - makes network namespaces and iptables rules inside them (a cloud host, a router with NAT, edge hosts),
   - makes child cgroups and attaches eBPF programs to those and to those namespaces, never to the machine's own,
   - starts the real tunnel-server, tunnel-agent, Prometheus, node exporters and a Kubernetes cluster in there,
-  - installs Debian packages that are missing (iptables, iproute2, util-linux, g++, prometheus, prometheus-node-exporter,
-    and for the cluster etcd-server, containerd, runc, containernetworking-plugins, conntrack, busybox-static).
+  - installs Debian packages that are missing (iptables, iproute2, util-linux, g++, systemd, prometheus, prometheus-node-exporter,
+    qemu-user-static and qemu-system-x86 for arm64 and another kernel,
+    and for the cluster etcd-server, containerd, runc, containernetworking-plugins, conntrack, busybox-static, haproxy, curl).
 Everything it makes is removed again, whether tests pass or fail.";
 
 #[derive(clap::Args, Default)]
@@ -27,13 +31,16 @@ pub(crate) struct Options {
     /// Only unit tests and a handful of scenarios; says what it leaves out.
     #[arg(long)]
     quick: bool,
+    /// Only the kernel tests of the redirect and the demo, on another kernel in a virtual machine. A whole run has 6.1.
+    #[arg(long, value_enum, conflicts_with_all = ["quick", "filter"])]
+    kernel: Option<Kernel>,
     /// Only tests whose name contains this, such as `path::` or `https::tls_ends_at_the_edge`.
     filter: Option<String>,
 }
 
 impl Options {
     fn runs_everything(&self) -> bool {
-        !self.quick && self.filter.is_none()
+        !self.quick && self.filter.is_none() && self.kernel.is_none()
     }
 
     fn selects(&self, name: &str) -> bool {
@@ -46,11 +53,15 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
     packages::install(&[packages::TESTBED])?;
 
+    if let Some(kernel) = options.kernel {
+        build_everything(&mut tally)?;
+        tally.heading(&format!("kernel {}", kernel.name()));
+        kernel::run(kernel, &mut tally)?;
+        tally.report();
+        return Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+    }
     if options.runs_everything() {
-        // At once: built one by one, packages have other features, and the libraries are compiled several times.
-        tally.heading("building everything");
-        build_ebpf::run()?;
-        run(cargo().args(["build", "--all-targets"]))?;
+        build_everything(&mut tally)?;
     } else {
         tally.heading("building the scenarios");
         build(&["postern-scenarios"])?;
@@ -68,6 +79,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     run_units(options, &packages, &mut tally)?;
     run_scenarios(options, &scenarios, &mut tally)?;
     run_programs(options, &programs, &mut tally);
+    run_kernel(options, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
     } else {
@@ -77,6 +89,13 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     tally.report();
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.filter);
     Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// At once: built one by one, packages have other features, and the libraries are compiled several times.
+fn build_everything(tally: &mut Tally) -> Result<()> {
+    tally.heading("building everything");
+    build_ebpf::run()?;
+    run(cargo().args(["build", "--all-targets"]))
 }
 
 /// The packages that may have a test of such a name: their sources contain every part of it.
@@ -123,11 +142,17 @@ fn left_out(quick: &Scenarios) -> Result<String> {
         })
         .collect();
     Ok(format!(
-        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, the fuzz targets, the mutation tests",
+        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, the kernel in a virtual machine, the fuzz targets, the mutation tests",
         tests.join(", "),
         all.names.len() - quick.names.len(),
         all.names.len()
     ))
+}
+
+/// Without one among its packages `cargo test --lib` is an error.
+fn any_library(packages: &[String]) -> Result<bool> {
+    let library = |package: &Package| package.folder.join("src/lib.rs").exists();
+    Ok(default_packages()?.iter().any(|package| packages.contains(&package.name) && library(package)))
 }
 
 fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Result<()> {
@@ -137,10 +162,11 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
     tally.heading("unit, property, kernel and doc tests");
     let mut tests = cargo();
     tests.args(["test", "--no-fail-fast"]);
-    if options.quick {
-        tests.args(["--lib", "--bins"]);
-    } else if options.filter.is_some() {
-        tests.args(["--lib", "--bins", "--tests"]);
+    if options.quick || options.filter.is_some() {
+        tests.args(any_library(packages)?.then_some("--lib")).arg("--bins");
+    }
+    if options.filter.is_some() && !options.quick {
+        tests.arg("--tests");
     }
     if options.filter.is_some() {
         tests.args(packages.iter().flat_map(|package| ["-p", package]));
@@ -164,6 +190,12 @@ struct Scenarios {
     cluster: bool,
     /// Some need the images.
     images: bool,
+    /// Some need metrics-server.
+    metrics_server: bool,
+    /// Some need konnectivity's programs.
+    konnectivity: bool,
+    /// Some need the arm64 build of the agent.
+    arm64: bool,
 }
 
 impl Scenarios {
@@ -182,7 +214,10 @@ impl Scenarios {
             let (kind, name) =
                 line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
             scenarios.images |= kind == "images";
-            scenarios.cluster |= matches!(kind, "cluster" | "images");
+            scenarios.metrics_server |= kind == "metrics-server";
+            scenarios.konnectivity |= kind == "konnectivity";
+            scenarios.arm64 |= kind == "arm64";
+            scenarios.cluster |= matches!(kind, "cluster" | "images" | "metrics-server");
             scenarios.names.push(name.to_owned());
         }
         scenarios
@@ -201,7 +236,24 @@ fn run_scenarios(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
     }
     if scenarios.images {
         tally.heading("building the images");
-        image::build(image::Profile::Dev, &[image::Image::Server, image::Image::Agent])?;
+        // The server's arm64 build would be the longest step of all; `cargo xtask image` makes it.
+        image::build(Profile::Dev, &[(Image::Server, &[Arch::HOST]), (Image::Agent, &Arch::ALL)])?;
+        peers::for_deploy(&mut command)?;
+    }
+    if scenarios.metrics_server {
+        tally.heading("metrics-server");
+        peers::for_top(&mut command)?;
+    }
+    if scenarios.konnectivity {
+        tally.heading("the programs of konnectivity");
+        peers::for_konnectivity(&mut command)?;
+    }
+    if scenarios.arm64 {
+        tally.heading("building the agent for arm64");
+        if Arch::HOST != Arch::Arm64 {
+            packages::install(&[packages::QEMU_USER])?;
+        }
+        cross::build(Arch::Arm64, Profile::Dev, &[Image::Agent.name()])?;
     }
     tally.heading("scenarios");
     command.args(options.quick.then_some("--quick")).args(&options.filter);
@@ -234,6 +286,18 @@ fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) 
             Ok(())
         });
         tally.step(name, result);
+    }
+}
+
+fn run_kernel(options: &Options, tally: &mut Tally) {
+    let name = format!("kernel::{}", kernel::IN_EVERY_RUN.name());
+    if options.quick || !options.selects(&name) || cfg!(not(target_arch = "x86_64")) {
+        return;
+    }
+    tally.heading(&name);
+    let built = if options.runs_everything() { Ok(()) } else { build_everything(tally) };
+    if let Err(error) = built.and_then(|()| kernel::run(kernel::IN_EVERY_RUN, tally)) {
+        tally.step(&name, Err(error));
     }
 }
 
@@ -292,12 +356,26 @@ mod tests {
         );
         let images = Scenarios::parse("[images] deploy::base: test\n");
         assert!(images.cluster && images.images);
+        let top = Scenarios::parse("[metrics-server] kubernetes::top: test\n");
+        assert!(top.cluster && top.metrics_server && !top.images && !cluster.metrics_server);
+        let konnectivity = Scenarios::parse("[konnectivity] egress::client: test\n");
+        assert!(konnectivity.konnectivity && !konnectivity.cluster && !images.konnectivity);
+        let arm64 = Scenarios::parse("[arm64] arm64::agent: test\n");
+        assert!(arm64.arm64 && !arm64.cluster && !arm64.images && !images.arm64);
+    }
+
+    #[test]
+    fn packages_without_a_library_are_told() {
+        let any =
+            |names: &[&str]| any_library(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap();
+        assert!(!any(&["xtask", "postern-bench"]));
+        assert!(any(&["xtask", "tunnel-core"]));
     }
 
     #[test]
     fn a_filter_selects_the_packages_whose_sources_have_its_words() {
         let packages = |filter: &str| {
-            tested_packages(&Options { quick: false, filter: Some(filter.to_owned()) }).unwrap()
+            tested_packages(&Options { filter: Some(filter.to_owned()), ..Options::default() }).unwrap()
         };
         let own = packages("a_filter_selects_the_packages_whose_sources_have_its_words");
         assert_eq!(own, ["xtask"]);

@@ -164,6 +164,12 @@ fn scale(group: Group) -> Vec<Line> {
     line("scale-routes-load", "a file with 100,000 nodes until it is in effect", "s");
     line("scale-routes-update", "one node of 100,000 added until connect() knows it", "ms");
     line("scale-routes-update-cpu", "CPU time of the server for it", "ms");
+    line("scale-flaps-idle", "CPU time of the server each second, 100,000 nodes and 100 idle agents", "ms");
+    line("scale-flaps-cpu", "the same while ten agents a second lose their session and come back", "ms");
+    line("scale-lost-attach", "10,000 agents over three servers: until all are attached", "s");
+    line("scale-lost-most", "the server with the most agents, over its share", "×");
+    line("scale-lost-back", "one of the three killed: until all agents have a session", "s");
+    line("scale-lost-most-after", "then the server with the most agents, over its share", "×");
     line("scale-routes-memory", "memory of the server, 100,000 nodes", "MB");
     line("scale-routes-maps", "memory of the kernel's maps, 100,000 nodes", "MB");
     line("scale-held-memory", "memory of both ends for one of 30,000 held connections", "KiB");

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use arc_swap::ArcSwap;
 use postern_testbed::authority::Authority;
 use postern_testbed::inventory::Inventory;
@@ -16,11 +16,16 @@ use postern_testbed::{CLOUD, Testbed};
 use prometheus_client::registry::Registry;
 use rcgen::KeyPair;
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::reach::Reach;
-use tunnel_agent::session::{Attached, EpochSource, LinkLoop, Shared};
+use tunnel_agent::session::{
+    Attached, BenchPolicy, EpochSource, Handover, LinkLoop, LinkSet, Resumed, Shared, Spread,
+};
+use tunnel_core::config::HostPort;
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_core::link;
 
@@ -50,19 +55,70 @@ pub(crate) fn write_inventory(testbed: &Testbed, nodes: usize) -> Result<()> {
     inventory.write()
 }
 
+/// Agents in a process of their own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fleet<'a> {
+    pub(crate) count: usize,
+    /// The servers' addresses.
+    pub(crate) servers: &'a [String],
+    /// How many agents a second lose their session, one after the other, and come back at once.
+    pub(crate) flaps: u32,
+}
+
+impl Fleet<'_> {
+    pub(crate) fn start(self, testbed: &Testbed, edge: usize) -> Result<Process> {
+        let dir = testbed.dir().join("fleet");
+        let mut command = testbed.on_edge(edge).command(&process::program("bench")?);
+        command.arg("--fleet").arg(testbed.dir().join("server")).arg(self.servers.join(","));
+        command.arg(self.count.to_string()).arg(dir).arg(self.flaps.to_string());
+        Process::spawn(testbed.dir(), "fleet", command)
+    }
+}
+
 pub(crate) fn start(testbed: &Testbed, edge: usize, count: usize) -> Result<Process> {
-    let dir = testbed.dir().join("fleet");
-    let mut command = testbed.on_edge(edge).command(&process::program("bench")?);
-    command.arg("--fleet").arg(testbed.dir().join("server")).arg(format!("{CLOUD}:10262"));
-    command.arg(count.to_string()).arg(dir);
-    Process::spawn(testbed.dir(), "fleet", command)
+    Fleet { count, servers: &[format!("{CLOUD}:10262")], flaps: 0 }.start(testbed, edge)
+}
+
+/// One agent's sessions.
+struct Agent {
+    shared: Arc<Shared>,
+    servers: Arc<Vec<HostPort>>,
+    identity: watch::Receiver<Arc<AgentIdentity>>,
+    tasks: JoinSet<()>,
+}
+
+impl Agent {
+    fn attach(&mut self) {
+        if let [server] = &self.servers[..] {
+            let link = LinkLoop::new(self.shared.clone(), server.to_string());
+            self.tasks.spawn(link.run(self.identity.clone()));
+            return;
+        }
+        let links = LinkSet::new(self.shared.clone(), self.identity.clone(), TaskTracker::new());
+        let servers = self.servers.clone();
+        self.tasks.spawn(async move {
+            let (_known, known) = watch::channel(servers);
+            links.follow(known).await;
+        });
+    }
+
+    /// Its only link ends as when a process is killed.
+    async fn flap(&mut self) {
+        self.tasks.shutdown().await;
+        self.attach();
+    }
 }
 
 /// The process `--fleet …`: runs until killed.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
-    let text = |at: usize| args.get(at).and_then(|arg| arg.to_str()).context("STATE_DIR SERVER COUNT DIR");
-    let (state_dir, server, dir) = (PathBuf::from(text(0)?), text(1)?.to_owned(), PathBuf::from(text(3)?));
+    let text =
+        |at: usize| args.get(at).and_then(|arg| arg.to_str()).context("STATE_DIR SERVERS COUNT DIR FLAPS");
+    let (state_dir, dir) = (PathBuf::from(text(0)?), PathBuf::from(text(3)?));
+    let servers = text(1)?.split(',').map(|server| server.parse::<HostPort>().map_err(anyhow::Error::msg));
+    let servers = Arc::new(servers.collect::<Result<Vec<_>>>().context("SERVERS")?);
     let count: usize = text(2)?.parse().context("COUNT")?;
+    let flaps: u32 = text(4)?.parse().context("FLAPS")?;
+    ensure!(flaps == 0 || servers.len() == 1, "agents that flap have one server");
     tunnel_core::lifecycle::raise_open_files();
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
     let identities = identities(&state_dir, count)?;
@@ -73,10 +129,10 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         // Every agent already has the bundle that the server announces.
         let (bundles, mut announced) = mpsc::channel(64);
         tokio::spawn(async move { while announced.recv().await.is_some() {} });
-        let mut agents = tokio::task::JoinSet::new();
+        let mut agents = Vec::with_capacity(count);
         for (n, identity) in identities.into_iter().enumerate() {
             let own: IpAddr = address(n).into();
-            let (_addresses, addresses) = watch::channel(Arc::new(vec![own]));
+            let (own_addresses, addresses) = watch::channel(Arc::new(vec![own]));
             let policy = Policy::new(Vec::new(), Arc::new(ArcSwap::from_pointee(vec![own])), Arc::default());
             let shared = Arc::new(Shared {
                 node: identity.node.clone(),
@@ -86,21 +142,30 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
                 addresses,
                 bundles: bundles.clone(),
                 attached: Attached::default(),
+                handover: Handover::default(),
+                resumed: Resumed::default(),
+                spread: Spread::Best(1),
                 max_links: 8,
                 keepalive: link::PING_INTERVAL,
+                bench: BenchPolicy::new(false),
                 metrics: metrics.clone(),
                 draining: CancellationToken::new(),
                 forced: CancellationToken::new(),
             });
-            let server = server.clone();
-            agents.spawn(async move {
-                let (_identity, identity) = watch::channel(Arc::new(identity));
-                LinkLoop::new(shared, server).run(identity).await;
-                drop(_addresses);
-            });
+            let (own_identity, identity) = watch::channel(Arc::new(identity));
+            let mut agent = Agent { shared, servers: servers.clone(), identity, tasks: JoinSet::new() };
+            agent.attach();
+            agents.push((agent, own_identity, own_addresses));
         }
-        agents.join_next().await;
-        anyhow::bail!("an agent of the fleet ended")
+        let Some(pause) = Duration::from_secs(1).checked_div(flaps) else {
+            return std::future::pending().await;
+        };
+        let mut tick = tokio::time::interval(pause);
+        for n in (0..agents.len()).cycle() {
+            tick.tick().await;
+            agents[n].0.flap().await;
+        }
+        anyhow::bail!("a fleet without agents")
     })
 }
 

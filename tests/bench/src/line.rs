@@ -29,11 +29,13 @@ pub(crate) enum Peer {
     Iptables,
     /// This project, with its redirect on.
     Postern,
+    /// The same, with the agent at another server.
+    PosternPassedOn,
 }
 
 impl Peer {
     /// All, in the order of the columns.
-    pub(crate) const ALL: [Self; 11] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self::Direct,
         Self::Haproxy,
         Self::HaproxyTuned,
@@ -45,10 +47,11 @@ impl Peer {
         Self::QuicBbr,
         Self::Iptables,
         Self::Postern,
+        Self::PosternPassedOn,
     ];
 
     /// Those that carry connections between the two hosts.
-    pub(crate) const CARRIERS: [Self; 8] = [
+    pub(crate) const CARRIERS: [Self; 9] = [
         Self::Direct,
         Self::Haproxy,
         Self::HaproxyTuned,
@@ -57,6 +60,7 @@ impl Peer {
         Self::KonnectivityHttp,
         Self::Tonic,
         Self::Postern,
+        Self::PosternPassedOn,
     ];
 
     /// Those that are measured over wide-area paths.
@@ -94,6 +98,7 @@ impl Peer {
             Self::QuicBbr => "quic-bbr",
             Self::Iptables => "iptables",
             Self::Postern => "postern",
+            Self::PosternPassedOn => "postern-passed-on",
         }
     }
 
@@ -111,6 +116,7 @@ impl Peer {
             Self::QuicBbr => "QUIC, BBR",
             Self::Iptables => "iptables DNAT",
             Self::Postern => "Postern",
+            Self::PosternPassedOn => "Postern, passed on",
         }
     }
 }

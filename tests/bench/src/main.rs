@@ -3,6 +3,7 @@
 //! As with scenarios, a worker process on the cloud host does the measuring; its supervisor removes everything afterwards.
 #![forbid(unsafe_code)]
 
+mod accept;
 mod by_quic;
 mod by_tonic;
 mod catalogue;
@@ -21,6 +22,7 @@ mod record;
 mod report;
 mod run;
 mod scale;
+mod scale_fleet;
 mod usage;
 mod wan;
 
@@ -110,7 +112,8 @@ fn work(args: &[OsString]) -> Result<()> {
     // One thread: the load generator shares the machine with what it measures.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("runtime")?;
     runtime.block_on(async {
-        let mut bench = run::Bench::new(&testbed, &options).await?;
+        let neighbour = testbed.add_neighbour()?;
+        let mut bench = run::Bench::new(&testbed, &neighbour, &options).await?;
         match options.place {
             Some(place) => bench.wide_area(place).await?,
             None => bench.run().await,

@@ -32,8 +32,8 @@ pub(crate) struct Bench<'a> {
     effort: Effort,
     certificates: Certificates,
     targets: Vec<Target<'a>>,
-    /// The host with the iptables rules.
-    neighbour: Namespace,
+    /// The host with the iptables rules, and with a second server.
+    neighbour: &'a Namespace,
     pub(crate) record: Record,
 }
 
@@ -46,12 +46,15 @@ enum Turn {
 
 impl<'a> Bench<'a> {
     /// Prepares the testbed and starts the targets.
-    pub(crate) async fn new(testbed: &'a Testbed, options: &'a Options) -> Result<Self> {
+    pub(crate) async fn new(
+        testbed: &'a Testbed,
+        neighbour: &'a Namespace,
+        options: &'a Options,
+    ) -> Result<Self> {
         let open = testbed.edge(peers::OPEN);
         // A site that the cloud can dial, for peers that need that.
         testbed.router.iptables(&format!("-I FORWARD -i cloud0 -o {} -j ACCEPT", open.router_port))?;
-        let neighbour = testbed.add_neighbour()?;
-        let hosts = testbed.edges().iter().map(|edge| &edge.ns).chain([&testbed.cloud, &neighbour]);
+        let hosts = testbed.edges().iter().map(|edge| &edge.ns).chain([&testbed.cloud, neighbour]);
         for host in hosts {
             // Otherwise thousands of connections a second use up a destination's ports within seconds.
             host.write("/proc/sys/net/ipv4/ip_local_port_range", "16384 65000")?;
@@ -152,10 +155,10 @@ impl<'a> Bench<'a> {
     }
 
     async fn start(&self, peer: Peer) -> Result<Running<'a>> {
-        if peer == Peer::Postern {
+        if [Peer::Postern, Peer::PosternPassedOn].contains(&peer) {
             Inventory::of(self.testbed)?;
         }
-        peers::start(self.testbed, peer, &self.options.programs, &self.certificates)
+        peers::start(self.testbed, self.neighbour, peer, &self.options.programs, &self.certificates)
             .await
             .with_context(|| format!("starting {peer}"))
     }
@@ -354,7 +357,7 @@ impl<'a> Bench<'a> {
         let open = self.testbed.edge(peers::OPEN).address;
         match peer {
             Peer::Iptables => {
-                connect::iptables(&self.neighbour, self.testbed, open, &self.effort, &mut self.record)
+                connect::iptables(self.neighbour, self.testbed, open, &self.effort, &mut self.record)
             }
             Peer::Postern => {
                 let running = self.start(peer).await?;

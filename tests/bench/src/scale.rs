@@ -17,7 +17,7 @@ use crate::options::Options;
 use crate::peers::{BEHIND_NAT, Running};
 use crate::record::Record;
 use crate::usage::{self, Part, Side};
-use crate::{connect, fleet, peers};
+use crate::{connect, fleet, peers, scale_fleet};
 
 /// Connections held to one node.
 const HELD: usize = 30_000;
@@ -30,10 +30,10 @@ const READ: Duration = Duration::from_secs(180);
 
 /// The fraction that is measured: a smoke run does a fiftieth.
 #[derive(Clone, Copy)]
-struct Size {
+pub(crate) struct Size {
     divisor: usize,
     /// How long idle agents are watched: more than one period of their pings.
-    idle: Duration,
+    pub(crate) idle: Duration,
     /// How long dials are paced.
     dials: Duration,
 }
@@ -47,7 +47,7 @@ impl Size {
         Self { divisor: 1, idle: Duration::from_secs(20), dials: Duration::from_secs(5) }
     }
 
-    fn part(self, count: usize) -> usize {
+    pub(crate) fn part(self, count: usize) -> usize {
         (count / self.divisor).max(1)
     }
 }
@@ -75,6 +75,16 @@ pub(crate) async fn measure(
         note_failure(record, &["scale-routes", "scale-connect"], &error);
         failed = Err(error);
     }
+    println!("  agents that flap among {} nodes", size.part(ROUTES[ROUTES.len() - 1]));
+    if let Err(error) = scale_fleet::of_flaps(testbed, size, record).await {
+        note_failure(record, &["scale-flaps"], &error);
+        failed = Err(error);
+    }
+    println!("  {} agents over three servers, one of which is killed", size.part(AGENTS[AGENTS.len() - 1]));
+    if let Err(error) = scale_fleet::of_lost_server(testbed, size, record).await {
+        note_failure(record, &["scale-lost"], &error);
+        failed = Err(error);
+    }
     println!("  {} connections", size.part(HELD));
     if let Err(error) = of_held(testbed, effort, size, record).await {
         note_failure(record, &["scale-held"], &error);
@@ -90,16 +100,16 @@ fn note_failure(record: &mut Record, of: &[&str], error: &anyhow::Error) {
     record.lines_failed(concerned, Peer::Postern, error);
 }
 
-fn open_files() -> Result<usize> {
+pub(crate) fn open_files() -> Result<usize> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("reading the limit of open files")?;
     Ok(usize::try_from(hard).unwrap_or(usize::MAX))
 }
 
-async fn tunnels(server: &Server<'_>) -> Result<f64> {
+pub(crate) async fn tunnels(server: &Server<'_>) -> Result<f64> {
     Ok(server.metrics().await?.sum("postern_tunnels", &[]))
 }
 
-async fn wait_tunnels(server: &Server<'_>, count: usize) -> Result<()> {
+pub(crate) async fn wait_tunnels(server: &Server<'_>, count: usize) -> Result<()> {
     let expected = as_f64(count as u64);
     let what = format!("{count} agents to be attached");
     wait_until(&what, ATTACH, async || tunnels(server).await, |seen| *seen == expected).await?;

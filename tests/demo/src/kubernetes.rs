@@ -80,7 +80,9 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
     line(&format!("gave up after {:.1?}", start.elapsed()));
 
     step(4, "Postern: its objects and rights as they are shipped, then the two programs");
-    line("$ kubectl apply -k deploy/base");
+    line(
+        "$ kubectl apply -k deploy/base, with components for the Node's condition and the kubelets' credentials",
+    );
     line("  (except the two DaemonSets: their programs are started here, with the same arguments)");
     let manifests = postern::install(&cluster, "base").await?;
     let server = postern::server(&cluster, &manifests).await?.start().await?;

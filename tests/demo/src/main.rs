@@ -17,6 +17,8 @@ use postern_testbed::{Shape, Testbed, supervisor, sweep};
 
 /// The longest run; the demos take about a minute.
 const LIMIT: Duration = Duration::from_secs(300);
+/// How many times slower than usual Prometheus may be: set where the processor is emulated.
+const PACE: &str = "POSTERN_DEMO_PACE";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Demo {
@@ -51,6 +53,12 @@ fn main() -> ExitCode {
     })
 }
 
+fn pace() -> Result<u32> {
+    let Ok(set) = std::env::var(PACE) else { return Ok(1) };
+    let pace = set.parse().ok().filter(|pace| (1..=100).contains(pace));
+    pace.with_context(|| format!("{PACE}={set}: give a number from 1 to 100"))
+}
+
 fn prepare() -> Result<()> {
     supervisor::ensure_root("the demo")?;
     for id in sweep::dead_runs(Kind::Demo)? {
@@ -82,7 +90,7 @@ fn supervise(demo: Demo, keep: bool) -> Result<ExitCode> {
     let run = if keep { "--run-and-keep" } else { "--run" };
     let mut command = supervisor::this_program([run, &id.to_string()])?;
     command.args((demo == Demo::Kubernetes).then_some(KUBERNETES));
-    let code = supervisor::supervise("the demo", &id, command, LIMIT, keep)?;
+    let code = supervisor::supervise("the demo", &id, command, LIMIT * pace()?, keep)?;
     if code == ExitCode::SUCCESS && !keep {
         println!("everything is removed");
     }
@@ -99,7 +107,7 @@ fn work(demo: Demo, id: &str, keep: bool) -> Result<()> {
         .context("runtime")?;
     runtime.block_on(async {
         match demo {
-            Demo::Prometheus => finish(&testbed, prometheus::run(&testbed).await?, keep).await?,
+            Demo::Prometheus => finish(&testbed, prometheus::run(&testbed, pace()?).await?, keep).await?,
             Demo::Kubernetes => finish(&testbed, kubernetes::run(&testbed).await?, keep).await?,
         }
         if keep {

@@ -60,7 +60,8 @@ fn indented(text: &str) {
     }
 }
 
-pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
+/// `pace`: seconds between scrapes, and how many times longer than usual to wait for them.
+pub(super) async fn run(testbed: &Testbed, pace: u32) -> Result<Running<'_>> {
     step(1, "a cloud host, a router with NAT, two edge hosts, each a network namespace");
     indented(&format!(
         "cloud   {CLOUD}\nrouter  masquerades what the edges send, drops new connections towards them"
@@ -111,12 +112,12 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
     let agents = start_agents(&server, testbed).await?;
 
     step(6, "Prometheus on the cloud host, configured with the edges' own addresses and nothing else:");
-    let configuration = configuration(testbed);
+    let configuration = configuration(testbed, pace);
     indented(&configuration);
     others.push(prometheus::start(testbed, &configuration)?);
 
     step(7, "what Prometheus' own API reports");
-    show_figures(testbed).await?;
+    show_figures(testbed, pace).await?;
 
     step(8, "tunnel-server status");
     let output = server::run(testbed, &["status"])?;
@@ -126,8 +127,10 @@ pub(super) async fn run(testbed: &Testbed) -> Result<Running<'_>> {
 }
 
 /// The whole configuration: addresses, as for any host that can be reached directly.
-fn configuration(testbed: &Testbed) -> String {
-    let mut text = "global:\n  scrape_interval: 1s\nscrape_configs:\n  - job_name: edges\n    static_configs:\n      - targets:\n".to_owned();
+fn configuration(testbed: &Testbed, pace: u32) -> String {
+    let mut text = format!(
+        "global:\n  scrape_interval: {pace}s\nscrape_configs:\n  - job_name: edges\n    static_configs:\n      - targets:\n"
+    );
     for edge in testbed.edges() {
         // Writing to a String cannot fail.
         writeln!(text, "          - {}:9100", edge.address).ok();
@@ -151,11 +154,11 @@ async fn start_agents<'a>(server: &Server<'a>, testbed: &'a Testbed) -> Result<V
 }
 
 /// Waits until every edge has been scraped several times, then prints what the API reports.
-async fn show_figures(testbed: &Testbed) -> Result<()> {
+async fn show_figures(testbed: &Testbed, pace: u32) -> Result<()> {
     let edges = testbed.edges().len();
     let wait = format!("{edges} edges to be up in Prometheus");
-    let series = async || query("sum_over_time(up[1m])").await;
-    wait_until(&wait, PATIENCE, series, |series| {
+    let series = async || query(&format!("sum_over_time(up[{pace}m])")).await;
+    wait_until(&wait, PATIENCE * pace, series, |series| {
         series.len() == edges && series.iter().all(|one| one.number() >= 5.0)
     })
     .await?;

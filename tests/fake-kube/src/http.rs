@@ -99,6 +99,10 @@ async fn answer(request: Request<Incoming>, shared: &Arc<Shared>) -> Response<Bo
             Err(error) => return status(400, "BadRequest", &error.to_string()),
         }
     };
+    let review = shared.reviews.lock().unwrap().get(&collection.resource).cloned();
+    if let (Some(review), "create") = (review, verb) {
+        return json_response(201, &review(&body));
+    }
     let outcome = match verb {
         "list" | "continue" => Ok(list(&collection, &query, shared)),
         _ => object(verb, &collection, &rest, &query, body, &content_type, shared),

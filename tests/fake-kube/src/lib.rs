@@ -65,7 +65,12 @@ enum Order {
     Freeze,
 }
 
+/// What the answer to a created object is, from the object.
+pub(crate) type Review = Arc<dyn Fn(&Value) -> Value + Send + Sync>;
+
 pub(crate) struct Shared {
+    /// By resource: objects that are questions, answered and not kept.
+    reviews: Mutex<BTreeMap<String, Review>>,
     store: Mutex<Store>,
     /// The store's version; watches wait for it.
     version: tokio::sync::watch::Sender<u64>,
@@ -112,6 +117,7 @@ impl ApiServer {
         let port = bind("127.0.0.1:0".parse().unwrap());
         let address = port.local_addr().unwrap().as_socket().unwrap();
         let shared = Arc::new(Shared {
+            reviews: Mutex::default(),
             store: Mutex::default(),
             version: tokio::sync::watch::Sender::new(0),
             orders: tokio::sync::watch::Sender::default(),
@@ -156,6 +162,11 @@ impl ApiServer {
     }
 
     // The objects, without a request.
+
+    /// Answers what is created of this resource, such as `tokenreviews`, with what `answer` makes of it.
+    pub fn review(&self, resource: &str, answer: impl Fn(&Value) -> Value + Send + Sync + 'static) {
+        self.shared.reviews.lock().unwrap().insert(resource.to_owned(), Arc::new(answer));
+    }
 
     /// Creates or replaces the object; `metadata.name` names it.
     pub fn put(&self, collection: &str, object: Value) -> Value {

@@ -10,7 +10,7 @@ use jiff::{SignedDuration, Timestamp};
 use tonic::Code;
 use tunnel_agent::identity::{EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics};
 use tunnel_core::identity::{
-    ALPN_GRPC, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls, write_atomically,
+    ALPN_GRPC, Holder, PrivateKey, agent_tls, anonymous_tls, create_csr, pinned_tls, write_atomically,
 };
 use tunnel_core::proto::{EnrollRequest, RenewRequest};
 use tunnel_server::pki::Lifetimes;
@@ -56,8 +56,12 @@ async fn an_agent_enrols_once_and_then_lives_on_its_files() {
 async fn tokens_are_refused_with_the_reason() {
     let server = TestServer::start().await;
     let hours_ago = Timestamp::now() - SignedDuration::from_hours(2);
-    let expired =
-        server.tokens().create(&node("edge-1"), Duration::from_secs(3600), hours_ago).unwrap().0.expose();
+    let expired = server
+        .tokens()
+        .create((Holder::Agent, &node("edge-1")), Duration::from_secs(3600), hours_ago)
+        .unwrap()
+        .0
+        .expose();
     let revoked = server.token("edge-1");
     server.tokens().revoke(&revoked).unwrap();
     let used = server.token("edge-1");

@@ -25,7 +25,7 @@ use tower::Service;
 use tunnel_agent::identity::{EnrollConfig, EnrollError, ensure_identity};
 use tunnel_agent::reach::Reach;
 use tunnel_core::identity::{
-    ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, NodeName, agent_tls, refusal, server_name,
+    ALPN_GRPC, ALPN_TUNNEL, AgentIdentity, Holder, NodeName, agent_tls, refusal, server_name,
 };
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
 use tunnel_server::agent_port::{enroll_routes, for_client};
@@ -161,7 +161,7 @@ impl TestServer {
 
     pub(crate) fn token(&self, name: &str) -> String {
         let ttl = Duration::from_secs(3600);
-        self.tokens().create(&node(name), ttl, Timestamp::now()).unwrap().0.expose()
+        self.tokens().create((Holder::Agent, &node(name)), ttl, Timestamp::now()).unwrap().0.expose()
     }
 
     pub(crate) fn ca_hash(&self) -> String {
@@ -172,6 +172,7 @@ impl TestServer {
     pub(crate) fn agent(&self, name: &str, state: &str, token: Option<&str>) -> EnrollConfig {
         EnrollConfig {
             servers: vec![self.address.clone()],
+            holder: Holder::Agent,
             node: node(name),
             state_dir: self.directory.path().join(state),
             token: token.map(Into::into),

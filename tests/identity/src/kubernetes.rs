@@ -1,7 +1,11 @@
 //! An agent in a cluster: its certificate and its servers through the API server, its sessions with real servers.
 
 mod enrolment;
+mod links;
+mod load;
 mod servers;
+
+pub(crate) use servers::Port;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,12 +16,13 @@ use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
-use tunnel_agent::identity::{CsrEnrolment, Pace};
-use tunnel_agent::kube::{ApiServer as AgentApi, DEFAULT_SERVICE, KubeOptions};
+use tunnel_agent::identity::{Announced, CsrEnrolment, Pace};
+use tunnel_agent::kube::ApiServer as AgentApi;
 use tunnel_agent::metrics::Metrics;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::reach::Reach;
-use tunnel_agent::session::{Announced, Attached, EpochSource, Shared};
+use tunnel_agent::session::{Attached, BenchPolicy, EpochSource, Handover, Resumed, Shared, Spread};
+use tunnel_core::identity::Holder;
 use tunnel_kube::{ClientSettings, Health};
 use tunnel_server::kube::write::csr;
 use tunnel_server::kube::{KubeContext, ObjectNames};
@@ -29,12 +34,7 @@ const CSRS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
 /// The way from an agent to the API server.
 async fn agent_api(api: &ApiServer) -> Arc<AgentApi> {
-    let options = KubeOptions {
-        kubeconfig: Some(api.kubeconfig()),
-        namespace: None,
-        service: DEFAULT_SERVICE.to_owned(),
-    };
-    AgentApi::open(options).await.unwrap()
+    AgentApi::open(Some(api.kubeconfig()), None, ClientSettings::AGENT).await.unwrap()
 }
 
 async fn kube_client(api: &ApiServer) -> kube::Client {
@@ -51,12 +51,17 @@ const PACE: Pace = Pace {
 
 async fn enrolment(api: &ApiServer, name: &str, state: &str) -> (Arc<CsrEnrolment>, PathBuf) {
     let state_dir = api.dir().join(state);
-    let enrolment = CsrEnrolment::new(agent_api(api).await, node(name), state_dir.clone(), PACE);
+    let enrolment =
+        CsrEnrolment::new(agent_api(api).await, (Holder::Agent, node(name)), state_dir.clone(), PACE);
     (Arc::new(enrolment), state_dir)
 }
 
 /// What the links of edge-1 share.
 fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
+    shared_with(state_dir, Spread::All)
+}
+
+fn shared_with(state_dir: &Path, spread: Spread) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
     let (bundles, announced) = mpsc::channel(16);
     let shared = Shared {
         node: node("edge-1"),
@@ -66,8 +71,12 @@ fn shared(state_dir: &Path) -> (Arc<Shared>, mpsc::Receiver<Announced>) {
         addresses: watch::channel(Arc::new(Vec::new())).1,
         bundles,
         attached: Attached::default(),
+        handover: Handover::default(),
+        resumed: Resumed::default(),
+        spread,
         max_links: 1,
         keepalive: Duration::from_secs(10),
+        bench: BenchPolicy::new(true),
         metrics: Metrics::new(&mut Registry::default()),
         draining: CancellationToken::new(),
         forced: CancellationToken::new(),
@@ -113,12 +122,18 @@ impl Signer {
     /// Waits for a request that is not answered, notes that this user made it, and lets the signer answer. Returns the
     /// request as it was.
     async fn answer(&self, api: &ApiServer, user: &str) -> Value {
-        let request = eventually("a request", || open(api)).await;
-        let name = request["metadata"]["name"].as_str().unwrap();
-        api.edit(CSRS, name, |csr| {
+        let of_node = |csr: &mut Value| {
             csr["spec"]["username"] = json!(user);
             csr["spec"]["groups"] = json!(["system:nodes"]);
-        });
+        };
+        self.answer_as(api, of_node).await
+    }
+
+    /// The same; `note` says who made the request.
+    async fn answer_as(&self, api: &ApiServer, note: impl FnOnce(&mut Value)) -> Value {
+        let request = eventually("a request", || open(api)).await;
+        let name = request["metadata"]["name"].as_str().unwrap();
+        api.edit(CSRS, name, note);
         self.lead.send_replace(true);
         eventually("an answer", || is_answered(&api.get(CSRS, name)?).then_some(())).await;
         self.lead.send_replace(false);

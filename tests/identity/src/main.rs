@@ -7,6 +7,7 @@ mod enrolment;
 mod harness;
 mod impostors;
 mod kubernetes;
+mod redirectors;
 mod revocation;
 mod rotation;
 mod server;

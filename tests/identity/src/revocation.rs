@@ -1,15 +1,16 @@
 //! Clients that the Enrollment service refuses although their token or certificate is valid.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use jiff::Timestamp;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
+use serde_json::json;
 use tonic::{Code, Status};
 use tunnel_core::identity::{
     ALPN_GRPC, AgentIdentity, PrivateKey, agent_distinguished_name, agent_tls, create_csr,
 };
 use tunnel_core::proto::RenewRequest;
+use tunnel_server::inventory::{self, Inventory, Selector};
 use tunnel_server::pki::{Lifetimes, Revocation, Revocations};
 
 use crate::harness::{TestServer, client, enroll, node};
@@ -22,6 +23,12 @@ async fn renew(server: &TestServer, identity: &AgentIdentity, csr: Vec<u8>) -> R
 
 fn csr() -> Vec<u8> {
     create_csr(&PrivateKey::generate().unwrap()).unwrap()
+}
+
+/// An inventory with this node.
+fn known(name: &str) -> Option<Arc<Inventory>> {
+    let node = json!({"kind": "Node", "metadata": {"name": name}});
+    Some(Arc::new(inventory::parse(&node.to_string(), &Selector::default()).unwrap()))
 }
 
 fn publish(server: &TestServer, record: Revocation) {
@@ -81,10 +88,10 @@ async fn a_renewal_asks_the_inventory() {
     let server = TestServer::start().await;
     let (_, identity) = server.enrolled("edge-1").await;
     renew(&server, &identity, csr()).await.unwrap();
-    server.nodes.send_replace(Some(Arc::new(HashMap::from([(node("edge-2"), None)]))));
+    server.nodes.send_replace(known("edge-2"));
     let refused = renew(&server, &identity, csr()).await.unwrap_err();
     assert!(refused.message().contains("not in the server's inventory"), "{refused}");
-    server.nodes.send_replace(Some(Arc::new(HashMap::from([(node("edge-1"), None)]))));
+    server.nodes.send_replace(known("edge-1"));
     renew(&server, &identity, csr()).await.unwrap();
 }
 

@@ -6,4 +6,5 @@ package peers
 import (
 	_ "sigs.k8s.io/apiserver-network-proxy/cmd/agent"
 	_ "sigs.k8s.io/apiserver-network-proxy/cmd/server"
+	_ "sigs.k8s.io/apiserver-network-proxy/cmd/test-client"
 )

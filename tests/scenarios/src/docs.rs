@@ -1,5 +1,5 @@
 //! The documented metrics are the exposed ones.
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 use postern_testbed::Testbed;
@@ -10,41 +10,65 @@ scenarios! {
     exactly_the_exposed_metrics_are_listed,
 }
 
-const OPERATIONS: &str = include_str!("../../../docs/operations.md");
+pub(crate) const METRICS: &str = include_str!("../../../docs/metrics.md");
 
 async fn exactly_the_exposed_metrics_are_listed(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
     let mut exposed = families(&server.get("/metrics").await?.1);
     exposed.extend(families(&agent.get("/metrics").await?.1));
-    let listed = listed(OPERATIONS);
-    let unlisted: Vec<_> = exposed.difference(&listed).collect();
-    let gone: Vec<_> = listed.difference(&exposed).collect();
-    ensure!(unlisted.is_empty(), "not in docs/operations.md: {unlisted:?}");
-    ensure!(gone.is_empty(), "in docs/operations.md, but not exposed: {gone:?}");
+    let elsewhere = ["Server in a cluster", "Redirector"];
+    let outside = METRICS.split("\n## ");
+    let outside = outside.filter(|section| !elsewhere.iter().any(|heading| section.starts_with(heading)));
+    let listed: BTreeMap<_, _> = outside.flat_map(listed).collect();
+    let unlisted: Vec<_> = exposed.iter().filter(|metric| !listed.contains_key(metric.0)).collect();
+    ensure!(unlisted.is_empty(), "not in docs/metrics.md: {unlisted:?}");
+    let gone: Vec<_> = listed.keys().filter(|name| !exposed.contains_key(*name)).collect();
+    ensure!(gone.is_empty(), "in docs/metrics.md, but not exposed: {gone:?}");
+    let other: Vec<_> = exposed.iter().filter(|(name, kind)| listed[*name] != **kind).collect();
+    ensure!(other.is_empty(), "of another type in docs/metrics.md: {other:?}");
     Ok(())
 }
 
-/// Metrics by the name that a query uses: counters end in `_total`, an info metric in `_info`.
-fn families(page: &str) -> BTreeSet<String> {
+/// Metrics by the name that a query uses (counters end in `_total`, an info metric in `_info`), and their types.
+fn families(page: &str) -> BTreeMap<String, String> {
     let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
     types
-        .map(|(name, kind)| match kind {
-            "counter" => format!("{name}_total"),
-            "info" => format!("{name}_info"),
-            _ => name.to_owned(),
+        .map(|(name, kind)| {
+            let name = match kind {
+                "counter" => format!("{name}_total"),
+                "info" => format!("{name}_info"),
+                _ => name.to_owned(),
+            };
+            (name, kind.to_owned())
         })
         .collect()
 }
 
-/// The names in backquotes below "Metrics", without labels.
-fn listed(document: &str) -> BTreeSet<String> {
-    let section = document.split("\n## ").find(|section| section.starts_with("Metrics")).unwrap_or_default();
-    // The subsections list metrics that only a cluster has.
-    let section = section.split("\n### ").next().unwrap_or_default();
-    let quoted = section.split('`').skip(1).step_by(2);
-    let names = quoted.map(|text| text.split('{').next().unwrap_or(text));
-    names
-        .filter(|name| name.starts_with("postern_") || name.starts_with("process_"))
-        .map(str::to_owned)
-        .collect()
+/// The names in the tables of a part of docs/metrics.md, without labels, and their types.
+pub(crate) fn listed(part: &str) -> Vec<(String, String)> {
+    let rows = part.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let columns = rows.map(|(name, rest)| (name, rest.split('|').nth(1).unwrap_or_default().trim()));
+    columns.map(|(name, kind)| (name.split('{').next().unwrap_or(name).to_owned(), kind.to_owned())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn every_scenario_that_documents_name_exists() {
+        let names: Vec<&str> = crate::all().map(crate::scenario::Scenario::name).collect();
+        for (file, text) in [
+            ("parity.md", include_str!("../../../docs/parity.md")),
+            ("security.md", include_str!("../../../docs/security.md")),
+        ] {
+            for named in text.split('`').skip(1).step_by(2) {
+                let is_scenario = named.split_once("::").is_some_and(|(subject, case)| {
+                    names.iter().any(|name| name.starts_with(&format!("{subject}::"))) && case != "…"
+                });
+                assert!(
+                    !is_scenario || names.contains(&named),
+                    "docs/{file} names {named}, which does not exist"
+                );
+            }
+        }
+    }
 }

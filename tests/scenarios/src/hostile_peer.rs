@@ -36,6 +36,12 @@ impl Credentials {
         Ok(Self { identity, roots: tls::roots(&dir.join("ca.crt"))? })
     }
 
+    /// Reads the state folder of a real redirector.
+    pub(crate) fn of_redirector(dir: &Path) -> Result<Self> {
+        let identity = Identity::read(&dir.join("redirector.crt"), &dir.join("redirector.key"))?;
+        Ok(Self { identity, roots: tls::roots(&dir.join("ca.crt"))? })
+    }
+
     /// Dials the server's agent port with these credentials.
     pub(crate) async fn dial(&self, ns: &Namespace, server: SocketAddr) -> Result<TlsStream<TcpStream>> {
         self.dial_for(ns, server, b"postern/1").await

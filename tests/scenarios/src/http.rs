@@ -1,53 +1,78 @@
-//! The http door: the request's Host names the node.
+//! The http door: a request's Host names the node.
 use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect};
-use postern_testbed::target::Behaviour;
+use postern_testbed::server;
+use postern_testbed::wait::wait_until;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
-use crate::common::{server_and_agent, target};
+use crate::common::server_and_agent;
+use crate::web::{Web, curl};
 
 scenarios! {
     host_names_the_node(edges = 2, quick),
     failures_have_their_own_status(edges = 2),
+    connections_are_kept(edges = 2),
+    bodies_of_any_length_pass,
+    upgrades_are_carried,
+    a_callers_end_reaches_the_target,
+    ambiguous_requests_reach_nobody_twice,
+    an_answer_that_breaks_off_is_not_whole,
 }
 
 const PORT: u16 = 9100;
-const ANSWER: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
+/// What follows an ambiguous request.
+const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+const DOOR: &str = "http://127.0.0.1:10264";
 
-/// Sends a request to the door, and reads to the end.
-async fn ask(request: &str) -> Result<String> {
-    let door: SocketAddr = ([127, 0, 0, 1], 10264).into();
-    let mut stream = connect(door).await?;
-    stream.write_all(request.as_bytes()).await?;
+fn door() -> SocketAddr {
+    ([127, 0, 0, 1], 10264).into()
+}
+
+/// Sends bytes to the door, and reads to the end.
+async fn ask(request: &[u8]) -> Result<String> {
+    let mut stream = connect(door()).await?;
+    stream.write_all(request).await?;
     let mut answer = Vec::new();
     let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut answer)).await;
-    read.context("the door neither answered nor closed")??;
+    // A reset may follow the answer, because the door may have unread bytes.
+    read.context("the door neither answered nor closed")?.ok();
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
 async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let _other = Agent::enrol(&server, 2).await?;
-    // The greeting is the HTTP answer.
-    let first = target(testbed, 1, PORT, Behaviour::EndsFirst(ANSWER))?;
-    let second = target(testbed, 2, PORT, Behaviour::EndsFirst(ANSWER))?;
+    let (first, second) = (Web::start(testbed, 1, PORT)?, Web::start(testbed, 2, PORT)?);
     let edge = testbed.edge(1).address;
-    for (asked, on) in [
-        ("GET /metrics HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n".to_owned(), &first),
-        (format!("GET /metrics HTTP/1.1\r\nHost: {edge}:9100\r\n\r\n"), &first),
-        ("GET http://EDGE-2:9100/metrics HTTP/1.1\r\n\r\n".to_owned(), &second),
-        ("GET / HTTP/1.1\r\nHost: x:9100\r\nX-Tunnel-Proxy-Host: edge-2\r\n\r\n".to_owned(), &second),
-        (format!("GET / HTTP/1.1\r\nHost: edge-1\r\nX-Tunnel-Proxy-Dest: {}\r\n\r\n", first.address), &first),
+    let by_address = format!("Host: {edge}:9100");
+    let by_dest = format!("X-Tunnel-Proxy-Dest: {}", first.address);
+    for (headers, on, host) in [
+        (&["Host: edge-1:9100"][..], &first, "edge-1:9100".to_owned()),
+        (&[&by_address], &first, format!("{edge}:9100")),
+        (&["Host: EDGE-2.:9100"], &second, "EDGE-2.:9100".to_owned()),
+        (&["Host: x:9100", "X-Tunnel-Proxy-Host: edge-2"], &second, "edge-2:9100".to_owned()),
+        (&["Host: edge-1", &by_dest], &first, first.address.to_string()),
     ] {
         let before = on.connections();
-        let answer = ask(&asked).await.with_context(|| asked.clone())?;
-        ensure!(answer == ANSWER, "{asked:?} was answered {answer:?}");
-        ensure!(on.connections() == before + 1, "{asked:?} went elsewhere");
+        let url = format!("{DOOR}/metrics?x=1");
+        let mut args = vec![url.as_str(), "-H", "Authorization: Bearer theirs"];
+        args.extend(headers.iter().flat_map(|header| ["-H", *header]));
+        let answer = curl(testbed, &args).await?;
+        answer.expect(200, "GET /metrics?x=1 HTTP/1.1").with_context(|| format!("{headers:?}"))?;
+        answer.expect(200, &format!("\nhost: {host}\n")).with_context(|| format!("{headers:?}"))?;
+        // Nothing is added, nothing but this door's own headers is taken away.
+        answer.expect(200, "authorization: Bearer theirs")?;
+        ensure!(!answer.body.contains("x-tunnel-proxy"), "{answer:?}");
+        ensure!(on.connections() == before + 1, "{headers:?} went elsewhere");
     }
+    // As a proxy's clients ask.
+    let answer = curl(testbed, &["--proxy", DOOR, "http://edge-2:9100/metrics"]).await?;
+    answer.expect(200, "\nhost: edge-2:9100\n")?;
     let line = server.wait_access("of the http door", |line| line.text("door") == "http").await?;
     ensure!(line.text("outcome") == "ok", "access line {line:?}");
     Ok(())
@@ -56,42 +81,241 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
 async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     testbed.black_hole(1, 9103)?;
-    for (host, status, reason) in [
-        ("edge-1:9101", 502, "refused"),
-        ("edge-2:9100", 503, "no tunnel to node edge-2"),
-        ("edge-1:9103", 504, "timed out"),
-        ("edge-9:9100", 400, "\"edge-9\" is not the name of an edge node"),
-        ("10.70.0.1:9100", 400, "is not the address of an edge node"),
-        ("edge-1", 400, "has no port"),
-        ("edge-1:22", 400, "port 22 is not tunnelled"),
-        ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: 192.168.50.2:22", 400, "port 22 is not tunnelled"),
-        ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: 192.168.99.9:9100", 403, "--allow-target would allow it"),
-        ("edge-1:9100\r\nX-Tunnel-Proxy-Dest: router:80", 400, "is not an IP address and a port"),
+    for (host, more, status, reason) in [
+        ("edge-1:9101", "", 502, "refused"),
+        ("edge-2:9100", "", 503, "no tunnel to node edge-2 (not seen"),
+        ("edge-1:9103", "", 504, "timed out"),
+        ("edge-9:9100", "", 400, "\"edge-9\" is not the name of an edge node"),
+        ("10.70.0.1:9100", "", 400, "is not the address of an edge node"),
+        ("edge-1", "", 400, "has no port"),
+        ("edge-1:+9100", "", 400, "is not a host and a port"),
+        ("edge-1:22", "", 400, "port 22 is not tunnelled"),
+        ("edge-1:9100", "X-Tunnel-Proxy-Dest: 192.168.50.2:22", 400, "port 22 is not tunnelled"),
+        ("edge-1:9100", "X-Tunnel-Proxy-Dest: 192.168.99.9:9100", 403, "--allow-target would allow it"),
+        ("edge-1:9100", "X-Tunnel-Proxy-Dest: router:80", 400, "is not an IP address and a port"),
     ] {
-        let answer = ask(&format!("GET / HTTP/1.1\r\nHost: {host}\r\n\r\n")).await.context(host)?;
-        ensure!(
-            answer.starts_with(&format!("HTTP/1.1 {status} ")) && answer.contains(reason),
-            "{host:?} was answered {answer:?}"
-        );
-    }
-    for (request, reason) in [
-        (
-            "Host: edge-1:9100\r\nContent-Length: 3\r\nTransfer-Encoding: chunked",
-            "both Transfer-Encoding and Content-Length",
-        ),
-        ("Host: edge-1:9100\r\nContent-Length: 3\r\nContent-Length: 30", "more than one Content-Length"),
-        ("Host: edge-1:+9100", "is not a host and a port"),
-    ] {
-        let answer = ask(&format!("POST / HTTP/1.1\r\n{request}\r\n\r\n")).await.context(request)?;
-        ensure!(
-            answer.starts_with("HTTP/1.1 400 ") && answer.contains(reason),
-            "{request:?} was answered {answer:?}"
-        );
+        let host = format!("Host: {host}");
+        let mut args = vec![DOOR, "-H", &host];
+        if !more.is_empty() {
+            args.extend(["-H", more]);
+        }
+        let answer = curl(testbed, &args).await?;
+        answer.expect(status, reason).with_context(|| format!("{host} {more}"))?;
+        ensure!(answer.body.starts_with("tunnel-server: "), "a line for a person: {answer:?}");
+        // The same for a client of Kubernetes.
+        args.extend(["-H", "Accept: application/json"]);
+        let answer = curl(testbed, &args).await?;
+        let object: serde_json::Value = serde_json::from_str(&answer.body)?;
+        ensure!(object["kind"] == "Status" && object["code"] == status, "{host} {more}: {object}");
+        let message = object["message"].as_str().unwrap_or_default();
+        ensure!(answer.status == status && message.contains(reason), "{host} {more}: {object}");
     }
     let large = format!("GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX: {}\r\n\r\n", "x".repeat(100_000));
-    let answer = ask(&large).await?;
-    ensure!(answer.contains("larger than 65536 bytes"), "a head of 100 kB was answered {answer:?}");
-    let answer = ask("\x16\x03\x01\x02\x00").await?;
-    ensure!(answer.starts_with("HTTP/1.1 400 "), "garbage was answered {answer:?}");
+    let answer = ask(large.as_bytes()).await?;
+    ensure!(answer.starts_with("HTTP/1.1 431 "), "a head of 100 kB was answered {answer:?}");
+    let answer = ask(b"\x16\x03\x01\x02\x00\x01\x00\x01").await?;
+    ensure!(answer.is_empty() || answer.starts_with("HTTP/1.1 400 "), "garbage was answered {answer:?}");
+    Ok(())
+}
+
+async fn connections_are_kept(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let _other = Agent::enrol(&server, 2).await?;
+    let (first, second) = (Web::start(testbed, 1, PORT)?, Web::start(testbed, 2, PORT)?);
+    // One connection to the door, and each request goes where its own Host says.
+    let mut stream = connect(door()).await?;
+    for host in ["edge-1", "edge-2", "edge-1", "edge-9"] {
+        stream.write_all(format!("GET / HTTP/1.1\r\nHost: {host}:9100\r\n\r\n").as_bytes()).await?;
+        let answer = read_answer(&mut stream).await?;
+        let known = host != "edge-9";
+        ensure!(
+            answer.starts_with(if known { "HTTP/1.1 200 " } else { "HTTP/1.1 400 " }),
+            "{host}: {answer}"
+        );
+        ensure!(!known || answer.contains(&format!("host: {host}:9100")), "{host}: {answer}");
+    }
+    ensure!(first.connections() == 2 && second.connections() == 1, "requests went elsewhere");
+    Ok(())
+}
+
+/// An answer with a length, from a connection that stays open.
+async fn read_answer(stream: &mut TcpStream) -> Result<String> {
+    let mut answer = Vec::new();
+    let reading = async {
+        loop {
+            let text = String::from_utf8_lossy(&answer).into_owned();
+            if let Some((head, body)) = text.split_once("\r\n\r\n") {
+                let length = head.lines().find_map(|line| {
+                    let (name, value) = line.split_once(':')?;
+                    name.eq_ignore_ascii_case("content-length").then(|| value.trim().parse::<usize>().ok())?
+                });
+                if body.len() >= length.context("an answer without a length")? {
+                    return Ok(text);
+                }
+            }
+            ensure!(stream.read_buf(&mut answer).await? > 0, "closed after {text:?}");
+        }
+    };
+    tokio::time::timeout(client::PATIENCE, reading).await.context("no whole answer")?
+}
+
+async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let web = Web::start(testbed, 1, PORT)?;
+    let upload = testbed.dir().join("upload");
+    std::fs::write(&upload, vec![b'u'; 20 << 20])?;
+    let (file, host) = (format!("@{}", upload.display()), "Host: edge-1:9100");
+    let length = "body=20971520";
+    for more in [&[][..], &["-H", "Transfer-Encoding: chunked"], &["-H", "Expect: 100-continue"]] {
+        let args = [&[DOOR, "-H", host, "--data-binary", &file][..], more].concat();
+        curl(testbed, &args).await?.expect(200, length).with_context(|| format!("{more:?}"))?;
+    }
+    // A target that refuses before the body gets none of it.
+    let (before, url) = (web.read(), format!("{DOOR}/unwanted"));
+    let args = [&url, "-H", host, "--data-binary", &file, "-H", "Expect: 100-continue"];
+    curl(testbed, &args).await?.expect(417, "keep it")?;
+    ensure!(web.read() == before, "{} bytes of an unwanted body arrived", web.read() - before);
+    let url = format!("{DOOR}/large");
+    let answer = curl(testbed, &[&url, "-H", host]).await?;
+    ensure!(answer.status == 200 && answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());
+    // Trailers: asked for by TE, and announced.
+    let asked =
+        "GET /trailers HTTP/1.1\r\nHost: edge-1:9100\r\nTE: trailers\r\nConnection: close, TE\r\n\r\n";
+    let answer = ask(asked.as_bytes()).await?;
+    ensure!(answer.ends_with("0\r\nx-sum: 42\r\n\r\n"), "without its trailers: {answer:?}");
+    let asked = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nTrailer: x-sum\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n3\r\nabc\r\n0\r\nx-sum: 9\r\n\r\n";
+    let answer = ask(asked.as_bytes()).await?;
+    ensure!(answer.contains("x-sum\": \"9\"") && answer.contains("body=3"), "{answer:?}");
+    Ok(())
+}
+
+async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let _web = Web::start(testbed, 1, PORT)?;
+    let upgrade = |path: &str| {
+        format!(
+            "POST {path} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n"
+        )
+    };
+    let mut stream = connect(door()).await?;
+    // Together with what the client already says in the other protocol.
+    stream.write_all(format!("{}early", upgrade("/echo-upgraded")).as_bytes()).await?;
+    let mut answer = Vec::new();
+    let reading = async {
+        while !answer.ends_with(b"\r\n\r\nearly") {
+            ensure!(stream.read_buf(&mut answer).await? > 0, "closed after {answer:?}");
+        }
+        Ok(())
+    };
+    tokio::time::timeout(client::PATIENCE, reading).await.context("no early bytes came back")??;
+    let head = String::from_utf8_lossy(&answer).to_lowercase();
+    ensure!(head.starts_with("http/1.1 101 ") && head.contains("upgrade: spdy/3.1"), "{head}");
+    client::echo(&mut stream, b"and later ones").await?;
+    stream.shutdown().await?;
+    ensure!(client::end_of(&mut stream, client::PATIENCE).await? == client::End::Eof(0), "no end came back");
+    // A refused one is answered whole, and what was sent ahead is not taken for a request.
+    let ahead = format!("{}GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n", upgrade("/refuse"));
+    let answer = ask(ahead.as_bytes()).await?;
+    ensure!(answer.starts_with("HTTP/1.1 403 ") && answer.ends_with("not for you\n"), "{answer:?}");
+    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
+    Ok(())
+}
+
+async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let web = Web::start(testbed, 1, PORT)?;
+    let mut stream = connect(door()).await?;
+    stream.write_all(b"GET /wait HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n").await?;
+    wait_until("the request to arrive", client::PATIENCE, async || Ok(web.waiting()), |count| *count == 1)
+        .await?;
+    drop(stream);
+    wait_until("the target to be told", client::PATIENCE, async || Ok(web.abandoned()), |count| *count == 1)
+        .await?;
+    let line = server.wait_access("of a caller that left", |line| line.text("door") == "http").await?;
+    ensure!(line.text("outcome") == "client_reset", "access line {line:?}");
+    Ok(())
+}
+
+/// The cases of request smuggling: however a proxy in front of the door reads them, the target gets one request, whose end
+/// it sees where the door does.
+async fn ambiguous_requests_reach_nobody_twice(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let web = Web::start(testbed, 1, PORT)?;
+    for refused in [
+        "Content-Length: 3\r\nContent-Length: 30\r\n\r\nabc",
+        "Content-Length: 3, 30\r\n\r\nabc",
+        "Content-Length: +3\r\n\r\nabc",
+        "Content-Length: -1\r\n\r\nabc",
+        "Content-Length: 3x\r\n\r\nabc",
+        "Content-Length : 3\r\n\r\nabc",
+        "Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        "Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        "Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+        "X: a\r\n Content-Length: 3\r\n\r\nabc",
+        "X: a\r\n\tTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "X\0: a\r\n\r\n",
+        "Host: edge-2:9100\r\n\r\n",
+        "Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+        "Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc\r\n0\r\n\r\n",
+    ] {
+        let request = format!("POST / HTTP/1.1\r\nHost: edge-1:9100\r\n{refused}{SMUGGLED}");
+        let answer = ask(request.as_bytes()).await?;
+        ensure!(!answer.contains("200 OK"), "{refused:?} was answered {answer:?}");
+    }
+    for request in [
+        format!(
+            "POST / HTTP/1.0\r\nHost: edge-1:9100\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{SMUGGLED}"
+        ),
+        format!("POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n{SMUGGLED}"),
+    ] {
+        let answer = ask(request.as_bytes()).await?;
+        ensure!(
+            answer.starts_with("HTTP/1.1 400 ") || answer.starts_with("HTTP/1.0 400 "),
+            "{request:?}: {answer:?}"
+        );
+    }
+    // Both a coding and a length: the coding counts, the length is not passed on, and the connection ends (RFC 9112 section
+    // 6.3), so that what follows is nobody's request.
+    for both in [
+        "Content-Length: 6\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 6",
+        "Content-Length: 6\r\nTransfer-Encoding: chunked\r\nContent-Length: 60",
+    ] {
+        let request =
+            format!("POST / HTTP/1.1\r\nHost: edge-1:9100\r\n{both}\r\n\r\n3\r\nabc\r\n0\r\n\r\n{SMUGGLED}");
+        let answer = ask(request.as_bytes()).await?;
+        ensure!(answer.matches("HTTP/1.1 200").count() == 1, "{both:?}: {answer:?}");
+        let told = answer.to_lowercase();
+        ensure!(
+            told.contains("body=3") && told.contains("transfer-encoding: chunked"),
+            "{both:?}: {answer:?}"
+        );
+        ensure!(!told.contains("content-length: 6"), "{both:?}: {answer:?}");
+        ensure!(told.contains("connection: close"), "{both:?} left the connection open: {answer:?}");
+        ensure!(!told.contains("/smuggled"), "{both:?}: {answer:?}");
+    }
+    // What a sender calls a matter of this connection does not take away what says where the message ends.
+    let request = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: content-length, host, close\r\nContent-Length: 3\r\n\r\nabc";
+    let answer = ask(request.as_bytes()).await?;
+    ensure!(answer.contains("body=3") && answer.contains("host: edge-1:9100"), "{answer:?}");
+    ensure!(web.read() == 4 * 3, "{} bytes of bodies", web.read());
+    Ok(())
+}
+
+async fn an_answer_that_breaks_off_is_not_whole(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let _web = Web::start(testbed, 1, PORT)?;
+    let mut stream = connect(door()).await?;
+    stream.write_all(b"GET /half HTTP/1.0\r\nHost: edge-1:9100\r\n\r\n").await?;
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"half") {
+        ensure!(stream.read_buf(&mut answer).await? > 0, "closed after {answer:?}");
+    }
+    // The tunnel is lost in the middle of it.
+    drop(agent);
+    let end = client::end_of(&mut stream, server::START).await?;
+    ensure!(end == client::End::Reset, "half an answer ended with {end:?}");
+    let line = server.wait_access("of a lost tunnel", |line| line.text("door") == "http").await?;
+    ensure!(line.text("outcome") == "tunnel_lost", "access line {line:?}");
     Ok(())
 }

@@ -6,15 +6,22 @@
 #[macro_use]
 mod scenario;
 
+mod arm64;
+mod chaos;
 mod common;
+mod connect;
 mod deploy;
 mod disks;
 mod docs;
+mod doctor;
+mod egress;
+mod held;
 mod hostile;
 mod hostile_frames;
 mod hostile_peer;
 mod http;
 mod https;
+mod https_callers;
 mod identity;
 mod kubernetes;
 mod limits;
@@ -22,18 +29,24 @@ mod load;
 mod logs;
 mod memory;
 mod operating;
+mod outbound;
 mod path;
+mod plain;
 mod proxy;
 mod redirect;
+mod redirector;
 mod relayed;
 mod reload;
 mod restart;
 mod runner;
 mod servers;
 mod soak;
+mod status_page;
+mod systemd;
 mod takeover;
 mod testbed;
 mod wan;
+mod web;
 
 use scenario::Scenario;
 
@@ -51,20 +64,35 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         servers::SCENARIOS,
         takeover::SCENARIOS,
         relayed::SCENARIOS,
+        redirector::SCENARIOS,
         identity::SCENARIOS,
         http::SCENARIOS,
         https::SCENARIOS,
+        connect::SCENARIOS,
+        outbound::SCENARIOS,
+        https_callers::SCENARIOS,
+        plain::SCENARIOS,
+        egress::SCENARIOS,
         reload::SCENARIOS,
         hostile::SCENARIOS,
         limits::SCENARIOS,
         operating::SCENARIOS,
+        status_page::SCENARIOS,
         logs::SCENARIOS,
         disks::SCENARIOS,
         wan::SCENARIOS,
         proxy::SCENARIOS,
         soak::SCENARIOS,
+        chaos::SCENARIOS,
+        arm64::SCENARIOS,
         deploy::SCENARIOS,
+        systemd::SCENARIOS,
         docs::SCENARIOS,
+        doctor::server::SCENARIOS,
+        doctor::agent::SCENARIOS,
+        doctor::node::SCENARIOS,
+        doctor::bench::SCENARIOS,
+        doctor::bundle::SCENARIOS,
         redirect::SCENARIOS,
         kubernetes::SCENARIOS,
     ]

@@ -3,11 +3,15 @@ use std::io::ErrorKind;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use postern_testbed::Testbed;
-use postern_testbed::client::{End, PATIENCE, connect, end_of, visit};
+use postern_testbed::agent::Agent;
+use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_of, visit};
+use postern_testbed::inventory::Inventory;
 use postern_testbed::report::figure;
+use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
+use postern_testbed::{POD, Testbed};
+use serde_json::json;
 use tokio::net::TcpStream;
 
 use crate::common::{server_and_agent, target};
@@ -15,6 +19,7 @@ use crate::common::{server_and_agent, target};
 scenarios! {
     lost_route_is_restored,
     token_opens_only_tunnelled_ports,
+    clients_of_ranges_that_no_node_names,
 }
 
 /// The redirect is verified every 30 s; the rest is slack.
@@ -58,4 +63,18 @@ async fn token_opens_only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
     };
     ensure!(end == End::Reset, "a token opened a port that is not tunnelled");
     server.wait_log("is not tunnelled").await
+}
+
+/// Calico, Cilium and clouds give pods addresses that are not in `spec.podCIDRs`. (Without the flag such a client is refused:
+/// `path::pod_is_redirected_and_neighbour_is_refused`.)
+async fn clients_of_ranges_that_no_node_names(testbed: &Testbed) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes[0]["spec"]["podCIDRs"] = json!([]);
+    inventory.write()?;
+    let pod = testbed.add_pod()?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let server = Builder::new(testbed).flag(format!("--redirect-clients={POD}/32")).start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let mut stream = connect_from(&pod, on_edge.address, PATIENCE)?;
+    echo(&mut stream, b"from a pod").await
 }

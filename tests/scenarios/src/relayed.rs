@@ -23,10 +23,14 @@ scenarios! {
     bytes_are_passed_on_beside_stalled_readers(limit = 180),
     a_server_that_goes_takes_its_nodes_along(limit = 180),
     a_node_is_lost_and_comes_back,
+    a_server_goes_silent(limit = 180),
 }
 
 /// How soon a change at one server takes effect at the other.
 const TOLD: Duration = Duration::from_secs(10);
+
+/// The same for one that hears nothing any more, and for its return: PING's time at most, and pauses between attempts.
+const SILENT: Duration = Duration::from_secs(45);
 
 /// The first one redirects, and has no agent; the second one has all.
 struct Pair<'a> {
@@ -53,6 +57,10 @@ impl<'a> Pair<'a> {
 
     /// Until the first server knows that the second has the node, or no more.
     async fn wait_told(&self, has: bool) -> Result<()> {
+        self.wait_told_within(TOLD, has).await
+    }
+
+    async fn wait_told_within(&self, limit: Duration, has: bool) -> Result<()> {
         let what =
             format!("the first server to know that the other {} the node", if has { "has" } else { "lost" });
         let via = async || {
@@ -61,7 +69,7 @@ impl<'a> Pair<'a> {
                 status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
             Ok(via.len())
         };
-        wait_until(&what, TOLD, via, |servers| *servers == usize::from(has)).await?;
+        wait_until(&what, limit, via, |servers| *servers == usize::from(has)).await?;
         Ok(())
     }
 }
@@ -153,5 +161,26 @@ async fn a_node_is_lost_and_comes_back(testbed: &Testbed) -> Result<()> {
     expect_unreachable((testbed.edge(1).address, 9100)).await?;
     pair.agent.return_to(&pair.second).await?;
     pair.wait_told(true).await?;
+    visit(on_edge.address).await.map(drop)
+}
+
+/// Half-open: the second server sends, and hears nothing of the first. Neither gets an error from its kernel.
+async fn a_server_goes_silent(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let pair = Pair::start(testbed, &neighbour).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let mut held = hold(on_edge.address, b"through both").await?;
+    let deaf = format!("INPUT -s {CLOUD} -j DROP");
+    neighbour.iptables(&format!("-I {deaf}"))?;
+    let start = Instant::now();
+    pair.wait_told_within(SILENT, false).await?;
+    figure(&format!("a silent server is given up after {:.1?}", start.elapsed()));
+    let end = client::end_of(&mut held, SILENT).await?;
+    ensure!(end == client::End::Reset, "the connection ended with {end:?}");
+    expect_unreachable((testbed.edge(1).address, 9100)).await?;
+    // It has its agent all the while.
+    ensure!(pair.second.is_connected("edge-1").await?, "the second server has lost its agent");
+    neighbour.iptables(&format!("-D {deaf}"))?;
+    pair.wait_told_within(SILENT, true).await?;
     visit(on_edge.address).await.map(drop)
 }

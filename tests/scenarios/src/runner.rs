@@ -18,7 +18,7 @@ use postern_testbed::{Shape, load_target, supervisor, sweep};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::scenario::Scenario;
-use crate::soak;
+use crate::{chaos, soak};
 
 /// Limit of open files of a scenario and of the programs that it starts.
 const OPEN_FILES: u64 = 20_000;
@@ -85,9 +85,9 @@ fn prepare() -> Result<()> {
     remove_everything_on_signals()
 }
 
-/// When a scenario's process is killed; a long soak needs longer.
+/// When a scenario's process is killed; what was asked to take long needs longer.
 fn limit(scenario: &Scenario) -> Duration {
-    scenario.limit + soak::asked().unwrap_or_default()
+    scenario.limit + [soak::asked(), chaos::asked()].into_iter().flatten().sum::<Duration>()
 }
 
 /// What is left of the time of this process's scenario.
@@ -108,8 +108,7 @@ fn work(scenario: &Scenario, id: Id) -> Result<()> {
 }
 
 fn in_own_process(scenario: &Scenario) -> Result<(), Failed> {
-    let needs_cluster = !scenario.kind.is_empty();
-    let _alone = needs_cluster.then(|| CLUSTER.lock().unwrap_or_else(PoisonError::into_inner));
+    let _alone = scenario.has_cluster().then(|| CLUSTER.lock().unwrap_or_else(PoisonError::into_inner));
     let id = Id::new(Kind::Test);
     lock().push(id.clone());
     let result = supervise(scenario, &id);

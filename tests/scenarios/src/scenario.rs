@@ -59,6 +59,29 @@ impl Scenario {
         self
     }
 
+    /// It runs metrics-server on a real Kubernetes.
+    pub(crate) const fn metrics_server(mut self) -> Self {
+        self.kind = "metrics-server";
+        self
+    }
+
+    /// It needs konnectivity's programs.
+    pub(crate) const fn konnectivity(mut self) -> Self {
+        self.kind = "konnectivity";
+        self
+    }
+
+    /// It runs the arm64 build of the agent.
+    pub(crate) const fn arm64(mut self) -> Self {
+        self.kind = "arm64";
+        self
+    }
+
+    /// Whether it starts a real Kubernetes.
+    pub(crate) fn has_cluster(&self) -> bool {
+        matches!(self.kind, "cluster" | "images" | "metrics-server")
+    }
+
     pub(crate) const fn twin(mut self) -> Self {
         self.twin = true;
         self

@@ -1,14 +1,17 @@
 //! One agent and two servers.
 use std::cell::Cell;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent};
-use postern_testbed::client::{self, connect_from, echo, end_of};
+use postern_testbed::client::{self, connect_from, echo, end_of, visit};
 use postern_testbed::netns::Namespace;
-use postern_testbed::server::Builder;
+use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
-use postern_testbed::{NEIGHBOUR, Testbed};
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
@@ -17,7 +20,15 @@ use crate::https::{KUBELET, client_hello, expect_back};
 
 scenarios! {
     one_of_two_is_killed(limit = 180),
+    two_that_do_not_reach_each_other(limit = 180),
+    a_silent_one_is_passed_by(limit = 180),
+    one_whose_successor_died_is_linked_once(limit = 180),
 }
+
+/// How long servers may take to notice that they do not reach each other, or do again.
+const APART: Duration = Duration::from_secs(45);
+/// How long an agent keeps a session that it does not need any more.
+const SETTLED: Duration = Duration::from_secs(30);
 
 /// A connection through the https door of the second server.
 async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
@@ -77,4 +88,103 @@ async fn one_of_two_is_killed(testbed: &Testbed) -> Result<()> {
         echo(&mut by_second, b"still through the second").await
     })
     .await
+}
+
+/// How many servers this one is linked with.
+async fn peers(server: &Server<'_>) -> Result<usize> {
+    let status = server.status().await?;
+    Ok(status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?.len())
+}
+
+async fn wait_peers(servers: [&Server<'_>; 2], count: usize) -> Result<()> {
+    for server in servers {
+        let what = format!("{} to have {count} peers", server.process.name());
+        wait_until(&what, APART, async || peers(server).await, |peers| *peers == count).await?;
+    }
+    Ok(())
+}
+
+/// The agent reaches both: nothing is lost by it.
+async fn two_that_do_not_reach_each_other(testbed: &Testbed) -> Result<()> {
+    let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
+    let neighbour = testbed.add_neighbour()?;
+    let first = Builder::new(testbed).flag(format!("--peers={to_second}")).start().await?;
+    let second = Builder::on_neighbour(&first, &neighbour)?;
+    let second = second.flag(format!("--peers={to_first}")).start().await?;
+    let agent = Agent::enrol_with(&first, 1, &[&format!("--server={to_second}")]).await?;
+    second.wait_connected("edge-1", true, agent::START).await?;
+    wait_peers([&first, &second], 1).await?;
+
+    let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
+    let mut by_first = hold(on_edge.address, b"through the first").await?;
+    let mut by_second = through_second(&neighbour).await?;
+    let deaf = [(&testbed.cloud, NEIGHBOUR), (&neighbour, CLOUD)];
+    for (host, other) in deaf {
+        host.iptables(&format!("-I INPUT -s {other} -j DROP"))?;
+    }
+    alongside("two servers that are apart", on_edge.address, async {
+        wait_peers([&first, &second], 0).await?;
+        through_second(&neighbour).await.map(drop)
+    })
+    .await?;
+    for (host, other) in deaf {
+        host.iptables(&format!("-D INPUT -s {other} -j DROP"))?;
+    }
+    wait_peers([&first, &second], 1).await?;
+    echo(&mut by_first, b"still through the first").await?;
+    echo(&mut by_second, b"still through the second").await?;
+    for server in [&first, &second] {
+        for line in server.access_log()? {
+            ensure!(line.text("outcome") == "ok" && line.text("via").is_empty(), "{line:?}");
+        }
+    }
+    agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 2.0)
+}
+
+/// An agent with one session has another one while its server is silent, and comes back without a new session.
+async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
+    let second = Builder::on_neighbour(&first, &neighbour)?;
+    let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
+    // By the hash of the node's name and the addresses, the second one is the better for edge-1.
+    let both = format!("--server={}", first.agent_address());
+    let agent = Agent::enrol_with(&second, 1, &[&both, "--links=1"]).await?;
+    ensure!(!first.is_connected("edge-1").await?, "the agent has a second session");
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    alongside("a session with the other server", on_edge.address, pause(1)).await?;
+
+    let rules = ["INPUT -p tcp --dport 10262 -j DROP", "OUTPUT -p tcp --sport 10262 -j DROP"];
+    rules.iter().try_for_each(|rule| neighbour.iptables(&format!("-I {rule}")))?;
+    first.wait_connected("edge-1", true, client::PATIENCE).await.context("another takes its place")?;
+    visit(on_edge.address).await?;
+    rules.iter().try_for_each(|rule| neighbour.iptables(&format!("-D {rule}")))?;
+    first.wait_connected("edge-1", false, agent::START + SETTLED).await.context("its substitute is left")?;
+    ensure!(second.is_connected("edge-1").await?, "the second server has lost its agent");
+    agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 2.0)?;
+    alongside("the session that was silent", on_edge.address, pause(1)).await
+}
+
+/// Its peer was told that it stops, and has dialled its address again.
+async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
+    let second = Builder::on_neighbour(&first, &neighbour)?;
+    let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
+    let mut agent = Agent::enrol(&first, 1).await?;
+    wait_peers([&first, &second], 1).await?;
+    // The successor waits for it.
+    agent.process.signal(Signal::SIGSTOP)?;
+    let mut successor = first.successor()?;
+    first.wait_log("another server takes over").await?;
+    let told = async || {
+        let status = second.status().await?;
+        Ok(status["peers"].as_array().is_some_and(|peers| peers.iter().any(|peer| peer["draining"] == true)))
+    };
+    wait_until("the second server to be told", APART, told, |told| *told).await?;
+    successor.process.crash().await?;
+    first.wait_log("this server goes on").await?;
+    agent.process.signal(Signal::SIGCONT)?;
+    wait_peers([&first, &second], 1).await?;
+    wait_until("none that stops", APART, told, |told| !told).await.map(drop)
 }

@@ -1,6 +1,5 @@
 //! Mixed load with faults, round after round: what both programs hold at the end is what they held after a minute.
 //! `cargo xtask soak` runs it for hours.
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +10,6 @@ use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, Pattern, connect, digest, pattern_digest, visit};
 use postern_testbed::inventory::{Inventory, node};
-use postern_testbed::metrics::Metrics;
 use postern_testbed::report::{figure, progress};
 use postern_testbed::server::Server;
 use postern_testbed::target::{Behaviour, Target};
@@ -21,6 +19,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
 use crate::common::{server_and_agent, target};
+use crate::held::{Held, growth, of_process};
 
 scenarios! {
     what_is_held_does_not_grow(edges = 2, limit = 300),
@@ -42,9 +41,6 @@ pub(crate) fn asked() -> Option<Duration> {
     std::env::var(SECONDS).ok()?.parse().ok().map(Duration::from_secs)
 }
 
-/// What a program holds, by what it is.
-type Held = BTreeMap<String, f64>;
-
 async fn what_is_held_does_not_grow(testbed: &Testbed) -> Result<()> {
     let length = asked().unwrap_or(DEFAULT);
     let (server, agent) = server_and_agent(testbed).await?;
@@ -61,7 +57,7 @@ async fn what_is_held_does_not_grow(testbed: &Testbed) -> Result<()> {
             let Some(warm) = warm else { bail!("{length:?} is too short for two rounds") };
             figure(&format!(
                 "{rounds} rounds, {served} connections in {took:.0?}; {}",
-                growth(&warm, &held)?
+                growth(&warm, &held, &SLACK)?
             ));
             return Ok(());
         }
@@ -72,18 +68,6 @@ async fn what_is_held_does_not_grow(testbed: &Testbed) -> Result<()> {
             warm = Some(held);
         }
     }
-}
-
-/// How much more is held; an error when it is more than 5 %.
-fn growth(before: &Held, after: &Held) -> Result<String> {
-    let mut changes = Vec::new();
-    for (what, before) in before {
-        let after = after.get(what).copied().unwrap_or_default();
-        let slack = SLACK.iter().find(|(name, _)| what.ends_with(name)).map_or(0.0, |(_, slack)| *slack);
-        ensure!(after <= before * 1.05 + slack, "{what} grew from {before:.0} to {after:.0}");
-        changes.push(format!("{what} {before:.0} -> {after:.0}"));
-    }
-    Ok(changes.join(", "))
 }
 
 async fn held(server: &Server<'_>, agent: &Agent<'_>) -> Result<Held> {
@@ -99,20 +83,9 @@ async fn held(server: &Server<'_>, agent: &Agent<'_>) -> Result<Held> {
         held.insert(format!("server's {count}"), value);
     }
     for (program, metrics) in [("server", server.metrics().await?), ("agent", agent.metrics().await?)] {
-        held.extend(of_process(&metrics).map(|(what, value)| (format!("{program}'s {what}"), value)));
+        held.extend(of_process(program, &metrics));
     }
     Ok(held)
-}
-
-fn of_process(metrics: &Metrics) -> impl Iterator<Item = (&'static str, f64)> {
-    [
-        ("memory", "process_resident_memory_bytes"),
-        ("sockets", "process_open_fds"),
-        ("threads", "process_threads"),
-        ("tasks", "postern_tasks"),
-    ]
-    .map(|(what, metric)| (what, metrics.sum(metric, &[])))
-    .into_iter()
 }
 
 /// On the steady edge, except the last.

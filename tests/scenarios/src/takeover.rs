@@ -8,18 +8,25 @@ use nix::sys::signal::Signal;
 use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, connect_error, echo, end_of, visit};
+use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
+use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
 
-use crate::common::{alongside, hold, pause, server, skip, target};
+use crate::common::{alongside, hold, pause, server, session_of, skip, target};
 
 scenarios! {
     nobody_notices(edges = 2, limit = 240),
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
+    a_successor_dies_while_the_first_one_drains(limit = 180),
     a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
+    an_agent_is_replaced(limit = 180),
+    an_agents_successor_dies(limit = 180),
+    an_agents_successor_dies_while_the_first_one_drains(limit = 180),
     killed_and_back(limit = 180),
     killed_and_gone(limit = 180),
 }
@@ -136,6 +143,30 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     echo(&mut held, b"still").await.context("on the connection held")
 }
 
+/// It had taken over: a third one starts at once, whatever the first one still carries.
+async fn a_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Result<()> {
+    let mut first = Builder::new(testbed).flag("--drain-timeout=2m").start().await?;
+    let _agents = agents(&first, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let held = hold(on_edge.address, b"before").await?;
+    let mut second = alongside("a takeover", on_edge.address, first.take_over()).await?;
+    second.process.crash().await?;
+    second.start_again().await?;
+    second.wait_connected("edge-1", true, agent::START).await?;
+    visit(on_edge.address).await?;
+    finishes(&mut first.process, held, on_edge.address).await
+}
+
+/// The first one has carried what it had, and ends with it; the third one goes on.
+async fn finishes(first: &mut Process, mut held: TcpStream, on_edge: SocketAddr) -> Result<()> {
+    ensure!(first.ended()?.is_none(), "the first one ended with a connection open");
+    echo(&mut held, b"after").await.context("on the connection held")?;
+    drop(held);
+    let status = first.wait_exit(ENDS).await?;
+    ensure!(status.code() == Some(0), "the first one ended with {status}");
+    visit(on_edge).await.context("after the first one's end").map(drop)
+}
+
 async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed) -> Result<()> {
     let mut first = server(testbed).await?;
     let mut agents = agents(&first, 2).await?;
@@ -153,6 +184,121 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     .await?;
     agents[1].process.signal(Signal::SIGCONT)?;
     second.wait_connected("edge-2", true, agent::START).await
+}
+
+async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let mut agent = Agent::enrol_with(&server, 1, &["--drain-timeout=1m"]).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let length = 30_000_000;
+    let source = target(testbed, 1, 9100, Behaviour::Source(22, length))?;
+    visit(on_edge.address).await?;
+    let down = async || {
+        let metrics = server.metrics().await?;
+        anyhow::Ok(metrics.sum("postern_redirect_verdicts_total", &[("outcome", "down")]))
+    };
+    let before = down().await?;
+    for turn in 1..=3 {
+        let epoch = session_of(&server, 0).await?["epoch"].clone();
+        let mut held = hold(on_edge.address, b"before").await?;
+        let mut download = client::connect(source.address).await?;
+        skip(&mut download, 1_000_000).await?;
+        let started = Instant::now();
+        agent = alongside("an agent's replacement", on_edge.address, async {
+            let second = agent.take_over().await?;
+            figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
+            // What the first one carries goes on.
+            echo(&mut held, b"after").await.context("on the connection held")?;
+            let (got, _) = client::digest(&mut download).await?;
+            ensure!(got + 1_000_000 == length, "a download of {got} bytes");
+            download.shutdown().await.context("closing the download")?;
+            ensure!(agent.process.ended()?.is_none(), "the first agent ended with a connection open");
+            echo(&mut held, b"still").await.context("on the connection held")?;
+            held.shutdown().await.context("closing")?;
+            ensure!(end_of(&mut held, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
+            let status = agent.process.wait_exit(ENDS).await?;
+            ensure!(status.code() == Some(0), "the first agent ended with {status}");
+            anyhow::Ok(second)
+        })
+        .await?;
+        ensure!(session_of(&server, 0).await?["epoch"] != epoch, "the first agent's session is the live one");
+        agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)?;
+        let ready = agent.get("/readyz").await?;
+        ensure!(ready.0 == 200, "/readyz of the second agent: {ready:?}");
+    }
+    for line in server.access_log()? {
+        ensure!(line.text("outcome") == "ok", "{line:?}");
+    }
+    let failed = down().await? - before;
+    ensure!(failed == 0.0, "{failed} connects found no tunnel");
+    let status = agent.process.stop().await?;
+    ensure!(status.code() == Some(0), "the last agent ended with {status}");
+    ensure!(!agent.state_dir().join("takeover").exists(), "its socket is left");
+    Ok(())
+}
+
+/// It had taken over: a third one starts at once, whatever the first one still carries.
+async fn an_agents_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let mut first = Agent::enrol_with(&server, 1, &["--drain-timeout=2m"]).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let held = hold(on_edge.address, b"before").await?;
+    let mut second = alongside("a takeover", on_edge.address, first.take_over()).await?;
+    second.process.crash().await?;
+    second.start_again()?;
+    second.wait_log("attached").await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    visit(on_edge.address).await?;
+    finishes(&mut first.process, held, on_edge.address).await
+}
+
+async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    // As in a pod, which is stopped by its kubelet.
+    let mut agent = Agent::enrol_with(&server, 1, &["--when-replaced=wait"]).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let mut held = hold(on_edge.address, b"before").await?;
+    let epoch = session_of(&server, 0).await?["epoch"].clone();
+
+    // Half-way: it reaches no server.
+    let edge = &testbed.edge(1).ns;
+    let syn = "OUTPUT -p tcp --dport 10262 --syn -j DROP";
+    edge.iptables(&format!("-I {syn}"))?;
+    alongside("a successor that dies half-way", on_edge.address, async {
+        let mut second = agent.successor()?;
+        agent.wait_log("another agent takes over").await?;
+        second.wait_log("taking over from the one that runs here").await?;
+        second.process.crash().await?;
+        agent.wait_log("this agent goes on").await
+    })
+    .await?;
+    edge.iptables(&format!("-D {syn}"))?;
+    ensure!(session_of(&server, 0).await?["epoch"] == epoch, "the session is another one");
+    ensure!(agent.get("/readyz").await?.0 == 200, "the first agent has lost its admin port");
+
+    // It has taken over, and the first one waits to be stopped.
+    let mut second = alongside("a takeover", on_edge.address, agent.take_over()).await?;
+    echo(&mut held, b"after").await.context("on the connection held")?;
+    ensure!(agent.process.ended()?.is_none(), "the first agent ended by itself");
+    let epoch = session_of(&server, 0).await?["epoch"].clone();
+    second.process.crash().await?;
+    let now = async || Ok(session_of(&server, 0).await?["epoch"].clone());
+    let back = |now: &Value| now.is_number() && *now != epoch;
+    wait_until("the first agent to be back", agent::START, now, back).await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    echo(&mut held, b"still").await.context("on the connection held")?;
+    visit(on_edge.address).await?;
+
+    // The next one is taken.
+    let third = alongside("another takeover", on_edge.address, agent.take_over()).await?;
+    drop(held);
+    alongside("the first agent's end", on_edge.address, async {
+        let status = agent.process.stop().await?;
+        ensure!(status.code() == Some(0), "the first agent ended with {status}");
+        Ok(())
+    })
+    .await?;
+    third.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)
 }
 
 /// Expects that connects are refused at once, and never go to the edge's own network.

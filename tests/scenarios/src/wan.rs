@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
-use postern_testbed::agent::{Agent, START};
+use postern_testbed::agent::{self, Agent, START};
+use postern_testbed::asleep::Asleep;
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::percentiles::Times;
@@ -32,6 +33,7 @@ scenarios! {
     a_long_outage_ends_at_once(limit = 180),
     nat_forgets_the_link,
     the_edge_gets_another_address,
+    the_edge_was_asleep,
 }
 
 /// How long something may take on a slow path; the scenario's own limit is far above.
@@ -123,6 +125,22 @@ async fn wait_links(server: &Server<'_>, expected: &[u64]) -> Result<()> {
     Ok(())
 }
 
+/// Connections to a shell, each on a link of its own; the node has a spare one after each.
+async fn hold_on_links_of_their_own(
+    server: &Server<'_>,
+    shell: SocketAddr,
+    most: usize,
+) -> Result<Vec<TcpStream>> {
+    let mut held = Vec::new();
+    while held.len() < most {
+        held.push(hold(shell, b"login").await?);
+        let mut expected = vec![1; held.len()];
+        expected.push(0);
+        wait_links(server, &expected).await?;
+    }
+    Ok(held)
+}
+
 /// One address in front of two servers, which get connections in turns.
 async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(40, 100))?;
@@ -151,14 +169,7 @@ async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> 
     let rtt = async || Ok(session_of(&first, 0).await?["rtt_ms"].as_f64());
     wait_until("the round-trip time to the agent", PATIENCE, rtt, far).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    let mut held = Vec::new();
-    for count in 1..5 {
-        held.push(hold(shell.address, b"login").await?);
-        // The spare one.
-        let mut expected = vec![1; count];
-        expected.push(0);
-        wait_links(&first, &expected).await?;
-    }
+    let mut held = hold_on_links_of_their_own(&first, shell.address, 4).await?;
     ensure!(!second.is_connected("edge-1").await?, "the second server has taken a link for a session");
     for stream in &mut held {
         echo(stream, b"still there").await?;
@@ -196,14 +207,7 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     let (server, agent) = server_and_agent(testbed).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 20_000_000))?;
-    let mut held = Vec::new();
-    for count in 1..8 {
-        held.push(hold(shell.address, b"login").await?);
-        // The spare one.
-        let mut expected = vec![1; count];
-        expected.push(0);
-        wait_links(&server, &expected).await?;
-    }
+    let mut held = hold_on_links_of_their_own(&server, shell.address, 7).await?;
     ensure!(
         agent.status().await?["servers"][0]["links"] == 8,
         "the agent counts others: {:?}",
@@ -434,5 +438,34 @@ async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<()> {
     figure(&format!("usable {:.1?} after the edge has another address", start.elapsed()));
     let log = agent.process.output()?;
     ensure!(log.contains("this node has lost the address of its link"), "the agent's log: {log}");
+    Ok(())
+}
+
+async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(50, 50))?;
+    let server = Builder::new(testbed).start().await?;
+    let clock = Asleep::new(testbed)?;
+    // Without the clock only PING would notice.
+    let builder = agent::Builder::new(&server, 1).flag("--keepalive=5m");
+    let builder =
+        clock.environment().into_iter().fold(builder, |builder, (name, value)| builder.env(name, &value));
+    let mut agent = builder.enrol(&server).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    client::visit(shell.address).await?;
+    agent.process.signal(Signal::SIGSTOP)?;
+    testbed.forget_mappings()?;
+    clock.set(Duration::from_secs(3600))?;
+    agent.process.signal(Signal::SIGCONT)?;
+    let start = Instant::now();
+    wait_for("a new connection", PATIENCE, async || {
+        let visit = tokio::time::timeout(PATIENCE, client::visit(shell.address)).await;
+        Ok(visit.context("a visit")?.ok())
+    })
+    .await?;
+    figure(&format!("usable {:.1?} after the edge has woken up", start.elapsed()));
+    let log = agent.process.output()?;
+    for line in ["asleep_s=3600", "it is silent, and another connection to the server works"] {
+        ensure!(log.contains(line), "no {line:?} in the agent's log: {log}");
+    }
     Ok(())
 }

@@ -25,6 +25,8 @@ pub struct Builder<'a> {
     edge: usize,
     node: String,
     name: String,
+    /// The name of its state folder.
+    state: String,
     server: Option<String>,
     kubeconfig: Option<PathBuf>,
     token: Option<Token>,
@@ -34,6 +36,8 @@ pub struct Builder<'a> {
     /// A process whose mounts the agent sees.
     mounts_of: Option<u32>,
     memory: Option<MemoryLimit>,
+    /// The program and what precedes it on the command line, if not the one of this machine.
+    program: Option<Vec<PathBuf>>,
 }
 
 impl<'a> Builder<'a> {
@@ -54,6 +58,7 @@ impl<'a> Builder<'a> {
             testbed,
             edge,
             node,
+            state: name.clone(),
             name,
             server: None,
             kubeconfig: None,
@@ -63,6 +68,7 @@ impl<'a> Builder<'a> {
             stderr: None,
             mounts_of: None,
             memory: None,
+            program: None,
         }
     }
 
@@ -77,6 +83,7 @@ impl<'a> Builder<'a> {
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         name.clone_into(&mut self.name);
+        name.clone_into(&mut self.state);
         self
     }
 
@@ -119,8 +126,14 @@ impl<'a> Builder<'a> {
         self
     }
 
+    /// Runs the arm64 build of the agent.
+    pub fn arm64(mut self) -> Result<Self> {
+        self.program = Some(process::arm64_program("tunnel-agent")?);
+        Ok(self)
+    }
+
     pub fn state_dir(&self) -> PathBuf {
-        self.testbed.dir().join(&self.name)
+        self.testbed.dir().join(&self.state)
     }
 
     /// Creates a token for its node, starts the program and waits for its tunnel.
@@ -139,14 +152,23 @@ impl<'a> Builder<'a> {
     }
 
     fn process(&self) -> Result<Process> {
-        let (host, program) = (self.testbed.on_edge(self.edge), process::program("tunnel-agent")?);
+        let host = self.testbed.on_edge(self.edge);
+        let program = match &self.program {
+            Some(program) => program.clone(),
+            None => vec![process::program("tunnel-agent")?],
+        };
         let mut command = match self.mounts_of {
             Some(pid) => {
                 let mut command = host.command("nsenter".as_ref());
-                command.arg(format!("--mount=/proc/{pid}/ns/mnt")).arg("--").arg(program);
+                command.arg(format!("--mount=/proc/{pid}/ns/mnt")).arg("--").args(program);
                 command
             }
-            None => host.command_below(self.memory.as_ref(), &program),
+            None => {
+                let (first, rest) = program.split_first().context("an empty command line")?;
+                let mut command = host.command_below(self.memory.as_ref(), first);
+                command.args(rest);
+                command
+            }
         };
         if let Some(server) = &self.server {
             command.arg(format!("--server={server}"));
@@ -204,6 +226,30 @@ impl<'a> Agent<'a> {
         self.builder.token = None;
         self.process = self.builder.process()?;
         Ok(())
+    }
+
+    /// Starts one more agent with the same flags, and waits until it has taken over from this one.
+    pub async fn take_over(&self) -> Result<Self> {
+        let log = process::log_file(self.builder.testbed.dir(), &self.successors_name());
+        // Another one may have written there.
+        let times = || {
+            let log = std::fs::read_to_string(&log).unwrap_or_default();
+            log.matches("took over from the agent before").count()
+        };
+        let before = times();
+        let agent = self.successor()?;
+        let what = "the second agent to take over";
+        wait_until(what, START, async || Ok(times()), |times| *times > before).await?;
+        Ok(agent)
+    }
+
+    /// Starts one more agent with the same flags.
+    pub fn successor(&self) -> Result<Self> {
+        Builder { name: self.successors_name(), ..self.builder.clone() }.spawn()
+    }
+
+    fn successors_name(&self) -> String {
+        format!("{}+", self.builder.name)
     }
 
     /// Kills the agent, and waits until the server has noticed.

@@ -9,6 +9,7 @@
 
 pub mod access_log;
 pub mod agent;
+pub mod asleep;
 pub mod authority;
 pub mod cgroup;
 pub mod client;
@@ -16,6 +17,7 @@ pub mod cluster;
 pub mod id;
 pub mod inventory;
 pub mod load_target;
+pub mod maps;
 pub mod metrics;
 pub mod netns;
 pub mod percentiles;
@@ -31,4 +33,4 @@ mod topology;
 pub mod wait;
 pub mod wan;
 
-pub use topology::{CLOUD, Edge, NEIGHBOUR, POD, POD_CIDR, Shape, Testbed};
+pub use topology::{CLOUD, CloudHost, Edge, NEIGHBOUR, POD, POD_CIDR, ROUTER, Shape, Testbed};

@@ -200,3 +200,13 @@ pub fn program(name: &str) -> Result<PathBuf> {
     );
     Ok(path)
 }
+
+/// The arm64 build of a program as a command line: on another machine qemu runs it. `cargo xtask test` builds it.
+pub fn arm64_program(name: &str) -> Result<Vec<PathBuf>> {
+    let this = std::env::current_exe().context("where this program is")?;
+    let target = this.parent().and_then(Path::parent).context("this program is in no target folder")?;
+    let path = target.join("aarch64-unknown-linux-musl/debug").join(name);
+    ensure!(path.exists(), "{} is missing: `cargo xtask test arm64` builds it", path.display());
+    let emulator = (!cfg!(target_arch = "aarch64")).then(|| PathBuf::from("qemu-aarch64-static"));
+    Ok(emulator.into_iter().chain([path]).collect())
+}

@@ -2,6 +2,7 @@
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
@@ -12,13 +13,13 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::access_log::{self, AccessLine};
-use crate::cgroup::MemoryLimit;
+use crate::cgroup::{Cgroup, MemoryLimit};
 use crate::client;
 use crate::inventory::Inventory;
 use crate::metrics::Metrics;
 use crate::netns::Namespace;
 use crate::process::{self, Placement, Process};
-use crate::topology::{CLOUD, NEIGHBOUR, Testbed};
+use crate::topology::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
 use crate::wait::{wait_for, wait_until};
 
 /// How long a server may take until /readyz answers 200.
@@ -45,6 +46,7 @@ pub struct Token {
 pub struct Builder<'a> {
     testbed: &'a Testbed,
     flags: Vec<String>,
+    environment: Vec<(&'static str, String)>,
     ports: Option<String>,
     name: String,
     /// Reads the nodes from an API server instead of a file.
@@ -60,6 +62,7 @@ pub struct Builder<'a> {
 #[derive(Debug, Clone, Copy)]
 struct Host<'a> {
     ns: &'a Namespace,
+    cgroup: &'a Cgroup,
     address: Ipv4Addr,
     /// The name of its state folder.
     state: &'static str,
@@ -69,10 +72,12 @@ impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
-        let host = Host { ns: &testbed.cloud, address: CLOUD, state: "server" };
+        let host =
+            Host { ns: &testbed.cloud, cgroup: &testbed.cloud_cgroup, address: CLOUD, state: "server" };
         Self {
             testbed,
             flags: Vec::new(),
+            environment: Vec::new(),
             ports,
             name,
             kubeconfig: None,
@@ -85,16 +90,51 @@ impl<'a> Builder<'a> {
 
     /// One more server with the same CA on [`Testbed::add_neighbour`], without a redirect.
     pub fn on_neighbour(first: &Server<'a>, neighbour: &'a Namespace) -> Result<Self> {
+        Self::on_host(first, neighbour, NEIGHBOUR, "neighbour")
+    }
+
+    /// One more server with the same CA on [`Testbed::add_to_cloud_lan`], without a redirect. `state` names its state folder
+    /// and its log.
+    pub fn on_host(
+        first: &Server<'a>,
+        ns: &'a Namespace,
+        address: Ipv4Addr,
+        state: &'static str,
+    ) -> Result<Self> {
         let testbed = first.testbed();
-        let host = Host { ns: neighbour, address: NEIGHBOUR, state: "neighbour" };
-        let (from, to) = (testbed.dir().join("server/ca"), testbed.dir().join("neighbour/ca"));
+        let host = Host { ns, cgroup: &testbed.cloud_cgroup, address, state };
+        let (from, to) = (testbed.dir().join("server/ca"), testbed.dir().join(state).join("ca"));
         fs::create_dir_all(&to).with_context(|| format!("creating {}", to.display()))?;
         for entry in fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
             let entry = entry?;
             fs::copy(entry.path(), to.join(entry.file_name())).context("copying the CA")?;
         }
-        let name = "tunnel-server-neighbour".to_owned();
-        Ok(Self { host, name, ports: None, ..Self::new(testbed) }.flag("--redirect=off"))
+        Ok(Self::alone_on(testbed, host))
+    }
+
+    /// As [`Builder::on_host`], but the folder of the CA itself is the first server's, as where it is rotated.
+    pub fn sharing_ca(
+        first: &Server<'a>,
+        ns: &'a Namespace,
+        address: Ipv4Addr,
+        state: &'static str,
+    ) -> Result<Self> {
+        let testbed = first.testbed();
+        let dir = testbed.dir().join(state);
+        fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+        symlink(testbed.dir().join("server/ca"), dir.join("ca")).context("sharing the CA")?;
+        Ok(Self::alone_on(testbed, Host { ns, cgroup: &testbed.cloud_cgroup, address, state }))
+    }
+
+    /// A server on [`Testbed::add_neighbour`] with a CA of its own, without a redirect.
+    pub fn alone_on_neighbour(testbed: &'a Testbed, neighbour: &'a Namespace) -> Self {
+        let cgroup = &testbed.cloud_cgroup;
+        Self::alone_on(testbed, Host { ns: neighbour, cgroup, address: NEIGHBOUR, state: "neighbour" })
+    }
+
+    fn alone_on(testbed: &'a Testbed, host: Host<'a>) -> Self {
+        let name = format!("tunnel-server-{}", host.state);
+        Self { host, name, ports: None, ..Self::new(testbed) }.flag("--redirect=off")
     }
 
     /// A server of a cluster; its ports are those of the cluster's ConfigMap.
@@ -102,9 +142,27 @@ impl<'a> Builder<'a> {
         Self { ports: None, kubeconfig: Some(kubeconfig), ..Self::new(testbed) }
     }
 
+    /// The same on another host, with a redirect there; `state` names its state folder and its log.
+    pub fn in_cluster_on(
+        testbed: &'a Testbed,
+        host: &'a CloudHost,
+        state: &'static str,
+        kubeconfig: PathBuf,
+    ) -> Self {
+        let host = Host { ns: &host.ns, cgroup: &host.cgroup, address: host.address, state };
+        let name = format!("tunnel-server-{state}");
+        Self { host, name, ..Self::in_cluster(testbed, kubeconfig) }
+    }
+
     #[must_use]
     pub fn flag(mut self, flag: impl Into<String>) -> Self {
         self.flags.push(flag.into());
+        self
+    }
+
+    #[must_use]
+    pub fn env(mut self, name: &'static str, value: &str) -> Self {
+        self.environment.push((name, value.to_owned()));
         self
     }
 
@@ -157,7 +215,7 @@ impl<'a> Builder<'a> {
         let dir = self.testbed.dir();
         let program = process::program("tunnel-server")?;
         let memory = self.memory.as_ref();
-        let host = Placement { ns: self.host.ns, ..self.testbed.on_cloud() };
+        let host = Placement { ns: self.host.ns, cgroup: self.host.cgroup };
         let mut command = match self.open_files {
             None => host.command_below(memory, &program),
             Some(limit) => {
@@ -175,10 +233,11 @@ impl<'a> Builder<'a> {
         }
         command
             .arg(format!("--state-dir={}", dir.join(self.host.state).display()))
-            .arg(format!("--redirect-cgroup={}", self.testbed.cloud_cgroup.path().display()))
+            .arg(format!("--redirect-cgroup={}", self.host.cgroup.path().display()))
             .arg(format!("--bpffs={}", self.testbed.bpffs().display()))
             .arg("--log-format=json")
-            .args(&self.flags);
+            .args(&self.flags)
+            .envs(self.environment.iter().map(|(name, value)| (name, value)));
         Ok(command)
     }
 }
@@ -192,9 +251,15 @@ pub struct Server<'a> {
 impl<'a> Server<'a> {
     /// Starts the server again after it has exited.
     pub async fn start_again(&mut self) -> Result<()> {
+        self.spawn_again()?;
+        self.wait_ready().await
+    }
+
+    /// Starts the program again after it has exited, without waiting until it is ready.
+    pub fn spawn_again(&mut self) -> Result<()> {
         ensure!(self.process.ended()?.is_some(), "the server still runs");
         self.process = self.builder.spawn()?;
-        self.wait_ready().await
+        Ok(())
     }
 
     /// Starts one more server with the same flags, and waits until it has taken over from this one.

@@ -25,6 +25,8 @@ pub enum Behaviour {
     HelloFirst(&'static str),
     /// Sends a greeting and ends its own sending, then reads to the client's end.
     EndsFirst(&'static str),
+    /// Reads the head of an HTTP request, sends this, and ends.
+    Answers(&'static str),
     NeverReads,
     /// Waits, then echoes.
     Slow(Duration),
@@ -82,7 +84,7 @@ impl Target {
         self.seen.resets.load(Ordering::SeqCst)
     }
 
-    /// What the last [`Behaviour::EndsFirst`] connection read: count and SHA-256.
+    /// What the last [`Behaviour::EndsFirst`] or [`Behaviour::Sink`] connection read: count and SHA-256.
     pub fn digest(&self) -> Option<(u64, String)> {
         self.seen.digest.lock().ok()?.clone()
     }
@@ -126,6 +128,9 @@ async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Resu
         Behaviour::Echo => echo(stream).await,
         Behaviour::Sink => {
             let (count, sum) = client::digest(&mut stream).await?;
+            if let Ok(mut digest) = seen.digest.lock() {
+                *digest = Some((count, sum.clone()));
+            }
             stream.write_all(format!("{count} {sum}").as_bytes()).await?;
             stream.shutdown().await?;
             Ok(())
@@ -147,6 +152,16 @@ async fn serve(mut stream: TcpStream, behaviour: Behaviour, seen: &Seen) -> Resu
             if let Ok(mut digest) = seen.digest.lock() {
                 *digest = Some(result);
             }
+            Ok(())
+        }
+        Behaviour::Answers(page) => {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await?);
+            }
+            stream.write_all(page.as_bytes()).await?;
+            stream.shutdown().await?;
+            client::digest(&mut stream).await?;
             Ok(())
         }
         Behaviour::NeverReads => {

@@ -24,7 +24,8 @@ use crate::wan::{self, Wan};
 pub const CLOUD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 1);
 /// Another machine on the cloud's LAN.
 pub const NEIGHBOUR: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 2);
-const ROUTER: &str = "10.70.0.254";
+/// The router on the cloud's LAN.
+pub const ROUTER: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 254);
 /// The router of the twin's site.
 const TWIN_ROUTER: &str = "10.70.0.253";
 /// A pod on the cloud host.
@@ -50,6 +51,15 @@ pub struct Edge {
     /// The router's interface towards it.
     pub router_port: String,
     pub ns: Namespace,
+}
+
+/// One more machine of the cloud.
+#[derive(Debug, Clone)]
+pub struct CloudHost {
+    pub ns: Namespace,
+    /// Of everything on it: what its own redirect is attached to.
+    pub cgroup: Cgroup,
+    pub address: Ipv4Addr,
 }
 
 /// The namespaces, cgroups and files of one run. Dropping it removes the namespaces and cgroups; the folder with the
@@ -82,7 +92,8 @@ impl Testbed {
         let mount = cgroup::unified_mount()?;
         let home_cgroup = cgroup::of_this_process(&mount)?;
         let parent = Cgroup::create(mount.join(id.to_string()))?;
-        let cloud_cgroup = Cgroup::create(parent.path().join("cloud"))?;
+        // As its node is called in a cluster.
+        let cloud_cgroup = Cgroup::create(parent.path().join("cloud-1"))?;
         let edge_cgroup = Cgroup::create(parent.path().join("edge"))?;
         let mut testbed = Self {
             cloud: Namespace::create(&id, "cloud")?,
@@ -218,9 +229,21 @@ impl Testbed {
 
     /// Adds another machine to the cloud's LAN, at [`NEIGHBOUR`].
     pub fn add_neighbour(&self) -> Result<Namespace> {
-        let ns = Namespace::create(&self.id, "neighbour")?;
-        self.plug_into_cloud_lan(&ns, "p-neighbour", NEIGHBOUR)?;
+        self.add_to_cloud_lan("neighbour", NEIGHBOUR)
+    }
+
+    /// Adds another machine to the cloud's LAN. The name has at most 13 characters.
+    pub fn add_to_cloud_lan(&self, name: &str, address: Ipv4Addr) -> Result<Namespace> {
+        let ns = Namespace::create(&self.id, name)?;
+        self.plug_into_cloud_lan(&ns, &format!("p-{name}"), address)?;
         Ok(ns)
+    }
+
+    /// The same, with a cgroup of its own.
+    pub fn add_cloud_host(&self, name: &str, address: Ipv4Addr) -> Result<CloudHost> {
+        let parent = self.cloud_cgroup.path().parent().context("the cloud's cgroup has no parent")?;
+        let cgroup = Cgroup::create(parent.join(name))?;
+        Ok(CloudHost { ns: self.add_to_cloud_lan(name, address)?, cgroup, address })
     }
 
     /// Adds a pod to the cloud host, at [`POD`], reached by a veth pair as a CNI plugin would make it.

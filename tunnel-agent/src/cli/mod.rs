@@ -1,12 +1,17 @@
-//! The command line: the flags, what becomes of them, and `tunnel-agent status`.
+//! The command line: the flags, what becomes of them, and the commands.
 
 mod args;
+mod bundle;
+mod doctor;
+mod outbound;
 mod parse;
 mod status;
 
 use clap::{Parser, Subcommand};
 
 pub use args::{DEFAULT_ADMIN_ADDRESS, DEFAULT_STATE_DIR, IgnoredArgs, RunArgs};
+pub use bundle::BundleCommand;
+pub use doctor::DoctorCommand;
 pub use status::StatusCommand;
 
 /// Runs on an edge node, dials the tunnel-servers, and lets them reach this node.
@@ -28,6 +33,11 @@ pub struct Cli {
 pub enum Command {
     /// Show the running agent's servers, certificate and connections.
     Status(StatusCommand),
+    /// Examine this agent, its node and the way to the servers, and say how to fix what is wrong. Exit code: 0 fine,
+    /// 1 warnings, 2 broken.
+    Doctor(Box<DoctorCommand>),
+    /// Write a support bundle: state, metrics, flags, log, facts of the node, and doctor's report; no keys and no tokens.
+    Bundle(Box<BundleCommand>),
 }
 
 #[cfg(test)]

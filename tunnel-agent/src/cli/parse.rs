@@ -1,23 +1,22 @@
 //! From flags to a [`Config`].
 
-use std::io;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
-use std::path::Path;
 use std::time::Duration;
 
 use tunnel_core::config::{
-    ConfigError, HostPort, host_name, parse_duration, parse_ip, parse_loopback_door, parse_target_rules,
-    parse_with,
+    ConfigError, HostPort, parse_duration, parse_ip, parse_loopback_door, parse_target_rules, parse_with,
 };
-use tunnel_core::identity::{ExposeSecret, NodeName, SecretString, parse_ca_hash};
+use tunnel_core::identity::{ExposeSecret, Holder, NodeName, SecretString};
 use tunnel_core::link::{Congestion, MAX_LINKS};
 
 use super::args::{IgnoredArgs, RunArgs};
-use crate::config::Config;
-use crate::identity::IdentityFiles;
+use super::outbound::outbound;
+use crate::config::{Config, WhenReplaced};
+use crate::identity::{enrolment, node_of_host};
 use crate::kube::{DEFAULT_SERVICE, KubeOptions};
 use crate::reach::{Proxy, Reach};
+use crate::session::Spread;
 
 /// A shorter one would be traffic for nothing; with a longer one a NAT forgets the link.
 const KEEPALIVES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(300);
@@ -26,40 +25,40 @@ impl RunArgs {
     /// # Errors
     /// Names the flag, its value and the reason.
     pub fn to_config(&self) -> Result<Config, ConfigError> {
+        self.to_config_as(is_pod())
+    }
+
+    /// `pod`: whether this is one, with access to the API server.
+    pub(super) fn to_config_as(&self, pod: bool) -> Result<Config, ConfigError> {
         let servers = servers(self)?;
-        let kube = kube_options(self, &servers)?;
+        let kube = kube_options(self, &servers, pod)?;
         let node_name = match &self.node_name {
             Some(name) => parse_with("--node-name", name)?,
             None => node_of_host()?,
         };
-        let ca_hash = self.ca_hash.as_deref().map(str::trim);
-        if let Some(hash) = ca_hash {
-            parse_ca_hash(hash).map_err(|error| ConfigError::new("--ca-hash", hash, error.to_string()))?;
-        }
         if kube.is_some() {
             let given = [
                 ("--token", self.token.is_some()),
                 ("--token-file", self.token_file.is_some()),
-                ("--ca-hash", ca_hash.is_some()),
+                ("--ca-hash", self.ca_hash.is_some()),
             ];
             if let Some((key, _)) = given.into_iter().find(|(_, given)| *given) {
-                let reason = "not with --kubeconfig or as a pod, where this agent enrols through the API server; leave it \
-                              out, or enrol with --server, --token and --ca-hash alone";
+                let reason = "not with --kubeconfig, nor as a pod without --server, where this agent enrols through the API \
+                              server; leave it out, or enrol with --server, --token and --ca-hash alone";
                 return Err(ConfigError::without_value(key, reason));
             }
         }
-        let token = token(self)?;
-        if token.is_some() && ca_hash.is_none() {
-            let reason = "needed with a token, or the agent could enrol with an impostor; `tunnel-server ca status` prints it";
-            return Err(ConfigError::without_value("--ca-hash", reason));
-        }
+        let pod_targets = pod_targets(self, kube.is_some())?;
+        let enrolled = (self.state_dir.as_path(), Holder::Agent);
+        let (token, ca_hash) =
+            enrolment(self.token.as_ref(), self.token_file.as_deref(), self.ca_hash.as_deref(), enrolled)?;
         Ok(Config {
             servers,
             kube,
             node_name,
             node_ip: self.node_ip.as_deref().map(node_ip).transpose()?,
             token,
-            ca_hash: ca_hash.map(str::to_owned),
+            ca_hash,
             reach: Reach::new(
                 proxy(self.proxy.as_ref(), |name| std::env::var(name).ok())?,
                 Congestion::parse("--congestion-control", &self.congestion_control)?,
@@ -67,9 +66,19 @@ impl RunArgs {
             state_dir: self.state_dir.clone(),
             admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
             allow_targets: parse_target_rules("--allow-target", &self.allow_target)?,
+            pod_targets,
+            outbound: outbound(&self.connect_address, &self.connect_clients, &self.map)?,
+            bench: bench(&self.bench)?,
+            spread: spread(&self.links)?,
             max_links: max_links(&self.max_links)?,
             keepalive: keepalive(&self.keepalive)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
+            when_replaced: match &self.when_replaced {
+                Some(given) => parse_with("--when-replaced", given)?,
+                // The kubelet would start it again.
+                None if is_pod() => WhenReplaced::Wait,
+                None => WhenReplaced::Exit,
+            },
             log_format: parse_with("--log-format", &self.log_format)?,
             log_level: parse_with("--log-level", &self.log_level)?,
             ignored: ignored(&self.ignored),
@@ -98,6 +107,38 @@ pub(super) fn proxy(
     let proxy = Proxy::parse(url.trim(), &except);
     // The value may contain a password.
     proxy.map(Some).map_err(|reason| ConfigError::without_value(key, reason))
+}
+
+fn pod_targets(args: &RunArgs, in_cluster: bool) -> Result<bool, ConfigError> {
+    const KEY: &str = "--pod-targets";
+    let error = |reason: &str| Err(ConfigError::new(KEY, &args.pod_targets, reason));
+    match args.pod_targets.as_str() {
+        "off" => Ok(false),
+        "on" if !in_cluster => {
+            error("an API server is needed, which has the ranges; name them with --allow-target")
+        }
+        "on" if !args.allow_target.is_empty() => error("not with --allow-target: name the ranges there"),
+        "on" => Ok(true),
+        _ => error("use on or off"),
+    }
+}
+
+fn bench(value: &str) -> Result<bool, ConfigError> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(ConfigError::new("--bench", value, "use on or off")),
+    }
+}
+
+fn spread(value: &str) -> Result<Spread, ConfigError> {
+    if value == "all" {
+        return Ok(Spread::All);
+    }
+    match value.parse() {
+        Ok(number @ 1..) => Ok(Spread::Best(number)),
+        _ => Err(ConfigError::new("--links", value, "not a number of servers from 1 on, nor all")),
+    }
 }
 
 fn max_links(value: &str) -> Result<u32, ConfigError> {
@@ -133,8 +174,10 @@ fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
     Ok(servers)
 }
 
-fn kube_options(args: &RunArgs, servers: &[HostPort]) -> Result<Option<KubeOptions>, ConfigError> {
-    if args.kubeconfig.is_none() && !servers.is_empty() {
+fn kube_options(args: &RunArgs, servers: &[HostPort], pod: bool) -> Result<Option<KubeOptions>, ConfigError> {
+    // As a pod too, a token says how this agent enrols.
+    let by_token = args.token.is_some() || args.token_file.is_some() || args.ca_hash.is_some();
+    if args.kubeconfig.is_none() && !servers.is_empty() && (!pod || by_token) {
         let given = [("--namespace", &args.namespace), ("--service", &args.service)];
         if let Some((key, Some(value))) = given.into_iter().find(|(_, value)| value.is_some()) {
             let reason =
@@ -143,7 +186,7 @@ fn kube_options(args: &RunArgs, servers: &[HostPort]) -> Result<Option<KubeOptio
         }
         return Ok(None);
     }
-    if args.kubeconfig.is_none() && !is_pod() {
+    if args.kubeconfig.is_none() && !pod {
         let reason = "needed: HOST:PORT of each tunnel-server; or --kubeconfig FILE, to find them and enrol through the API \
                       server (as a pod neither is needed, but this is none: $KUBERNETES_SERVICE_HOST is not set)";
         return Err(ConfigError::without_value("--server", reason));
@@ -183,39 +226,4 @@ fn node_ip(value: &str) -> Result<IpAddr, ConfigError> {
         return Err(ConfigError::new("--node-ip", value, "not the address of a node"));
     }
     Ok(address)
-}
-
-fn node_of_host() -> Result<NodeName, ConfigError> {
-    let missing = |reason: String| ConfigError::without_value("--node-name", format!("needed: {reason}"));
-    let name = host_name().map_err(|error| missing(format!("the host name cannot be read: {error}")))?;
-    name.parse().map_err(|error| missing(format!("the host name cannot be a node's: {error}")))
-}
-
-fn token(args: &RunArgs) -> Result<Option<SecretString>, ConfigError> {
-    let (key, token) = match (&args.token, &args.token_file) {
-        (Some(_), Some(path)) => {
-            let reason = "--token is given too; use one of them";
-            return Err(ConfigError::new("--token-file", path.to_string_lossy(), reason));
-        }
-        (Some(token), None) => ("--token", SecretString::from(token.expose_secret().trim())),
-        (None, Some(path)) => match std::fs::read_to_string(path) {
-            Ok(text) => ("--token-file", text.trim().into()),
-            // The token was for the first enrolment; a tidy operator removes the file.
-            Err(error) if error.kind() == io::ErrorKind::NotFound && has_certificate(&args.state_dir) => {
-                return Ok(None);
-            }
-            Err(error) => {
-                return Err(ConfigError::new("--token-file", path.to_string_lossy(), error.to_string()));
-            }
-        },
-        (None, None) => return Ok(None),
-    };
-    if token.expose_secret().is_empty() || token.expose_secret().chars().any(char::is_whitespace) {
-        return Err(ConfigError::without_value(key, "not a token: it is empty or contains blanks"));
-    }
-    Ok(Some(token))
-}
-
-fn has_certificate(state_dir: &Path) -> bool {
-    IdentityFiles::new(state_dir).certificate().exists()
 }

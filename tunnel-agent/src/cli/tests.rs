@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
 use tunnel_core::config::ConfigError;
-use tunnel_core::identity::{ExposeSecret, SecretString};
+use tunnel_core::identity::{ExposeSecret, Holder, SecretString};
 use tunnel_core::logging;
 
 use super::Cli;
@@ -38,6 +38,7 @@ fn no_debug_output_has_the_token() {
     let config = cli.run.to_config().unwrap();
     let enrol = EnrollConfig {
         servers: vec!["a:1".into()],
+        holder: Holder::Agent,
         node: config.node_name.clone(),
         state_dir: config.state_dir.clone(),
         token: config.token.clone(),
@@ -57,7 +58,7 @@ fn defaults() {
     assert_eq!(config.admin_address, Some("127.0.0.1:10266".parse().unwrap()));
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
     assert_eq!((config.log_format, config.log_level), (logging::Format::Text, logging::Level::Info));
-    assert_eq!((config.node_ip, config.allow_targets.len()), (None, 0));
+    assert_eq!((config.node_ip, config.allow_targets.len(), config.pod_targets), (None, 0, false));
     assert!(config.token.is_none() && config.ca_hash.is_none());
 }
 
@@ -110,10 +111,17 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("state-dir", Some("/var/lib/postern/agent")),
     ("admin-address", Some("127.0.0.1:10266")),
     ("allow-target", None),
+    ("pod-targets", Some("off")),
+    ("connect-address", Some("127.0.0.1:0")),
+    ("connect-clients", Some("")),
+    ("map", None),
+    ("bench", Some("on")),
+    ("links", Some("all")),
     ("max-links", Some("8")),
     ("keepalive", Some("2s")),
     ("congestion-control", Some("auto")),
     ("drain-timeout", Some("30s")),
+    ("when-replaced", None),
     ("log-format", Some("text")),
     ("log-level", Some("info")),
 ];
@@ -145,9 +153,11 @@ fn the_logged_flags_give_the_same_configuration() {
         "--admin-address=0",
         "--allow-target=node:22,80-90",
         "--allow-target=[fd00::/64]:*",
+        "--links=2",
         "--max-links=3",
         "--keepalive=30s",
         "--drain-timeout=1500ms",
+        "--when-replaced=wait",
         "--log-format=json",
         "--log-level=9",
     ])
@@ -163,14 +173,35 @@ fn with_a_kubeconfig_servers_are_found_or_given() {
     let kube = found.kube.clone().unwrap();
     assert_eq!((kube.kubeconfig.as_deref(), kube.namespace), (Some(Path::new("/k")), None));
     assert_eq!((kube.service.as_str(), found.servers.len()), ("x-tunnel-server-svc", 0));
-    let given = config(&["--kubeconfig=/k", "--server=a:1", "--namespace=n", "--service=s"]).unwrap();
-    assert_eq!(given.servers.len(), 1);
+    let given =
+        config(&["--kubeconfig=/k", "--server=a:1", "--namespace=n", "--service=s", "--pod-targets=on"])
+            .unwrap();
+    assert!(given.servers.len() == 1 && given.pod_targets);
     for config in [found, given] {
         let again =
             Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
         assert_eq!(format!("{:?}", again.run.to_config().unwrap()), format!("{config:?}"));
     }
     assert!(config(&["--server=a:1"]).unwrap().kube.is_none());
+}
+
+#[test]
+fn a_pod_uses_the_api_server_unless_it_has_a_token() {
+    let as_pod = |args: &[&str]| {
+        let base = ["tunnel-agent", "--node-name=edge-1"];
+        Cli::try_parse_from(base.iter().chain(args)).unwrap().run.to_config_as(true)
+    };
+    assert!(as_pod(&[]).unwrap().kube.is_some());
+    // Several masters behind public addresses: the servers are given, the certificate comes through the API server.
+    let given = as_pod(&["--server=a:1,b:1", "--namespace=n"]).unwrap();
+    assert_eq!(given.servers.len(), 2);
+    assert_eq!(given.kube.unwrap().namespace.as_deref(), Some("n"));
+    let token = [format!("--ca-hash={HASH}"), "--token=abc.def".to_owned(), "--server=a:1".to_owned()];
+    let token: Vec<&str> = token.iter().map(String::as_str).collect();
+    assert!(as_pod(&token).unwrap().kube.is_none());
+    // Enrolled, and the token was removed from the manifest.
+    assert!(as_pod(&[token[0], token[2]]).unwrap().kube.is_none());
+    assert!(as_pod(&token[..2]).unwrap_err().to_string().starts_with("--token: not with --kubeconfig"));
 }
 
 #[test]
@@ -195,7 +226,7 @@ fn the_token_is_masked_and_needs_the_ca_hash() {
     assert!(!format!("{config:?} {:?}", config.flags()).contains("abc.def"));
     assert_eq!(
         error(&["--server=a:1", "--token=abc.def"]),
-        "--ca-hash: needed with a token, or the agent could enrol with an impostor; `tunnel-server ca status` prints it"
+        "--ca-hash: needed with a token, or it could enrol with an impostor; `tunnel-server ca status` prints it"
     );
 }
 
@@ -238,7 +269,7 @@ fn errors_name_key_value_and_reason() {
         ),
         (
             &["--kubeconfig=/k", "--token=a"],
-            "--token: not with --kubeconfig or as a pod, where this agent enrols through the API server; leave it out, or enrol with --server, --token and --ca-hash alone",
+            "--token: not with --kubeconfig, nor as a pod without --server, where this agent enrols through the API server; leave it out, or enrol with --server, --token and --ca-hash alone",
         ),
         (
             &["--server=a:1", "--service=s"],
@@ -248,6 +279,15 @@ fn errors_name_key_value_and_reason() {
         (
             &["--server=a:1", "--node-ip=edge"],
             "--node-ip=edge: not an IP address; use one such as 10.8.0.7 or fd00::7",
+        ),
+        (&["--kubeconfig=/k", "--pod-targets=yes"], "--pod-targets=yes: use on or off"),
+        (
+            &["--server=a:1", "--pod-targets=on"],
+            "--pod-targets=on: an API server is needed, which has the ranges; name them with --allow-target",
+        ),
+        (
+            &["--kubeconfig=/k", "--pod-targets=on", "--allow-target=node:22"],
+            "--pod-targets=on: not with --allow-target: name the ranges there",
         ),
         (&["--server=a:1", "--node-ip=0.0.0.0"], "--node-ip=0.0.0.0: not the address of a node"),
         (
@@ -266,8 +306,10 @@ fn errors_name_key_value_and_reason() {
             &["--server=a:1", "--allow-target=10.0.0.1"],
             "--allow-target=10.0.0.1: not CIDR:PORTS; use one such as 10.8.0.0/24:22,80, [fd00::/64]:443 or node:*",
         ),
+        (&["--server=a:1", "--links=0"], "--links=0: not a number of servers from 1 on, nor all"),
         (&["--server=a:1", "--max-links=9"], "--max-links=9: not from 1 to 8"),
         (&["--server=a:1", "--keepalive=1500ms"], "--keepalive=1500ms: not whole seconds from 1s to 5m"),
+        (&["--server=a:1", "--when-replaced=stop"], "--when-replaced=stop: not exit or wait"),
         (&["--server=a:1", "--keepalive=6m"], "--keepalive=6m: not whole seconds from 1s to 5m"),
         (
             &["--server=a:1", "--drain-timeout=30"],

@@ -18,9 +18,8 @@ use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::remembered::Remembered;
-use tunnel_kube::{FollowSettings, Followed, FollowedSet, Signal, follow, named};
+use tunnel_kube::{ApiServer, FollowSettings, Followed, FollowedSet, Signal, follow, named};
 
-use super::api_server::ApiServer;
 use super::servers::{Found, of_service, of_slices};
 
 /// The label by which EndpointSlices name their Service.
@@ -72,7 +71,7 @@ impl Trouble {
 
 impl Discovery {
     /// Starts with the servers of the state directory's file.
-    pub fn start(api: Arc<ApiServer>, state_dir: &Path) -> Self {
+    pub fn start(api: Arc<ApiServer>, service: &str, state_dir: &Path) -> Self {
         let remembered = Remembered::new(state_dir, "servers");
         let known = remembered.read();
         if !known.is_empty() {
@@ -80,7 +79,9 @@ impl Discovery {
         }
         let (publish, servers) = watch::channel(Arc::new(known));
         let trouble = Trouble::default();
-        let task = tokio::spawn(Finder { api, remembered, publish, trouble: trouble.clone() }.run());
+        let task = tokio::spawn(
+            Finder { api, service: service.to_owned(), remembered, publish, trouble: trouble.clone() }.run(),
+        );
         Self { servers, trouble, _task: AbortOnDropHandle::new(task) }
     }
 
@@ -101,6 +102,8 @@ fn list(servers: &[HostPort]) -> String {
 
 struct Finder {
     api: Arc<ApiServer>,
+    /// The name of the Service.
+    service: String,
     remembered: Remembered<HostPort>,
     publish: watch::Sender<Arc<Vec<HostPort>>>,
     trouble: Trouble,
@@ -141,7 +144,7 @@ impl Seen {
 
 impl Finder {
     async fn run(self) {
-        let (namespace, name) = (self.api.namespace(), self.api.service());
+        let (namespace, name) = (self.api.namespace(), self.service.as_str());
         let service = format!("Service {namespace}/{name}");
         let mut services = pin!(self.follow::<Service>(0, service.clone(), named(name)));
         let label = Config::default().labels(&format!("{SERVICE_LABEL}={name}"));

@@ -9,14 +9,12 @@
 //! | list, watch | services (the one) | where the servers are |
 //! | list, watch | endpointslices.discovery.k8s.io (of that Service) | the same, with a Service of type NodePort |
 //! | create, get | certificatesigningrequests.certificates.k8s.io | the certificate |
-//! | get | nodes (its own) | the ranges of its pods |
+//! | get | nodes (its own) | the ranges of its pods, with `--pod-targets=on` |
 
-mod api_server;
 pub mod discover;
 pub mod node;
 mod options;
 pub mod servers;
 
-pub use api_server::ApiServer;
 pub use options::{DEFAULT_SERVICE, KubeOptions};
-pub use tunnel_kube::KubeError;
+pub use tunnel_kube::{ApiServer, KubeError};

@@ -8,17 +8,16 @@ use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
+use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::identity::NodeName;
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::remembered::Remembered;
-use tunnel_kube::request;
+use tunnel_kube::{ApiServer, request};
 
-use super::api_server::ApiServer;
-
-/// A new node gets its range within seconds, and keeps it for good.
-const UNKNOWN: Duration = Duration::from_secs(60);
-/// For ten thousand agents this is 33 requests a second.
-const KNOWN: Duration = Duration::from_secs(300);
+/// A new node gets its range within seconds, and keeps it for good; in some clusters no node gets any. So the pauses begin
+/// with the first and double up to the second, which is three requests a second for ten thousand agents.
+const UNKNOWN: Duration = Duration::from_secs(30);
+const KNOWN: Duration = Duration::from_secs(3600);
 const ANSWER: Duration = Duration::from_secs(15);
 
 /// Keeps `pods` in sync with the Node. While the API server is away it stays as it is, also over a restart.
@@ -29,7 +28,7 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
         tracing::info!(ranges = ?known, "the ranges of this node's pods as of the last run");
         pods.store(Arc::new(known));
     }
-    let mut errors = LogOnce::default();
+    let (mut errors, mut unknown) = (LogOnce::default(), Backoff::new(UNKNOWN, KNOWN));
     loop {
         match read(&api, &node).await {
             Ok(ranges) => {
@@ -55,8 +54,8 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
                 }
             }
         }
-        let pause = if pods.load().is_empty() { UNKNOWN } else { KNOWN };
-        tokio::time::sleep(pause.mul_f64(0.5 + rand::random::<f64>())).await;
+        let pause = if pods.load().is_empty() { unknown.next_delay() } else { jittered(KNOWN, 0.5) };
+        tokio::time::sleep(pause).await;
     }
 }
 

@@ -9,7 +9,8 @@ use tunnel_core::config::HostPort;
 
 /// The name of the agents' port in the Service.
 const PORT: &str = "tcp";
-/// YurtTunnel's annotation: where a Service of type ClusterIP is reached from outside, `HOST:PORT` or `HOST`.
+/// YurtTunnel's annotation: where a Service of type ClusterIP is reached from outside, `HOST:PORT` or `HOST`, or several of
+/// these with commas between them.
 const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
 
 /// Where a Service leads.
@@ -30,7 +31,7 @@ pub enum NoServers {
     NoIngress,
     #[error("its port {PORT:?} has no nodePort yet")]
     NoNodePort,
-    #[error("its annotation {EXTERNAL_ADDRESS}: {0:?} is not HOST:PORT")]
+    #[error("its annotation {EXTERNAL_ADDRESS}: {0:?} is not HOST:PORT[,HOST:PORT…]")]
     Annotation(String),
     #[error("it has no cluster IP, and no annotation {EXTERNAL_ADDRESS}: HOST:PORT")]
     NoClusterIp,
@@ -70,10 +71,19 @@ pub fn of_service(service: &Service) -> Result<Found, NoServers> {
             let annotations = service.metadata.annotations.as_ref();
             let given = annotations.and_then(|known| known.get(EXTERNAL_ADDRESS)).map(|given| given.trim());
             if let Some(given) = given.filter(|given| !given.is_empty()) {
-                let server = given.parse().ok().or_else(|| host_port(given, number));
-                let server =
-                    server.ok_or_else(|| NoServers::Annotation(given.chars().take(100).collect()))?;
-                return Ok(Found::Servers(vec![server]));
+                let mut servers = Vec::new();
+                for entry in given.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+                    let server = entry.parse().ok().or_else(|| host_port(entry, number));
+                    let server =
+                        server.ok_or_else(|| NoServers::Annotation(entry.chars().take(100).collect()))?;
+                    if !servers.contains(&server) {
+                        servers.push(server);
+                    }
+                }
+                return match servers.is_empty() {
+                    true => Err(NoServers::Annotation(given.chars().take(100).collect())),
+                    false => Ok(Found::Servers(servers)),
+                };
             }
             let server = spec.cluster_ip.as_deref().and_then(|ip| host_port(ip, number));
             server.map(|server| Found::Servers(vec![server])).ok_or(NoServers::NoClusterIp)
@@ -178,6 +188,14 @@ mod tests {
         );
         assert_eq!(cluster(Some(" 203.0.113.9 "), json!("10.96.0.7")), Ok("203.0.113.9:10262".into()));
         assert_eq!(cluster(Some("fd00::1"), json!(null)), Ok("[fd00::1]:10262".into()));
+        assert_eq!(
+            cluster(Some("192.0.2.1, b.example.org:443,192.0.2.1"), json!("10.96.0.7")),
+            Ok("192.0.2.1:10262,b.example.org:443".into())
+        );
+        assert!(
+            cluster(Some("a:1,b c"), json!("10.96.0.7")).unwrap_err().contains("\"b c\" is not HOST:PORT")
+        );
+        assert!(cluster(Some(","), json!("10.96.0.7")).unwrap_err().contains("\",\" is not HOST:PORT"));
         assert!(
             cluster(Some("a b:1"), json!("10.96.0.7")).unwrap_err().contains("\"a b:1\" is not HOST:PORT")
         );

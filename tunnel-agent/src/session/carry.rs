@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
+use h2::RecvStream;
 use h2::server::SendResponse;
-use h2::{Reason, RecvStream};
-use http::{HeaderValue, Request, Response, header};
+use http::Request;
 use tokio::net::TcpStream;
 use tonic::Status;
 use tunnel_core::carry::{Abort, Relay, Side, Traffic};
+use tunnel_core::grpc::{refuse, response};
 use tunnel_core::outcome::Outcome;
 
 use super::state::SessionState;
@@ -40,7 +41,7 @@ pub(super) async fn carry(
         Err(error) => {
             session.shared.metrics.dialled(error.label(), started.elapsed());
             tracing::info!(server = %session.server, reason = %error, "connection refused");
-            refuse(&mut respond, &error);
+            refuse(&mut respond, &Status::new(error.code(), error.to_string()));
             return;
         }
     };
@@ -93,21 +94,6 @@ async fn dial(
     let request = request?;
     let socket = session.common.dialler.dial(request, &session.common.loopback_ports.load_full()).await?;
     Ok((request.target, socket))
-}
-
-fn response() -> Response<()> {
-    let mut response = Response::new(());
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    response
-}
-
-/// Answers with a status only, which tells the server that nothing was connected.
-fn refuse(respond: &mut SendResponse<Bytes>, error: &DialError) {
-    let mut response = response();
-    let status = Status::new(error.code(), error.to_string());
-    if status.add_header(response.headers_mut()).is_err() || respond.send_response(response, true).is_err() {
-        respond.send_reset(Reason::CANCEL);
-    }
 }
 
 #[cfg(test)]

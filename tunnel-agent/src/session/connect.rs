@@ -50,16 +50,6 @@ pub(super) async fn connect(
     Ok(Connected { link, chain, flow, again, local })
 }
 
-/// What the server presents now; a session may be older than the server's certificate.
-pub(super) async fn fetch_chain(
-    reach: &Reach,
-    server: &str,
-    tls: Arc<rustls::ClientConfig>,
-) -> Result<Chain, SessionEnd> {
-    let (stream, _) = handshake(reach, &Server::Named(server.to_owned()), tls).await?;
-    Ok(presented(&stream))
-}
-
 async fn handshake(
     reach: &Reach,
     server: &Server,

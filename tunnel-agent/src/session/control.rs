@@ -43,6 +43,7 @@ impl Agent for AgentService {
             max_links: session.shared.max_links,
             link: session.link,
             features: Vec::new(),
+            successor: session.shared.handover.is_successor(),
         };
         // The channel is new and has room.
         let _ = session.events.send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).await;
@@ -78,6 +79,13 @@ impl Agent for AgentService {
                 SessionPhase::RefusedForNow(refused.reason)
             }
             Some(notice::Notice::Refused(refused)) => SessionPhase::Refused(refused.reason),
+            // Without a successor that this agent knows of it is a stranger, with a copy of the identity.
+            Some(notice::Notice::Replaced(replaced))
+                if replaced.by_successor && self.0.shared.handover.knows_successor() =>
+            {
+                self.0.release_streams();
+                SessionPhase::Succeeded
+            }
             Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },
             Some(notice::Notice::TrustBundle(bundle)) => {
                 self.0.announce(bundle.pem).await;

@@ -1,7 +1,7 @@
 //! Session epochs, which only grow: across restarts, and across a clock that was set back.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -30,18 +30,10 @@ impl EpochSource {
     /// Reads the last epoch. A file that cannot be used is replaced with the next: no more is lost than with a new state
     /// directory.
     pub fn open(path: PathBuf) -> Self {
-        let last = match std::fs::read_to_string(&path) {
-            Ok(text) => text.trim().parse().unwrap_or_else(|_| {
-                let (path, value) = (path.display(), printable(text.trim(), 40));
-                tracing::warn!(%path, value, "not a session number; the clock gives the next one");
-                0
-            }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "the last session's number is not known; the clock gives the next one");
-                0
-            }
-        };
+        let last = read(&path).unwrap_or_else(|reason| {
+            tracing::warn!(path = %path.display(), "{reason}; the clock gives the next one");
+            0
+        });
         Self { path, state: Mutex::new(State { last, unsaved: LogOnce::default() }) }
     }
 
@@ -50,6 +42,8 @@ impl EpochSource {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let State { last, unsaved } = &mut *state;
+        // Another agent of this node, from which this one takes over, may have used higher ones meanwhile.
+        *last = read(&self.path).unwrap_or_default().max(*last);
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
         match write_atomically(&self.path, format!("{last}\n").as_bytes(), 0o600) {
             Ok(()) => {
@@ -71,6 +65,18 @@ impl EpochSource {
     }
 }
 
+/// The number in the file; 0 without one.
+fn read(path: &Path) -> Result<u64, String> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => {
+            let text = text.trim();
+            text.parse().map_err(|_| format!("{:?} is not a session number", printable(text, 40)))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(format!("the last session's number is not known ({error})")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +93,17 @@ mod tests {
         let ahead = u64::MAX / 2;
         std::fs::write(&path, ahead.to_string()).unwrap();
         assert_eq!(EpochSource::open(path).next(), ahead + 1);
+    }
+
+    #[test]
+    fn two_agents_of_one_node_have_different_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("epoch");
+        // Their clock is behind.
+        std::fs::write(&path, (u64::MAX / 2).to_string()).unwrap();
+        let (before, after) = (EpochSource::open(path.clone()), EpochSource::open(path));
+        let numbers = [before.next(), after.next(), before.next(), before.next(), after.next()];
+        assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Keeps a session with one server: connects, serves, waits, and connects again.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
 use tunnel_core::link::MAX_LINKS;
 
 use super::additional;
+use super::choice::Use;
 use super::connect::{Connected, connect};
 use super::serve::serve;
 use super::session_end::SessionEnd;
@@ -92,6 +94,10 @@ struct Observed {
     last_end: Option<(String, Instant)>,
     /// Waiting because the server is attached through another address.
     standby: bool,
+    /// The server stops, and no other has taken over from it.
+    stops: bool,
+    /// Since when it has a session that works, or has none.
+    since: Option<(bool, Instant)>,
     refusals: CertificateRefusals,
 }
 
@@ -162,6 +168,28 @@ impl LinkLoop {
         self.observed().standby
     }
 
+    /// What the server is good for now.
+    pub(super) fn usefulness(&self) -> Use {
+        let now = Instant::now();
+        let mut observed = self.observed();
+        let session = observed.session.as_deref();
+        let attached =
+            session.is_some_and(|session| matches!(*session.phase.borrow(), SessionPhase::Attached { .. }));
+        let silent = attached && session.is_some_and(|session| session.silent.load(Ordering::Relaxed));
+        let serves = attached && !silent;
+        if observed.since.is_none_or(|(served, _)| served != serves) {
+            observed.since = Some((serves, now));
+        }
+        let time = observed.since.map_or(Duration::ZERO, |(_, since)| now - since);
+        if serves {
+            Use::Serves(time)
+        } else if silent || observed.standby || observed.stops {
+            Use::Passed
+        } else {
+            Use::Awaited(time)
+        }
+    }
+
     /// Whether this agent and the server have refused each other's certificate.
     pub fn refused(&self) -> Option<Refused> {
         self.observed().refusals.strongest()
@@ -170,11 +198,16 @@ impl LinkLoop {
     /// Runs until the agent drains or the server's address is gone. A session of a draining server may outlive its turn,
     /// while the next one is connected already.
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
+        let mut resumed = self.shared.resumed.subscribe();
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         // The link of the next session, if it is up already.
         let mut successor = None;
         loop {
+            tokio::select! {
+                () = self.shared.handover.ours(&self.server) => {}
+                () = self.leaving.cancelled() => break,
+            }
             let started = Instant::now();
             let end = tokio::select! {
                 end = self.session(&mut identity, &leftovers, &mut successor) => end,
@@ -185,12 +218,29 @@ impl LinkLoop {
             }
             let standby = matches!(end, SessionEnd::SameServer(_));
             self.note_end(&end);
+            if matches!(end, SessionEnd::Succeeded) {
+                self.shared.metrics.sessions_ended.inc();
+                tracing::info!(server = %self.server, "the session finishes what it carries: {end}");
+                tokio::select! {
+                    // It has died.
+                    () = self.shared.handover.alone() => {}
+                    () = self.leaving.cancelled() => break,
+                }
+                self.observed().waiting = false;
+                backoff.reset();
+                continue;
+            }
             if started.elapsed() >= GOOD_SESSION || matches!(end, SessionEnd::Draining) {
                 backoff.reset();
             }
+            let refused = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
             // Taken in any case: every end in a row makes the next pause longer.
             let delay = backoff.next_delay();
             let pause = match end {
+                // One that takes over has the right to the node's place, and the agent before may have dialled again.
+                SessionEnd::Replaced(_) | SessionEnd::Refused(_) if self.shared.handover.is_successor() => {
+                    delay
+                }
                 SessionEnd::Replaced(_) | SessionEnd::Refused(_) => jittered(REPLACED_PAUSE, 0.5),
                 SessionEnd::SameServer(_) => jittered(STANDBY_PAUSE, 0.5),
                 SessionEnd::Overtaken => Duration::ZERO,
@@ -209,6 +259,8 @@ impl LinkLoop {
                 () = self.shared.attached.released(), if standby => {}
                 // What was refused may be taken with the new one.
                 Ok(()) = identity.changed() => {}
+                // What failed before, or while it fell asleep, says nothing.
+                Ok(()) = resumed.changed(), if !refused => backoff.reset(),
                 () = self.leaving.cancelled() => break,
             }
             self.observed().waiting = false;
@@ -223,7 +275,10 @@ impl LinkLoop {
     fn note_end(&self, end: &SessionEnd) {
         let standby = matches!(end, SessionEnd::SameServer(_));
         let mut observed = self.observed();
-        let attached = observed.session.take().is_some_and(|session| session.was_attached());
+        let session = observed.session.take();
+        let attached = session.as_ref().is_some_and(|session| session.was_attached());
+        observed.stops = matches!(end, SessionEnd::Draining)
+            && session.is_some_and(|session| session.served.is_cancelled());
         // A server that attaches first and then refuses the certificate has not accepted it.
         if (attached && !end.concerns_identity()) || standby {
             observed.refusals = CertificateRefusals::default();
@@ -287,11 +342,15 @@ impl LinkLoop {
             }
         };
         let mut left = std::pin::pin!(left);
+        let mut passed = std::pin::pin!(self.shared.handover.passed());
         let mut silence = std::pin::pin!(successor::find(&state, &tls));
         let end = loop {
             tokio::select! {
                 ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),
                 () = server_drains.cancelled() => {
+                    if *state.phase.borrow() == SessionPhase::Succeeded {
+                        break SessionEnd::Succeeded;
+                    }
                     let earlier = self.outgoing().replace(state.superseded.clone());
                     // Two servers in a row stop: the older session has no use any more.
                     earlier.iter().for_each(CancellationToken::cancel);
@@ -301,6 +360,11 @@ impl LinkLoop {
                 () = &mut left => {
                     state.leave();
                     break SessionEnd::Stopping;
+                }
+                // Its sessions are with other servers than this one.
+                () = &mut passed => {
+                    state.leave();
+                    break SessionEnd::Succeeded;
                 }
                 found = &mut silence => {
                     *successor = Some(found);
@@ -332,7 +396,9 @@ impl LinkLoop {
 
     /// The next session's epoch. Taken once the server is reached, and off this thread: it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
-        if let Some(yielded) = *self.yielded() {
+        if let Some(yielded) = *self.yielded()
+            && !self.shared.handover.is_successor()
+        {
             return Ok(yielded);
         }
         let shared = self.shared.clone();

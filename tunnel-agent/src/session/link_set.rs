@@ -1,5 +1,6 @@
-//! One [`LinkLoop`] for each server, as servers come and go.
+//! One [`LinkLoop`] for each server that this agent is to be attached to, as servers come and go.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use tunnel_core::config::HostPort;
 use tunnel_core::identity::AgentIdentity;
 use tunnel_core::lifecycle::ReadyGuard;
 
+use super::choice::{Use, reach};
 use super::link_loop::{LinkLoop, LinkStatus};
 use super::shared::Shared;
 use crate::identity::Refused;
@@ -19,12 +21,15 @@ const GRACE: Duration = Duration::from_secs(60);
 const CHECK: Duration = Duration::from_secs(1);
 
 /// An agent's links. A server whose address is gone is left only when nothing is lost by it: another server can be used,
-/// or this one has been out of reach for a while itself.
+/// or this one has been out of reach for a while itself. With fewer sessions than servers, one with a server that took the
+/// place of another is left once it is not needed any more. Nothing else ends a session that works.
 pub struct LinkSet {
     shared: Arc<Shared>,
     identity: watch::Receiver<Arc<AgentIdentity>>,
     tasks: TaskTracker,
     entries: Mutex<Vec<Entry>>,
+    /// The known servers, the one to prefer first.
+    ranked: Mutex<Vec<String>>,
 }
 
 struct Entry {
@@ -40,14 +45,14 @@ impl LinkSet {
         identity: watch::Receiver<Arc<AgentIdentity>>,
         tasks: TaskTracker,
     ) -> Arc<Self> {
-        Arc::new(Self { shared, identity, tasks, entries: Mutex::default() })
+        Arc::new(Self { shared, identity, tasks, entries: Mutex::default(), ranked: Mutex::default() })
     }
 
     fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Connects to these servers from now on. An empty list changes nothing.
+    /// Connects to these servers, or to some of them, from now on. An empty list changes nothing.
     pub fn set(&self, servers: &[HostPort]) {
         if servers.is_empty() || self.shared.draining.is_cancelled() {
             return;
@@ -58,15 +63,43 @@ impl LinkSet {
             let is_wanted = wanted.iter().any(|server| server == entry.link.server());
             entry.gone = (!is_wanted).then(|| entry.gone.unwrap_or_else(Instant::now));
         }
-        for server in wanted {
+        drop(entries);
+        let ranked = self.shared.spread.rank(&self.shared.node, wanted);
+        *self.ranked.lock().unwrap_or_else(PoisonError::into_inner) = ranked;
+        self.choose();
+        self.leave_gone();
+    }
+
+    /// Connects to as many of the servers as is wanted, and to more while some of them do not serve.
+    fn choose(&self) {
+        let ranked = self.ranked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.entries();
+        let serves = |server: &String| {
+            let entry = entries.iter().find(|entry| entry.link.server() == server);
+            entry.map_or(Use::Idle, |entry| entry.link.usefulness())
+        };
+        let (number, others_may_go) = reach(ranked.iter().map(serves), self.shared.spread.wanted());
+        let (chosen, others) = ranked.split_at(number);
+        for server in chosen {
             if entries.iter().all(|entry| entry.link.server() != server) {
-                let link = LinkLoop::new(self.shared.clone(), server);
+                let link = LinkLoop::new(self.shared.clone(), server.clone());
                 self.tasks.spawn(link.clone().run(self.identity.clone()));
                 entries.push(Entry { link, gone: None });
             }
         }
-        drop(entries);
-        self.leave_gone();
+        if others_may_go {
+            entries.retain(|entry| {
+                let leave = others.iter().any(|server| server == entry.link.server());
+                if leave {
+                    tracing::info!(
+                        server = entry.link.server(),
+                        "leaving a server that is not needed any more"
+                    );
+                    entry.link.leave();
+                }
+                !leave
+            });
+        }
     }
 
     /// Leaves the servers that may be left.
@@ -111,6 +144,13 @@ impl LinkSet {
             tick.tick().await;
         }
         attaching.ready();
+    }
+
+    /// The addresses of the servers that have a session in use.
+    pub fn attached_at(&self) -> BTreeSet<String> {
+        let entries = self.entries();
+        let attached = entries.iter().filter(|entry| entry.link.attached());
+        attached.map(|entry| entry.link.server().to_owned()).collect()
     }
 
     /// Whether some server has a session in use.

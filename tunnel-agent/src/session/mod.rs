@@ -1,23 +1,32 @@
 //! The sessions with the servers: connect, let the server attach, serve its streams, and connect again.
 
 mod additional;
-mod bundles;
+mod bench;
+mod bench_policy;
 mod carry;
+mod choice;
 mod connect;
 mod control;
 mod epoch;
+mod handover;
 mod link_loop;
 mod link_metrics;
 mod link_set;
+mod resumed;
 mod serve;
 mod session_end;
 mod shared;
 mod state;
 mod successor;
 
-pub use bundles::install_bundles;
+pub use bench_policy::BenchPolicy;
+pub use choice::Spread;
 pub use epoch::EpochSource;
+pub use handover::{Handover, Phase};
 pub use link_loop::{LinkLoop, LinkPhase, LinkStatus};
 pub use link_metrics::register_links;
 pub use link_set::LinkSet;
-pub use shared::{Announced, Attached, Shared};
+pub use resumed::Resumed;
+#[cfg(test)]
+pub(crate) use session_end::SessionEnd;
+pub use shared::{Attached, Shared};

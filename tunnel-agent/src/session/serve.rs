@@ -11,12 +11,14 @@ use http::Request;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tunnel_core::bench::BENCH_PATH;
 use tunnel_core::carry::CARRY_PATH;
 use tunnel_core::link::Flow;
 use tunnel_core::proto::agent_server::AgentServer;
 use tunnel_core::proto::{Addresses, AgentEvent, Load, agent_event};
 use tunnel_core::{grpc, link};
 
+use super::bench::bench;
 use super::carry::carry;
 use super::connect::{LinkConnection, within};
 use super::control::AgentService;
@@ -57,6 +59,8 @@ pub(super) async fn serve(
                 Some(Ok((request, respond))) => {
                     if request.uri().path() == CARRY_PATH {
                         tokio::spawn(carry(session.clone(), request, respond));
+                    } else if request.uri().path() == BENCH_PATH {
+                        tokio::spawn(bench(session.clone(), request, respond));
                     } else {
                         tokio::spawn(grpc::serve(service.clone(), request, respond));
                     }
@@ -149,7 +153,7 @@ async fn ended_by_server(
             return SessionEnd::Closed;
         }
         match &*phase.borrow_and_update() {
-            SessionPhase::Draining => {
+            SessionPhase::Draining | SessionPhase::Succeeded => {
                 // The server's successor may be reached through the same address, or another.
                 session.release();
                 on_draining.cancel();

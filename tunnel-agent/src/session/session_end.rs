@@ -3,8 +3,7 @@
 use std::error::Error;
 use std::io;
 
-use rustls::AlertDescription;
-use tunnel_core::error::causes;
+use tunnel_core::identity::concerns_certificates;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
 
 use crate::reach::tls_hint;
@@ -14,7 +13,7 @@ pub(super) const TCP: &str = "TCP connection";
 
 /// How a session ended, or why there was none.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum SessionEnd {
+pub(crate) enum SessionEnd {
     /// The name does not resolve, or nothing accepts connections there.
     #[error("cannot connect: {0}")]
     Connect(#[source] io::Error),
@@ -53,6 +52,8 @@ pub(super) enum SessionEnd {
         "a newer session of this node took over, from {0}: is a second agent running with this node's identity?"
     )]
     Replaced(String),
+    #[error("another agent of this node has taken over")]
+    Succeeded,
     #[error("this agent stops")]
     Stopping,
 }
@@ -79,43 +80,18 @@ impl SessionEnd {
     /// Whether a new identity could fix it: the server is not verified by the roots, or refuses the certificate.
     pub(super) fn concerns_identity(&self) -> bool {
         match self {
-            Self::Tls { source, .. } => is_about_certificates(source),
+            Self::Tls { source, .. } => concerns_certificates(source),
             // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
-            Self::Link(error) => error.get_io().is_some_and(is_about_certificates),
+            Self::Link(error) => error.get_io().is_some_and(concerns_certificates),
             Self::CertificateRefused(_) => true,
             _ => false,
         }
     }
 }
 
-fn is_about_certificates(error: &io::Error) -> bool {
-    let Some(inner) = error.get_ref() else { return false };
-    match causes(inner).find_map(|cause| cause.downcast_ref::<rustls::Error>()) {
-        Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented) => true,
-        Some(rustls::Error::AlertReceived(alert)) => refuses_certificate(*alert),
-        _ => false,
-    }
-}
-
-/// The alerts by which a peer refuses a certificate (RFC 8446 §6.2).
-fn refuses_certificate(alert: AlertDescription) -> bool {
-    matches!(
-        alert,
-        AlertDescription::BadCertificate
-            | AlertDescription::UnsupportedCertificate
-            | AlertDescription::CertificateRevoked
-            | AlertDescription::CertificateExpired
-            | AlertDescription::CertificateUnknown
-            | AlertDescription::UnknownCA
-            | AlertDescription::AccessDenied
-            | AlertDescription::DecryptError
-            | AlertDescription::CertificateRequired
-    )
-}
-
 #[cfg(test)]
 mod tests {
-    use rustls::CertificateError;
+    use rustls::{AlertDescription, CertificateError};
 
     use super::*;
 

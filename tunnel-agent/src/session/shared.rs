@@ -5,12 +5,16 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use rustls_pki_types::CertificateDer;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
 
+use super::bench_policy::BenchPolicy;
+use super::choice::Spread;
 use super::epoch::EpochSource;
+use super::handover::Handover;
+use super::resumed::Resumed;
+use crate::identity::Announced;
 use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::reach::Reach;
@@ -27,26 +31,22 @@ pub struct Shared {
     /// Takes the trust bundles that servers announce.
     pub bundles: mpsc::Sender<Announced>,
     pub attached: Attached,
+    /// Another agent of this node that takes over from this one, or from which this one does.
+    pub handover: Handover,
+    pub resumed: Resumed,
+    /// How many servers to be attached to.
+    pub spread: Spread,
     /// TCP connections of a session at most.
     pub max_links: u32,
     /// How long a link may be silent before the kernel asks whether it is alive.
     pub keepalive: Duration,
+    /// Measurements by the servers.
+    pub bench: BenchPolicy,
     pub metrics: Metrics,
     /// Take nothing new, finish what is carried.
     pub draining: CancellationToken,
     /// End everything.
     pub forced: CancellationToken,
-}
-
-/// A trust bundle that a server announced over its session.
-#[derive(Debug)]
-pub struct Announced {
-    /// PEM.
-    pub bundle: String,
-    /// The server's address as configured.
-    pub server: String,
-    /// What the server presented in its TLS handshake, leaf first.
-    pub server_chain: Arc<[CertificateDer<'static>]>,
 }
 
 /// Which servers are attached, and through which address: two addresses of one server must not replace each other's

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -14,8 +14,9 @@ use tunnel_core::carry::StallBound;
 use tunnel_core::link::{self, Flow};
 use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
 
-use super::shared::{Announced, Shared};
+use super::shared::Shared;
 use crate::dial::Dialler;
+use crate::identity::Announced;
 use crate::metrics::Metrics;
 use crate::reach::Server;
 
@@ -40,6 +41,8 @@ pub(super) struct SessionState {
     /// Takes the numbers of additional links that the server asks for.
     pub(super) asked: Option<mpsc::Sender<u32>>,
     pub(super) phase: watch::Sender<SessionPhase>,
+    /// Nothing arrives on the link although it should.
+    pub(super) silent: AtomicBool,
     /// The server serves no more: nothing new comes from it.
     pub(super) served: CancellationToken,
     /// A later session with the same server, or its successor, is in use.
@@ -108,6 +111,8 @@ pub(super) enum SessionPhase {
     RefusedForNow(String),
     /// The server will never accept this certificate again.
     CertificateRefused(String),
+    /// The newer session of this agent's successor took over: this one finishes what it carries.
+    Succeeded,
     /// A newer session of this node, from `peer`, took over; this one must not fight it.
     Replaced { peer: String },
 }
@@ -143,6 +148,7 @@ impl SessionState {
             flow,
             asked: Some(asked),
             phase: watch::Sender::default(),
+            silent: AtomicBool::new(false),
             served: CancellationToken::new(),
             superseded: CancellationToken::new(),
             events,
@@ -172,6 +178,7 @@ impl SessionState {
             flow,
             asked: None,
             phase: watch::Sender::default(),
+            silent: AtomicBool::new(false),
             served: CancellationToken::new(),
             superseded: CancellationToken::new(),
             events,
@@ -254,7 +261,17 @@ impl SessionState {
     pub(super) fn leave(&self) {
         // A full queue means that the server does not read its events; then it learns from the end of the link.
         let _ = self.events.try_send(Ok(draining()));
+        self.release_streams();
         self.phase.send_replace(SessionPhase::Draining);
+        // No word of the server, and no session with its successor, is waited for.
+        self.served.cancel();
+        self.superseded.cancel();
+    }
+
+    /// Nothing new is to be expected on this session: it may end once nothing is carried.
+    pub(super) fn release_streams(&self) {
+        self.served.cancel();
+        self.superseded.cancel();
     }
 
     /// The receiver of `events`, for the first Attach only.

@@ -1,6 +1,7 @@
 //! Notices a link that only looks alive, by a second connection that works, or by the address that it was made from.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -16,23 +17,35 @@ const CHECK: Duration = Duration::from_millis(250);
 const ANSWER: Duration = Duration::from_millis(250);
 /// How long a link may be silent after something was sent on it twice.
 const RESENT: Duration = Duration::from_secs(1);
+/// How long links are checked more eagerly after this machine was resumed: it may have no network at first.
+const EAGER: Duration = Duration::from_secs(30);
 /// How long a second connection may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
 /// Waits until the session's link has not answered for a while, and another connection to the server works: a NAT has
 /// forgotten the link. While the line is out neither works, and the link is kept: it goes on when the line is back. If this
-/// node has lost the address that the link was made from, only a connection that works is waited for.
+/// node has lost the address that the link was made from, only a connection that works is waited for. After this machine was
+/// suspended, what is sent at once has to be acknowledged: the server has given the link up long ago, or a NAT.
 pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Connected {
     let mut pause = CHECK;
     let mut addresses = session.shared.addresses.clone();
+    let mut resumed = session.shared.resumed.subscribe();
+    let mut eager_until = Instant::now();
     let had = addresses.borrow_and_update().contains(&session.local);
     loop {
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             Ok(()) = addresses.changed() => {}
+            Ok(()) = resumed.changed() => {
+                session.report_load();
+                eager_until = Instant::now() + EAGER;
+                pause = answer(session);
+                continue;
+            }
         }
         pause = CHECK;
         if had && !addresses.borrow_and_update().contains(&session.local) {
+            session.silent.store(true, Ordering::Relaxed);
             let attempt = connect(&session.shared, &session.again, tls.clone());
             if let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await {
                 tracing::info!(server = %session.server, address = %session.local, "this node has lost the address of its link");
@@ -40,9 +53,16 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
             }
             continue;
         }
-        let answer = ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4);
-        let Some(silence) = session.flow.silence().await else { continue };
-        let limit = patience(&silence, session.shared.keepalive, answer);
+        let answer = answer(session);
+        let Some(silence) = session.flow.silence().await else {
+            session.silent.store(false, Ordering::Relaxed);
+            continue;
+        };
+        let limit = match silence.unacknowledged {
+            Some(_) if Instant::now() < eager_until => answer,
+            _ => patience(&silence, session.shared.keepalive, answer),
+        };
+        session.silent.store(silence.lasts >= limit, Ordering::Relaxed);
         if silence.lasts < limit {
             pause = CHECK.min(limit - silence.lasts);
             continue;
@@ -65,6 +85,11 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
             return connected;
         }
     }
+}
+
+/// How long an answer may take.
+fn answer(session: &SessionState) -> Duration {
+    ANSWER.max(session.flow.rtt.last().unwrap_or_default() * 4)
 }
 
 /// How long the link may be silent. What was sent twice is a sign that comes before the kernel's question.

@@ -19,8 +19,8 @@ const DEADLINE: Duration = Duration::from_secs(10);
 pub enum ClientError {
     #[error("--admin-address={address}: {reason}; is it running, and with this --admin-address?")]
     Connect { address: SocketAddr, reason: std::io::Error },
-    #[error("--admin-address={address}: no answer within {} s", DEADLINE.as_secs())]
-    Timeout { address: SocketAddr },
+    #[error("--admin-address={address}: no answer within {} s", deadline.as_secs())]
+    Timeout { address: SocketAddr, deadline: Duration },
     #[error("--admin-address={address}: does not speak HTTP as expected: {reason}")]
     Http { address: SocketAddr, reason: String },
     #[error("--admin-address={address}: {path} answered {status}: {text}")]
@@ -51,6 +51,20 @@ impl Answer {
 /// # Errors
 /// There is no HTTP answer. An answer of any status is not an error.
 pub async fn request(
+    address: SocketAddr,
+    method: Method,
+    path: &str,
+    body: Bytes,
+) -> Result<Answer, ClientError> {
+    request_within(DEADLINE, address, method, path, body).await
+}
+
+/// As [`request`], with another deadline.
+///
+/// # Errors
+/// As [`request`].
+pub async fn request_within(
+    deadline: Duration,
     address: SocketAddr,
     method: Method,
     path: &str,
@@ -92,7 +106,7 @@ pub async fn request(
             () = drive => Err(http("the connection ended".to_owned())),
         }
     };
-    tokio::time::timeout(DEADLINE, exchange).await.map_err(|_| ClientError::Timeout { address })?
+    tokio::time::timeout(deadline, exchange).await.map_err(|_| ClientError::Timeout { address, deadline })?
 }
 
 /// GETs a JSON document.

@@ -6,13 +6,18 @@
 //! | `/healthz` | 200 while the process runs |
 //! | `/readyz` | 200, or 503 and what is pending |
 //! | `/status` | JSON |
-//! | `PUT /debug/flags/v` | sets the log level (a name or klog's number) |
+//! | `/ui/` | a page for browsers that shows the same (server) |
+//! | `/config` | JSON: the flags in effect, without secrets |
+//! | `POST /bench/NODE` | JSON: measures the way to a node (server) |
+//! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), and others for modules |
 
 pub mod client;
+mod page;
 mod process;
 mod serve;
 mod show;
 
+pub use page::Page;
 pub use process::{register_process_metrics, register_tasks};
 pub use show::{Show, ShowError};
 
@@ -21,15 +26,16 @@ use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
-use axum::extract::{Request, State};
-use axum::http::{Method, StatusCode, header};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{any, get};
+use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -40,11 +46,17 @@ use crate::logging;
 
 /// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; decides which parser Prometheus uses.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// A level is a word or a number.
-const MAX_LEVEL_BYTES: usize = 64;
+/// A level is a word or a number, and there may be more for modules.
+const MAX_LEVEL_BYTES: usize = 1024;
 
 /// Returns the answer of `/status`.
 pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
+
+/// The answer of `POST /bench/NODE`, or why there is none.
+pub type BenchAnswer = Pin<Box<dyn Future<Output = Result<serde_json::Value, String>> + Send>>;
+
+/// Measures the way to a node.
+pub type Bench = dyn Fn(String) -> BenchAnswer + Send + Sync;
 
 /// The state that the endpoints show and change.
 #[derive(Clone)]
@@ -52,6 +64,12 @@ pub struct Admin {
     pub registry: Arc<Registry>,
     pub readiness: Readiness,
     pub status: Arc<Status>,
+    /// The flags in effect, with secrets masked.
+    pub flags: Arc<[String]>,
+    /// Only of a server.
+    pub bench: Option<Arc<Bench>>,
+    /// The status page's files, below `/ui/`; only of a server.
+    pub pages: &'static [Page],
     pub log: logging::Handle,
 }
 
@@ -88,12 +106,19 @@ impl Admin {
     }
 
     fn router(self) -> Router {
-        Router::new()
+        let pages = Router::new();
+        let pages = self.pages.iter().fold(pages, |router, page| {
+            router.route(page.path, get(move || std::future::ready(page.answer())))
+        });
+        pages
             .route("/", get(index))
+            .route("/ui", get(|| async { page::lead_to("ui/") }))
             .route("/metrics", get(metrics))
             .route("/healthz", get(|| async { "ok\n" }))
             .route("/readyz", get(readyz))
             .route("/status", get(status))
+            .route("/config", get(config))
+            .route("/bench/{node}", post(bench))
             .route("/debug/flags/v", any(level))
             .with_state(self)
     }
@@ -188,8 +213,12 @@ impl Drop for Serving {
     }
 }
 
-async fn index() -> &'static str {
-    "/metrics\n/healthz\n/readyz\n/status\n/debug/flags/v (PUT)\n"
+async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
+    if !admin.pages.is_empty() && page::is_browser(&headers) {
+        return page::lead_to("ui/");
+    }
+    let ui = if admin.pages.is_empty() { "" } else { "/ui/\n" };
+    format!("{ui}/metrics\n/healthz\n/readyz\n/status\n/config\n/debug/flags/v (PUT)\n").into_response()
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
@@ -214,6 +243,21 @@ async fn status(State(admin): State<Admin>) -> Response {
     axum::Json((admin.status)()).into_response()
 }
 
+async fn config(State(admin): State<Admin>) -> Response {
+    axum::Json(&*admin.flags).into_response()
+}
+
+async fn bench(State(admin): State<Admin>, Path(node): Path<String>, headers: HeaderMap) -> Response {
+    if let Err(reason) = serve::own_page(&headers) {
+        return (StatusCode::FORBIDDEN, format!("{reason}\n")).into_response();
+    }
+    let Some(bench) = &admin.bench else { return StatusCode::NOT_FOUND.into_response() };
+    match bench(node).await {
+        Ok(report) => axum::Json(report).into_response(),
+        Err(reason) => (StatusCode::BAD_GATEWAY, format!("{reason}\n")).into_response(),
+    }
+}
+
 /// Answers as klog's handler does, so that scripts for SuperEdge and kubelets work.
 async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
     if request.method() != Method::PUT {
@@ -233,7 +277,7 @@ async fn level(State(admin): State<Admin>, request: Request<Body>) -> Response {
     let Ok(value) = std::str::from_utf8(&body).map(str::trim) else {
         return bad("the body is not a log level: not UTF-8".to_owned());
     };
-    match value.parse().and_then(|level| admin.log.set_level(level)) {
+    match value.parse().and_then(|filter| admin.log.set(&filter)) {
         Ok(()) => {
             tracing::info!(level = value, "log level changed");
             format!("successfully set klog.logging.verbosity to {value}").into_response()
@@ -259,6 +303,17 @@ mod tests {
             registry: Arc::new(registry),
             readiness: readiness.clone(),
             status: Arc::new(|| serde_json::json!({"answer": 42})),
+            flags: Arc::new(["--log-level=info".to_owned()]),
+            bench: Some(Arc::new(|node: String| -> BenchAnswer {
+                Box::pin(async move {
+                    if node == "edge-1" {
+                        Ok(serde_json::json!({"node": node}))
+                    } else {
+                        Err(format!("no {node}"))
+                    }
+                })
+            })),
+            pages: &[Page { path: "/ui/", content_type: "text/html; charset=utf-8", body: "<p>status</p>" }],
             log: log.clone(),
         };
         let bound = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap();
@@ -280,6 +335,42 @@ mod tests {
         assert!(text.contains("postern_build_info{version=\"1.2.3\"} 1\n"), "{text}");
         assert!(text.contains("\nprocess_resident_memory_bytes "), "{text}");
         assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn the_flags_are_shown_and_a_measurement_is_asked_for() {
+        let (serving, _, _) = serve();
+        let flags = ask(&serving, Method::GET, "/config", "").await;
+        assert_eq!(flags.text(), "[\"--log-level=info\"]");
+        let answer = ask(&serving, Method::POST, "/bench/edge-1", "").await;
+        assert_eq!((answer.status, answer.text()), (StatusCode::OK, "{\"node\":\"edge-1\"}"));
+        let answer = ask(&serving, Method::POST, "/bench/edge-9", "").await;
+        assert_eq!((answer.status, answer.text()), (StatusCode::BAD_GATEWAY, "no edge-9\n"));
+        assert_eq!(
+            ask(&serving, Method::GET, "/bench/edge-1", "").await.status,
+            StatusCode::METHOD_NOT_ALLOWED
+        );
+    }
+
+    #[tokio::test]
+    async fn browsers_are_led_to_the_page() {
+        let (serving, _, _) = serve();
+        let get = async |path: &str, accept: &str| {
+            let request = format!("GET {path} HTTP/1.1\r\n{accept}Connection: close\r\n\r\n");
+            send(&serving, request.as_bytes()).await
+        };
+        let led = get("/", "Accept: text/html,application/xhtml+xml;q=0.9\r\n").await;
+        assert!(led.starts_with("HTTP/1.1 303 ") && led.contains("\r\nlocation: ui/\r\n"), "{led}");
+        let listed = get("/", "Accept: */*\r\n").await;
+        assert!(listed.starts_with("HTTP/1.1 200 ") && listed.contains("/ui/\n/metrics\n"), "{listed}");
+        let page = get("/ui/", "").await;
+        assert!(page.contains("content-security-policy: default-src 'none'; script-src 'self'"), "{page}");
+        assert!(
+            page.contains("x-content-type-options: nosniff") && page.ends_with("<p>status</p>"),
+            "{page}"
+        );
+        let led = get("/ui", "").await;
+        assert!(led.starts_with("HTTP/1.1 303 ") && led.contains("\r\nlocation: ui/\r\n"), "{led}");
     }
 
     #[tokio::test]
@@ -389,6 +480,9 @@ mod tests {
             registry: Arc::default(),
             readiness: Readiness::new(),
             status: Arc::new(|| serde_json::Value::Null),
+            flags: Arc::new([]),
+            bench: None,
+            pages: &[],
             log: logging::Handle::detached(),
         };
         let error = admin().bind("--admin-address", address).unwrap_err().to_string();

@@ -49,6 +49,11 @@ pub enum ShowError {
 }
 
 impl Show {
+    /// Whether JSON is wanted.
+    pub fn is_json(&self) -> bool {
+        self.output == Output::Json
+    }
+
     /// Prints the status of the `program` whose `--admin-address` this is, formatted by `to_text`; until Ctrl-C with
     /// `--watch`.
     ///

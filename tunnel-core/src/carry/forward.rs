@@ -244,14 +244,14 @@ impl Forward<'_> {
 
 /// What came while the other stream took nothing.
 #[derive(Default)]
-struct Held {
+pub(super) struct Held {
     pieces: VecDeque<Bytes>,
     run: BytesMut,
-    ended: bool,
+    pub(super) ended: bool,
 }
 
 impl Held {
-    fn gather(&mut self, from: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), h2::Error> {
+    pub(super) fn gather(&mut self, from: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), h2::Error> {
         while !self.ended {
             match from.poll_data(cx) {
                 Poll::Ready(Some(chunk)) => self.push(chunk?),
@@ -275,13 +275,13 @@ impl Held {
         }
     }
 
-    fn next(&mut self) -> Option<Bytes> {
+    pub(super) fn next(&mut self) -> Option<Bytes> {
         self.pieces.pop_front().or_else(|| (!self.run.is_empty()).then(|| self.run.split().freeze()))
     }
 }
 
 /// h2 reports a stream that the peer has reset as misuse.
-async fn reset_of(to: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
+pub(super) async fn reset_of(to: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
     if error.is_io() || error.is_go_away() || error.is_reset() { error.into() } else { reset(to).await }
 }
 

@@ -164,15 +164,7 @@ impl Inward<'_> {
         }
         inbox.deframer.finish()?;
         if self.side == Side::Server {
-            let trailers = stream.trailers().await?.unwrap_or_default();
-            match trailers.get(GRPC_STATUS) {
-                Some(status) if status == "0" => {}
-                Some(status) if status == TARGET_RESET => return Err(RelayError::TargetReset),
-                Some(status) => {
-                    return Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32)));
-                }
-                None => return Err(RelayError::Status("no grpc-status".to_owned())),
-            }
+            ended_well(stream).await?;
         }
         match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
             // The other direction reports the socket's error.
@@ -216,5 +208,16 @@ impl Inward<'_> {
             self.traffic.count_to_socket(written);
         }
         Ok(())
+    }
+}
+
+/// Checks the trailers of a stream whose data has ended: the target may have reset the connection after it.
+pub(super) async fn ended_well(stream: &mut RecvStream) -> Result<(), RelayError> {
+    let trailers = stream.trailers().await?.unwrap_or_default();
+    match trailers.get(GRPC_STATUS) {
+        Some(status) if status == "0" => Ok(()),
+        Some(status) if status == TARGET_RESET => Err(RelayError::TargetReset),
+        Some(status) => Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32))),
+        None => Err(RelayError::Status("no grpc-status".to_owned())),
     }
 }

@@ -7,6 +7,8 @@ mod frame;
 mod inward;
 mod metrics;
 mod outward;
+mod pipe;
+mod pump;
 mod relay;
 mod socket;
 mod stall;
@@ -17,6 +19,8 @@ pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};
 pub use metrics::register_stalled;
 pub use outward::{SMALL_READ, next_size};
+pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe};
+pub use pump::Pump;
 pub use relay::Relay;
 pub use socket::{end_on_drop, flushed, prepare_socket, reset_on_drop};
 pub use stall::{Abort, StallBound, StallBudget, StallTicket};
@@ -24,6 +28,8 @@ pub use traffic::{Totals, Traffic};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";
+/// The same of a server whose policy lets a workload on an edge node reach something.
+pub const EDGE_CARRY_PATH: &str = "/postern.tunnel.v1.Edge/Carry";
 /// The same of a server that passes it on.
 pub const PEER_CARRY_PATH: &str = "/postern.tunnel.v1.Peer/Carry";
 /// Request metadata to such a server: the node.

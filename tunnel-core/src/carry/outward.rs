@@ -264,7 +264,7 @@ pub fn next_size(size: usize, read: usize, piece: usize) -> usize {
 }
 
 /// Why a send failed. h2 reports a stream that the peer has reset as misuse.
-async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
+pub(super) async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
     if error.is_io() || error.is_go_away() || error.is_reset() {
         return RelayError::from(error);
     }
@@ -272,7 +272,7 @@ async fn send_error(send: &mut SendStream<Bytes>, error: h2::Error) -> RelayErro
 }
 
 /// The reason of a reset that `poll_capacity` reported as "no longer streaming".
-async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
+pub(super) async fn stream_reset(send: &mut SendStream<Bytes>) -> Reason {
     poll_fn(|cx| match send.poll_reset(cx) {
         Poll::Ready(reason) => Poll::Ready(reason.unwrap_or(Reason::CANCEL)),
         Poll::Pending => Poll::Ready(Reason::CANCEL),

@@ -37,14 +37,14 @@ impl Traffic {
         self.to_socket.load(Ordering::Relaxed)
     }
 
-    pub(super) fn count_from_socket(&self, bytes: usize) {
+    pub fn count_from_socket(&self, bytes: usize) {
         self.from_socket.fetch_add(bytes as u64, Ordering::Relaxed);
         for total in &self.totals {
             total.from_socket.inc_by(bytes as u64);
         }
     }
 
-    pub(super) fn count_to_socket(&self, bytes: usize) {
+    pub fn count_to_socket(&self, bytes: usize) {
         self.to_socket.fetch_add(bytes as u64, Ordering::Relaxed);
         for total in &self.totals {
             total.to_socket.inc_by(bytes as u64);

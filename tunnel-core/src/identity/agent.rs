@@ -1,24 +1,24 @@
-//! An agent's certificate, key and trusted roots.
+//! An agent's, or a redirector's, certificate, key and trusted roots.
 
 use std::fmt;
 use std::time::SystemTime;
 
-use rcgen::{DistinguishedName, DnType};
+use rcgen::DistinguishedName;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
 use super::bundle::TrustBundle;
-use super::certificate::{
-    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, Validity, node_of_certificate, validity,
-};
+use super::certificate::{Validity, holder_of_certificate, validity};
 use super::error::IdentityError;
+use super::holder::Holder;
 use super::key::PrivateKey;
 use super::name::NodeName;
 use super::request;
 
-/// What an agent identifies itself with, and the roots that it trusts.
+/// What an agent, or a redirector, identifies itself with, and the roots that it trusts.
 pub struct AgentIdentity {
+    pub holder: Holder,
     /// The node that the certificate names.
     pub node: NodeName,
     /// The certificate chain, leaf first.
@@ -34,7 +34,7 @@ impl AgentIdentity {
     /// Checks that the parts belong together.
     ///
     /// # Errors
-    /// The chain is empty, its leaf is not an agent's certificate, or the key is not the leaf's.
+    /// The chain is empty, its leaf is neither an agent's certificate nor a redirector's, or the key is not the leaf's.
     pub fn new(
         chain: Vec<CertificateDer<'static>>,
         key: Zeroizing<PrivateKeyDer<'static>>,
@@ -42,12 +42,12 @@ impl AgentIdentity {
     ) -> Result<Self, IdentityError> {
         let leaf =
             chain.first().ok_or_else(|| IdentityError::Parse("the chain has no certificate".into()))?;
-        let node = node_of_certificate(leaf)?;
+        let (holder, node) = holder_of_certificate(leaf)?;
         let validity = validity(leaf)?;
         if !request::matches(&PrivateKey::from_der(&key)?, leaf)? {
             return Err(IdentityError::Key("it is not the certificate's key".into()));
         }
-        Ok(Self { node, chain, key, bundle, validity })
+        Ok(Self { holder, node, chain, key, bundle, validity })
     }
 
     /// [`AgentIdentity::new`] from PEM.
@@ -64,6 +64,7 @@ impl AgentIdentity {
     #[must_use]
     pub fn with_bundle(&self, bundle: TrustBundle) -> Self {
         Self {
+            holder: self.holder,
             node: self.node.clone(),
             chain: self.chain.clone(),
             key: Zeroizing::new(self.key.clone_key()),
@@ -97,6 +98,7 @@ impl AgentIdentity {
 impl fmt::Debug for AgentIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AgentIdentity")
+            .field("holder", &self.holder)
             .field("node", &self.node)
             .field("validity", &self.validity)
             .field("bundle", &self.bundle)
@@ -106,8 +108,5 @@ impl fmt::Debug for AgentIdentity {
 
 /// The subject of a node's certificate.
 pub fn agent_distinguished_name(node: &NodeName) -> DistinguishedName {
-    let mut name = DistinguishedName::new();
-    name.push(DnType::OrganizationName, AGENT_ORGANIZATION);
-    name.push(DnType::CommonName, format!("{AGENT_COMMON_NAME_PREFIX}{node}"));
-    name
+    Holder::Agent.distinguished_name(node)
 }

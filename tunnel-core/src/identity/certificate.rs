@@ -10,15 +10,15 @@ use x509_parser::prelude::FromDer;
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
 use super::error::IdentityError;
+use super::holder::{
+    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, Holder, REDIRECTOR_COMMON_NAME_PREFIX,
+    REDIRECTOR_ORGANIZATION,
+};
 use super::name::NodeName;
 
 /// DNS name in every tunnel-server's certificate. Agents verify this name whatever address they dialled: the CA is
 /// private, so an address behind NAT, a load balancer or a port mapping works without being in the certificate.
 pub const SERVER_NAME: &str = "tunnel-server.postern.internal";
-/// Subject organisation of every agent's certificate.
-pub const AGENT_ORGANIZATION: &str = "postern:agents";
-/// Precedes the node's name in the common name of an agent's certificate.
-pub const AGENT_COMMON_NAME_PREFIX: &str = "postern:node:";
 /// Subject organisation of the certificates that servers show to each other.
 pub const PEER_ORGANIZATION: &str = "postern:servers";
 /// Precedes the server's id in the common name of such a certificate.
@@ -47,8 +47,23 @@ pub(super) fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certi
 pub fn node_of_certificate(certificate: &CertificateDer<'_>) -> Result<NodeName, IdentityError> {
     match client_of_certificate(certificate)? {
         Client::Agent(node) => Ok(node),
+        other => Err(IdentityError::NotAgent(format!(
+            "its organisation is {:?}, not {AGENT_ORGANIZATION:?}",
+            other.organization()
+        ))),
+    }
+}
+
+/// Who holds this certificate, if it is one that is enrolled for, and its node.
+///
+/// # Errors
+/// [`IdentityError::NotAgent`] with the reason when it has exactly the shape of neither an agent's nor a redirector's.
+pub fn holder_of_certificate(certificate: &CertificateDer<'_>) -> Result<(Holder, NodeName), IdentityError> {
+    match client_of_certificate(certificate)? {
+        Client::Agent(node) => Ok((Holder::Agent, node)),
+        Client::Redirector(node) => Ok((Holder::Redirector, node)),
         Client::Server(_) => Err(IdentityError::NotAgent(format!(
-            "its organisation is {PEER_ORGANIZATION:?}, not {AGENT_ORGANIZATION:?}"
+            "its organisation is {PEER_ORGANIZATION:?}: it is a server's"
         ))),
     }
 }
@@ -60,18 +75,30 @@ pub enum Client {
     Agent(NodeName),
     /// Another server, by its id.
     Server(String),
+    /// The redirector of a node.
+    Redirector(NodeName),
 }
 
-/// Who shows this certificate: an agent, or another server, whose certificate has the same shape with
-/// `O=postern:servers` and `CN=postern:server:<id>`.
+impl Client {
+    const fn organization(&self) -> &'static str {
+        match self {
+            Self::Agent(_) => AGENT_ORGANIZATION,
+            Self::Server(_) => PEER_ORGANIZATION,
+            Self::Redirector(_) => REDIRECTOR_ORGANIZATION,
+        }
+    }
+}
+
+/// Who shows this certificate: an agent; another server, whose certificate has the same shape with `O=postern:servers` and
+/// `CN=postern:server:<id>`; or a redirector, with `O=postern:redirectors` and `CN=postern:redirector:<node>`.
 ///
 /// # Errors
-/// [`IdentityError::NotAgent`] with the reason when it is exactly of neither shape.
+/// [`IdentityError::NotAgent`] with the reason when it is exactly of none of these shapes.
 pub fn client_of_certificate(certificate: &CertificateDer<'_>) -> Result<Client, IdentityError> {
     let parsed = parse(certificate)?;
     let subject = parsed.subject();
     let organization = single(subject, "organisation", subject.iter_organization())?;
-    if ![AGENT_ORGANIZATION, PEER_ORGANIZATION].contains(&organization) {
+    if ![AGENT_ORGANIZATION, PEER_ORGANIZATION, REDIRECTOR_ORGANIZATION].contains(&organization) {
         return Err(IdentityError::NotAgent(format!(
             "its organisation is {organization:?}, not {AGENT_ORGANIZATION:?}"
         )));
@@ -82,10 +109,12 @@ pub fn client_of_certificate(certificate: &CertificateDer<'_>) -> Result<Client,
             "its subject has more than an organisation and a common name".into(),
         ));
     }
-    let client = if organization == PEER_ORGANIZATION {
-        Client::Server(server_of_common_name(common_name)?)
-    } else {
-        Client::Agent(node_of_common_name(common_name)?)
+    let client = match organization {
+        PEER_ORGANIZATION => Client::Server(server_of_common_name(common_name)?),
+        REDIRECTOR_ORGANIZATION => {
+            Client::Redirector(node_of_common_name(common_name, REDIRECTOR_COMMON_NAME_PREFIX)?)
+        }
+        _ => Client::Agent(node_of_common_name(common_name, AGENT_COMMON_NAME_PREFIX)?),
     };
     require_usage(&parsed, "client authentication", |usage| usage.client_auth)
         .map_err(IdentityError::NotAgent)?;
@@ -102,11 +131,11 @@ fn server_of_common_name(common_name: &str) -> Result<String, IdentityError> {
     }
 }
 
-/// The node in `postern:node:<name>`.
-fn node_of_common_name(common_name: &str) -> Result<NodeName, IdentityError> {
-    let Some(name) = common_name.strip_prefix(AGENT_COMMON_NAME_PREFIX) else {
+/// The node behind the prefix, as in `postern:node:<name>`.
+fn node_of_common_name(common_name: &str, prefix: &str) -> Result<NodeName, IdentityError> {
+    let Some(name) = common_name.strip_prefix(prefix) else {
         return Err(IdentityError::NotAgent(format!(
-            "its common name {common_name:?} does not begin with {AGENT_COMMON_NAME_PREFIX:?}"
+            "its common name {common_name:?} does not begin with {prefix:?}"
         )));
     };
     name.parse().map_err(|error: IdentityError| IdentityError::NotAgent(error.to_string()))
@@ -130,17 +159,21 @@ fn single<'a>(
 /// [`SERVER_NAME`], its extended key usage is server authentication and no other, and it is not a CA.
 pub fn server_names_of_certificate(certificate: &CertificateDer<'_>) -> Result<Vec<String>, IdentityError> {
     let parsed = parse(certificate)?;
-    let names: Vec<String> = match parsed.subject_alternative_name() {
-        Ok(Some(extension)) => extension.value.general_names.iter().filter_map(name_text).collect(),
-        Ok(None) => Vec::new(),
-        Err(error) => return Err(IdentityError::NotServer(format!("its alternative names: {error}"))),
-    };
+    let names = alternative_names(&parsed)?;
     if !names.iter().any(|name| name == SERVER_NAME) {
         return Err(IdentityError::NotServer(format!("it does not name {SERVER_NAME}")));
     }
     require_usage(&parsed, "server authentication", |usage| usage.server_auth)
         .map_err(IdentityError::NotServer)?;
     Ok(names)
+}
+
+pub(super) fn alternative_names(certificate: &X509Certificate<'_>) -> Result<Vec<String>, IdentityError> {
+    match certificate.subject_alternative_name() {
+        Ok(Some(extension)) => Ok(extension.value.general_names.iter().filter_map(name_text).collect()),
+        Ok(None) => Ok(Vec::new()),
+        Err(error) => Err(IdentityError::NotServer(format!("its alternative names: {error}"))),
+    }
 }
 
 fn name_text(name: &GeneralName<'_>) -> Option<String> {
@@ -318,6 +351,24 @@ mod tests {
     }
 
     #[test]
+    fn a_redirector_is_neither_an_agent_nor_a_server() {
+        let name = |organization, name| {
+            certificate(&[(O, organization), (CN, name)], &[Usage::ClientAuth], &[], false)
+        };
+        let redirector = name("postern:redirectors", "postern:redirector:cloud-2");
+        let node: NodeName = "cloud-2".parse().unwrap();
+        assert_eq!(client_of_certificate(&redirector).unwrap(), Client::Redirector(node.clone()));
+        assert_eq!(holder_of_certificate(&redirector).unwrap(), (Holder::Redirector, node));
+        assert!(node_of_certificate(&redirector).unwrap_err().to_string().contains("postern:redirectors"));
+        let server = name("postern:servers", "postern:server:cloud-1");
+        assert!(holder_of_certificate(&server).unwrap_err().to_string().contains("a server's"));
+        for mixed in ["postern:node:cloud-2", "postern:server:cloud-2"] {
+            assert!(client_of_certificate(&name("postern:redirectors", mixed)).is_err(), "{mixed}");
+        }
+        assert!(client_of_certificate(&name("postern:agents", "postern:redirector:cloud-2")).is_err());
+    }
+
+    #[test]
     fn other_certificates_are_refused_with_the_reason() {
         let good = vec![(O, "postern:agents"), (CN, "postern:node:edge-1")];
         let client = vec![Usage::ClientAuth];
@@ -428,13 +479,13 @@ mod tests {
     proptest! {
         #[test]
         fn common_names_round_trip(name in "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\\.[a-z0-9]{1,5}){0,3}") {
-            let node = node_of_common_name(&format!("postern:node:{name}")).unwrap();
+            let node = node_of_common_name(&format!("postern:node:{name}"), AGENT_COMMON_NAME_PREFIX).unwrap();
             prop_assert_eq!(node.as_str(), name);
         }
 
         #[test]
         fn common_names_never_panic(text in any::<String>()) {
-            if let Ok(node) = node_of_common_name(&text) {
+            if let Ok(node) = node_of_common_name(&text, AGENT_COMMON_NAME_PREFIX) {
                 prop_assert_eq!(format!("postern:node:{node}"), text);
             }
         }

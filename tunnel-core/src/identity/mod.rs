@@ -3,7 +3,7 @@
 //! An agent's certificate names exactly one node (Subject `O=postern:agents`, `CN=postern:node:<name>`, usage client
 //! authentication only). A server's certificate carries [`SERVER_NAME`] and has the usage server authentication only.
 //! To each other servers show a certificate of an agent's shape, with `O=postern:servers`, `CN=postern:server:<id>`.
-//! All are signed by the installation's private CA. The first root of a [`TrustBundle`] signs new certificates; the
+//! A redirector's has it too, with `O=postern:redirectors`, `CN=postern:redirector:<name of its node>`. All are signed by the installation's private CA. The first root of a [`TrustBundle`] signs new certificates; the
 //! others are trusted as well while the CA is being rotated.
 
 mod agent;
@@ -11,6 +11,8 @@ mod bundle;
 mod certificate;
 mod error;
 pub mod files;
+mod holder;
+mod inspect;
 mod key;
 mod name;
 mod request;
@@ -20,18 +22,23 @@ mod verify;
 pub use agent::{AgentIdentity, agent_distinguished_name};
 pub use bundle::TrustBundle;
 pub use certificate::{
-    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, BACKDATE, Client, PEER_COMMON_NAME_PREFIX,
-    PEER_ORGANIZATION, SERVER_NAME, Validity, ca_hash, client_of_certificate, is_ca, node_of_certificate,
-    parse_ca_hash, pem_of_certificates, public_key_hash, server_names_of_certificate, validity,
+    BACKDATE, Client, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, SERVER_NAME, Validity, ca_hash,
+    client_of_certificate, holder_of_certificate, is_ca, node_of_certificate, parse_ca_hash,
+    pem_of_certificates, public_key_hash, server_names_of_certificate, validity,
 };
 pub use error::IdentityError;
 pub use files::write_atomically;
+pub use holder::{
+    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, Holder, REDIRECTOR_COMMON_NAME_PREFIX,
+    REDIRECTOR_ORGANIZATION,
+};
+pub use inspect::{HttpsAnswer, ask_https, describe_certificate, names_a_tunnel_server, presented_chain};
 pub use key::PrivateKey;
 pub use name::NodeName;
-pub use request::{CsrKey, create_csr, public_key_of_csr};
+pub use request::{CsrKey, create_csr, create_named_csr, public_key_of_csr};
 pub use secrecy::{ExposeSecret, SecretString};
 pub use tls::{
-    ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, peer_tls, pinned_tls, refusal,
-    server_name,
+    ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, caller_config,
+    caller_verifier, certified, concerns_certificates, peer_tls, pinned_tls, refusal, server_name,
 };
 pub use zeroize::Zeroizing;

@@ -1,12 +1,17 @@
 //! Certificate signing requests.
 
-use rcgen::{CertificateParams, DistinguishedName, PublicKeyData, SigningKey, SubjectPublicKeyInfo};
+use rcgen::{
+    CertificateParams, CertificateSigningRequest, DistinguishedName, PublicKeyData, SigningKey,
+    SubjectPublicKeyInfo,
+};
 use rustls_pki_types::CertificateDer;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer;
 
 use super::certificate::{public_key_hash, public_key_info};
 use super::error::IdentityError;
+use super::holder::Holder;
+use super::name::NodeName;
 
 /// In bytes. Our own requests have fewer than 300.
 const MAX_CSR: usize = 4096;
@@ -27,6 +32,17 @@ pub fn create_csr(key: &impl SigningKey) -> Result<Vec<u8>, IdentityError> {
     params.distinguished_name = DistinguishedName::new();
     let csr = params.serialize_request(key).map_err(|error| IdentityError::Csr(error.to_string()))?;
     Ok(csr.der().to_vec())
+}
+
+/// The same, naming whom it is for.
+pub fn create_named_csr(
+    key: &impl SigningKey,
+    holder: Holder,
+    node: &NodeName,
+) -> Result<CertificateSigningRequest, IdentityError> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = holder.distinguished_name(node);
+    params.serialize_request(key).map_err(|error| IdentityError::Csr(error.to_string()))
 }
 
 /// Checks the request's signature by its own key and returns the key. Names and extensions in it are ignored.

@@ -7,10 +7,14 @@ use arc_swap::ArcSwap;
 use rustls::client::Resumption;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
-use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{
+    ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
+};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{
-    CertificateError, ClientConfig, InconsistentKeys, OtherError, RootCertStore, ServerConfig, version,
+    AlertDescription, CertificateError, ClientConfig, InconsistentKeys, OtherError, RootCertStore,
+    ServerConfig, version,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::TlsAcceptor;
@@ -20,11 +24,14 @@ use super::bundle::TrustBundle;
 use super::certificate::{SERVER_NAME, parse_ca_hash};
 use super::error::IdentityError;
 use super::verify::{ClientVerifier, Trust, TunnelServerVerifier};
+use crate::error::causes;
 
 /// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
 pub const ALPN_TUNNEL: &[u8] = b"postern/1";
 /// ALPN protocol of a server that relays to another one, and learns from it which nodes it has.
 pub const ALPN_PEER: &[u8] = b"postern-peer/1";
+/// ALPN protocol of an agent that opens streams for workloads on its node.
+pub const ALPN_EDGE: &[u8] = b"postern-edge/1";
 /// ALPN protocol of ordinary gRPC on the same port.
 pub const ALPN_GRPC: &[u8] = b"h2";
 
@@ -54,8 +61,11 @@ fn client(
         .with_custom_certificate_verifier(Arc::new(TunnelServerVerifier { trust, provider })))
 }
 
-/// As rustls does it, but without handing over the key, which rustls would not wipe.
-fn certified(
+/// A certificate with its key, as rustls makes it, but without handing over the key, which rustls would not wipe.
+///
+/// # Errors
+/// rustls does not take them, or they do not belong together.
+pub fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
 ) -> Result<Arc<SingleCertAndKey>, IdentityError> {
@@ -140,16 +150,42 @@ pub fn refusal(error: &io::Error) -> Option<&IdentityError> {
     }
 }
 
+/// Whether a TLS connection failed because one end does not accept the other's certificate.
+pub fn concerns_certificates(error: &io::Error) -> bool {
+    let Some(inner) = error.get_ref() else { return false };
+    match causes(inner).find_map(|cause| cause.downcast_ref::<rustls::Error>()) {
+        Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented) => true,
+        Some(rustls::Error::AlertReceived(alert)) => refuses_certificate(*alert),
+        _ => false,
+    }
+}
+
+/// The alerts by which a peer refuses a certificate (RFC 8446 §6.2).
+fn refuses_certificate(alert: AlertDescription) -> bool {
+    matches!(
+        alert,
+        AlertDescription::BadCertificate
+            | AlertDescription::UnsupportedCertificate
+            | AlertDescription::CertificateRevoked
+            | AlertDescription::CertificateExpired
+            | AlertDescription::CertificateUnknown
+            | AlertDescription::UnknownCA
+            | AlertDescription::AccessDenied
+            | AlertDescription::DecryptError
+            | AlertDescription::CertificateRequired
+    )
+}
+
 /// The TLS side of a server's agent port. The settings can be replaced at any time; connections that are already
 /// open keep theirs.
 ///
-/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`], [`ALPN_PEER`] and [`ALPN_GRPC`]. A client certificate is optional (enrolment has
-/// none yet). If there is one, a client root must have signed it, and it must have exactly the shape of an agent's or a
-/// server's. Sessions are not
-/// resumed: that would keep a client certificate alive after it expired or its root was retired.
+/// TLS 1.3 only, ALPN [`ALPN_TUNNEL`], [`ALPN_PEER`], [`ALPN_EDGE`] and [`ALPN_GRPC`]. A client certificate is optional
+/// (enrolment has none yet). If there is one, a client root must have signed it, and it must have exactly the shape of an agent's or a
+/// server's. Sessions are not resumed.
 #[derive(Debug)]
 pub struct ServerTls {
     config: ArcSwap<ServerConfig>,
+    leaf: ArcSwap<CertificateDer<'static>>,
 }
 
 impl ServerTls {
@@ -162,7 +198,9 @@ impl ServerTls {
         key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
     ) -> Result<Self, IdentityError> {
-        Ok(Self { config: ArcSwap::from(server_config(chain, key, client_roots.root_store())?) })
+        let leaf = leaf(&chain)?;
+        let config = server_config(chain, key, client_roots.root_store())?;
+        Ok(Self { config: ArcSwap::from(config), leaf: ArcSwap::from_pointee(leaf) })
     }
 
     /// Replaces certificate, key and client roots for later handshakes.
@@ -175,8 +213,18 @@ impl ServerTls {
         key: &PrivateKeyDer<'_>,
         client_roots: &TrustBundle,
     ) -> Result<(), IdentityError> {
+        let leaf = leaf(&chain)?;
         self.config.store(server_config(chain, key, client_roots.root_store())?);
+        self.leaf.store(Arc::new(leaf));
         Ok(())
+    }
+
+    /// Whether the present certificate is valid for this DNS name or address.
+    pub fn names(&self, name: &str) -> bool {
+        let Ok(name) = ServerName::try_from(name) else { return false };
+        let leaf = self.leaf.load();
+        ParsedCertificate::try_from(&**leaf)
+            .is_ok_and(|certificate| rustls::client::verify_server_name(&certificate, &name).is_ok())
     }
 
     /// An acceptor with the current settings; take a new one for each connection.
@@ -185,24 +233,69 @@ impl ServerTls {
     }
 }
 
+/// The present certificate and its key, for other ports with other clients.
+impl ResolvesServerCert for ServerTls {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.config.load().cert_resolver.resolve(hello)
+    }
+}
+
+/// TLS 1.2 and 1.3 for callers that are no agents: `verifier` decides about their certificates.
+///
+/// # Errors
+/// rustls does not take the settings.
+pub fn caller_config(
+    certificate: Arc<dyn ResolvesServerCert>,
+    verifier: Arc<dyn ClientCertVerifier>,
+    alpn: &[&[u8]],
+) -> Result<ServerConfig, IdentityError> {
+    let mut config = ServerConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .map_err(tls_error)?
+        .with_client_cert_verifier(verifier)
+        .with_cert_resolver(certificate);
+    config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
+    without_resumption(&mut config);
+    Ok(config)
+}
+
+/// Verifies that one of these roots has signed a certificate.
+///
+/// # Errors
+/// rustls does not take the roots.
+pub fn caller_verifier(
+    roots: RootCertStore,
+    required: bool,
+) -> Result<Arc<dyn ClientCertVerifier>, IdentityError> {
+    let builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider());
+    let builder = if required { builder } else { builder.allow_unauthenticated() };
+    builder.build().map_err(tls_error)
+}
+
+/// A session that is resumed would keep a client's certificate alive after it expired or its root was withdrawn.
+fn without_resumption(config: &mut ServerConfig) {
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+}
+
+fn leaf(chain: &[CertificateDer<'static>]) -> Result<CertificateDer<'static>, IdentityError> {
+    chain.first().cloned().ok_or_else(|| IdentityError::Parse("the chain has no certificate".into()))
+}
+
 fn server_config(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
     client_roots: RootCertStore,
 ) -> Result<Arc<ServerConfig>, IdentityError> {
-    let provider = provider();
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(client_roots), Arc::clone(&provider))
-        .allow_unauthenticated()
-        .build()
-        .map_err(tls_error)?;
-    let mut config = ServerConfig::builder_with_provider(provider)
+    let verifier = caller_verifier(client_roots, false)?;
+    let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
         .with_client_cert_verifier(Arc::new(ClientVerifier(verifier)))
         .with_cert_resolver(certified(chain, key)?);
-    config.alpn_protocols = vec![ALPN_TUNNEL.to_vec(), ALPN_PEER.to_vec(), ALPN_GRPC.to_vec()];
-    config.session_storage = Arc::new(NoServerSessionStorage {});
-    config.send_tls13_tickets = 0;
+    config.alpn_protocols =
+        vec![ALPN_TUNNEL, ALPN_PEER, ALPN_EDGE, ALPN_GRPC].into_iter().map(<[u8]>::to_vec).collect();
+    without_resumption(&mut config);
     Ok(Arc::new(config))
 }
 

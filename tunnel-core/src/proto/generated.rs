@@ -24,6 +24,9 @@ pub struct Holdings {
     /// Everything has been told once: a node that this stream has not named as gained is not attached.
     #[prost(bool, tag = "6")]
     pub complete: bool,
+    /// PEM; the roots that a redirector, which has no CA, trusts from now on. Empty: no change.
+    #[prost(string, tag = "7")]
+    pub trust_bundle: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Welcome {
@@ -84,6 +87,10 @@ pub struct Hello {
     /// epoch; it carries connections and sends no further events.
     #[prost(uint32, tag = "7")]
     pub link: u32,
+    /// This agent takes over from the one that has the node's live session, on the same node: that one finishes what it
+    /// carries. Without this a newer session ends the older one.
+    #[prost(bool, tag = "8")]
+    pub successor: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Addresses {
@@ -157,6 +164,10 @@ pub struct Replaced {
     pub epoch: u64,
     #[prost(string, tag = "2")]
     pub peer: ::prost::alloc::string::String,
+    /// That one's Hello says that it is this agent's successor: the session stays for what it carries, and gets nothing
+    /// new. An agent that knows of no successor ends it, as without this.
+    #[prost(bool, tag = "3")]
+    pub by_successor: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct TrustBundle {
@@ -1044,7 +1055,7 @@ pub mod peer_client {
     use tonic::codegen::*;
     use tonic::codegen::http::Uri;
     /// Served by a tunnel-server for the others of its fleet, on its agent port under ALPN "postern-peer/1". The one that
-    /// dials is the HTTP/2 client, and shows a certificate of a server.
+    /// dials is the HTTP/2 client, and shows a certificate of a server or of a redirector.
     #[derive(Debug, Clone)]
     pub struct PeerClient<T> {
         inner: tonic::client::Grpc<T>,
@@ -1220,7 +1231,7 @@ pub mod peer_server {
         ) -> std::result::Result<tonic::Response<Self::CarryStream>, tonic::Status>;
     }
     /// Served by a tunnel-server for the others of its fleet, on its agent port under ALPN "postern-peer/1". The one that
-    /// dials is the HTTP/2 client, and shows a certificate of a server.
+    /// dials is the HTTP/2 client, and shows a certificate of a server or of a redirector.
     #[derive(Debug)]
     pub struct PeerServer<T> {
         inner: Arc<T>,

@@ -2,5 +2,6 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop where it is")]
 
 mod ends;
+mod pipes;
 mod stalls;
 mod support;

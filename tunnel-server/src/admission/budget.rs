@@ -7,13 +7,19 @@ const MOST_ENROLMENTS: u32 = 1024;
 
 /// How many connections of a kind may be open at a time. Each takes one open file of the process.
 ///
-/// What is left, more than a quarter, is for the first links of attached agents, and for what the server opens itself: the
+/// What is left, a quarter, is for the first links of attached agents, and for what the server opens itself: the
 /// admin endpoints, the inventory, the self-test, the BPF maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub redirect: u32,
     pub https: u32,
     pub http: u32,
+    pub plain: u32,
+    pub egress: u32,
+    /// With TLS one takes three files.
+    pub connect: u32,
+    /// Of all static maps together.
+    pub maps: u32,
     /// Handshakes on the agent port from sources where no agent has attached yet.
     pub strangers: u32,
     /// The same from sources where one has.
@@ -31,9 +37,13 @@ impl Budget {
     pub fn of(open_files: u32) -> Self {
         let part = |share: u32, of: u32| (open_files / of).saturating_mul(share);
         Self {
-            redirect: part(3, 8),
-            https: part(1, 8),
-            http: part(1, 16),
+            redirect: part(11, 32),
+            https: part(7, 64),
+            http: part(1, 32),
+            plain: part(1, 32),
+            egress: part(1, 64),
+            connect: part(1, 96),
+            maps: part(1, 64),
             strangers: part(1, 16).min(MOST_HANDSHAKES),
             known: part(1, 32).min(MOST_HANDSHAKES),
             certified: part(1, 32).min(MOST_HANDSHAKES),
@@ -51,12 +61,26 @@ mod tests {
     proptest! {
         #[test]
         fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32) {
-            let Budget { redirect, https, http, strangers, known, certified, enrolments, additional } =
-                Budget::of(open_files);
-            let parts = [redirect, https, http, strangers, known, certified, enrolments, additional];
+            let Budget {
+                redirect,
+                https,
+                http,
+                plain,
+                egress,
+                connect,
+                maps,
+                strangers,
+                known,
+                certified,
+                enrolments,
+                additional,
+            } = Budget::of(open_files);
+            let own = [redirect, https, http, plain, egress, 3 * connect, maps];
+            let agents = [strangers, known, certified, enrolments, additional];
+            let parts = [&own[..], &agents].concat();
             let sum: u64 = parts.iter().map(|part| u64::from(*part)).sum();
             prop_assert!(sum <= u64::from(open_files) * 3 / 4, "{parts:?} of {open_files}");
-            prop_assert!(open_files < 64 || parts.iter().all(|part| *part > 0), "{parts:?} of {open_files}");
+            prop_assert!(open_files < 96 || parts.iter().all(|part| *part > 0), "{parts:?} of {open_files}");
         }
     }
 }

@@ -8,16 +8,15 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use h2::PingPong;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
-use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
 use tunnel_core::identity::NodeName;
-use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
     self, AgentEvent, Hello, LoopbackPorts, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
@@ -46,10 +45,10 @@ pub(super) struct Presented {
     pub(super) issued: SystemTime,
 }
 
-/// Serves the link until it ends, and logs why it did.
-pub(super) async fn run(
+/// Serves the link, whose byte stream and what is known about its path are given, until it ends, and logs why it did.
+pub(super) async fn run<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     context: Arc<LinkContext>,
-    stream: Box<TlsStream<TcpStream>>,
+    link: (S, Arc<Flow>),
     peer: SocketAddr,
     presented: Presented,
     worker: Handle,
@@ -58,7 +57,7 @@ pub(super) async fn run(
     let started = Instant::now();
     let node = presented.node.clone();
     let additional = OnceLock::new();
-    let end = drive(&context, stream, peer, presented, worker, place, &additional).await;
+    let end = drive(&context, link, peer, presented, worker, place, &additional).await;
     let lasted_s = started.elapsed().as_secs();
     if let Some(link) = additional.get() {
         tracing::debug!(%node, %peer, lasted_s, link, "additional link ended: {end}");
@@ -88,17 +87,15 @@ pub(super) async fn run(
     }
 }
 
-async fn drive(
+async fn drive<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     context: &LinkContext,
-    stream: Box<TlsStream<TcpStream>>,
+    (io, flow): (S, Arc<Flow>),
     peer: SocketAddr,
     presented: Presented,
     worker: Handle,
     place: Certified,
     additional: &OnceLock<u32>,
 ) -> End {
-    let io = LinkIo::new(*stream);
-    let flow = io.flow();
     let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(io)).await;
     let (send, mut connection) = match handshake {
         Ok(Ok(link)) => link,
@@ -192,6 +189,7 @@ async fn session(
         issued,
         refusal: OnceLock::new(),
         moving: AtomicBool::new(false),
+        succeeded: CancellationToken::new(),
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
@@ -202,7 +200,7 @@ async fn session(
         over,
     });
     match context.sessions.register(session.clone()) {
-        Ok(older) => retire(context, older, &session),
+        Ok(older) => retire(context, older, &session, hello.successor),
         Err(fenced) => {
             notify(&mut client, refused(fenced.to_string())).await;
             return fenced.into();
@@ -223,14 +221,7 @@ async fn session(
         return not_admitted(&mut client, refusal.clone()).await;
     }
     if matches!(end, End::Stopped) && !context.draining.is_cancelled() {
-        let reason = notice::Notice::Replaced(Replaced {
-            epoch: session.epoch,
-            peer: context
-                .sessions
-                .get(&session.node)
-                .map_or_else(String::new, |newer| newer.peer.to_string()),
-        });
-        notify(&mut client, reason).await;
+        notify(&mut client, replaced(context, &session, false)).await;
     }
     drop(registered);
     end
@@ -246,12 +237,23 @@ async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> En
     refusal.into()
 }
 
+fn replaced(context: &LinkContext, session: &Session, by_successor: bool) -> notice::Notice {
+    let newer = context.sessions.get(&session.node);
+    let peer = newer.map_or_else(String::new, |newer| newer.peer.to_string());
+    notice::Notice::Replaced(Replaced { epoch: session.epoch, peer, by_successor })
+}
+
 /// Ends the older session of the same node: its agent is gone, or is a second one with the same identity. One that was told
-/// to look for another server, and has come back because that one died, finishes what it carries.
-fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session) {
+/// to look for another server, and has come back because that one died, finishes what it carries, and so does one whose
+/// agent has a successor. Its agent is told, and does not take a stranger for that.
+fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, successor: bool) {
     if let Some(older) = older {
-        if older.moving.load(Ordering::Relaxed) {
+        if successor || older.moving.load(Ordering::Relaxed) {
             context.sessions.leave(&older);
+            if successor {
+                tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "another agent of the node takes over");
+                older.succeeded.cancel();
+            }
             return;
         }
         tracing::warn!(
@@ -304,7 +306,7 @@ async fn follow(
     let mut handover = context.handover.clone();
     // It may have begun while the agent was greeted.
     handover.mark_changed();
-    let mut draining_sent = false;
+    let (mut draining_sent, mut succeeded) = (false, false);
     loop {
         tokio::select! {
             event = events.message() => {
@@ -364,6 +366,10 @@ async fn follow(
                     draining_sent = so_far == Handover::All;
                     notify(client, leaving(context, !draining_sent)).await;
                 }
+            }
+            () = session.succeeded.cancelled(), if !succeeded => {
+                succeeded = true;
+                notify(client, replaced(context, session, true)).await;
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;

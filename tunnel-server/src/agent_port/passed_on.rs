@@ -5,11 +5,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use h2::RecvStream;
 use h2::server::SendResponse;
-use h2::{Reason, RecvStream};
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
+use http::{HeaderMap, Request, Response, StatusCode};
 use tonic::{Code, Status};
 use tunnel_core::carry::{Abort, CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER};
+use tunnel_core::grpc;
 use tunnel_core::identity::NodeName;
 use tunnel_core::outcome::Outcome;
 
@@ -31,7 +32,7 @@ fn wanted(headers: &HeaderMap, caller: &Caller) -> Result<(OpenRequest, SocketAd
     let node: NodeName = text(NODE_HEADER).parse().map_err(|error| format!("{NODE_HEADER}: {error}"))?;
     let target = text(TARGET_HEADER).parse().map_err(|error| format!("{TARGET_HEADER}: {error}"))?;
     let client = text(CLIENT_HEADER).parse().unwrap_or(caller.peer);
-    Ok((OpenRequest { node, target, prefix: Bytes::new() }, client))
+    Ok((OpenRequest::new(node, target, Bytes::new()), client))
 }
 
 /// Answers one Carry stream of another server, from the request to the end of both directions.
@@ -95,11 +96,6 @@ pub(super) async fn pass_on(
 }
 
 /// Answers with a status only.
-fn refuse(respond: &mut SendResponse<Bytes>, code: Code, reason: String) {
-    let mut response = Response::new(());
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    let status = Status::new(code, reason);
-    if status.add_header(response.headers_mut()).is_err() || respond.send_response(response, true).is_err() {
-        respond.send_reset(Reason::CANCEL);
-    }
+pub(super) fn refuse(respond: &mut SendResponse<Bytes>, code: Code, reason: String) {
+    grpc::refuse(respond, &Status::new(code, reason));
 }

@@ -1,4 +1,4 @@
-//! A link that another server has dialled: it is told which nodes are attached here, and passes connections for them on.
+//! A link that another server, or a redirector, has dialled: it is told which nodes are attached here, and passes connections for them on.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -20,19 +20,22 @@ use tunnel_core::{grpc, text::printable};
 
 use super::link::LinkContext;
 use super::passed_on::{Caller, pass_on};
+use super::redirectors::Redirector;
 use crate::door::DoorContext;
+use crate::pki::Refusal;
 use crate::session::Move;
 
 /// Nodes in one message.
 const PART: usize = 1000;
 
-/// Serves the link until it ends.
+/// Serves the link until it ends. A redirector, which has no CA, is told the roots too.
 pub(super) async fn serve(
     context: Arc<LinkContext>,
     doors: DoorContext,
     stream: Box<TlsStream<TcpStream>>,
     peer: SocketAddr,
     server_id: String,
+    redirector: Option<Redirector>,
 ) {
     let io = LinkIo::new(*stream);
     let flow = io.flow();
@@ -44,11 +47,27 @@ pub(super) async fn serve(
     let Some(pings) = link.ping_pong() else { return };
     // Every server dials all addresses, and learns from the answer that one is its own.
     if server_id != context.server_id {
-        context.metrics.handshake("peer");
+        let whose = if redirector.is_some() { "redirector" } else { "peer" };
+        context.metrics.handshake(whose);
         tracing::info!(%peer, server_id, "another server has linked");
     }
+    let refusal = redirector.as_ref().and_then(|redirector| redirector.judge().err());
     let caller = Arc::new(Caller { server_id, peer });
-    let service = PeerServer::new(PeerService(context.clone()));
+    let told = redirector.is_some();
+    let service =
+        PeerServer::new(PeerService { context: context.clone(), bundle: told, refusal: refusal.clone() });
+    let refused = async {
+        match (&redirector, &refusal) {
+            // It is told why first.
+            (Some(_), Some(refusal)) => {
+                tokio::time::sleep(HANDSHAKE_TIMEOUT).await;
+                refusal.clone()
+            }
+            (Some(redirector), None) => redirector.refused().await,
+            (None, _) => std::future::pending().await,
+        }
+    };
+    let mut refused = std::pin::pin!(refused);
     // A task of its own: carried bytes wake this one, which must not poll everything else each time.
     let mut watching = JoinSet::new();
     let shared = flow.clone();
@@ -59,8 +78,11 @@ pub(super) async fn serve(
             Some(ended) = watching.join_next() => {
                 break ended.map_or_else(|error| error.to_string(), |dead| dead.to_string());
             }
+            refusal = &mut refused => break refusal.to_string(),
             accepted = accept(&mut link, &flow) => match accepted {
-                Some(Ok((request, respond))) if request.uri().path() == PEER_CARRY_PATH => {
+                Some(Ok((request, respond)))
+                    if request.uri().path() == PEER_CARRY_PATH && refusal.is_none() =>
+                {
                     tokio::spawn(pass_on(doors.clone(), caller.clone(), request, respond));
                 }
                 Some(Ok((request, respond))) => {
@@ -79,7 +101,7 @@ pub(super) async fn serve(
 type Accepted = (http::Request<h2::RecvStream>, h2::server::SendResponse<bytes::Bytes>);
 
 /// The next stream; announces a larger window meanwhile.
-async fn accept(
+pub(super) async fn accept(
     link: &mut Connection<LinkIo, bytes::Bytes>,
     flow: &link::Flow,
 ) -> Option<Result<Accepted, h2::Error>> {
@@ -90,7 +112,13 @@ async fn accept(
     .await
 }
 
-struct PeerService(Arc<LinkContext>);
+struct PeerService {
+    context: Arc<LinkContext>,
+    /// Whether to tell the roots.
+    bundle: bool,
+    /// Why this client may have nothing passed on.
+    refusal: Option<Refusal>,
+}
 
 #[tonic::async_trait]
 impl Peer for PeerService {
@@ -98,28 +126,34 @@ impl Peer for PeerService {
     type CarryStream = ReceiverStream<Result<Segment, Status>>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        if let Some(refusal) = &self.refusal {
+            return Err(Status::unauthenticated(refusal.to_string()));
+        }
         let WatchRequest { server_id, server_version } = request.into_inner();
         let (server_id, version) = (printable(&server_id, 128), printable(&server_version, 64));
         tracing::debug!(server_id, version, "another server follows the nodes that are attached here");
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(tell(self.0.clone(), sender));
+        tokio::spawn(tell(self.context.clone(), self.bundle, sender));
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
-        // `serve` takes Carry streams out before tonic sees them.
-        Err(Status::internal("Carry is served without a codec"))
+        // `serve` takes Carry streams out before tonic sees them, unless the client may have none.
+        Err(Status::permission_denied("nothing is passed on for this client"))
     }
 }
 
 /// Tells which nodes are attached, until the other server or this one ends, or the other one is too slow: it asks anew
 /// then.
-async fn tell(context: Arc<LinkContext>, sender: mpsc::Sender<Result<Holdings, Status>>) {
+async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Result<Holdings, Status>>) {
+    let mut bundle = context.bundle.clone();
+    let trust_bundle = if roots { bundle.borrow_and_update().to_pem() } else { String::new() };
     let (nodes, mut moves) = context.sessions.follow();
     let first = Holdings {
         server_id: context.server_id.clone(),
         server_version: env!("CARGO_PKG_VERSION").to_owned(),
         draining: context.draining.is_cancelled(),
+        trust_bundle,
         ..Holdings::default()
     };
     let mut parts = vec![first];
@@ -153,6 +187,9 @@ async fn tell(context: Arc<LinkContext>, sender: mpsc::Sender<Result<Holdings, S
             }, if !draining_told => {
                 draining_told = true;
                 Holdings { draining: true, ..Holdings::default() }
+            }
+            Ok(()) = bundle.changed(), if roots => {
+                Holdings { trust_bundle: bundle.borrow_and_update().to_pem(), ..Holdings::default() }
             }
             () = context.stop.cancelled() => return,
             () = sender.closed() => return,

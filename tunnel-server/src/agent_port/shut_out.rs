@@ -1,34 +1,70 @@
 //! Ends the sessions of agents that may have none any more: their node was revoked, or has left the inventory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
+use tunnel_core::identity::NodeName;
 
 use super::link::LinkContext;
+use crate::pki::{KnownNodes, Revocations};
+use crate::session::Session;
 
 /// How long a node may be missing: an inventory file may be replaced in two steps, and a Node created again at once.
 const GRACE: Duration = Duration::from_secs(5);
+/// How often all sessions are judged, and not only those of changed nodes: one may have begun just then.
+const SWEEP: Duration = Duration::from_secs(300);
 
 pub(super) async fn run(context: &LinkContext) {
     let mut standing = context.standing.clone();
     // By session, when its grace is over.
-    let mut missing: HashMap<u64, Instant> = HashMap::new();
+    let mut missing: HashMap<u64, (NodeName, Instant)> = HashMap::new();
+    let mut judged_by = None;
+    let mut sweep = Instant::now();
     loop {
         let (now, before) = (Instant::now(), std::mem::take(&mut missing));
-        for session in context.sessions.linked() {
+        let known = standing.known();
+        let concerned = match judged_by.as_ref().filter(|_| now < sweep).and_then(|by| changed(by, &known)) {
+            Some(mut nodes) => {
+                nodes.extend(before.values().map(|(node, _)| node.clone()));
+                nodes.iter().flat_map(|node| context.sessions.linked_of(node)).collect::<Vec<Arc<Session>>>()
+            }
+            None => {
+                sweep = now + SWEEP;
+                context.sessions.linked()
+            }
+        };
+        judged_by = Some(known);
+        for session in concerned {
             let Err(refusal) = standing.judge(&session.node, session.issued) else { continue };
-            let over = before.get(&session.id).copied().unwrap_or(now + GRACE);
+            let over = before.get(&session.id).map_or(now + GRACE, |(_, over)| *over);
             if refusal.may_pass() && now < over {
-                missing.insert(session.id, over);
+                missing.insert(session.id, (session.node.clone(), over));
             } else {
                 session.refuse(refusal);
             }
         }
-        let next = missing.values().min().copied();
+        let next = missing.values().map(|(_, over)| *over).min().unwrap_or(sweep).min(sweep);
         tokio::select! {
             () = standing.changed() => {}
-            () = sleep_until(next.unwrap_or(now)), if next.is_some() => {}
+            () = sleep_until(next) => {}
         }
+    }
+}
+
+type Known = (Arc<Revocations>, Option<Arc<KnownNodes>>);
+
+/// The nodes that are judged by something else now; None: all may be.
+fn changed((revoked, nodes): &Known, (revoked_now, nodes_now): &Known) -> Option<HashSet<NodeName>> {
+    if !Arc::ptr_eq(revoked, revoked_now) {
+        return None;
+    }
+    match (nodes, nodes_now) {
+        (None, None) => Some(HashSet::new()),
+        (Some(nodes), Some(nodes_now)) => {
+            Some(nodes_now.changes_since(nodes).into_iter().map(|change| change.key.clone()).collect())
+        }
+        _ => None,
     }
 }

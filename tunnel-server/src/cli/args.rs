@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::Args;
 use tunnel_core::config::{
     ConfigError, parse_cidrs, parse_duration, parse_ip, parse_ips, parse_loopback_door, parse_port,
     parse_ports, parse_with,
@@ -10,47 +10,26 @@ use tunnel_core::config::{
 
 use tunnel_core::link::Congestion;
 
-use super::agent::AgentCommand;
-use super::ca::CaCommand;
-use super::cleanup::CleanupCommand;
+use super::door_args::DoorArgs;
+use super::egress_args::EgressArgs;
+use super::foreign_args::ForeignArgs;
+use super::konnectivity_args::KonnectivityArgs;
 use super::kube_args::KubeArgs;
-use super::status::StatusCommand;
-use super::token::TokenCommand;
+use super::reach_args::ReachArgs;
+use super::role_args::{Given, RoleArgs};
 use crate::config::{
     self, Config, DEFAULT_ADMIN_ADDRESS, DEFAULT_BPFFS, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6,
-    NodeSource,
+    DoorConfig, NodeSource,
 };
-use crate::inventory::DEFAULT_EDGE_SELECTOR;
+use crate::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
 use crate::pki::DEFAULT_STATE_DIR;
 use crate::redirect::{PinConfig, RedirectConfig, SOCKET_MARK};
-
-/// Lets cloud components reach edge nodes that only dial out.
-#[derive(Debug, Parser)]
-#[command(name = "tunnel-server", version, args_conflicts_with_subcommands = true)]
-pub struct Cli {
-    #[command(subcommand)]
-    pub command: Option<Command>,
-    #[command(flatten)]
-    pub run: RunArgs,
-}
-
-#[derive(Debug, Subcommand)]
-pub enum Command {
-    /// Show the running server's nodes, tunnels, doors, redirect and inventory.
-    Status(StatusCommand),
-    /// Remove the programs and token routes that a killed server left behind.
-    Cleanup(CleanupCommand),
-    /// Create, list and revoke the tokens with which agents enrol.
-    Token(TokenCommand),
-    /// Revoke agents' identities, readmit nodes, and list both.
-    Agent(AgentCommand),
-    /// Show and rotate the CA.
-    Ca(CaCommand),
-}
 
 // Values stay text until `config()` parses them, so that every error has the same form.
 #[derive(Args, Clone, Debug)]
 pub struct RunArgs {
+    #[command(flatten)]
+    pub given: Given,
     /// Run without Kubernetes: read the nodes from this NodeList (see `kubectl get nodes -o yaml`), and again when it changes.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
@@ -67,7 +46,7 @@ pub struct RunArgs {
     /// Port that the agents dial; 0: off.
     #[arg(long, value_name = "PORT", alias = "tunnel-agent-connect-port", default_value = "10262")]
     pub agent_port: String,
-    /// Port of the https door, where TLS names the node by SNI; 0: off.
+    /// Port of the https door, where TLS names the node by SNI, or a request its Host (--terminate-tls); 0: off.
     #[arg(long, value_name = "PORT", default_value = "10263")]
     pub secure_port: String,
     /// Address of --insecure-port; only a loopback address.
@@ -150,20 +129,33 @@ pub struct RunArgs {
     #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
     pub log_level: String,
     #[command(flatten)]
+    pub reach: ReachArgs,
+    #[command(flatten)]
+    pub doors: DoorArgs,
+    #[command(flatten)]
     pub kube: KubeArgs,
+    #[command(flatten)]
+    pub egress: EgressArgs,
+    #[command(flatten)]
+    pub konnectivity: KonnectivityArgs,
+    #[command(flatten)]
+    pub role: RoleArgs,
+    #[command(flatten)]
+    pub foreign: ForeignArgs,
 }
 
 impl RunArgs {
     /// # Errors
     /// Names the flag, its value and the reason.
     pub fn config(&self) -> Result<Config, ConfigError> {
+        let redirector = self.role.redirector(&self.given, &self.state_dir, self.inventory.is_some())?;
         let exclude = parse_cidrs("--exclude", &self.exclude)?;
         let token_range = config::token_range(&self.token_range, &exclude)?;
         let token_range_v6 = config::token_range_v6(&self.token_range_v6, &exclude)?;
         let redirect_ports = parse_ports("--redirect-ports", &self.redirect_ports)?;
         let redirect_clients = parse_cidrs("--redirect-clients", &self.redirect_clients)?;
         let orphan_timeout = config::orphan_timeout(&self.orphan_timeout)?;
-        let redirect = config::on_or_off("--redirect", &self.redirect)?.then(|| RedirectConfig {
+        let redirect = self.foreign.redirect(&self.redirect)?.then(|| RedirectConfig {
             cgroup: self.redirect_cgroup.clone(),
             token_range,
             token_range_v6,
@@ -177,6 +169,21 @@ impl RunArgs {
             let reason = "empty; name the ports to redirect, or switch it off with --redirect=off";
             return Err(ConfigError::new("--redirect-ports", &self.redirect_ports, reason));
         }
+        if redirector.is_some() && redirect.is_none() {
+            let reason = "a redirector without the redirect does nothing; leave it out";
+            return Err(ConfigError::new("--redirect", &self.redirect, reason));
+        }
+        let peers = config::peers(&self.peers)?;
+        if redirector.is_some() && self.inventory.is_some() && peers.is_empty() {
+            let reason = "needed with --role=redirector and --inventory: the servers' agent ports";
+            return Err(ConfigError::without_value("--peers", reason));
+        }
+        // A redirector has no doors but the redirect.
+        let door = |key: &str, port: &str| match redirector {
+            Some(_) => Ok(None),
+            None => parse_port(key, port),
+        };
+        let insecure_port = if redirector.is_some() { "0" } else { &self.insecure_port };
         // Checked with --inventory too: a wrong name is to be found before the flag is needed.
         let options = self.kube.options()?;
         let source = match &self.inventory {
@@ -187,15 +194,34 @@ impl RunArgs {
             Some(value) => config::on_or_off("--token-enrollment", value)?,
             None => self.inventory.is_some(),
         };
+        let secure_port = door("--secure-port", &self.secure_port)?;
+        let connect_port = door("--connect-port", &self.reach.connect_port)?;
+        let doors = match redirector {
+            Some(_) => DoorConfig::default(),
+            None => {
+                let kubeconfig = self.kube.kubeconfig.is_some();
+                let open = (secure_port.is_some(), connect_port.is_some());
+                self.doors.config(self.inventory.is_some(), kubeconfig, open)?
+            }
+        };
         let config = Config {
             source,
-            edge_selector: parse_with("--edge-selector", &self.edge_selector)?,
+            edge_selector: parse_with::<Selector>("--edge-selector", &self.edge_selector)?
+                .keep_labels(self.reach.policy.is_some()),
             state_dir: self.state_dir.clone(),
             bind_address: parse_ip("--bind-address", &self.bind_address)?,
-            agent_port: parse_port("--agent-port", &self.agent_port)?,
-            secure_port: parse_port("--secure-port", &self.secure_port)?,
-            insecure_address: config::insecure_address(&self.insecure_bind_address, &self.insecure_port)?,
+            agent_port: door("--agent-port", &self.agent_port)?,
+            secure_port,
+            insecure_address: config::insecure_address(&self.insecure_bind_address, insecure_port)?,
+            connect_port,
+            policy: self.reach.policy.clone(),
+            token_auth_file: self.reach.token_auth_file.clone(),
+            maps: self.reach.maps()?,
+            maps_file: self.reach.maps.clone(),
             admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
+            doors,
+            egress: self.egress.config()?,
+            konnectivity: self.konnectivity.config()?,
             redirect,
             redirect_ports,
             redirect_clients,
@@ -204,17 +230,21 @@ impl RunArgs {
             service_cidrs: parse_cidrs("--service-cidrs", &self.service_cidrs)?,
             allow_empty_inventory: config::on_or_off("--allow-empty-inventory", &self.allow_empty_inventory)?,
             edge_pod_routes: config::edge_pod_routes(&self.kube.edge_pod_routes)?,
+            node_condition: config::on_or_off("--node-condition", &self.kube.node_condition)?,
+            dns_records: self.foreign.dns_records(&self.kube.dns_records)?,
+            ignored: self.foreign.ignored(),
             token_range,
             token_range_v6,
             refuse_unknown: config::refuse_or_allow("--unknown-agents", &self.unknown_agents)?,
             token_enrollment,
             cert_dns_names: config::dns_names(&self.cert_dns_names)?,
             cert_ips: parse_ips("--cert-ips", &self.cert_ips)?,
-            peers: config::peers(&self.peers)?,
+            peers,
             congestion: Congestion::parse("--congestion-control", &self.congestion_control)?,
             drain_timeout: parse_duration("--drain-timeout", &self.drain_timeout)?,
             log_format: parse_with("--log-format", &self.log_format)?,
             log_level: parse_with("--log-level", &self.log_level)?,
+            redirector,
         };
         config.check_ports()?;
         Ok(config)

@@ -1,4 +1,4 @@
-//! Which configuration the flags yield, and what `--help` shows.
+//! Which configuration the flags yield.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -10,10 +10,11 @@ use tunnel_core::config::ConfigError;
 use tunnel_core::logging;
 
 use super::{Cli, Command};
-use crate::config::{Config, NodeSource};
+use crate::config::{Config, NodeSource, OF_SERVERS};
 use crate::inventory::Selector;
 use crate::kube::KubeOptions;
 use crate::redirect::{RedirectConfig, SOCKET_MARK};
+use crate::role::Role;
 
 fn config(args: &[&str]) -> Result<Config, ConfigError> {
     let base = ["tunnel-server", "--inventory=/nodes.yaml"];
@@ -43,7 +44,7 @@ fn the_command_line_is_consistent() {
 fn defaults_are_as_documented() {
     let config = config(&[]).unwrap();
     assert_eq!(config.source, NodeSource::File("/nodes.yaml".into()));
-    assert!(config.edge_pod_routes.is_empty());
+    assert!(config.edge_pod_routes.is_empty() && !config.node_condition);
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/postern/server"));
     assert_eq!(config.bind_address, IpAddr::from([0, 0, 0, 0]));
     assert_eq!((config.agent_port, config.secure_port), (Some(10262), Some(10263)));
@@ -94,9 +95,24 @@ fn every_flag_has_an_effect() {
         "--insecure-bind-address=127.0.0.2",
         "--insecure-port=4",
         "--edge-pod-routes=10.244.0.0/16,10.245.0.0/16",
+        "--node-condition=on",
+        "--dns-records=off",
+        "--connect-port=5",
+        "--policy=/etc/policy.yaml",
+        "--client-ca-file=/etc/ca.crt",
+        "--terminate-tls=off",
+        "--token-auth-file=/etc/tokens.csv",
+        "--map=127.0.0.1:2222=edge-7/22",
+        "--map=0.0.0.0:2223=edge-8/10.8.0.9:443,10.0.0.0/8",
+        "--maps=/etc/maps.yaml",
     ])
     .unwrap();
     assert_eq!(config.edge_pod_routes.len(), 2);
+    assert!(config.node_condition && !config.dns_records);
+    assert_eq!(config.connect_port, Some(5));
+    let maps: Vec<_> = config.maps.iter().map(ToString::to_string).collect();
+    let local = "127.0.0.1:2222=edge-7/22,127.0.0.0/8,::1/128";
+    assert_eq!(maps, [local, "0.0.0.0:2223=edge-8/10.8.0.9:443,10.0.0.0/8"]);
     assert_eq!(config.insecure_address, Some("127.0.0.2:4".parse().unwrap()));
     assert_eq!(config.bind_address, "::".parse::<IpAddr>().unwrap());
     assert_eq!((config.agent_port, config.secure_port), (Some(1), None));
@@ -314,84 +330,80 @@ fn flags_and_subcommands_do_not_mix() {
     }
 }
 
-/// Every flag in the order of `--help`, and the default that it shows there, if any.
-const FLAGS: &[(&str, Option<&str>)] = &[
-    ("inventory", None),
-    ("allow-empty-inventory", Some("off")),
-    ("state-dir", Some("/var/lib/postern/server")),
-    ("bind-address", Some("0.0.0.0")),
-    ("agent-port", Some("10262")),
-    ("secure-port", Some("10263")),
-    ("insecure-bind-address", Some("127.0.0.1")),
-    ("insecure-port", Some("10264")),
-    ("admin-address", Some("127.0.0.1:10265")),
-    ("redirect", Some("on")),
-    ("redirect-cgroup", None),
-    ("bpffs", Some("/sys/fs/bpf")),
-    ("orphan-timeout", Some("30s")),
-    ("redirect-ports", Some("10250,10255")),
-    ("exclude", None),
-    ("edge-addresses", None),
-    ("service-cidrs", None),
-    ("redirect-clients", None),
-    ("token-range", Some("198.18.0.0/15")),
-    ("token-range-v6", Some("fd9e:706f:7374:6572::/64")),
-    (
-        "edge-selector",
-        Some(
-            "openyurt.io/is-edge-worker=true || superedge.io/edge-node=enable || node-role.kubernetes.io/edge",
-        ),
-    ),
-    ("unknown-agents", Some("refuse")),
-    ("token-enrollment", None),
-    ("cert-dns-names", None),
-    ("cert-ips", None),
-    ("peers", None),
-    ("congestion-control", Some("auto")),
-    ("drain-timeout", Some("30s")),
-    ("log-format", Some("text")),
-    ("log-level", Some("info")),
-    ("kubeconfig", None),
-    ("namespace", None),
-    ("configmap", Some("tunnel-server-cfg")),
-    ("dns-configmap", Some("tunnel-nodes")),
-    ("service", Some("x-tunnel-server-svc")),
-    ("internal-service", Some("x-tunnel-server-internal-svc")),
-    ("ca-secret", Some("tunnel-server-ca")),
-    ("lease", Some("tunnel-server")),
-    ("revocations-configmap", Some("tunnel-revoked-agents")),
-    ("agent-service-account", Some("tunnel-agent")),
-    ("edge-pod-routes", Some("off")),
-];
+#[test]
+fn a_redirector_takes_only_flags_that_mean_something() {
+    let redirector = |args: &[&str]| config(&[&["--role=redirector", "--node-name=cloud-2"], args].concat());
+    let plain =
+        redirector(&["--peers=a:1,b:1", "--token=abc.def", &format!("--ca-hash=sha256:{}", "0".repeat(64))]);
+    let plain = plain.unwrap();
+    assert_eq!((plain.role(), plain.agent_port, plain.secure_port), (Role::Redirector, None, None));
+    assert!(plain.insecure_address.is_none() && plain.redirect.is_some());
+    assert!(!format!("{plain:?} {:?}", plain.flags()).contains("abc.def"));
+    assert_eq!(format!("{:?}", parsed_again(&plain)), format!("{plain:?}"));
+    assert!(redirector(&[]).unwrap_err().to_string().starts_with("--peers: needed with --role=redirector"));
+    for flag in OF_SERVERS {
+        // Its default, too.
+        let given = format!("--{flag}=1");
+        let error = redirector(&["--peers=a:1", &given]).unwrap_err().to_string();
+        assert_eq!(error, format!("--{flag}: means nothing with --role=redirector; leave it out"));
+    }
+    let off = redirector(&["--peers=a:1", "--redirect=off"]).unwrap_err().to_string();
+    assert!(off.starts_with("--redirect=off: a redirector without"), "{off}");
+    for flag in ["node-name", "token", "token-file", "ca-hash"] {
+        let error = error(&[&format!("--{flag}=x")]);
+        assert_eq!(error, format!("--{flag}: only with --role=redirector; leave it out"));
+    }
+    assert_eq!(error(&["--role=both"]), "--role=both: use server or redirector");
+    let pod = in_cluster(&["--role=redirector", "--node-name=cloud-2"]).unwrap();
+    assert_eq!(pod.redirector.as_ref().unwrap().node.as_str(), "cloud-2");
+    assert_eq!(format!("{:?}", parsed_again(&pod)), format!("{pod:?}"));
+    let token = in_cluster(&["--role=redirector", "--token=x"]).unwrap_err().to_string();
+    assert!(token.starts_with("--token: not in a cluster"), "{token}");
+}
 
 #[test]
-fn help_lists_these_flags_and_defaults() {
-    let command = Cli::command();
-    let shown: Vec<(String, Option<String>)> = command
-        .get_arguments()
-        .filter(|argument| !argument.is_hide_set())
-        .filter_map(|argument| Some((argument.get_long()?.to_owned(), argument)))
-        .filter(|(long, _)| !["help", "version"].contains(&long.as_str()))
-        .map(|(long, argument)| {
-            let default =
-                argument.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
-            (long, default.filter(|_| !argument.is_hide_default_value_set()))
-        })
-        .collect();
-    let expected: Vec<_> =
-        FLAGS.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
-    assert_eq!(shown, expected);
-    // Each has a help text, which names the units of a duration.
-    for argument in command.get_arguments() {
-        let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
-        assert!(help.len() > 10, "{}: {help:?}", argument.get_id());
-        if argument
-            .get_value_names()
-            .is_some_and(|names| names.iter().any(|name| name.as_str() == "DURATION"))
-        {
-            assert!(help.contains("unit"), "{help}");
-        }
+fn doors_that_speak_http_have_their_flags() {
+    let plain = config(&[]).unwrap();
+    assert!(!plain.doors.terminate_tls && plain.doors.plain.is_none());
+    assert_eq!(plain.doors.targets.plain_ports, BTreeSet::from([10255]));
+    let all = config(&[
+        "--client-ca-file=/ca.crt",
+        "--kubelet-certificate-authority=/kubelets.crt",
+        "--kubelet-client-certificate=/own.crt",
+        "--kubelet-client-key=/own.key",
+        "--http-ports=9100,9445",
+        "--plain-port=10268",
+        "--plain-clients=10.244.0.0/16",
+        "--plain-ports=9100",
+    ])
+    .unwrap();
+    assert!(all.doors.terminate_tls, "a CA of callers is given for that");
+    assert_eq!(all.doors.targets.plain_ports, BTreeSet::from([9100, 9445]));
+    let door = all.doors.plain.clone().unwrap();
+    assert_eq!((door.port, door.clients.len(), door.ports), (10268, 1, BTreeSet::from([9100])));
+    assert_eq!(format!("{:?}", parsed_again(&all)), format!("{all:?}"));
+    // The Service leads to the plain door, and the ConfigMap's pairs name the http door.
+    let doors = all.internal_doors();
+    assert_eq!((doors.https, doors.http, doors.pairs), (10263, 10268, 10264));
+    assert_eq!(plain.internal_doors().http, 0);
+    assert!(!config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"]).unwrap().doors.terminate_tls);
+    assert!(in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().doors.terminate_tls);
+    // Said, or nothing that would have to be.
+    let both = ["--connect-port=10280", "--client-ca-file=/ca.crt"];
+    assert!(config(&[&both[..], &["--terminate-tls=on"]].concat()).unwrap().doors.terminate_tls);
+    assert!(!config(&[&both[..], &["--secure-port=0"]].concat()).unwrap().doors.terminate_tls);
+    for (args, part) in [
+        (&["--terminate-tls=on"][..], "give --client-ca-file"),
+        (&["--terminate-tls=maybe"], "use on or off"),
+        (&["--terminate-tls=on", "--client-ca-file=/ca.crt", "--secure-port=0"], "the https door is off"),
+        (&["--kubelet-client-certificate=/own.crt"], "needed with --kubelet-client-certificate"),
+        (&["--kubelet-client-key=/own.key"], "needed with --kubelet-client-key"),
+        (&["--plain-port=10268"], "nobody else may use the door"),
+        (&["--plain-port=10263", "--plain-clients=::/0"], "--secure-port has that port already"),
+        (&["--plain-clients=x"], "--plain-clients=x"),
+        (&["--connect-port=10280", "--client-ca-file=/ca.crt"], "say on or off"),
+    ] {
+        let error = error(args);
+        assert!(error.contains(part), "{args:?}: {error}");
     }
-    let subcommands: Vec<_> = command.get_subcommands().map(clap::Command::get_name).collect();
-    assert_eq!(subcommands, ["status", "cleanup", "token", "agent", "ca"]);
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use serde_json::Value;
-use tunnel_core::identity::{PrivateKey, create_csr, public_key_of_csr};
+use tunnel_core::identity::{Holder, PrivateKey, create_csr, public_key_of_csr};
 
 use super::ca::CaCommand;
 use super::token::TokenCommand;
@@ -122,7 +122,7 @@ fn ca_commands_rotate() {
     let node = "edge-1".parse().unwrap();
     let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
     let issued = ca.state().unwrap().issue_agent(&node, &key).unwrap();
-    IssuedLedger::new(ca.state_dir()).record(&node, &issued).unwrap();
+    IssuedLedger::new(ca.state_dir()).record((Holder::Agent, &node), &issued).unwrap();
     let status = run_json(&state_dir, "ca status");
     assert_eq!(
         (status["roots"][0]["role"].as_str(), status["roots"][0]["nodes"][0].as_str()),

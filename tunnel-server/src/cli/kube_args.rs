@@ -42,6 +42,15 @@ pub struct KubeArgs {
     /// ServiceAccount of agents that run as pods: it entitles them to a certificate for the node that they run on.
     #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().agent_service_account)]
     pub agent_service_account: String,
+    /// on or off: keep the nodes' DNS records in --dns-configmap.
+    #[arg(long, value_name = "on|off", default_value = "on")]
+    pub dns_records: String,
+    /// on or off: also keep a condition PosternTunnel on each edge node, which takes the right to patch the status of Nodes.
+    #[arg(long, value_name = "on|off", default_value = "off")]
+    pub node_condition: String,
+    /// ServiceAccount of redirectors: it entitles them to a redirector's certificate for the node that they run on.
+    #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().redirector_service_account)]
+    pub redirector_service_account: String,
     /// Also redirect connections to edge nodes' pods, on any port: the ranges that hold the pods' addresses,
     /// comma-separated, or off. A kubelet can report any range, so name only what is used for pods of edge nodes.
     #[arg(long, value_name = "CIDRS|off", default_value = "off")]
@@ -68,6 +77,10 @@ impl KubeArgs {
                 lease: name("--lease", &self.lease)?,
                 revocations: name("--revocations-configmap", &self.revocations_configmap)?,
                 agent_service_account: name("--agent-service-account", &self.agent_service_account)?,
+                redirector_service_account: name(
+                    "--redirector-service-account",
+                    &self.redirector_service_account,
+                )?,
             },
         })
     }

@@ -2,22 +2,45 @@
 
 mod agent;
 mod args;
+mod bench;
+mod bundle;
 mod ca;
 mod cleanup;
 mod cluster_args;
+mod command;
+mod doctor;
+mod door_args;
+mod egress_args;
+mod foreign_args;
+mod import;
+mod konnectivity_args;
 mod kube_args;
 mod output;
+mod policy;
+mod reach_args;
+mod role_args;
+mod running;
 mod status;
+mod test_node;
 mod token;
 
 #[cfg(test)]
 mod args_tests;
 #[cfg(test)]
 mod command_tests;
+#[cfg(test)]
+mod help_tests;
 
 pub use agent::AgentCommand;
-pub use args::{Cli, Command, RunArgs};
+pub use args::RunArgs;
+pub use bench::BenchCommand;
+pub use bundle::BundleCommand;
 pub use ca::CaCommand;
 pub use cleanup::CleanupCommand;
+pub use command::{Cli, Command};
+pub use doctor::DoctorCommand;
+pub use import::ImportCommand;
+pub use policy::PolicyCommand;
 pub use status::StatusCommand;
+pub use test_node::TestCommand;
 pub use token::TokenCommand;

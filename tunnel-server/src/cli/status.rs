@@ -1,10 +1,15 @@
 //! `tunnel-server status`.
 
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
 use clap::Args;
-use tunnel_core::admin::{Show, ShowError};
+use serde::de::DeserializeOwned;
+use tunnel_core::admin::Show;
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
-use crate::status::StatusReport;
+use crate::status::{StatusReport, merged};
 
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
@@ -13,6 +18,10 @@ pub struct StatusCommand {
     /// Show every node, not only the first 50.
     #[arg(long)]
     all: bool,
+    /// Show what `status -o json` printed, instead of asking; of several servers, one after the other, as one table. `-` is
+    /// standard input.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["watch", "admin_address"])]
+    from: Option<PathBuf>,
     /// The running server's --admin-address.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
@@ -22,9 +31,59 @@ impl StatusCommand {
     /// Prints once, or until Ctrl-C with `--watch`.
     ///
     /// # Errors
-    /// As [`Show::run`].
-    pub async fn run(&self) -> Result<(), ShowError> {
+    /// As [`Show::run`], or there is no status in the file.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        if let Some(from) = &self.from {
+            let text = read(from).with_context(|| format!("--from={}", from.display()))?;
+            let shown = self.shown(&text).with_context(|| format!("--from={}", from.display()))?;
+            return match io::stdout().write_all(shown.as_bytes()) {
+                Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+                _ => Ok(()),
+            };
+        }
         let to_text = |report: StatusReport| report.to_text(self.all);
-        self.show.run("tunnel-server", &self.admin_address, to_text).await
+        Ok(self.show.run("tunnel-server", &self.admin_address, to_text).await?)
+    }
+
+    fn shown(&self, text: &str) -> anyhow::Result<String> {
+        if self.show.is_json() {
+            // As they are: a newer server may say more than this version knows.
+            return Ok(format!("{:#}\n", serde_json::Value::Array(documents(text)?)));
+        }
+        let reports: Vec<StatusReport> = documents(text)?;
+        Ok(match reports.as_slice() {
+            [report] => report.to_text(self.all),
+            reports => merged(reports, self.all),
+        })
+    }
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    if path == Path::new("-") {
+        let mut text = String::new();
+        return io::stdin().lock().read_to_string(&mut text).map(|_| text);
+    }
+    std::fs::read_to_string(path)
+}
+
+/// JSON documents, one after the other.
+fn documents<T: DeserializeOwned>(text: &str) -> anyhow::Result<Vec<T>> {
+    let documents: Result<Vec<T>, _> = serde_json::Deserializer::from_str(text).into_iter().collect();
+    let documents = documents.context("not what `status -o json` prints")?;
+    anyhow::ensure!(!documents.is_empty(), "there is no status in it");
+    Ok(documents)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_follow_each_other() {
+        assert_eq!(documents::<serde_json::Value>("{\"a\": 1}\n{\"a\": 2}\n\n").unwrap().len(), 2);
+        let error = |text: &str| format!("{:#}", documents::<StatusReport>(text).unwrap_err());
+        assert_eq!(error("\n"), "there is no status in it");
+        assert!(error("{}").contains("missing field"), "{}", error("{}"));
+        assert!(error("Error from server").starts_with("not what `status -o json` prints: "));
     }
 }

@@ -5,12 +5,12 @@ use std::io::{self, Write};
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use tunnel_core::identity::NodeName;
+use tunnel_core::identity::{Holder, NodeName};
 
 use super::output::{Common, Output, fail_if_any, note, print, print_json};
 use crate::pki::{Ca, Lifetimes, PkiError, ServerFile, TokenRecord, TokenStore, parse_ttl};
 
-/// Create, list and revoke the tokens with which agents enrol.
+/// Create, list and revoke the tokens with which agents and redirectors enrol.
 #[derive(Args, Clone, Debug)]
 pub struct TokenCommand {
     #[command(flatten)]
@@ -21,11 +21,14 @@ pub struct TokenCommand {
 
 #[derive(Subcommand, Clone, Debug)]
 enum TokenAction {
-    /// Create a token for one node, and print it with the agent's command line. Creates the CA if there is none yet.
+    /// Create a token for one node, and print it with the command line for it. Creates the CA if there is none yet.
     Create {
-        /// The node that may enrol with the token.
-        #[arg(long, value_name = "NAME")]
-        node: NodeName,
+        /// The node whose agent may enrol with the token.
+        #[arg(long, value_name = "NAME", required_unless_present = "redirector")]
+        node: Option<NodeName>,
+        /// The host whose redirector (--role redirector) may enrol with it.
+        #[arg(long, value_name = "NAME", conflicts_with = "node")]
+        redirector: Option<NodeName>,
         /// How long the token can be used, such as 24h, 90m or 2d; at most 366d.
         #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = parse_ttl)]
         ttl: std::time::Duration,
@@ -66,9 +69,12 @@ impl TokenCommand {
     pub(crate) fn run_to(&self, out: &mut dyn Write) -> Result<(), PkiError> {
         let store = TokenStore::new(&self.common.state_dir);
         match &self.action {
-            TokenAction::Create { node, ttl, server_address } => {
-                self.create(&store, node, *ttl, server_address, out)
-            }
+            TokenAction::Create { node, redirector, ttl, server_address } => match (node, redirector) {
+                (_, Some(host)) => self.create(&store, (Holder::Redirector, host), *ttl, server_address, out),
+                (Some(node), None) => self.create(&store, (Holder::Agent, node), *ttl, server_address, out),
+                // One of them is required.
+                (None, None) => Ok(()),
+            },
             TokenAction::List => self.list(&store, out),
             TokenAction::Revoke { id } => {
                 let id = store.revoke(id)?;
@@ -83,7 +89,7 @@ impl TokenCommand {
     fn create(
         &self,
         store: &TokenStore,
-        node: &NodeName,
+        (holder, node): (Holder, &NodeName),
         ttl: std::time::Duration,
         given: &[String],
         out: &mut dyn Write,
@@ -102,21 +108,28 @@ impl TokenCommand {
             );
             addresses.push("SERVER:10262".into());
         }
-        let (token, record) = store.create(node, ttl, Timestamp::now())?;
+        let (token, record) = store.create((holder, node), ttl, Timestamp::now())?;
         let servers = addresses.join(",");
-        let command = format!(
-            "tunnel-agent --server {servers} --node-name {node} --token {} --ca-hash {}",
-            token.expose(),
-            ca.hash()
-        );
+        let program = match holder {
+            Holder::Agent => format!("tunnel-agent --server {servers}"),
+            Holder::Redirector => {
+                format!("tunnel-server --role redirector --inventory nodes.yaml --peers {servers}")
+            }
+        };
+        let command =
+            format!("{program} --node-name {node} --token {} --ca-hash {}", token.expose(), ca.hash());
         match self.common.output {
             Output::Text => print(
                 out,
                 &format!(
-                    "token:    {}\nnode:     {node}\nexpires:  {:.0}\nca hash:  {}\n\nOn the node run, once:\n\n  {command}\n",
+                    "token:    {}\n{what} {node}\nexpires:  {:.0}\nca hash:  {}\n\nOn the node run, once:\n\n  {command}\n",
                     token.expose(),
                     record.expires,
-                    ca.hash()
+                    ca.hash(),
+                    what = match holder {
+                        Holder::Agent => "node:    ",
+                        Holder::Redirector => "redirector:",
+                    },
                 ),
             ),
             Output::Json => print_json(
@@ -125,6 +138,7 @@ impl TokenCommand {
                     "id": record.id,
                     "token": token.expose(),
                     "node": node,
+                    "holder": holder,
                     "expires": record.expires,
                     "ca_hash": ca.hash(),
                     "server_addresses": addresses,
@@ -148,12 +162,13 @@ impl TokenCommand {
                 let mut table = comfy_table::Table::new();
                 table
                     .load_style(comfy_table::presets::NOTHING)
-                    .set_header(["ID", "NODE", "STATE", "EXPIRES", "USED"]);
+                    .set_header(["ID", "FOR", "NODE", "STATE", "EXPIRES", "USED"]);
                 for record in &records {
                     let used = record.used_at.map(|at| format!("{at:.0}")).unwrap_or_default();
                     let state = format!("{:?}", record.state(now)).to_lowercase();
                     table.add_row([
                         &record.id,
+                        &record.holder.to_string(),
                         record.node.as_str(),
                         &state,
                         &format!("{:.0}", record.expires),
@@ -170,6 +185,7 @@ impl TokenCommand {
 fn token_json(record: &TokenRecord, now: Timestamp) -> Value {
     json!({
         "id": record.id,
+        "holder": record.holder,
         "node": record.node,
         "state": record.state(now),
         "created": record.created,

@@ -1,12 +1,23 @@
 //! The server's configuration as typed values. `cli/args.rs` makes them from flags.
 
+mod doors;
+mod egress;
+mod konnectivity;
 mod parse;
 mod parts;
+mod role;
 
+pub use doors::{DoorConfig, PlainConfig, TargetConfig};
+pub use egress::{DEFAULT_EGRESS_SOCKET_MODE, EgressConfig, EgressTlsConfig};
+pub use konnectivity::{
+    DEFAULT_KONNECTIVITY_ACCOUNT, DEFAULT_KONNECTIVITY_AUDIENCE, KonnectivityConfig, service_account,
+};
 pub(crate) use parse::{
     bpffs, dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, orphan_timeout, peers,
     refuse_or_allow, token_range, token_range_v6,
 };
+pub(crate) use role::OF_SERVERS;
+pub use role::RedirectorConfig;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -20,6 +31,7 @@ use tunnel_core::logging;
 
 use crate::inventory::Selector;
 use crate::kube::KubeOptions;
+use crate::maps::Map;
 use crate::redirect::RedirectConfig;
 
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
@@ -50,7 +62,18 @@ pub struct Config {
     pub agent_port: Option<u16>,
     pub secure_port: Option<u16>,
     pub insecure_address: Option<SocketAddr>,
+    pub connect_port: Option<u16>,
+    /// None: nobody may reach anything through the connect door.
+    pub policy: Option<PathBuf>,
+    pub token_auth_file: Option<PathBuf>,
+    /// Static maps of the flags, and the file with more.
+    pub maps: Vec<Map>,
+    pub maps_file: Option<PathBuf>,
+    pub doors: DoorConfig,
     pub admin_address: Option<SocketAddr>,
+    pub egress: EgressConfig,
+    /// None: konnectivity's agents do not attach here.
+    pub konnectivity: Option<KonnectivityConfig>,
     pub redirect: Option<RedirectConfig>,
     pub redirect_ports: BTreeSet<u16>,
     pub redirect_clients: Vec<IpNet>,
@@ -62,6 +85,10 @@ pub struct Config {
     pub allow_empty_inventory: bool,
     /// Ranges in which connections to edge nodes' pods are redirected too.
     pub edge_pod_routes: Vec<IpNet>,
+    /// In a cluster, edge nodes get the condition `PosternTunnel`.
+    pub node_condition: bool,
+    /// In a cluster, DNS records of the nodes are written.
+    pub dns_records: bool,
     pub token_range: Ipv4Net,
     pub token_range_v6: Ipv6Net,
     /// Agents of nodes that are not in the inventory get no session.
@@ -76,6 +103,10 @@ pub struct Config {
     pub drain_timeout: Duration,
     pub log_format: logging::Format,
     pub log_level: logging::Level,
+    /// The given flags of other systems that have no meaning here, each with the reason.
+    pub ignored: Vec<(&'static str, &'static str)>,
+    /// None: this is a server.
+    pub redirector: Option<RedirectorConfig>,
 }
 
 impl Config {
@@ -97,6 +128,7 @@ impl Config {
                 "admin-address",
                 self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
             ),
+            ("connect-port", door(self.connect_port)),
             ("redirect", on_off(self.redirect.is_some())),
             ("redirect-ports", list(&self.redirect_ports)),
             ("redirect-clients", list(&self.redirect_clients)),
@@ -108,6 +140,8 @@ impl Config {
                 "edge-pod-routes",
                 if self.edge_pod_routes.is_empty() { "off".to_owned() } else { list(&self.edge_pod_routes) },
             ),
+            ("node-condition", on_off(self.node_condition)),
+            ("dns-records", on_off(self.dns_records)),
             ("token-range", self.token_range.to_string()),
             ("token-range-v6", self.token_range_v6.to_string()),
             ("unknown-agents", if self.refuse_unknown { "refuse" } else { "allow" }.to_owned()),
@@ -120,6 +154,11 @@ impl Config {
             ("log-format", self.log_format.to_string()),
             ("log-level", self.log_level.to_string()),
         ];
+        flags.extend(self.maps.iter().map(|map| ("map", map.to_string())));
+        let files =
+            [("policy", &self.policy), ("token-auth-file", &self.token_auth_file), ("maps", &self.maps_file)];
+        let files = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+        flags.extend(files.map(|(flag, path)| (flag, path.display().to_string())));
         if let Some(address) = self.insecure_address {
             flags.push(("insecure-bind-address", address.ip().to_string()));
         }
@@ -136,6 +175,10 @@ impl Config {
         if let Some(cgroup) = self.redirect.as_ref().and_then(|redirect| redirect.cgroup.as_ref()) {
             flags.push(("redirect-cgroup", cgroup.display().to_string()));
         }
+        self.add_doors(&mut flags);
+        self.add_egress(&mut flags);
+        self.add_konnectivity(&mut flags);
+        self.add_role(&mut flags);
         flags.into_iter().map(|(flag, value)| format!("--{flag}={value}")).collect()
     }
 
@@ -147,6 +190,13 @@ impl Config {
             ("--agent-port", at(self.agent_port)),
             ("--secure-port", at(self.secure_port)),
             ("--insecure-port", self.insecure_address),
+            ("--connect-port", at(self.connect_port)),
+            ("--plain-port", at(self.doors.plain.as_ref().map(|plain| plain.port))),
+            ("--egress-port", at(self.egress.port.as_ref().map(|(port, _)| *port))),
+            (
+                "--konnectivity-agent-port",
+                at(self.konnectivity.as_ref().map(|konnectivity| konnectivity.port)),
+            ),
             ("--admin-address", self.admin_address),
         ];
         let doors: Vec<_> = doors.into_iter().filter_map(|(key, address)| Some((key, address?))).collect();
@@ -184,6 +234,7 @@ fn kube_flags(options: &KubeOptions) -> Vec<(&'static str, String)> {
         ("lease", names.lease.clone()),
         ("revocations-configmap", names.revocations.clone()),
         ("agent-service-account", names.agent_service_account.clone()),
+        ("redirector-service-account", names.redirector_service_account.clone()),
     ];
     flags.extend(options.kubeconfig.as_ref().map(|path| ("kubeconfig", path.display().to_string())));
     flags.extend(options.namespace.as_ref().map(|namespace| ("namespace", namespace.clone())));

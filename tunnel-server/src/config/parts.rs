@@ -47,7 +47,11 @@ impl Config {
 
     /// The ports that the internal Service leads to.
     pub(crate) fn internal_doors(&self) -> Doors {
-        let http = self.insecure_address.map(|address| address.port());
-        Doors { https: self.secure_port.unwrap_or_default(), http: http.unwrap_or_default() }
+        Doors {
+            https: self.secure_port.unwrap_or_default(),
+            // The http door is on loopback, where no Service leads.
+            http: self.doors.plain.as_ref().map_or(0, |plain| plain.port),
+            pairs: self.insecure_address.map_or(0, |address| address.port()),
+        }
     }
 }

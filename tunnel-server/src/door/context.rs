@@ -1,38 +1,16 @@
-//! What doors are given, and what they return.
+//! What doors work with.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::net::TcpStream;
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Drain;
-use tunnel_core::outcome::Outcome;
 
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::route::Router;
 use crate::session::Sessions;
-
-/// A way in: finds out for each accepted connection which node it is for.
-pub trait Door: Send + Sync + 'static {
-    /// The door's name in logs and metrics.
-    const NAME: &'static str;
-    /// Whether `open` waits for the client, who then needs a place first.
-    const READS: bool = true;
-
-    /// Finds out what the client wants to reach.
-    fn open(
-        &self,
-        socket: &mut TcpStream,
-        router: &Router,
-    ) -> impl Future<Output = Result<OpenRequest, OpenError>> + Send;
-
-    /// Tells a client that has not been sent anything yet why its connection fails, if the door's protocol can.
-    fn failed(_socket: &mut TcpStream, _outcome: Outcome, _detail: &str) -> impl Future<Output = ()> + Send {
-        async {}
-    }
-}
 
 /// What all doors work with.
 #[derive(Clone)]
@@ -54,6 +32,17 @@ pub struct OpenRequest {
     pub target: SocketAddr,
     /// What was read from the client already: it is carried first.
     pub prefix: Bytes,
+    /// What the client is sent once the target is connected, before anything of the target's.
+    pub greeting: Bytes,
+    /// Who the client has shown to be, and the rule that permits this, for the log.
+    pub caller: Option<Box<str>>,
+}
+
+impl OpenRequest {
+    /// For a client that is not asked who it is.
+    pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
+        Self { node, target, prefix, greeting: Bytes::new(), caller: None }
+    }
 }
 
 /// Why a connection is not carried: it is closed, or will be reset.

@@ -1,12 +1,17 @@
-//! The https door: TLS passthrough by SNI. The ClientHello names the node; every byte goes to the kubelet as it came.
+//! The https door. A ClientHello whose SNI names a node is passed through: every byte goes to the kubelet as it came, and the
+//! kubelet decides. One that names this server, or nobody, as for a URL with an address, has its TLS ended here, if that is
+//! switched on: then each request names its node. Any other name gets an alert.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use bytes::BytesMut;
 use tokio::net::TcpStream;
 
 use super::client_hello::{HelloError, Parsed, parse_client_hello};
-use super::context::{Door, OpenError, OpenRequest};
+use super::context::{OpenError, OpenRequest};
+use super::front::Front;
+use super::open::{Door, Opened};
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
 use super::resolve::resolve;
 use crate::route::Router;
@@ -15,12 +20,24 @@ use crate::route::Router;
 const ALERT: [u8; 6] = [21, 3, 3, 0, 2, 2];
 const UNRECOGNIZED_NAME: u8 = 112;
 
-pub struct Https;
+pub(crate) struct Https {
+    /// Ends the TLS of those who address this server; None: nobody's.
+    pub(crate) front: Option<Arc<Front>>,
+}
+
+impl Https {
+    /// Whether a client that names no node wants this server.
+    fn is_meant(&self, name: Option<&str>) -> Option<&Arc<Front>> {
+        let front = self.front.as_ref()?;
+        let own = name.is_none_or(|name| front.tls.as_ref().is_some_and(|tls| tls.is_own_name(name)));
+        own.then_some(front)
+    }
+}
 
 impl Door for Https {
     const NAME: &'static str = "https";
 
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<OpenRequest, OpenError> {
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
         const HELLO: &str = "ClientHello";
         let mut read = BytesMut::new();
         let parse = |bytes: &[u8]| {
@@ -38,17 +55,17 @@ impl Door for Https {
                 return Err(OpenError::Client(error.to_string()));
             }
         };
-        let node = match name {
-            Some(name) => resolve(&name, router),
+        let node = match &name {
+            Some(name) => resolve(name, router),
             None => Err("the ClientHello names no server: send the node's name as SNI".to_owned()),
         };
-        match node {
-            Ok(node) => Ok(OpenRequest {
-                target: SocketAddr::new(node.address, node.kubelet_port),
-                node: node.node,
-                prefix: read.freeze(),
-            }),
-            Err(reason) => {
+        match (node, self.is_meant(name.as_deref())) {
+            (Ok(node), _) => {
+                let target = SocketAddr::new(node.address, node.kubelet_port);
+                Ok(Opened::Carried(OpenRequest::new(node.node, target, read.freeze())))
+            }
+            (Err(_), Some(front)) => Ok(Opened::Served { front: front.clone(), prefix: read.freeze() }),
+            (Err(reason), None) => {
                 alert(socket, UNRECOGNIZED_NAME).await;
                 Err(OpenError::Client(reason))
             }

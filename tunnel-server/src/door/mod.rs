@@ -1,14 +1,22 @@
 //! The doors: where connections come in, and how each finds its node.
 //!
 //! A door is one file behind the trait [`Door`]: it reads from an accepted connection which node and target it is for.
-//! Everything after that (the session, the bytes, the access log, the metrics) is the same for all.
+//! Everything after that (the session, the bytes, the access log, the metrics) is the same for all. A door may also hand a
+//! connection to `front/`, which speaks HTTP with the client and with the targets of its requests.
 
 mod access_log;
+mod answer;
 pub mod client_hello;
+mod connect;
 mod context;
+mod direct;
+mod egress;
+mod front;
 mod http;
-pub mod http_head;
 mod https;
+mod map;
+mod open;
+mod plain;
 mod preface;
 mod redirect;
 mod resolve;
@@ -17,15 +25,27 @@ mod way;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use futures_util::future::Either;
+use h2::RecvStream;
+use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::TcpStream;
 use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
 pub(crate) use access_log::AccessLogGuard;
-pub use context::{Door, DoorContext, OpenError, OpenRequest};
-pub use http::Http;
-pub use https::Https;
-pub use redirect::Redirected;
+pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap, pair};
+pub use context::{DoorContext, OpenError, OpenRequest};
+pub(crate) use egress::{
+    Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
+};
+pub(crate) use front::{Admission, Front, Pods, TargetFiles, TargetTls};
+pub use front::{Wanted, parse_destination, target_head};
+pub(crate) use http::Http;
+pub(crate) use https::Https;
+pub(crate) use map::{MAP, Maps};
+pub(crate) use open::{Door, Opened};
+pub(crate) use plain::Plain;
+pub(crate) use redirect::Redirected;
 
 use crate::accept::Gated;
 use crate::admission::{Full, Share, Shares};
@@ -54,7 +74,8 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
     }
 }
 
-async fn receive<D: Door>(
+/// One connection, from where it was accepted to its end.
+pub(crate) async fn receive<D: Door>(
     door: Arc<D>,
     mut socket: TcpStream,
     client: SocketAddr,
@@ -67,7 +88,16 @@ async fn receive<D: Door>(
         return turned_away::<D>(&context, client, &error);
     }
     let request = match door.open(&mut socket, &context.router).await {
-        Ok(request) => request,
+        Ok(Opened::Carried(request)) => request,
+        Ok(Opened::Ended) => return,
+        Ok(Opened::Served { front, prefix }) => {
+            // Boxed: carried connections would hold its memory.
+            let served = Box::pin(front.serve(socket, prefix, client, &context, &shares));
+            if let Err(error) = served.await {
+                turned_away::<D>(&context, client, &error);
+            }
+            return;
+        }
         // A reset could overtake the end of the self-test's connect().
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
         Err(error) => return turned_away::<D>(&context, client, &error),
@@ -128,6 +158,8 @@ async fn carry<D: Door>(
         Err(error) => return record.end(Outcome::ClientReset, &error),
     };
     let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(way.carried()));
+    // Whether the client knows that its target is connected.
+    let mut told = false;
     let ended = {
         let over = way.link().over.clone();
         let connected = |took| record.dialled(took);
@@ -135,6 +167,14 @@ async fn carry<D: Door>(
             let asked = way.ask(request.target).await?;
             let on = way.on();
             let (mut send, answer) = asked.answer(on, request.target, connected);
+            let answer = if request.greeting.is_empty() {
+                Either::Left(answer)
+            } else {
+                // Nothing of the target's may come before it.
+                let stream = Box::pin(greeted(&mut socket, &abort, answer, &request.greeting)).await?;
+                told = true;
+                Either::Right(std::future::ready(Ok(stream)))
+            };
             Relay {
                 side: Side::Server,
                 flow: &on.link.flow,
@@ -157,6 +197,7 @@ async fn carry<D: Door>(
     record.carried(&traffic);
     if let Err(broken) = &ended
         && traffic.to_socket() == 0
+        && !told
     {
         D::failed(&mut socket, broken.outcome(Side::Server), &broken.to_string()).await;
     }
@@ -165,6 +206,34 @@ async fn carry<D: Door>(
         Err(RelayError::Aborted(outcome, reason)) => record.end(outcome, &reason),
         Err(broken) => record.end(broken.outcome(Side::Server), &broken),
     }
+}
+
+/// Waits until the target is connected, and tells the client.
+async fn greeted(
+    socket: &mut TcpStream,
+    abort: &Arc<Abort>,
+    answer: impl Future<Output = Result<RecvStream, RelayError>>,
+    greeting: &[u8],
+) -> Result<RecvStream, RelayError> {
+    let stream = tokio::select! {
+        biased;
+        (outcome, reason) = abort.triggered() => return Err(RelayError::Aborted(outcome, reason)),
+        stream = answer => stream?,
+        // A client that has gone is not worth a dial.
+        lost = lost(socket) => return Err(RelayError::Socket(lost)),
+    };
+    socket.write_all(greeting).await.map_err(RelayError::Socket)?;
+    Ok(stream)
+}
+
+/// Ends when the socket has failed. An end of file is no failure: the client may only be done with sending.
+async fn lost(socket: &TcpStream) -> std::io::Error {
+    if socket.ready(Interest::ERROR).await.is_ok()
+        && let Ok(Some(error)) | Err(error) = socket.take_error()
+    {
+        return error;
+    }
+    std::future::pending().await
 }
 
 #[cfg(test)]
@@ -179,7 +248,7 @@ mod tests {
     /// here. Measured: about 3.5 KiB.
     #[test]
     fn the_future_of_a_connection_stays_small() {
-        let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Http>)];
+        let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Https>)];
         assert!(sizes.iter().all(|size| *size < 3776), "{sizes:?}");
     }
 }

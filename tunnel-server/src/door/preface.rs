@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::BytesMut;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::context::OpenError;
@@ -22,7 +22,7 @@ pub(super) enum PrefaceError<E> {
 
 /// Reads into `read` until `parse` returns something. `what` names it for error messages.
 pub(super) async fn read_preface<T, E>(
-    socket: &mut TcpStream,
+    socket: &mut (impl AsyncRead + Unpin),
     read: &mut BytesMut,
     what: &str,
     mut parse: impl FnMut(&[u8]) -> Result<Option<T>, E>,

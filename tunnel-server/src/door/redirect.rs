@@ -6,20 +6,21 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::net::TcpStream;
 
-use super::context::{Door, OpenError, OpenRequest};
+use super::context::{OpenError, OpenRequest};
+use super::open::{Door, Opened};
 use crate::redirect::Redirect;
 use crate::route::Router;
 
-pub struct Redirected {
+pub(crate) struct Redirected {
     /// Recognises its self-tests.
-    pub redirect: Arc<Redirect>,
+    pub(crate) redirect: Arc<Redirect>,
 }
 
 impl Door for Redirected {
     const NAME: &'static str = "redirect";
     const READS: bool = false;
 
-    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<OpenRequest, OpenError> {
+    async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
         let local = socket.local_addr()?;
         let token = local.ip().to_canonical();
         if self.redirect.is_self_test(token) {
@@ -39,6 +40,6 @@ impl Door for Redirected {
         } else {
             router.target(node.address, local.port())
         };
-        Ok(OpenRequest { node: node.node, target, prefix: Bytes::new() })
+        Ok(Opened::Carried(OpenRequest::new(node.node, target, Bytes::new())))
     }
 }

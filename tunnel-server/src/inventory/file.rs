@@ -33,6 +33,10 @@ pub struct SourceStatus {
     pub cloud: usize,
     /// Why the file's present content is not in effect.
     pub last_error: Option<String>,
+    /// In a cluster: the API server has not answered since the start, and the nodes are those of the state directory, which
+    /// were current so many seconds ago.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub old_s: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -166,7 +170,7 @@ impl FileSource {
     /// A file without nodes is more likely its writer's mistake than a cluster that vanished at once.
     fn parse(&self, text: &str) -> Result<Inventory, InventoryError> {
         let inventory = parse(text, &self.selector)?;
-        if inventory.nodes.is_empty() && !self.allow_empty {
+        if inventory.is_empty() && !self.allow_empty {
             return Err(InventoryError::whole(
                 "it lists no node; if that is meant, start with --allow-empty-inventory",
             ));
@@ -274,8 +278,7 @@ mod tests {
             let mut registry = Registry::default();
             let (source, first) =
                 FileSource::open(path.to_owned(), Selector::default(), false, &mut registry).unwrap();
-            let names =
-                |inventory: Inventory| inventory.nodes.iter().map(|node| node.name.to_string()).collect();
+            let names = |inventory: Inventory| inventory.iter().map(|node| node.name.to_string()).collect();
             let (publish, seen) = watch::channel::<Vec<String>>(names(first));
             let shutdown = Shutdown::new();
             let apply = move |inventory| {

@@ -1,14 +1,51 @@
 //! The fields of a Node as Kubernetes writes them, and the inventory node that they make. The inventory file and the
 //! watch of the Nodes are both read here; they differ in what they do about a field that cannot be used.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::time::SystemTime;
 
 use ipnet::IpNet;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_saphyr::Spanned;
 use tunnel_core::identity::NodeName;
 
-use super::InventoryNode;
+/// A node as far as the tunnel is concerned.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InventoryNode {
+    pub name: NodeName,
+    /// Reached through the tunnel; otherwise never redirected.
+    pub edge: bool,
+    /// InternalIPs first, then ExternalIPs; IPv4 not as v4-mapped IPv6. At most [`MAX_ADDRESSES`].
+    pub addresses: Vec<IpAddr>,
+    /// How many more it names.
+    pub left_out: usize,
+    pub kubelet_port: u16,
+    pub pod_cidrs: Vec<IpNet>,
+    /// When the Node was created: one that is created again under the same name is another one. None where that is not
+    /// certain, as in a file.
+    pub created: Option<SystemTime>,
+    /// An edge node's, where something goes by them (see [`Selector::keep_labels`](super::Selector::keep_labels)).
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+}
+
+#[cfg(test)]
+impl InventoryNode {
+    /// A cloud node.
+    pub(crate) fn without_addresses(name: &str) -> Self {
+        Self {
+            name: name.parse().unwrap(),
+            edge: false,
+            addresses: Vec::new(),
+            left_out: 0,
+            kubelet_port: DEFAULT_KUBELET_PORT,
+            pod_cidrs: Vec::new(),
+            created: None,
+            labels: BTreeMap::new(),
+        }
+    }
+}
 
 /// The kubelet's port when a Node does not name another.
 pub const DEFAULT_KUBELET_PORT: u16 = 10250;
@@ -182,5 +219,6 @@ pub fn read_node<T: Text, P: Copy + Into<i64>, E>(
             Err(_) => invalid(InvalidField::new(field, cidr, "not an address range"))?,
         }
     }
-    Ok(InventoryNode { name, edge, addresses, left_out, kubelet_port, pod_cidrs, created: None })
+    let labels = BTreeMap::new();
+    Ok(InventoryNode { name, edge, addresses, left_out, kubelet_port, pod_cidrs, created: None, labels })
 }

@@ -1,21 +1,19 @@
 //! The text of `kubectl get nodes -o yaml` (or json) as an inventory.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use serde_saphyr::Spanned;
 use tunnel_core::identity::NodeName;
 use tunnel_core::text::printable;
 
 use super::node::{NodeSpec, NodeStatus, read_node};
 use super::{Inventory, InventoryNode, Selector};
+use crate::yaml::{self, Located, MAX_DEPTH, Traced, locate};
 
 /// Larger files are refused. 100,000 nodes with their conditions and without their images are some 200 MiB.
 pub const MAX_BYTES: usize = 256 << 20;
-/// Deeper nesting is refused; a Node has some 10 levels.
-const MAX_DEPTH: usize = 64;
 
 /// What is wrong with an inventory, and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,8 +67,8 @@ fn parse_unbounded(text: &str, selector: &Selector) -> Result<Inventory, Invento
     if text.len() > MAX_BYTES {
         return Err(InventoryError::whole(format!("{} bytes; at most {MAX_BYTES} are read", text.len())));
     }
-    PATH.take();
-    let documents: Vec<Traced> =
+    yaml::begin();
+    let documents: Vec<Traced<Document>> =
         serde_saphyr::from_str_multiple_with_options(text, options()).map_err(|error| structural(&error))?;
     if documents.is_empty() {
         return Err(InventoryError::whole(
@@ -83,7 +81,7 @@ fn parse_unbounded(text: &str, selector: &Selector) -> Result<Inventory, Invento
         let prefix = if several { format!("document {}: ", number + 1) } else { String::new() };
         reader.document(document, &prefix)?;
     }
-    Ok(Inventory { nodes: reader.nodes })
+    Ok(reader.nodes.into())
 }
 
 fn options() -> serde_saphyr::Options {
@@ -104,46 +102,9 @@ fn options() -> serde_saphyr::Options {
     }
 }
 
-thread_local! {
-    /// The path of the value that could not be read: serde's errors cannot carry it, and the library drives the
-    /// deserializer, document by document.
-    static PATH: RefCell<String> = const { RefCell::new(String::new()) };
-}
-
 fn structural(error: &serde_saphyr::Error) -> InventoryError {
-    let error = error.without_snippet();
-    let location = error.location();
-    let mut reason = error.to_string();
-    // The location has a field of its own.
-    if let Some(at) = reason.find(" at line ") {
-        reason.truncate(at);
-    } else if let Some((head, rest)) = reason.split_once(": ")
-        && head.starts_with("line ")
-    {
-        reason = rest.to_owned();
-    }
-    let key = PATH.take();
-    InventoryError {
-        line: location.map(|location| location.line()).filter(|line| *line > 0),
-        key: if key == "." { String::new() } else { key },
-        reason,
-    }
-}
-
-struct Traced(Document);
-
-impl<'de> Deserialize<'de> for Traced {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut track = serde_path_to_error::Track::new();
-        let traced = serde_path_to_error::Deserializer::new(deserializer, &mut track);
-        match Document::deserialize(traced) {
-            Ok(document) => Ok(Self(document)),
-            Err(error) => {
-                PATH.set(track.path().to_string());
-                Err(error)
-            }
-        }
-    }
+    let Located { line, key, reason } = locate(error);
+    InventoryError { line, key, reason }
 }
 
 /// A List, a NodeList or a Node.
@@ -247,7 +208,8 @@ impl Reader<'_> {
                 reason: format!("{:?} is {}", invalid.value, invalid.reason),
             })
         })?;
-        self.nodes.push(node);
+        let labels = self.selector.kept(edge, &labels);
+        self.nodes.push(InventoryNode { labels, ..node });
         Ok(())
     }
 }

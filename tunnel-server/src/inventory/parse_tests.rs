@@ -1,5 +1,7 @@
 //! Tests of the inventory's parser.
 
+use std::net::IpAddr;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -85,7 +87,8 @@ fn ips(list: &[&str]) -> Vec<IpAddr> {
 fn reads_what_kubectl_prints() {
     let inventory = read(KUBECTL).unwrap();
     assert_eq!(inventory.counts(), (1, 1));
-    let [edge, cloud] = &inventory.nodes[..] else { panic!("{inventory:?}") };
+    let nodes: Vec<_> = inventory.iter().collect();
+    let [edge, cloud] = nodes[..] else { panic!("{inventory:?}") };
     assert_eq!((edge.name.as_str(), edge.edge, edge.kubelet_port), ("edge-1", true, 10350));
     assert_eq!(edge.addresses, ips(&["10.8.0.7", "fd00:8::7", "203.0.113.9"]));
     assert_eq!(edge.pod_cidrs, ["10.244.1.0/24".parse().unwrap(), "fd00:10:244:1::/64".parse().unwrap()]);
@@ -106,11 +109,12 @@ fn reads_json_and_single_nodes_and_several_documents() {
     "kind": "NodeList"
 }"#;
     let inventory = read(json).unwrap();
-    assert_eq!(inventory.nodes[0].addresses, ips(&["10.8.0.7"]));
-    assert!(inventory.nodes[0].edge);
+    let node = inventory.get("edge-1").unwrap();
+    assert_eq!(node.addresses, ips(&["10.8.0.7"]));
+    assert!(node.edge);
 
     let documents = "kind: Node\nmetadata: {name: a}\n---\n# nothing\n---\nkind: NodeList\nitems: [{metadata: {name: b}}]\n---\nkind: List\nitems: []\n";
-    let names: Vec<_> = read(documents).unwrap().nodes.iter().map(|node| node.name.to_string()).collect();
+    let names: Vec<_> = read(documents).unwrap().iter().map(|node| node.name.to_string()).collect();
     assert_eq!(names, ["a", "b"]);
 }
 
@@ -119,17 +123,17 @@ fn absent_and_null_fields_are_empty() {
     let text = "kind: List\nitems:\n- metadata: {name: a, labels: null}\n  spec: {podCIDRs: null, podCIDR: ''}\n  \
                 status: {addresses: null, daemonEndpoints: {kubeletEndpoint: null}}\n- metadata: {name: b}\n";
     let inventory = read(text).unwrap();
-    assert_eq!(inventory.nodes.len(), 2);
-    assert!(inventory.nodes.iter().all(|node| node.addresses.is_empty() && node.kubelet_port == 10250));
+    assert_eq!(inventory.len(), 2);
+    assert!(inventory.iter().all(|node| node.addresses.is_empty() && node.kubelet_port == 10250));
     assert_eq!(read("kind: List\nitems: []\n").unwrap(), Inventory::default());
     for text in ["kind: List\n", "kind: NodeList\nitems: null\n", "{kind: List, Items: []}"] {
         let error = read(text).unwrap_err().to_string();
         assert_eq!(error, "line 1: items: missing or null; a list without nodes has `items: []`");
     }
     let edge = "kind: Node\nmetadata:\n  name: a\n  labels:\n    node-role.kubernetes.io/edge:\n";
-    assert!(read(edge).unwrap().nodes[0].edge, "a label without a value");
+    assert!(read(edge).unwrap().get("a").unwrap().edge, "a label without a value");
     let edge = "kind: Node\nmetadata:\n  name: a\n  labels:\n    openyurt.io/is-edge-worker: true\n";
-    assert!(read(edge).unwrap().nodes[0].edge, "a label that is not quoted");
+    assert!(read(edge).unwrap().get("a").unwrap().edge, "a label that is not quoted");
 }
 
 #[test]
@@ -272,8 +276,8 @@ proptest! {
             for address in addresses { text += &format!("    - {{type: InternalIP, address: \"{address}\"}}\n"); }
         }
         let inventory = read(&text).unwrap();
-        prop_assert_eq!(inventory.nodes.len(), nodes.len());
-        for node in &inventory.nodes {
+        prop_assert_eq!(inventory.len(), nodes.len());
+        for node in inventory.iter() {
             let (edge, addresses, port) = &nodes[node.name.as_str()];
             let mut expected: Vec<IpAddr> = Vec::new();
             for address in addresses.iter().map(IpAddr::to_canonical) {
@@ -316,7 +320,7 @@ fn a_node_with_50_000_addresses_is_read_in_linear_time_and_keeps_16() {
                 &format!("  - {{type: {kind}, address: {}}}\n", std::net::Ipv4Addr::from(0x0a00_0000 + n));
         }
         let started = std::time::Instant::now();
-        let node = read(&text).unwrap().nodes.remove(0);
+        let node = read(&text).unwrap().get("a").unwrap().clone();
         println!("{count} addresses: {:?}", started.elapsed());
         assert_eq!((node.addresses.len(), node.left_out), (MAX_ADDRESSES, count as usize - MAX_ADDRESSES));
         assert_eq!(

@@ -13,6 +13,8 @@ pub const DEFAULT_EDGE_SELECTOR: &str =
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selector {
     any: Vec<Vec<Requirement>>,
+    /// Whether the labels of edge nodes are kept: they take much memory where nodes are many.
+    keep: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +33,17 @@ enum Test {
 }
 
 impl Selector {
+    /// What else goes by labels needs those of the edge nodes.
+    #[must_use]
+    pub fn keep_labels(self, keep: bool) -> Self {
+        Self { keep, ..self }
+    }
+
+    /// The labels that a node's inventory entry gets.
+    pub(crate) fn kept(&self, edge: bool, labels: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+        if self.keep && edge { labels.clone() } else { BTreeMap::new() }
+    }
+
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         self.any.iter().any(|all| all.iter().all(|requirement| requirement.matches(labels)))
     }
@@ -79,6 +92,7 @@ impl Default for Selector {
                 vec![equals("superedge.io/edge-node", "enable")],
                 vec![exists("node-role.kubernetes.io/edge")],
             ],
+            keep: false,
         }
     }
 }
@@ -88,7 +102,7 @@ impl FromStr for Selector {
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         let any = s.split("||").map(conjunction).collect::<Result<_, _>>()?;
-        Ok(Self { any })
+        Ok(Self { any, keep: false })
     }
 }
 

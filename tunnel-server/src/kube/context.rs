@@ -54,6 +54,8 @@ pub struct ObjectNames {
     pub revocations: String,
     /// ServiceAccount of agents that run as pods.
     pub agent_service_account: String,
+    /// ServiceAccount of redirectors.
+    pub redirector_service_account: String,
 }
 
 impl Default for ObjectNames {
@@ -67,6 +69,7 @@ impl Default for ObjectNames {
             lease: "tunnel-server".into(),
             revocations: "tunnel-revoked-agents".into(),
             agent_service_account: "tunnel-agent".into(),
+            redirector_service_account: "tunnel-redirector".into(),
         }
     }
 }

@@ -1,13 +1,16 @@
-//! The Kubernetes side, and the only part of the server that knows Kubernetes: what the server reads from the cluster
-//! (`read/`), and what it writes there (`write/`).
+//! The Kubernetes side: what the server reads from the cluster (`read/`), and what it writes there (`write/`). Only what
+//! answers a single request asks the API server itself: `crate::caller` who a caller is and what it may do, and the doors where
+//! a pod runs.
 //!
 //! Every part lives through outages of the API server by itself; none of them can end a tunnel or take a route away
 //! because the API server is silent.
 
 mod context;
+mod endpoints;
 mod partial_node;
 pub mod read;
 mod reconcile;
+pub mod saved;
 pub mod write;
 
 use std::collections::BTreeSet;
@@ -27,9 +30,11 @@ use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::{Health, KubeError};
 
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
+pub use self::endpoints::ServiceEndpoints;
 use self::read::authority::{self, AuthorityError};
 use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
+use self::saved::{Age, Saved};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, Selector, SourceStatus};
@@ -37,7 +42,7 @@ use crate::peers::Peers;
 use crate::pki::{
     Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
 };
-use crate::route::{Router, update};
+use crate::route::Router;
 use crate::session::Sessions;
 use crate::settings::{Doors, Settings};
 use crate::status::SourceReport;
@@ -49,6 +54,8 @@ pub struct Kube {
     names: Arc<ObjectNames>,
     health: Health,
     nodes: Family<[(&'static str, &'static str); 1], Gauge>,
+    records_left_out: Gauge,
+    age: Age,
 }
 
 /// The parts of the server that the Kubernetes side works on.
@@ -57,13 +64,18 @@ pub struct Parts<'a> {
     pub sessions: Arc<Sessions>,
     /// The other servers.
     pub fleet: Arc<Peers>,
-    pub certificate: Arc<ServerCertificate>,
+    /// None: this is a redirector, which writes nothing.
+    pub certificate: Option<Arc<ServerCertificate>>,
     /// What the certificate names in any cluster.
     pub server_names: ServerNames,
     pub server_id: &'a str,
     pub selector: Selector,
     /// Nodes that vanish all at once count as gone.
     pub allow_empty: bool,
+    /// Edge nodes get the condition `PosternTunnel`.
+    pub node_condition: bool,
+    /// DNS records of the nodes are written.
+    pub dns_records: bool,
     pub doors: Doors,
     pub state_dir: PathBuf,
     /// Other servers that were given, for those that the cluster names.
@@ -80,6 +92,8 @@ pub struct Parts<'a> {
     /// Done once the nodes are known.
     pub nodes_known: ReadyGuard,
     pub tasks: &'a TaskTracker,
+    /// False while this server's successor may write to the cluster in its place.
+    pub eligible: watch::Receiver<bool>,
     /// The server stops soon: its agents leave, which is not to be written to the cluster.
     pub draining: CancellationToken,
     pub stop: CancellationToken,
@@ -94,12 +108,17 @@ impl Kube {
         let (client, namespace) = options.connect().await?;
         let nodes = Family::default();
         registry.register("inventory_nodes", "Nodes in the inventory, by role", nodes.clone());
+        let records_left_out = Gauge::default();
+        let help = "Edge nodes without a DNS record because the ConfigMap is full; 0 on servers that do not write it";
+        registry.register("dns_records_left_out", help, records_left_out.clone());
         Ok(Self {
             client,
             namespace: namespace.into(),
             names: Arc::new(options.names.clone()),
             health: Health::register(registry),
             nodes,
+            records_left_out,
+            age: Age::register(registry),
         })
     }
 
@@ -126,27 +145,41 @@ impl Kube {
         }
     }
 
+    /// To ask about callers, pods and endpoints.
+    pub fn client(&self) -> kube::Client {
+        self.client.clone()
+    }
+
     /// What `status` shows of the source of the nodes.
     pub fn status(&self, router: &Arc<Router>) -> SourceReport {
-        let (health, router) = (self.health.clone(), Arc::clone(router));
+        let (health, router, age) = (self.health.clone(), Arc::clone(router), self.age.clone());
         Box::new(move || {
             let (edge, cloud) = router.snapshot().inventory().counts();
             let lost = health.report().into_iter().find(|watch| !watch.synced && watch.last_error.is_some());
             let last_error =
                 lost.and_then(|watch| Some(format!("{}: {}", watch.resource, watch.last_error?)));
-            SourceStatus { source: "API server".to_owned(), edge, cloud, last_error }
+            SourceStatus { source: "API server".to_owned(), edge, cloud, last_error, old_s: age.seconds() }
         })
     }
 
-    /// Starts every part. What writes for all servers stops when `draining` does, the rest with `stop`.
+    /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when `draining` does, the rest with `stop`.
     pub fn start(self, parts: Parts<'_>) {
         let Parts { router, tasks, stop, draining, doors, .. } = parts;
         let (inventory, nodes) = watch::channel(Arc::new(Inventory::default()));
+        // What writes to the cluster goes by what the cluster says, not by the state directory.
+        let (ports, ports_now) = watch::channel(Arc::<Settings>::default());
         let (client, id) = (self.client, parts.server_id);
-        let leader = lease::start(client.clone(), &self.namespace, &self.names.lease, id, draining.clone());
-        // The process waits for its tasks: once the Lease was given back another server may lead.
-        tasks.spawn(lease::released(leader.clone()));
-        let events = Events::start(client.clone(), id, stop.clone());
+        let (leader, events) = match &parts.certificate {
+            Some(_) => {
+                let lease = &self.names.lease;
+                let (eligible, over) = (parts.eligible.clone(), draining.clone());
+                let leader = lease::start(client.clone(), &self.namespace, lease, id, eligible, over);
+                // The process waits for its tasks: once the Lease was given back another server may lead.
+                tasks.spawn(lease::released(leader.clone()));
+                (leader, Some(Events::start(client.clone(), id, stop.clone())))
+            }
+            None => (watch::channel(false).1, None),
+        };
         let context = KubeContext {
             client,
             namespace: self.namespace,
@@ -154,53 +187,71 @@ impl Kube {
             identity: id.into(),
             leader,
             inventory: nodes,
-            settings: parts.settings.subscribe(),
+            settings: ports_now.clone(),
             health: self.health,
             stop: stop.clone(),
         };
         let writers = KubeContext { stop: draining, ..context.clone() };
-        let publish =
-            publish_nodes(router.clone(), inventory, parts.known_nodes, self.nodes, parts.nodes_known);
+        let saved = Arc::new(Saved::new(&parts.state_dir, router.clone(), self.age, parts.nodes_known));
+        tasks.spawn(saved.clone().use_file(ports_now.clone(), parts.settings.clone(), stop.clone()));
+        let health = context.health.clone();
+        tasks.spawn(saved.clone().keep(context.inventory.clone(), ports_now.clone(), health, stop.clone()));
+        let publish = publish_nodes(saved, inventory, parts.known_nodes, self.nodes);
         let (client, health) = (context.client.clone(), context.health.clone());
         tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
-        tasks.spawn(configmap::run(context.clone(), events.clone(), doors, parts.settings));
+        tasks.spawn(configmap::run(context.clone(), events.clone(), doors, ports));
         tasks.spawn(service_ranges::run(context.clone(), router.clone()));
-        tasks.spawn(follow_ports(router, context.settings.clone(), stop));
+        tasks.spawn(follow_ports(router, parts.settings.subscribe(), stop.clone()));
+        tasks.spawn(pass_on(ports_now, parts.settings, stop));
         let (given, state_dir) = (parts.given_peers, parts.state_dir.clone());
         tasks.spawn(peers::run(context.clone(), given, state_dir, parts.peers));
+        let (Some(certificate), Some(events)) = (parts.certificate, events) else { return };
         tasks.spawn(authority::follow(context.clone(), parts.state_dir));
         tasks.spawn(revocations::follow(context.clone(), parts.revocations));
-        tasks.spawn(csr::run(writers.clone(), parts.certificate.ca(), parts.standing, parts.pki_metrics));
-        tasks.spawn(dns::run(writers.clone(), events.clone()));
+        tasks.spawn(csr::run(writers.clone(), certificate.ca(), parts.standing, parts.pki_metrics));
+        if parts.dns_records {
+            tasks.spawn(dns::run(writers.clone(), events.clone(), self.records_left_out));
+        }
         tasks.spawn(service::run(writers.clone(), doors));
-        tasks.spawn(tunnels::run(writers, events, parts.sessions, parts.fleet));
-        tasks.spawn(names::run(context, parts.certificate, parts.server_names));
+        let (sessions, fleet) = (parts.sessions, parts.fleet);
+        let eligible = parts.eligible;
+        tasks.spawn(tunnels::run(writers, events, sessions, fleet, parts.node_condition, eligible));
+        tasks.spawn(names::run(context, certificate, parts.server_names));
     }
 }
 
 /// Gives each inventory to the router, to the writers and to the metrics.
 fn publish_nodes(
-    router: Arc<Router>,
+    saved: Arc<Saved>,
     inventory: watch::Sender<Arc<Inventory>>,
     known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
     gauge: Family<[(&'static str, &'static str); 1], Gauge>,
-    known: ReadyGuard,
 ) -> impl FnMut(Inventory) -> BoxFuture<'static, ()> + Send {
-    let mut known = Some(known);
     move |nodes| {
         let (edge, cloud) = nodes.counts();
         for (role, count) in [("edge", edge), ("cloud", cloud)] {
             gauge.get_or_create(&[("role", role)]).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
-        let (router, inventory, known) = (router.clone(), inventory.clone(), known.take());
-        let known_nodes = known_nodes.clone();
+        let (saved, inventory, known_nodes) = (saved.clone(), inventory.clone(), known_nodes.clone());
         async move {
-            update(router, nodes.clone()).await;
-            known_nodes.send_replace(Some(Arc::new(nodes.creation_times())));
-            inventory.send_replace(Arc::new(nodes));
-            drop(known);
+            saved.use_current(nodes.clone()).await;
+            let nodes = Arc::new(nodes);
+            known_nodes.send_replace(Some(nodes.clone()));
+            inventory.send_replace(nodes);
         }
         .boxed()
+    }
+}
+
+/// The ports of the ConfigMap are those in effect, once they are known.
+async fn pass_on(
+    mut known: watch::Receiver<Arc<Settings>>,
+    settings: watch::Sender<Arc<Settings>>,
+    stop: CancellationToken,
+) {
+    while let Some(Ok(())) = stop.run_until_cancelled(known.changed()).await {
+        let now = known.borrow_and_update().clone();
+        settings.send_replace(now);
     }
 }
 

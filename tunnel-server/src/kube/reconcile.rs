@@ -15,6 +15,11 @@ pub(super) trait Reconcile: Send {
 
     fn apply(&mut self, input: Self::Input);
 
+    /// Not to be reconciled before, whatever has changed: what is large is written seldom.
+    fn not_before(&self) -> Option<Instant> {
+        None
+    }
+
     /// Called again after a delay when it fails.
     fn reconcile(&mut self, attempts: &mut Attempts)
     -> impl Future<Output = Result<(), RequestError>> + Send;
@@ -36,7 +41,8 @@ pub(super) async fn run<R: Reconcile>(
                 input = inputs.next() => match input {
                     Some(input) => {
                         target.apply(input);
-                        due.get_or_insert_with(|| Instant::now() + debounce);
+                        let earliest = target.not_before();
+                        due.get_or_insert_with(|| earliest.into_iter().fold(Instant::now() + debounce, Instant::max));
                     }
                     None => return,
                 },

@@ -5,32 +5,35 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use h2::client::SendRequest;
 use rustls::ClientConfig;
+use rustls_pki_types::CertificateDer;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 use tunnel_core::backoff::Backoff;
 use tunnel_core::config::HostPort;
 use tunnel_core::grpc::{Channel, origin};
-use tunnel_core::identity::{NodeName, server_name};
+use tunnel_core::identity::{NodeName, concerns_certificates, server_name};
 use tunnel_core::link::{self, Congestion, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::proto::peer_client::PeerClient;
 use tunnel_core::proto::{Holdings, WatchRequest};
 use tunnel_core::text::printable;
+use tunnel_identity::Announced;
 
 use super::held::Peers;
 use super::peer::Peer;
+use super::refusals::Refusals;
 use crate::session::{Link, Workers};
 
 /// How long a link may be silent before the kernel asks whether the other server is there.
@@ -46,6 +49,13 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_
 /// Before what a server has is asked for anew.
 const AGAIN: Duration = Duration::from_millis(100);
 
+/// What a redirector, which has no CA, learns from its links.
+pub struct RedirectorLinks {
+    /// Takes the roots that servers tell.
+    pub announced: mpsc::Sender<Announced>,
+    pub refusals: Arc<Refusals>,
+}
+
 /// What is needed to connect with other servers.
 pub struct PeerContext {
     pub server_id: String,
@@ -54,6 +64,8 @@ pub struct PeerContext {
     pub workers: Arc<Workers>,
     pub peers: Arc<Peers>,
     pub congestion: Congestion,
+    /// None: this server has the CA.
+    pub redirector: Option<RedirectorLinks>,
     /// Ends every connection: the time of the drain is up.
     pub forced: CancellationToken,
     /// Ends every link.
@@ -119,6 +131,9 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
                 break;
             }
             Ok(End::Failed(error)) => {
+                if let Some(redirector) = context.redirector.as_ref().filter(|_| error.concerns_identity()) {
+                    redirector.refusals.add(Instant::now());
+                }
                 if failing.is_new(&error) {
                     tracing::warn!(address, %error, "no link with the other server; trying again");
                 }
@@ -169,6 +184,21 @@ enum Error {
     Node(String),
     #[error("a connection could not be passed on")]
     Broken,
+    #[error("it goes on after all, and there is another link")]
+    Unneeded,
+}
+
+impl Error {
+    /// Whether another certificate or other roots could fix it.
+    fn concerns_identity(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => concerns_certificates(source),
+            // With TLS 1.3 the client learns only after its handshake that the server refuses its certificate.
+            Self::Link(error) => error.get_io().is_some_and(concerns_certificates),
+            Self::Watch(status) => status.code() == Code::Unauthenticated,
+            _ => false,
+        }
+    }
 }
 
 async fn within<T, E>(step: &'static str, work: impl Future<Output = Result<T, E>>) -> Result<T, Error>
@@ -193,8 +223,8 @@ async fn connected(
 }
 
 async fn connect(context: &PeerContext, address: &str, worker: Handle, draining: CancellationToken) -> End {
-    let io = match handshake(context, address).await {
-        Ok(io) => io,
+    let (io, chain) = match handshake(context, address).await {
+        Ok(done) => done,
         Err(error) => return End::Failed(error),
     };
     let flow = io.flow();
@@ -230,19 +260,24 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     let link = joined_link(context, send, flow.clone(), worker);
     let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token(), draining));
     let _joined = Joined::new(&context.peers, peer.clone(), link);
+    if let Some(redirector) = &context.redirector {
+        redirector.refusals.clear();
+    }
     tracing::info!(address, server_id, version = peer.version, "linked with another server");
     let error = tokio::select! {
         biased;
         ended = driver.join_next() => ended_with(ended),
-        error = follow_holdings(&context.peers, &peer, (first, told), &mut client, context) => error,
+        error = follow_holdings(&context.peers, &peer, (first, told), &mut client, context, chain) => error,
         dead = link::keep_alive(pings, &flow, || peer.stalls.sweep()) => dead.into(),
         silence = silent(&flow) => Error::Silent(silence),
         () = peer.closed.cancelled() => Error::Broken,
+        () = unneeded(&context.peers, &peer) => Error::Unneeded,
     };
     End::Lost { server_id, error }
 }
 
-async fn handshake(context: &PeerContext, address: &str) -> Result<LinkIo, Error> {
+/// The connection, and what the other server presented.
+async fn handshake(context: &PeerContext, address: &str) -> Result<(LinkIo, Chain), Error> {
     let socket = within("TCP", TcpStream::connect(address)).await?;
     let tuned = link::tune_link(&socket)
         .and_then(|()| context.congestion.set(&socket))
@@ -250,7 +285,8 @@ async fn handshake(context: &PeerContext, address: &str) -> Result<LinkIo, Error
     tuned.map_err(|source| Error::Io { step: "socket options", source })?;
     let connector = TlsConnector::from(context.tls.load_full());
     let stream = within("TLS", connector.connect(server_name(), socket)).await?;
-    Ok(LinkIo::new(stream))
+    let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().into();
+    Ok((LinkIo::new(stream), chain))
 }
 
 fn ended_with(ended: Option<Result<Result<(), h2::Error>, tokio::task::JoinError>>) -> Error {
@@ -291,6 +327,7 @@ impl Drop for Joined {
 }
 
 type Told = Streaming<Holdings>;
+type Chain = Arc<[CertificateDer<'static>]>;
 
 /// Begins to follow what the server has; returns its first message.
 async fn watch_holdings(
@@ -313,6 +350,7 @@ async fn follow_holdings(
     begun: (Holdings, Told),
     client: &mut PeerClient<Channel>,
     context: &PeerContext,
+    chain: Chain,
 ) -> Error {
     let mut begun = Some(begun);
     loop {
@@ -325,7 +363,14 @@ async fn follow_holdings(
         };
         let mut all = Some(HashSet::new());
         let mut next = Some(first);
-        while let Some(holdings) = next {
+        while let Some(mut holdings) = next {
+            let bundle = std::mem::take(&mut holdings.trust_bundle);
+            if let Some(redirector) = context.redirector.as_ref().filter(|_| !bundle.is_empty()) {
+                let announced =
+                    Announced { bundle, server: peer.address.clone(), server_chain: chain.clone() };
+                // Closed: this server stops.
+                let _ = redirector.announced.send(announced).await;
+            }
             if let Err(error) = apply(peers, peer, holdings, &mut all) {
                 return error;
             }
@@ -369,6 +414,18 @@ fn apply(
         peers.only(peer, &all);
     }
     Ok(())
+}
+
+/// Ends once this link with a server that said that it stops carries nothing, and the server goes on after all, because its
+/// successor has died: it was dialled again meanwhile.
+async fn unneeded(peers: &Peers, peer: &Arc<Peer>) {
+    loop {
+        tokio::time::sleep(CHECK).await;
+        let stays = |other: &Arc<Peer>| other.server_id == peer.server_id && !other.is_draining();
+        if peer.is_draining() && peer.connections() == 0 && peers.all().iter().any(stays) {
+            return;
+        }
+    }
 }
 
 /// Ends once the other server's kernel has answered nothing for so long.

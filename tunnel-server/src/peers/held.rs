@@ -1,18 +1,21 @@
 //! Which of the other servers has which node.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
 
 use super::peer::Peer;
 use crate::route::{Holder, Router};
+use crate::shared_map::SharedSet;
 
 /// The other servers, and which of them has which node.
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
     held: RwLock<HashMap<NodeName, Vec<Arc<Peer>>>>,
+    /// The keys of `held`, to be handed on.
+    nodes: Mutex<SharedSet<NodeName>>,
     router: Arc<Router>,
     changed: watch::Sender<u64>,
 }
@@ -20,7 +23,8 @@ pub struct Peers {
 impl Peers {
     /// Without any. `router` is kept up to date with which nodes they have.
     pub fn new(router: Arc<Router>) -> Self {
-        Self { up: RwLock::default(), held: RwLock::default(), router, changed: watch::Sender::new(0) }
+        let (up, held, nodes) = (RwLock::default(), RwLock::default(), Mutex::default());
+        Self { up, held, nodes, router, changed: watch::Sender::new(0) }
     }
 
     /// Those that have the node, the best one first: one that stops soon is the last.
@@ -33,8 +37,8 @@ impl Peers {
     }
 
     /// The nodes that any of them has.
-    pub fn nodes(&self) -> Vec<NodeName> {
-        self.held.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    pub fn nodes(&self) -> SharedSet<NodeName> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Grows whenever a node is the first time, or no more, with any of them. A receiver sees many changes as one.
@@ -45,6 +49,14 @@ impl Peers {
     /// To be called under the lock, so that the router sees changes in the same order.
     fn moved(&self, node: &NodeName, held: bool) {
         self.router.set_live(node, Holder::Peers, held);
+        {
+            let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+            if held {
+                nodes.insert(node.clone())
+            } else {
+                nodes.remove(node)
+            };
+        }
         self.changed.send_modify(|changes| *changes += 1);
     }
 

@@ -7,9 +7,11 @@ mod dial;
 mod held;
 mod metrics;
 mod peer;
+mod refusals;
 
-pub use dial::{PeerContext, follow};
+pub use dial::{PeerContext, RedirectorLinks, follow};
 pub use held::Peers;
 pub use metrics::register_peers;
 pub(crate) use peer::OnPeer;
 pub use peer::Peer;
+pub use refusals::Refusals;

@@ -10,8 +10,8 @@ use rcgen::{
 use rustls_pki_types::CertificateDer;
 use serde::Serialize;
 use tunnel_core::identity::{
-    BACKDATE, CsrKey, NodeName, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME,
-    TrustBundle, Validity, agent_distinguished_name, public_key_hash, validity,
+    BACKDATE, CsrKey, Holder, NodeName, PEER_COMMON_NAME_PREFIX, PEER_ORGANIZATION, PrivateKey, SERVER_NAME,
+    TrustBundle, Validity, public_key_hash, validity,
 };
 use x509_parser::prelude::{FromDer, X509Certificate};
 
@@ -19,6 +19,9 @@ use super::error::PkiError;
 use super::token::parse_ttl;
 
 const DAY: Duration = Duration::from_secs(86_400);
+/// How far `notBefore` of roots' and servers' certificates lies before the moment of issue: clocks may differ that much. An
+/// agent's has less, [`BACKDATE`], because what was issued before a readmission is refused.
+const OWN_BACKDATE: Duration = DAY;
 /// Longer than machines last: replacing a root is up to the operator.
 const ROOT_LIFE: Duration = Duration::from_secs(10 * 365 * 86_400);
 
@@ -85,7 +88,7 @@ impl Root {
         let key = PrivateKey::generate()?;
         let mut params = ca_params(&key, 1);
         params.serial_number = Some(SerialNumber::from(generation));
-        set_validity(&mut params, SystemTime::now(), ROOT_LIFE);
+        set_own_validity(&mut params, ROOT_LIFE);
         let certificate = params.self_signed(&key).map_err(|error| PkiError::sign(&error))?.der().clone();
         let pair = PrivateKey::from_der(&key.to_der())?;
         Ok((Self::new(certificate, Some(pair))?, key))
@@ -189,20 +192,20 @@ impl CaState {
     /// Signs a certificate for the node and this key: `O=postern:agents`, `CN=postern:node:<node>`, client
     /// authentication only.
     pub fn issue_agent(&self, node: &NodeName, key: &CsrKey) -> Result<IssuedCertificate, PkiError> {
-        self.issue_agent_for(node, key, self.lifetimes.agent, SystemTime::UNIX_EPOCH)
+        self.issue_for((Holder::Agent, node), key, self.lifetimes.agent, SystemTime::UNIX_EPOCH)
     }
 
-    /// [`CaState::issue_agent`] with a shorter lifetime than the usual one; a longer one is capped. The certificate counts
+    /// [`CaState::issue_agent`] for any holder, with a shorter lifetime than the usual one; a longer one is capped. The certificate counts
     /// as issued after `after`, even if that is ahead of the clock by less than [`BACKDATE`]: an older one may be refused.
-    pub fn issue_agent_for(
+    pub fn issue_for(
         &self,
-        node: &NodeName,
+        (holder, node): (Holder, &NodeName),
         key: &CsrKey,
         life: Duration,
         after: SystemTime,
     ) -> Result<IssuedCertificate, PkiError> {
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth);
-        params.distinguished_name = agent_distinguished_name(node);
+        params.distinguished_name = holder.distinguished_name(node);
         let now = SystemTime::now();
         // A certificate's dates are whole seconds. It must be valid now by the clocks of other servers too.
         let issued = (after + Duration::from_secs(1)).min(now + BACKDATE * 4 / 5).max(now);
@@ -230,7 +233,7 @@ impl CaState {
             params.subject_alt_names.push(SanType::DnsName(dns_name));
         }
         params.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
-        set_validity(&mut params, SystemTime::now(), self.lifetimes.server);
+        set_own_validity(&mut params, self.lifetimes.server);
         let mut issued = self.sign(&params, &key)?;
         let (signing, issuer) = self.signer()?;
         issued.chain.push(signing.certificate.clone());
@@ -238,7 +241,7 @@ impl CaState {
             if let Some(signer) = &other.signer {
                 let mut params = ca_params(issuer.key(), 0);
                 params.serial_number = Some(random_serial());
-                set_validity(&mut params, SystemTime::now(), ROOT_LIFE);
+                set_own_validity(&mut params, ROOT_LIFE);
                 let cross = params.signed_by(issuer.key(), signer).map_err(|error| PkiError::sign(&error))?;
                 issued.chain.push(cross.der().clone());
             }
@@ -256,7 +259,7 @@ impl CaState {
         params.distinguished_name.push(DnType::OrganizationName, PEER_ORGANIZATION);
         let name = format!("{PEER_COMMON_NAME_PREFIX}{server_id}");
         params.distinguished_name.push(DnType::CommonName, name);
-        set_validity(&mut params, SystemTime::now(), self.lifetimes.server);
+        set_own_validity(&mut params, self.lifetimes.server);
         Ok((self.sign(&params, &key)?, key))
     }
 
@@ -306,6 +309,15 @@ fn leaf_params(usage: ExtendedKeyUsagePurpose) -> CertificateParams {
 fn set_validity(params: &mut CertificateParams, issued: SystemTime, life: Duration) {
     params.not_before = (issued - BACKDATE).into();
     params.not_after = (issued + life).into();
+}
+
+/// The same for a certificate of which nobody asks when it was issued.
+fn set_own_validity(params: &mut CertificateParams, life: Duration) {
+    let now = SystemTime::now();
+    set_validity(params, now, life);
+    if life > 2 * OWN_BACKDATE {
+        params.not_before = (now - OWN_BACKDATE).into();
+    }
 }
 
 /// 127 random bits, positive (RFC 5280 §4.1.2.2).

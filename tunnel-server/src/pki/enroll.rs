@@ -9,7 +9,7 @@ use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Code, Request, Response, Status};
 use tunnel_core::identity::{
-    CsrKey, IdentityError, NodeName, node_of_certificate, pem_of_certificates, validity,
+    CsrKey, Holder, IdentityError, NodeName, holder_of_certificate, pem_of_certificates, validity,
 };
 use tunnel_core::proto::enrollment_server::Enrollment;
 use tunnel_core::proto::{EnrollRequest, EnrollResponse, RenewRequest};
@@ -90,6 +90,7 @@ impl EnrollError {
             Self::Token(TokenRefusal::Expired(_)) => "expired_token",
             Self::Token(TokenRefusal::Used(_)) => "used_token",
             Self::Token(TokenRefusal::OtherNode { .. }) => "other_node",
+            Self::Token(TokenRefusal::OtherHolder { .. }) => "other_holder",
             Self::Token(TokenRefusal::Void(_)) => "void_token",
             Self::TokensOff => "tokens_off",
             Self::Refused(refusal) => refusal.label(),
@@ -105,7 +106,12 @@ impl EnrollError {
             Self::Token(TokenRefusal::Unknown | TokenRefusal::Expired(_)) | Self::Certificate(_) => {
                 Code::Unauthenticated
             }
-            Self::Token(TokenRefusal::Used(_) | TokenRefusal::OtherNode { .. } | TokenRefusal::Void(_))
+            Self::Token(
+                TokenRefusal::Used(_)
+                | TokenRefusal::OtherNode { .. }
+                | TokenRefusal::OtherHolder { .. }
+                | TokenRefusal::Void(_),
+            )
             | Self::TokensOff
             | Self::Refused(_) => Code::PermissionDenied,
             Self::Internal(_) | Self::Wiring(_) => Code::Internal,
@@ -229,11 +235,16 @@ impl Inner {
         Err(Status::new(failure.code(), failure.to_string()))
     }
 
-    fn issue(&self, node: NodeName, key: &CsrKey) -> Result<(NodeName, EnrollResponse), EnrollError> {
+    fn issue(
+        &self,
+        holder: Holder,
+        node: NodeName,
+        key: &CsrKey,
+    ) -> Result<(NodeName, EnrollResponse), EnrollError> {
         let ca = Arc::clone(&self.ca.borrow());
         let after = self.policy.standing.issue_after(&node);
-        let issued = ca.issue_agent_for(&node, key, Duration::MAX, after)?;
-        self.ledger.record(&node, &issued)?;
+        let issued = ca.issue_for((holder, &node), key, Duration::MAX, after)?;
+        self.ledger.record((holder, &node), &issued)?;
         let response = EnrollResponse {
             certificate_chain: pem_of_certificates(&issued.chain),
             trust_bundle: ca.bundle().to_pem(),
@@ -245,7 +256,7 @@ impl Inner {
         // The form of the request first: that answer does not depend on the token.
         let invalid = |error: IdentityError| EnrollError::Invalid(error.to_string());
         let node: NodeName = request.node.parse().map_err(invalid)?;
-        let key = Self::key(&request.csr, &node)?;
+        let (holder, key) = Self::key(&request.csr, None, &node)?;
         if !self.policy.tokens {
             return Err(EnrollError::TokensOff);
         }
@@ -255,13 +266,13 @@ impl Inner {
         standing.not_revoked(&node)?;
         self.tokens.redeem(
             &token,
-            &node,
+            (holder, &node),
             &key.hash,
             standing.tokens_void_until(&node),
             Timestamp::now(),
         )??;
-        tracing::debug!(token_id = token.id(), %node, "token accepted");
-        self.issue(node, &key)
+        tracing::debug!(token_id = token.id(), %holder, %node, "token accepted");
+        self.issue(holder, node, &key)
     }
 
     fn renew(
@@ -275,7 +286,7 @@ impl Inner {
             )
         })?;
         let refuse = |error: IdentityError| EnrollError::Certificate(error.to_string());
-        let node = node_of_certificate(certificate).map_err(refuse)?;
+        let (holder, node) = holder_of_certificate(certificate).map_err(refuse)?;
         // The handshake checked both, but a connection may outlive the certificate or its root.
         let validity = validity(certificate).map_err(refuse)?;
         if validity.is_over(SystemTime::now()) {
@@ -287,19 +298,24 @@ impl Inner {
             ));
         }
         self.policy.standing.judge(&node, validity.issued())?;
-        let key = Self::key(&request.csr, &node)?;
-        self.issue(node, &key)
+        let (holder, key) = Self::key(&request.csr, Some(holder), &node)?;
+        self.issue(holder, node, &key)
     }
 
-    /// The key of a request, which may name no other node and ask for nothing else. Agents leave the subject empty.
-    fn key(csr: &[u8], node: &NodeName) -> Result<CsrKey, EnrollError> {
+    /// The key of a request, and for whom it is: it may name nobody other than the holder, if that is known, and the node.
+    /// Agents leave the subject empty.
+    fn key(csr: &[u8], holder: Option<Holder>, node: &NodeName) -> Result<(Holder, CsrKey), EnrollError> {
         let asked =
             examine_request(csr).map_err(|RequestDenial { message, .. }| EnrollError::Invalid(message))?;
-        match asked.node {
-            Some(other) if other != *node => {
+        match asked.subject {
+            Some((_, other)) if other != *node => {
                 Err(EnrollError::Invalid(format!("the request is for node {other}, not for {node}")))
             }
-            _ => Ok(asked.key),
+            Some((other, _)) if holder.is_some_and(|holder| holder != other) => {
+                Err(EnrollError::Invalid(format!("the request is for the {other} of node {node}")))
+            }
+            Some((named, _)) => Ok((named, asked.key)),
+            None => Ok((holder.unwrap_or_default(), asked.key)),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A ledger of issued certificates: one file per node.
+//! A ledger of issued certificates: one file per node, and one with `~r` behind its name for its redirector.
 
 use std::fs;
 use std::io;
@@ -7,13 +7,13 @@ use std::time::SystemTime;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::NodeName;
 use tunnel_core::identity::files::{self, PRIVATE_FILE};
+use tunnel_core::identity::{Holder, NodeName};
 
 use super::ca_state::IssuedCertificate;
 use super::error::PkiError;
 
-/// The latest certificate of a node.
+/// The latest certificate of a node's agent, or of its redirector.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Issued {
@@ -36,9 +36,16 @@ impl IssuedLedger {
     }
 
     /// Records a certificate; call it before the agent gets it.
-    pub fn record(&self, node: &NodeName, certificate: &IssuedCertificate) -> Result<(), PkiError> {
+    pub fn record(
+        &self,
+        (holder, node): (Holder, &NodeName),
+        certificate: &IssuedCertificate,
+    ) -> Result<(), PkiError> {
         // A node's name is a file name: at most 253 characters of [a-z0-9.-], and never "." or "..".
-        let path = self.directory.join(node.as_str());
+        let path = match holder {
+            Holder::Agent => self.directory.join(node.as_str()),
+            Holder::Redirector => self.directory.join(format!("{node}~r")),
+        };
         let not_after = Timestamp::try_from(certificate.not_after)
             .map_err(|error| PkiError::Sign(format!("its end is out of range: {error}")))?;
         let entry = Issued { node: node.clone(), root: certificate.root.clone(), not_after };

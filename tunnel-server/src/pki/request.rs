@@ -1,11 +1,9 @@
-//! What a certificate request of an agent may hold, however it arrives: an agent's exact subject or none, a key, and
-//! nothing else.
+//! What a certificate request of an agent or a redirector may hold, however it arrives: its exact subject or none, a key,
+//! and nothing else.
 
 use std::fmt::Display;
 
-use tunnel_core::identity::{
-    AGENT_COMMON_NAME_PREFIX, AGENT_ORGANIZATION, CsrKey, NodeName, public_key_of_csr,
-};
+use tunnel_core::identity::{CsrKey, Holder, NodeName, public_key_of_csr};
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::cri_attributes::ParsedCriAttribute;
 use x509_parser::prelude::FromDer;
@@ -15,7 +13,7 @@ use x509_parser::x509::AttributeTypeAndValue;
 #[derive(Debug)]
 pub(crate) struct AskedCertificate {
     /// None: the subject is empty, and who asks is known otherwise.
-    pub node: Option<NodeName>,
+    pub subject: Option<(Holder, NodeName)>,
     /// The key, whose possession the request proves.
     pub key: CsrKey,
 }
@@ -27,15 +25,15 @@ pub(crate) struct RequestDenial {
     pub message: String,
 }
 
-/// The subject that a node's request has.
-pub(crate) fn subject_of(node: &dyn Display) -> String {
-    format!("O={AGENT_ORGANIZATION} and CN={AGENT_COMMON_NAME_PREFIX}{node}")
+/// The subject that the request of a node's agent, or redirector, has.
+pub(crate) fn subject_of(holder: Holder, node: &dyn Display) -> String {
+    format!("O={} and CN={}{node}", holder.organization(), holder.common_name_prefix())
 }
 
 /// Reads a PKCS #10 request (RFC 2986, DER).
 ///
 /// # Errors
-/// It is malformed, proves no possession of a P-256 key, names anything but an agent, or asks for extensions.
+/// It is malformed, proves no possession of a P-256 key, names anything but an agent or a redirector, or asks for extensions.
 pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDenial> {
     let denial = |reason, message| RequestDenial { reason, message };
     let refuse = |reason: &'static str, message: String| Err(denial(reason, message));
@@ -47,19 +45,23 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
     let info = &request.certification_request_info;
     let subject = &info.subject;
     let wrong = || {
-        let message = format!("the subject is \"{subject}\"; want exactly {}", subject_of(&"NODE"));
+        let message =
+            format!("the subject is \"{subject}\"; want exactly {}", subject_of(Holder::Agent, &"NODE"));
         denial("WrongSubject", message)
     };
-    let node = if subject.iter_attributes().next().is_none() {
+    let subject = if subject.iter_attributes().next().is_none() {
         None
     } else {
         let organization = single(subject.iter_organization()).ok_or_else(wrong)?;
         let common_name = single(subject.iter_common_name()).ok_or_else(wrong)?;
-        if organization != AGENT_ORGANIZATION || subject.iter_attributes().count() != 2 {
+        let mut holders = [Holder::Agent, Holder::Redirector].into_iter();
+        let holder = holders.find(|holder| holder.organization() == organization).ok_or_else(wrong)?;
+        if subject.iter_attributes().count() != 2 {
             return Err(wrong());
         }
-        let name = common_name.strip_prefix(AGENT_COMMON_NAME_PREFIX).ok_or_else(wrong)?;
-        Some(name.parse().map_err(|error| denial("WrongSubject", format!("the subject: {error}")))?)
+        let name = common_name.strip_prefix(holder.common_name_prefix()).ok_or_else(wrong)?;
+        let node = name.parse().map_err(|error| denial("WrongSubject", format!("the subject: {error}")))?;
+        Some((holder, node))
     };
     // Nothing of them would be granted, so asking for them is a mistake or an attempt.
     for attribute in info.iter_attributes() {
@@ -71,8 +73,8 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
                 return refuse(
                     "ExtensionsRequested",
                     format!(
-                        "the request asks for extensions ({}), such as alternative names; an agent's certificate \
-                         has none of its choice",
+                        "the request asks for extensions ({}), such as alternative names; a certificate here \
+                         has none of its holder's choice",
                         names.join(", ")
                     ),
                 );
@@ -86,7 +88,7 @@ pub(crate) fn examine_request(der: &[u8]) -> Result<AskedCertificate, RequestDen
         }
     }
     let key = public_key_of_csr(der).map_err(|error| denial("InvalidRequest", error.to_string()))?;
-    Ok(AskedCertificate { node, key })
+    Ok(AskedCertificate { subject, key })
 }
 
 fn single<'a>(mut attributes: impl Iterator<Item = &'a AttributeTypeAndValue<'a>>) -> Option<&'a str> {

@@ -1,7 +1,6 @@
 //! Whether a node's agent may have sessions and certificates: the revocations and the inventory, asked at every attach,
 //! enrolment and renewal.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -10,9 +9,10 @@ use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
 
 use super::revocations::Revocations;
+use crate::inventory::Inventory;
 
-/// The nodes of the inventory, and when each was created, where that is known.
-pub type KnownNodes = HashMap<NodeName, Option<SystemTime>>;
+/// The nodes of the inventory: when each was created, where that is known.
+pub type KnownNodes = Inventory;
 
 /// Why an agent with a valid certificate is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -102,9 +102,11 @@ impl Standing {
             return Err(Refusal::Superseded(node.clone(), at));
         }
         // While the API server is away at the start nobody is locked out: the certificate itself is good.
-        match self.nodes.borrow().as_ref().map(|nodes| nodes.get(node)) {
+        match self.nodes.borrow().as_ref().map(|nodes| nodes.get(node.as_str())) {
             Some(None) if self.refuse_unknown => Err(Refusal::Unknown(node.clone())),
-            Some(Some(Some(created))) if issued < *created => Err(Refusal::Recreated(node.clone())),
+            Some(Some(known)) if known.created.is_some_and(|created| issued < created) => {
+                Err(Refusal::Recreated(node.clone()))
+            }
             _ => Ok(()),
         }
     }
@@ -134,8 +136,13 @@ impl Standing {
     /// A new certificate of the node has to count as issued after this.
     pub fn issue_after(&self, node: &NodeName) -> SystemTime {
         let readmitted = self.revocations.borrow().records.get(node).map(|record| record.issued_after());
-        let created = self.nodes.borrow().as_ref().and_then(|nodes| nodes.get(node).copied().flatten());
+        let created = self.nodes.borrow().as_ref().and_then(|nodes| nodes.get(node.as_str())?.created);
         readmitted.max(created).unwrap_or(SystemTime::UNIX_EPOCH)
+    }
+
+    /// What judgements are made by.
+    pub(crate) fn known(&self) -> (Arc<Revocations>, Option<Arc<KnownNodes>>) {
+        (self.revocations.borrow().clone(), self.nodes.borrow().clone())
     }
 
     /// Waits until another judgement is possible.
@@ -157,12 +164,19 @@ mod tests {
 
     use super::super::revocations::Revocation;
     use super::*;
+    use crate::inventory::InventoryNode;
 
     fn node(name: &str) -> NodeName {
         name.parse().unwrap()
     }
 
     type Nodes = watch::Sender<Option<Arc<KnownNodes>>>;
+
+    /// Nodes, and when each was created.
+    fn nodes<const N: usize>(nodes: [(&str, Option<SystemTime>); N]) -> Option<Arc<KnownNodes>> {
+        let node = |(name, created)| InventoryNode { created, ..InventoryNode::without_addresses(name) };
+        Some(Arc::new(nodes.into_iter().map(node).collect()))
+    }
 
     fn standing(refuse: bool) -> (Standing, watch::Sender<Arc<Revocations>>, Nodes) {
         let (revocations, nodes) = (watch::Sender::default(), watch::Sender::new(None));
@@ -212,7 +226,7 @@ mod tests {
 
     #[test]
     fn a_new_certificate_counts_after_readmission_and_creation() {
-        let (standing, revocations, nodes) = standing(true);
+        let (standing, revocations, known) = standing(true);
         let (edge, now) = (node("edge-1"), Timestamp::now());
         assert_eq!(standing.issue_after(&edge), SystemTime::UNIX_EPOCH);
         assert_eq!(standing.tokens_void_until(&edge), None);
@@ -225,7 +239,7 @@ mod tests {
             (readmitted - Duration::from_secs(1), readmitted),
             (readmitted + Duration::from_secs(1), readmitted + Duration::from_secs(1)),
         ] {
-            nodes.send_replace(Some(Arc::new([(edge.clone(), Some(created))].into())));
+            known.send_replace(nodes([("edge-1", Some(created))]));
             assert_eq!(standing.issue_after(&edge), after);
         }
     }
@@ -258,9 +272,9 @@ mod tests {
     fn the_inventory_decides_once_it_is_known() {
         let now = SystemTime::now();
         for refuse in [true, false] {
-            let (standing, _revocations, nodes) = standing(refuse);
+            let (standing, _revocations, known) = standing(refuse);
             assert_eq!(standing.judge(&node("edge-1"), now), Ok(()), "it is not known");
-            nodes.send_replace(Some(Arc::new([(node("edge-2"), None), (node("edge-3"), Some(now))].into())));
+            known.send_replace(nodes([("edge-2", None), ("edge-3", Some(now))]));
             let unknown = standing.judge(&node("edge-1"), now);
             assert_eq!(unknown, if refuse { Err(Refusal::Unknown(node("edge-1"))) } else { Ok(()) });
             assert_eq!(standing.judge(&node("edge-2"), now), Ok(()));

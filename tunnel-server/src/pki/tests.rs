@@ -4,11 +4,16 @@ use std::fs;
 use std::net::IpAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier as _;
+use rustls::server::WebPkiClientVerifier;
+use rustls_pki_types::{ServerName, UnixTime};
 use tunnel_core::identity::{
-    IdentityError, NodeName, PrivateKey, SERVER_NAME, create_csr, node_of_certificate, public_key_of_csr,
-    server_names_of_certificate, validity,
+    Holder, IdentityError, NodeName, PrivateKey, SERVER_NAME, create_csr, node_of_certificate,
+    public_key_of_csr, server_names_of_certificate, validity,
 };
 
 use super::{Ca, IssuedLedger, Lifetimes, PkiError, Role};
@@ -41,7 +46,7 @@ fn mode(path: &Path) -> u32 {
 fn issue(ca: &Ca, name: &str) -> super::IssuedCertificate {
     let key = public_key_of_csr(&create_csr(&PrivateKey::generate().unwrap()).unwrap()).unwrap();
     let issued = ca.state().unwrap().issue_agent(&node(name), &key).unwrap();
-    IssuedLedger::new(ca.state_dir()).record(&node(name), &issued).unwrap();
+    IssuedLedger::new(ca.state_dir()).record((Holder::Agent, &node(name)), &issued).unwrap();
     issued
 }
 
@@ -132,6 +137,35 @@ fn certificates_have_the_expected_contents() {
         let error = state.issue_server(&[bad.to_owned()], &[]).map(|_| ()).unwrap_err();
         assert!(matches!(error, PkiError::Name { .. }), "{bad}: {error}");
     }
+}
+
+#[test]
+fn clocks_may_differ_by_an_hour() {
+    let (_directory, _, ca) = new_ca();
+    let state = ca.state().unwrap();
+    let (server, _) = state.issue_server(&[], &[]).unwrap();
+    let (peer, _) = state.issue_peer("cloud-1").unwrap();
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(state.roots()[0].certificate.clone()).unwrap();
+    let (roots, provider) = (Arc::new(roots), Arc::new(rustls::crypto::ring::default_provider()));
+    let servers =
+        WebPkiServerVerifier::builder_with_provider(roots.clone(), provider.clone()).build().unwrap();
+    let clients = WebPkiClientVerifier::builder_with_provider(roots, provider).build().unwrap();
+    let name = ServerName::try_from(SERVER_NAME).unwrap();
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    let hour = Duration::from_secs(3600);
+    // Right after they were issued, by a clock that is behind, and by one that is ahead.
+    for clock in [now - hour, now, now + hour] {
+        let clock = UnixTime::since_unix_epoch(clock);
+        servers.verify_server_cert(&server.chain[0], &server.chain[1..], &name, &[], clock).unwrap();
+        clients.verify_client_cert(&peer.chain[0], &peer.chain[1..], clock).unwrap();
+    }
+    let days = UnixTime::since_unix_epoch(now - 48 * hour);
+    assert!(servers.verify_server_cert(&server.chain[0], &server.chain[1..], &name, &[], days).is_err());
+    // An agent's own clock does not count for its certificate. The server's does, and that of others by five minutes.
+    let agent = validity(&issue(&ca, "edge-1").chain[0]).unwrap();
+    let early = SystemTime::now().duration_since(agent.not_before).unwrap();
+    assert!((Duration::from_secs(290)..Duration::from_secs(310)).contains(&early), "{early:?}");
 }
 
 #[test]

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
-use tunnel_core::identity::NodeName;
 use tunnel_core::identity::files::{self, DirectoryLock, PRIVATE_FILE};
+use tunnel_core::identity::{Holder, NodeName};
 
 use super::LOCK;
 use super::error::PkiError;
@@ -27,6 +27,9 @@ pub struct TokenRecord {
     pub secret_sha256: String,
     /// The one node that may use it.
     pub node: NodeName,
+    /// Who on it.
+    #[serde(default)]
+    pub holder: Holder,
     pub created: Timestamp,
     pub expires: Timestamp,
     /// Hash of the public key that it was used with. That key may use it again: the response may have been lost.
@@ -72,6 +75,8 @@ pub enum TokenRefusal {
     Void(Timestamp),
     #[error("the token is for node {token}, not for {asked}")]
     OtherNode { token: NodeName, asked: NodeName },
+    #[error("the token is for the {token} of its node, not for its {asked}")]
+    OtherHolder { token: Holder, asked: Holder },
 }
 
 /// The enrolment tokens of a state directory. Nothing is cached: changes by the command line take effect immediately.
@@ -119,10 +124,10 @@ impl TokenStore {
         Ok(files::replace(&path, &json, PRIVATE_FILE)?)
     }
 
-    /// Creates a token for a node. Also removes tokens that expired more than a week ago.
+    /// Creates a token for a node's agent or redirector. Also removes tokens that expired more than a week ago.
     pub fn create(
         &self,
-        node: &NodeName,
+        (holder, node): (Holder, &NodeName),
         ttl: Duration,
         now: Timestamp,
     ) -> Result<(Token, TokenRecord), PkiError> {
@@ -144,6 +149,7 @@ impl TokenStore {
             id: token.id().to_owned(),
             secret_sha256: token.hash(),
             node: node.clone(),
+            holder,
             created: now,
             expires,
             used_by: None,
@@ -198,7 +204,7 @@ impl TokenStore {
     pub fn redeem(
         &self,
         token: &Token,
-        node: &NodeName,
+        (holder, node): (Holder, &NodeName),
         key_hash: &str,
         void_until: Option<Timestamp>,
         now: Timestamp,
@@ -210,6 +216,9 @@ impl TokenStore {
         }
         if record.node != *node {
             return Ok(Err(TokenRefusal::OtherNode { token: record.node, asked: node.clone() }));
+        }
+        if record.holder != holder {
+            return Ok(Err(TokenRefusal::OtherHolder { token: record.holder, asked: holder }));
         }
         if let Some(revoked) = void_until.filter(|revoked| record.created <= *revoked) {
             return Ok(Err(TokenRefusal::Void(revoked)));
@@ -249,10 +258,22 @@ mod tests {
     }
 
     #[test]
+    fn a_redirectors_token_enrols_no_agent() {
+        let (_directory, store, now) = store();
+        let holders = [Holder::Agent, Holder::Redirector];
+        for (holder, other) in holders.into_iter().zip(holders.into_iter().rev()) {
+            let (token, _) = store.create((holder, &node("cloud-2")), HOUR, now).unwrap();
+            let redeem = |holder| store.redeem(&token, (holder, &node("cloud-2")), "a", None, now).unwrap();
+            assert_eq!(redeem(other), Err(TokenRefusal::OtherHolder { token: holder, asked: other }));
+            assert_eq!(redeem(holder), Ok(()));
+        }
+    }
+
+    #[test]
     fn a_token_is_bound_to_its_first_key() {
         let (_directory, store, now) = store();
-        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
-        let redeem = |key| store.redeem(&token, &node("edge-1"), key, None, now).unwrap();
+        let (token, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
+        let redeem = |key| store.redeem(&token, (Holder::Agent, &node("edge-1")), key, None, now).unwrap();
         assert_eq!(redeem("a"), Ok(()));
         assert_eq!(redeem("a"), Ok(()), "a lost response can be repeated");
         assert_eq!(redeem("b"), Err(TokenRefusal::Used(now)));
@@ -263,9 +284,11 @@ mod tests {
     #[test]
     fn wrong_tokens_are_refused_with_the_reason() {
         let (_directory, store, now) = store();
-        let (token, record) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let (token, record) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
         let at = |seconds| now + SignedDuration::from_secs(seconds);
-        let redeem = |token: &Token, name: &str, at| store.redeem(token, &node(name), "k", None, at).unwrap();
+        let redeem = |token: &Token, name: &str, at| {
+            store.redeem(token, (Holder::Agent, &node(name)), "k", None, at).unwrap()
+        };
         let other = TokenRefusal::OtherNode { token: node("edge-1"), asked: node("edge-2") };
         assert_eq!(redeem(&token, "edge-2", now), Err(other));
         assert_eq!(redeem(&token, "edge-1", at(3600)), Err(TokenRefusal::Expired(record.expires)));
@@ -284,8 +307,8 @@ mod tests {
     #[test]
     fn tokens_from_before_a_revocation_are_void_even_for_the_key_that_used_them() {
         let (_directory, store, now) = store();
-        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
-        let redeem = |void| store.redeem(&token, &node("edge-1"), "k", void, now).unwrap();
+        let (token, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
+        let redeem = |void| store.redeem(&token, (Holder::Agent, &node("edge-1")), "k", void, now).unwrap();
         assert_eq!(redeem(None), Ok(()));
         assert_eq!(redeem(Some(now)), Err(TokenRefusal::Void(now)));
         assert_eq!(redeem(Some(now - SignedDuration::from_secs(1))), Ok(()), "it was made later");
@@ -294,7 +317,7 @@ mod tests {
     #[test]
     fn the_secret_is_nowhere_on_disk() {
         let (_directory, store, now) = store();
-        let (token, record) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let (token, record) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
         let path = store.path(&record.id);
         let text = fs::read_to_string(&path).unwrap();
         assert!(!text.contains(&token.expose()[7..]));
@@ -305,10 +328,12 @@ mod tests {
     #[test]
     fn expired_tokens_are_removed_after_a_week() {
         let (_directory, store, now) = store();
-        let (old, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let (old, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
         let later = now + SignedDuration::from_hours(24);
-        let (recent, _) = store.create(&node("edge-1"), HOUR, later).unwrap();
-        store.create(&node("edge-1"), HOUR, now + SignedDuration::from_hours(7 * 24 + 2)).unwrap();
+        let (recent, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, later).unwrap();
+        store
+            .create((Holder::Agent, &node("edge-1")), HOUR, now + SignedDuration::from_hours(7 * 24 + 2))
+            .unwrap();
         let ids: Vec<_> = store.list().unwrap().0.into_iter().map(|record| record.id).collect();
         assert!(!ids.contains(&old.id().to_owned()) && ids.contains(&recent.id().to_owned()), "{ids:?}");
     }
@@ -316,10 +341,11 @@ mod tests {
     #[test]
     fn a_broken_file_is_reported_and_kept() {
         let (_directory, store, now) = store();
-        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let (token, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
         let path = store.path(token.id());
         fs::write(&path, "{\"id\":").unwrap();
-        let error = store.redeem(&token, &node("edge-1"), "k", None, now).unwrap_err().to_string();
+        let error =
+            store.redeem(&token, (Holder::Agent, &node("edge-1")), "k", None, now).unwrap_err().to_string();
         assert!(error.contains(path.to_str().unwrap()) && error.contains("make a new token"), "{error}");
         let (records, broken) = store.list().unwrap();
         assert_eq!((records.len(), broken.len()), (0, 1));
@@ -329,13 +355,16 @@ mod tests {
     #[test]
     fn one_of_several_concurrent_keys_wins() {
         let (_directory, store, now) = store();
-        let (token, _) = store.create(&node("edge-1"), HOUR, now).unwrap();
+        let (token, _) = store.create((Holder::Agent, &node("edge-1")), HOUR, now).unwrap();
         let wins = std::thread::scope(|scope| {
             let racers: Vec<_> = (0..8)
                 .map(|key| {
                     let (store, token) = (&store, &token);
                     scope.spawn(move || {
-                        store.redeem(token, &node("edge-1"), &key.to_string(), None, now).unwrap().is_ok()
+                        store
+                            .redeem(token, (Holder::Agent, &node("edge-1")), &key.to_string(), None, now)
+                            .unwrap()
+                            .is_ok()
                     })
                 })
                 .collect();

@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use aya::programs::loaded_programs;
+use aya::programs::{ProgramError, loaded_programs};
 use nix::libc;
 
 use super::error::RedirectError;
@@ -140,12 +140,26 @@ pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<
     }))
 }
 
+/// The sk_lookup programs that are certainly not a server's, with their names and ids.
+pub(super) fn foreign_lookups(netns: &File) -> io::Result<Vec<String>> {
+    let ids = attached(netns, AttachType::SkLookup)?.ids;
+    let foreign = ids.into_iter().filter(|id| is_server(*id) == Some(false));
+    Ok(foreign
+        .map(|id| format!("{} (id {id})", program_name(id).unwrap_or_else(|| "<unnamed>".into())))
+        .collect())
+}
+
 /// Whether a program is a Postern server's; None when its name may not be read.
 fn is_server(id: u32) -> Option<bool> {
     for program in loaded_programs() {
-        let program = program.ok()?;
-        if program.id() == id {
-            return Some(program.name_as_str() == Some(tunnel_abi::names::SK_LOOKUP));
+        match program {
+            Ok(program) if program.id() == id => {
+                return Some(program.name_as_str() == Some(tunnel_abi::names::SK_LOOKUP));
+            }
+            Ok(_) => {}
+            // Some program of this machine was unloaded meanwhile.
+            Err(ProgramError::SyscallError(error)) if error.io_error.kind() == io::ErrorKind::NotFound => {}
+            Err(_) => return None,
         }
     }
     Some(false)

@@ -1,11 +1,18 @@
 //! What an operator can be shown about the redirect: whether this host has all that it needs, and whether it works.
 
+use std::path::PathBuf;
+
+use ipnet::IpNet;
+
 use super::attached::{self, AttachType};
 use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
-use super::running::Redirect;
-use super::{load, preflight};
+use super::netns::this_netns;
+use super::running::{Redirect, token_ranges};
+use super::{load, netlink, pins, preflight};
+
+const FAILS: &str = "fails at connect()";
 
 #[derive(Clone, Debug)]
 pub struct Check {
@@ -16,27 +23,38 @@ pub struct Check {
 
 /// Checks everything that [`Redirect::start`] needs, without changing anything.
 pub fn checks(config: &RedirectConfig) -> Vec<Check> {
-    let check = |name, outcome: Result<String, RedirectError>| Check {
-        name,
-        outcome: outcome.map_err(|error| error.to_string()),
-    };
+    host_checks(config)
+        .into_iter()
+        .map(|check| Check { name: check.name, outcome: check.outcome.map_err(|error| error.to_string()) })
+        .collect()
+}
+
+/// A check whose error is still one.
+#[derive(Debug)]
+pub struct HostCheck {
+    pub name: &'static str,
+    pub outcome: Result<String, RedirectError>,
+}
+
+/// As [`checks`].
+pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
+    let check = |name, outcome| HostCheck { name, outcome };
     let mut all = vec![
         check("programs", load::embedded().map(|object| format!("embedded, {} bytes", object.len()))),
         check(
             "kernel",
             preflight::probe(config).map(|features| {
-                let connect =
-                    if features.set_retval { "fails at connect()" } else { "is accepted and reset" };
+                let connect = if features.set_retval { FAILS } else { "is accepted and reset" };
                 format!("{}; a connect to a node without a tunnel {connect}", preflight::release())
             }),
         ),
-        Check {
-            name: "ipv6",
-            outcome: Ok(match preflight::ipv6_usable() {
+        check(
+            "ipv6",
+            Ok(match preflight::ipv6_usable() {
                 Ok(()) => "on".into(),
                 Err(reason) => format!("off ({reason}); IPv6 destinations are not redirected"),
             }),
-        },
+        ),
     ];
     let cgroup = Cgroup::find(config.cgroup.as_deref());
     if let Ok(cgroup) = &cgroup {
@@ -45,6 +63,39 @@ pub fn checks(config: &RedirectConfig) -> Vec<Check> {
     }
     all.push(check("cgroup", cgroup.map(|cgroup| cgroup.path.display().to_string())));
     all
+}
+
+/// Whether the finding of the check `kernel` says that connects to a node without a tunnel fail.
+pub fn fails_at_connect(kernel: &str) -> bool {
+    kernel.ends_with(FAILS)
+}
+
+/// Programs at this network namespace's sk_lookup hook that are not ours, with what is known of each.
+///
+/// # Errors
+/// They cannot be listed: CAP_NET_ADMIN is missing, or the kernel has no such hook.
+pub fn foreign_lookups() -> Result<Vec<String>, RedirectError> {
+    let listed = attached::foreign_lookups(&this_netns()?);
+    listed.map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })
+}
+
+/// The token ranges that this network namespace does not route to itself.
+///
+/// # Errors
+/// The routes cannot be listed.
+pub fn missing_token_routes(config: &RedirectConfig) -> Result<Vec<IpNet>, RedirectError> {
+    let mut missing = token_ranges(config, preflight::ipv6_usable().is_ok());
+    let routes = netlink::blocking(|handle| async move { netlink::local_routes(&handle).await })?;
+    missing.retain(|range| !routes.iter().any(|route| route.contains(range)));
+    Ok(missing)
+}
+
+/// Folders of pinned programs whose server is not alive.
+///
+/// # Errors
+/// The BPF file system cannot be read.
+pub fn left_behind(config: &RedirectConfig) -> Result<Vec<PathBuf>, RedirectError> {
+    config.pins.as_ref().map_or(Ok(Vec::new()), |pins| pins::dead(&pins.dir))
 }
 
 impl Redirect {

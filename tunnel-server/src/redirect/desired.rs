@@ -1,21 +1,24 @@
 //! What the kernel should hold, as the router sees it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 
+use crate::shared_map::{SharedMap, SharedSet};
+
 /// Everything that the programs decide by. [`Redirect::apply`](super::Redirect::apply) writes what differs from before.
+/// Copies share what they have in common.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Desired {
     /// TCP ports that are tunnelled. With none, nothing is redirected.
     pub ports: BTreeSet<u16>,
     /// Never redirected; wins over `routes`. This host's own addresses are added when it is applied.
-    pub excluded: BTreeSet<IpNet>,
+    pub excluded: SharedSet<IpNet>,
     /// Sources that may use the token range besides this host itself.
     pub clients: BTreeSet<IpNet>,
     /// Networks that are redirected.
-    pub routes: BTreeMap<IpNet, RouteTarget>,
+    pub routes: SharedMap<IpNet, RouteTarget>,
 }
 
 /// Where a network is redirected to.

@@ -18,7 +18,7 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::pins::Pins;
-use super::preflight::{Features, missing_capabilities};
+use super::preflight::{Features, lacks_perfmon, missing_capabilities};
 
 /// The object that the build script found, or nothing.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/tunnel-ebpf.o"));
@@ -292,6 +292,11 @@ fn load_error(program: &'static str, error: &ProgramError) -> RedirectError {
         let lines: Vec<&str> = log.lines().collect();
         let tail = &lines[lines.len().saturating_sub(6)..];
         reason = format!("{io_error}: {}", tail.join(" | "));
+        if lacks_perfmon() {
+            reason.push_str(
+                "; without CAP_PERFMON the verifiers of older kernels (6.1) refuse it: grant that too",
+            );
+        }
     }
     RedirectError::Load { program, reason }
 }

@@ -1,5 +1,4 @@
-//! What the kernel's maps hold, what they should hold, and the ordered difference between the two. Does not touch the
-//! kernel.
+//! What the kernel's maps hold, and what they should hold. Does not touch the kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -7,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use ipnet::{IpNet, Ipv4Net};
 use tunnel_abi::{LIST_CAPACITY, ROUTE_CAPACITY};
 
+use super::change::Change;
 use super::config::RedirectConfig;
 use super::desired::{Desired, RouteTarget};
 use super::error::RedirectError;
@@ -23,35 +23,14 @@ pub(super) struct MapContents {
     pub(super) origins: BTreeMap<IpNet, IpNet>,
     /// Whether there are routes that take every port; without any, the programs skip that lookup.
     pub(super) any_port: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Change {
-    Exclude(IpNet),
-    Include(IpNet),
-    Admit(IpNet),
-    Dismiss(IpNet),
-    OpenPort(u16),
-    ClosePort(u16),
-    Route(IpNet, RouteTarget),
-    Unroute(IpNet),
-    Origin(IpNet, IpNet),
-    Forget(IpNet),
-    AnyPort(bool),
-}
-
-impl Change {
-    pub(super) fn is_delete(&self) -> bool {
-        matches!(
-            self,
-            Self::Include(_)
-                | Self::Dismiss(_)
-                | Self::ClosePort(_)
-                | Self::Unroute(_)
-                | Self::Forget(_)
-                | Self::AnyPort(false)
-        )
-    }
+    /// The routes by their token blocks. Routes that are down may share one; the last of them is its origin.
+    pub(super) blocks: BTreeSet<(IpNet, IpNet)>,
+    /// How many routes take every port.
+    pub(super) any_ports: usize,
+    /// How many routes of each family there are, IPv4 first.
+    pub(super) counts: [usize; 2],
+    /// Excluded addresses for which the kernel's list has no room, and which are direct all the same: no route has them.
+    pub(super) left_out: usize,
 }
 
 /// What this host adds to every [`Desired`].
@@ -68,28 +47,8 @@ impl MapContents {
     /// Checks `desired` and completes it. An error changes nothing.
     pub(super) fn complete(desired: &Desired, host: &HostContext<'_>) -> Result<Self, RedirectError> {
         let mut contents = Self::default();
-        let loopback = [
-            IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
-            IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
-        ];
-        let ranges =
-            [IpNet::V4(host.config.token_range.trunc()), IpNet::V6(host.config.token_range_v6.trunc())];
-        // An interface of this host may have a token as its address; as a client it would be let in from outside.
-        let own = || {
-            host.own
-                .iter()
-                .filter(|a| !ranges.iter().any(|r| r.contains(*a)))
-                .map(|a| IpNet::from(*a))
-                .chain(loopback)
-        };
+        (contents.excluded, contents.clients) = lists(desired, host);
         let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
-        contents.excluded = own().chain(desired.excluded.iter().map(normalize)).filter(wanted).collect();
-        contents.clients = own()
-            .chain(desired.clients.iter().map(normalize))
-            .chain(host.config.clients.iter().map(normalize))
-            .filter(wanted)
-            .collect();
-
         for (net, target) in host.self_test.routes(host.ipv6) {
             contents.add_route(net, target)?;
         }
@@ -98,16 +57,17 @@ impl MapContents {
             contents.ports.insert(SELF_TEST_PORT);
         } else {
             contents.ports.clone_from(&desired.ports);
-            for (net, target) in &desired.routes {
+            for (net, target) in desired.routes.iter() {
                 let net = normalize(net);
                 if !wanted(&net) {
                     continue;
                 }
-                check_route(net, *target, &ranges, host.config)?;
+                check_route(net, *target, host.config)?;
                 contents.add_route(net, *target)?;
             }
         }
-        contents.any_port = contents.routes.values().any(|target| target.any_port);
+        contents.any_port = contents.any_ports > 0;
+        contents.leave_out(host);
         contents.check_sizes()?;
         contents.check_origins()?;
         Ok(contents)
@@ -123,10 +83,57 @@ impl MapContents {
                 return Err(refuse(format!("{other} has the same token")));
             }
         }
-        if self.routes.insert(net, target).is_some() {
+        if self.routes.contains_key(&net) {
             return Err(refuse("given twice (as IPv4 and as IPv4-mapped IPv6)".into()));
         }
+        self.set_route(net, target);
         Ok(())
+    }
+
+    fn set_route(&mut self, net: IpNet, target: RouteTarget) {
+        self.remove_route(net);
+        self.blocks.extend(block(net, target).map(|block| (block, net)));
+        self.any_ports += usize::from(target.any_port);
+        self.counts[usize::from(net.network().is_ipv6())] += 1;
+        self.routes.insert(net, target);
+    }
+
+    fn remove_route(&mut self, net: IpNet) {
+        let Some(target) = self.routes.remove(&net) else { return };
+        if let Some(block) = block(net, target) {
+            self.blocks.remove(&(block, net));
+        }
+        self.any_ports -= usize::from(target.any_port);
+        self.counts[usize::from(net.network().is_ipv6())] -= 1;
+    }
+
+    /// Leaves out excluded addresses for which there is no room. Only those are kept that matter: this host's, ranges, and
+    /// what lies within a redirected range.
+    fn leave_out(&mut self, host: &HostContext<'_>) {
+        for ipv4 in [true, false] {
+            let of_family = self.excluded.iter().filter(|net| matches!(net, IpNet::V4(_)) == ipv4);
+            let over = of_family.clone().count().saturating_sub(LIST_CAPACITY as usize);
+            if over == 0 {
+                continue;
+            }
+            let ranges: Vec<IpNet> =
+                self.routes.iter().filter(|(_, target)| target.any_port).map(|(net, _)| *net).collect();
+            // They do not overlap, so the last one that begins before an address is the only one that may have it.
+            let redirected = |net: &IpNet| {
+                let before = ranges.partition_point(|range| range.network() <= net.network());
+                before.checked_sub(1).is_some_and(|at| ranges[at].contains(net))
+            };
+            let needless = |net: &IpNet| {
+                net.prefix_len() == net.max_prefix_len()
+                    && !host.own.contains(&net.network())
+                    && !redirected(net)
+            };
+            let gone: Vec<IpNet> = of_family.rev().filter(|net| needless(net)).take(over).copied().collect();
+            self.left_out += gone.len();
+            for net in gone {
+                self.excluded.remove(&net);
+            }
+        }
     }
 
     /// Token blocks must not overlap: a token must stand for one address only.
@@ -170,51 +177,6 @@ impl MapContents {
         Ok(())
     }
 
-    /// The changes that turn `self` into `want`, in an order that leaves no window in which an excluded
-    /// address is redirected, a redirected one has no origin, or a token leads to two origins.
-    pub(super) fn changes_to(&self, want: &Self) -> Vec<Change> {
-        let mut changes = Vec::new();
-        changes.extend(want.excluded.difference(&self.excluded).map(|net| Change::Exclude(*net)));
-        changes.extend(self.ports.difference(&want.ports).map(|port| Change::ClosePort(*port)));
-        changes.extend(self.clients.difference(&want.clients).map(|net| Change::Dismiss(*net)));
-        changes.extend(want.clients.difference(&self.clients).map(|net| Change::Admit(*net)));
-        changes.extend(
-            self.routes.keys().filter(|net| !want.routes.contains_key(net)).map(|net| Change::Unroute(*net)),
-        );
-        // A token that passes from one network to another: remove the old route before the origin changes.
-        changes.extend(self.origins.iter().filter_map(|(block, net)| {
-            let passed_on = want.origins.get(block).is_some_and(|other| other != net);
-            let still_routed = want.routes.contains_key(net);
-            (passed_on && still_routed).then_some(Change::Unroute(*net))
-        }));
-        let unrouted: BTreeSet<IpNet> = changes
-            .iter()
-            .filter_map(|change| if let Change::Unroute(net) = change { Some(*net) } else { None })
-            .collect();
-        changes.extend(
-            want.origins
-                .iter()
-                .filter(|(block, net)| self.origins.get(block) != Some(net))
-                .map(|(block, net)| Change::Origin(*block, *net)),
-        );
-        changes.extend(
-            want.routes
-                .iter()
-                .filter(|(net, target)| unrouted.contains(net) || self.routes.get(net) != Some(target))
-                .map(|(net, target)| Change::Route(*net, *target)),
-        );
-        changes.extend(
-            self.origins
-                .keys()
-                .filter(|block| !want.origins.contains_key(block))
-                .map(|block| Change::Forget(*block)),
-        );
-        changes.extend(want.ports.difference(&self.ports).map(|port| Change::OpenPort(*port)));
-        changes.extend((want.any_port != self.any_port).then_some(Change::AnyPort(want.any_port)));
-        changes.extend(self.excluded.difference(&want.excluded).map(|net| Change::Include(*net)));
-        changes
-    }
-
     /// Applies a change that was written.
     pub(super) fn record(&mut self, change: &Change) {
         let _ = match *change {
@@ -224,8 +186,8 @@ impl MapContents {
             Change::Dismiss(net) => self.clients.remove(&net),
             Change::OpenPort(port) => self.ports.insert(port),
             Change::ClosePort(port) => self.ports.remove(&port),
-            Change::Route(net, target) => self.routes.insert(net, target).is_some(),
-            Change::Unroute(net) => self.routes.remove(&net).is_some(),
+            Change::Route(net, target) => return self.set_route(net, target),
+            Change::Unroute(net) => return self.remove_route(net),
             Change::Origin(block, net) => self.origins.insert(block, net).is_some(),
             Change::Forget(block) => self.origins.remove(&block).is_some(),
             Change::AnyPort(any) => std::mem::replace(&mut self.any_port, any),
@@ -233,8 +195,39 @@ impl MapContents {
     }
 }
 
+/// What is excluded and who may use the tokens, with what this host adds.
+pub(super) fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>) {
+    let loopback = [
+        IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
+        IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
+    ];
+    let ranges = token_ranges(host.config);
+    // An interface of this host may have a token as its address; as a client it would be let in from outside.
+    let own = || {
+        let own = host.own.iter().filter(|address| !ranges.iter().any(|range| range.contains(*address)));
+        own.map(|address| IpNet::from(*address)).chain(loopback)
+    };
+    let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
+    let excluded = own().chain(desired.excluded.iter().map(normalize)).filter(wanted).collect();
+    let clients = own()
+        .chain(desired.clients.iter().map(normalize))
+        .chain(host.config.clients.iter().map(normalize))
+        .filter(wanted)
+        .collect();
+    (excluded, clients)
+}
+
+fn token_ranges(config: &RedirectConfig) -> [IpNet; 2] {
+    [IpNet::V4(config.token_range.trunc()), IpNet::V6(config.token_range_v6.trunc())]
+}
+
+/// The tokens of a network; None if they cannot be.
+pub(super) fn block(net: IpNet, target: RouteTarget) -> Option<IpNet> {
+    IpNet::new(target.token, net.prefix_len()).ok()
+}
+
 /// Without host bits, and IPv4-mapped networks as IPv4: the form in which the programs search for them.
-fn normalize(net: &IpNet) -> IpNet {
+pub(super) fn normalize(net: &IpNet) -> IpNet {
     let net = net.trunc();
     if let IpNet::V6(v6) = net
         && v6.prefix_len() >= 96
@@ -246,12 +239,12 @@ fn normalize(net: &IpNet) -> IpNet {
     net
 }
 
-fn check_route(
+pub(super) fn check_route(
     net: IpNet,
     target: RouteTarget,
-    ranges: &[IpNet; 2],
     config: &RedirectConfig,
 ) -> Result<(), RedirectError> {
+    let ranges = token_ranges(config);
     let refuse = |reason: &str| RedirectError::Route { net, token: target.token, reason: reason.to_owned() };
     let block = IpNet::new(target.token, net.prefix_len())
         .ok()

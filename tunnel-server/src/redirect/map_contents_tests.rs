@@ -6,7 +6,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use ipnet::{IpNet, Ipv4Net};
 use proptest::prelude::*;
 
-use super::map_contents::{Change, HostContext, MapContents};
+use super::change::Change;
+use super::map_contents::{HostContext, MapContents};
 use super::self_test_addresses::SelfTestAddresses;
 use super::{Desired, RedirectConfig, RedirectError, RouteTarget, reserved_tokens, reserved_tokens_v6};
 
@@ -19,13 +20,27 @@ fn complete_with(
     config: &RedirectConfig,
     own: &BTreeSet<IpAddr>,
 ) -> Result<MapContents, RedirectError> {
+    on_host(config, own, |host| MapContents::complete(desired, host))
+}
+
+fn on_host<T>(
+    config: &RedirectConfig,
+    own: &BTreeSet<IpAddr>,
+    work: impl FnOnce(&HostContext<'_>) -> T,
+) -> T {
     let self_test = SelfTestAddresses {
         origin: "198.19.255.0".parse().unwrap(),
         token: "198.19.255.1".parse().unwrap(),
         origin_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff00".parse().unwrap(),
         token_v6: "fd9e:706f:7374:6572:ffff:ffff:ffff:ff01".parse().unwrap(),
     };
-    MapContents::complete(desired, &HostContext { config, own, self_test: &self_test, ipv6: true })
+    work(&HostContext { config, own, self_test: &self_test, ipv6: true })
+}
+
+/// The changes from `before` to `after`, found by what differs. None: everything is to be compared.
+fn changes_by(have: &MapContents, before: &Desired, after: &Desired) -> Option<Vec<Change>> {
+    on_host(&RedirectConfig::default(), &BTreeSet::new(), |host| have.changes_by(before, after, host))
+        .unwrap()
 }
 
 fn desired(routes: &[(&str, &str, bool)]) -> Desired {
@@ -42,6 +57,18 @@ fn desired(routes: &[(&str, &str, bool)]) -> Desired {
             .collect(),
         ..Desired::default()
     }
+}
+
+/// With routes that share a token, all of them down.
+fn any_desired_with_shared() -> impl Strategy<Value = Desired> {
+    (any_desired(), prop::collection::btree_set(20_u32..28, 0..5)).prop_map(|(mut desired, shared)| {
+        for n in shared {
+            let target =
+                RouteTarget { token: "198.18.9.9".parse().unwrap(), up: false, any_port: n % 4 == 0 };
+            desired.routes.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a08_0000 + n))), target);
+        }
+        desired
+    })
 }
 
 fn any_desired() -> impl Strategy<Value = Desired> {
@@ -95,6 +122,40 @@ proptest! {
     }
 
     #[test]
+    fn what_differs_leads_to_the_same_as_everything(states in prop::collection::vec(any_desired_with_shared(), 2..6)) {
+        let mut now = complete(&states[0]).unwrap();
+        for pair in states.windows(2) {
+            let want = complete(&pair[1]).unwrap();
+            let changes = changes_by(&now, &pair[0], &pair[1]).expect("few routes differ, and none collide");
+            let all = now.changes_to(&want);
+            prop_assert_eq!(changes.iter().filter(|change| !all.contains(change)).count(), 0, "{:?} {:?}", changes, all);
+            prop_assert_eq!(changes.len(), all.len());
+            for change in changes {
+                now.record(&change);
+            }
+            prop_assert_eq!(&now, &want);
+        }
+    }
+
+    #[test]
+    fn a_token_of_two_routes_is_refused_however_it_is_found(
+        before in any_desired(), net in 0_u32..12, token in 0_u32..16, up: bool,
+    ) {
+        let (have, mut after) = (complete(&before).unwrap(), before.clone());
+        let token = IpAddr::V4(Ipv4Addr::from(0xc612_0000 + token));
+        let target = RouteTarget { token, up, any_port: false };
+        after.routes.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a08_0000 + net))), target);
+        match complete(&after) {
+            Ok(want) => if let Some(changes) = changes_by(&have, &before, &after) {
+                let mut now = have;
+                changes.iter().for_each(|change| now.record(change));
+                prop_assert_eq!(now, want);
+            },
+            Err(_) => prop_assert_eq!(changes_by(&have, &before, &after), None),
+        }
+    }
+
+    #[test]
     fn only_differences_are_written(before in any_desired(), port in 1_u16..65535) {
         let have = complete(&before).unwrap();
         let mut after = before.clone();
@@ -140,6 +201,71 @@ fn impossible_routes_are_refused() {
     );
     refused(&[("10.8.0.0/24", "198.18.1.0", true), ("10.9.0.1/32", "198.18.1.7", true)], "lies inside");
     refused(&[("10.8.0.1/32", "198.18.0.1", true), ("::ffff:10.8.0.1/128", "198.18.0.2", true)], "twice");
+}
+
+#[test]
+fn one_change_of_100_000_routes_is_one_write() {
+    let mut state = Desired { ports: [10250].into(), ..Desired::default() };
+    for n in 0..100_000_u32 {
+        let target =
+            RouteTarget { token: Ipv4Addr::from(0xc612_0002 + n).into(), up: false, any_port: false };
+        state.routes.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a20_0000 + n))), target);
+    }
+    let mut now = complete(&state).unwrap();
+    let mut longest = std::time::Duration::ZERO;
+    // An agent that flaps.
+    for n in 0..100_u32 {
+        let before = state.clone();
+        let net = IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a20_0000 + n / 2 * 1000)));
+        let target = state.routes.get_mut(&net).unwrap();
+        target.up = n % 2 == 0;
+        let target = *target;
+        let started = std::time::Instant::now();
+        let changes = changes_by(&now, &before, &state).unwrap();
+        longest = longest.max(started.elapsed());
+        assert_eq!(changes, [Change::Route(net, target)]);
+        now.record(&changes[0]);
+    }
+    println!("one of 100,000 routes changed: {longest:?} at most of 100 times");
+}
+
+#[test]
+fn another_address_of_this_host_leaves_the_routes_alone() {
+    let state = desired(&[("10.8.0.1/32", "198.18.0.2", true)]);
+    let (config, have) = (RedirectConfig::default(), complete(&state).unwrap());
+    let own = ["10.1.2.3".parse().unwrap()].into();
+    let changes = on_host(&config, &own, |host| have.changes_of_host(&state, host)).unwrap();
+    let net: IpNet = "10.1.2.3/32".parse().unwrap();
+    assert_eq!(changes, [Change::Exclude(net), Change::Admit(net)]);
+}
+
+#[test]
+fn exclusions_that_do_not_fit_are_left_out_unless_they_matter() {
+    let mut state = desired(&[("10.8.0.1/32", "198.18.0.2", true)]);
+    let pods = RouteTarget { token: "198.18.4.0".parse().unwrap(), up: true, any_port: true };
+    state.routes.insert("11.1.0.0/24".parse().unwrap(), pods);
+    let address = |n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0b00_0000 + n)));
+    // The last 256 lie within the pods' range.
+    let first_pod = 0x0001_0000;
+    state.excluded = (0..131_072).map(address).collect();
+    assert!((first_pod..first_pod + 256).all(|n| state.excluded.contains(&address(n))));
+    state.excluded.insert("12.0.0.0/8".parse().unwrap());
+    let own = ["13.1.2.3".parse().unwrap()].into();
+    let contents = complete_with(&state, &RedirectConfig::default(), &own).unwrap();
+    // The loopback range, this host's address and the range.
+    assert_eq!((contents.left_out, contents.routes.len()), (3, 4));
+    for kept in ["12.0.0.0/8", "13.1.2.3/32", "127.0.0.0/8"] {
+        assert!(contents.excluded.contains(&kept.parse().unwrap()), "{kept}");
+    }
+    assert!((first_pod..first_pod + 256).all(|n| contents.excluded.contains(&address(n))));
+    // One less is compared as a whole.
+    let mut less = state.clone();
+    less.excluded.remove(&address(0));
+    assert_eq!(changes_by(&contents, &state, &less), None);
+    // Not a single one may be left out.
+    let too_many: BTreeSet<IpAddr> =
+        (0..131_073_u32).map(|n| Ipv4Addr::from(0x0e00_0000 + n).into()).collect();
+    assert!(complete_with(&state, &RedirectConfig::default(), &too_many).is_err());
 }
 
 #[test]

@@ -10,9 +10,10 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_abi::{ANY_PORT, ANY_PORT_ROUTES, DOWN, Mapping, SERVING, V4, V6, counter, names};
 use tunnel_core::error::chain;
 
+use super::change::Change;
 use super::desired::RouteTarget;
 use super::error::RedirectError;
-use super::map_contents::{Change, MapContents};
+use super::map_contents::MapContents;
 use super::pins::monotonic_nanos;
 
 /// Every map that user space writes or reads.

@@ -27,6 +27,9 @@ impl Collector for RedirectMetrics {
         )?;
         let help = "1 if the kernel holds the current routes and exclusions";
         encode_gauge(&mut encoder, "redirect_current", help, i64::from(health.stale.is_none()))?;
+        let help = "Excluded addresses for which the kernel's list has no room; they are direct all the same";
+        let left_out = i64::try_from(self.0.left_out()).unwrap_or(i64::MAX);
+        encode_gauge(&mut encoder, "redirect_exclusions_left_out", help, left_out)?;
         let help = "Times that something lost from the redirect was restored";
         let restored = encoder.encode_descriptor("redirect_mended", help, None, MetricType::Counter)?;
         ConstCounter::new(health.restored).encode(restored)?;

@@ -7,6 +7,7 @@
 
 mod attached;
 mod cgroup;
+mod change;
 mod checks;
 mod config;
 mod desired;
@@ -14,6 +15,7 @@ mod error;
 mod feed;
 mod listen;
 mod load;
+mod map_changes;
 mod map_contents;
 #[cfg(test)]
 mod map_contents_tests;
@@ -32,7 +34,10 @@ mod start;
 mod verify_loop;
 mod withdraw;
 
-pub use checks::{Check, checks};
+pub use checks::{
+    Check, HostCheck, checks, fails_at_connect, foreign_lookups, host_checks, left_behind,
+    missing_token_routes,
+};
 pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
 pub use desired::{Desired, RouteTarget};
 pub use error::{RedirectError, SelfTestError};

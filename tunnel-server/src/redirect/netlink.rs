@@ -8,7 +8,9 @@ use std::thread;
 use futures_util::TryStreamExt;
 use ipnet::IpNet;
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
-use netlink_packet_route::route::{RouteMessage, RouteProtocol, RouteScope, RouteType};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
 use nix::libc;
 use rtnetlink::{Handle, RouteMessageBuilder};
 use tunnel_abi::LOOPBACK_IFINDEX;
@@ -75,6 +77,39 @@ pub(super) async fn add_route(handle: &Handle, range: IpNet) -> Result<bool, Red
 /// Removes the token route. False: it was not there.
 pub(super) async fn remove_route(handle: &Handle, range: IpNet) -> Result<bool, RedirectError> {
     changed(handle.route().del(message(range)).execute().await, libc::ESRCH, "remove", range)
+}
+
+/// The networks whose addresses this namespace takes for its own because of a route.
+pub(super) async fn local_routes(handle: &Handle) -> Result<Vec<IpNet>, RedirectError> {
+    let failed = |error: rtnetlink::Error| RedirectError::Netlink {
+        operation: "list the routes".into(),
+        reason: error.to_string(),
+    };
+    let mut routes = Vec::new();
+    let v4 = RouteMessageBuilder::<Ipv4Addr>::new().build();
+    let v6 = RouteMessageBuilder::<Ipv6Addr>::new().build();
+    for request in [v4, v6] {
+        let mut messages = handle.route().get(request).execute();
+        while let Some(message) = messages.try_next().await.map_err(failed)? {
+            if message.header.kind == RouteType::Local {
+                routes.extend(destination(&message));
+            }
+        }
+    }
+    Ok(routes)
+}
+
+fn destination(message: &RouteMessage) -> Option<IpNet> {
+    let length = message.header.destination_prefix_length;
+    message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(RouteAddress::Inet(address)) => {
+            IpNet::new((*address).into(), length).ok()
+        }
+        RouteAttribute::Destination(RouteAddress::Inet6(address)) => {
+            IpNet::new((*address).into(), length).ok()
+        }
+        _ => None,
+    })
 }
 
 /// False when the error is `needless`: there was nothing to change.

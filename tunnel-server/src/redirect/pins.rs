@@ -140,14 +140,20 @@ impl Orphans {
 
 /// Removes what dead servers of this network namespace have left, and returns their folders.
 pub(super) fn remove_dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
+    let dead = dead(bpffs)?;
+    for folder in &dead {
+        remove_folder(folder);
+    }
+    Ok(dead)
+}
+
+/// The folders of dead servers of this network namespace.
+pub(super) fn dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
     let netns = this_netns()?;
     let prefix = netns_prefix(&netns)
         .map_err(|source| RedirectError::Io { what: "cannot read the network namespace".into(), source })?;
     let mut dead = folders(bpffs, &prefix)?;
     dead.retain(|folder| !is_alive(folder));
-    for folder in &dead {
-        remove_folder(folder);
-    }
     Ok(dead)
 }
 

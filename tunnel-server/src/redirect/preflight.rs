@@ -52,20 +52,28 @@ pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> 
 
 /// Capabilities that are needed and not effective. CAP_SYS_ADMIN stands in for CAP_BPF.
 pub(super) fn missing_capabilities() -> Vec<&'static str> {
-    const NET_ADMIN: u64 = 1 << 12;
-    const SYS_ADMIN: u64 = 1 << 21;
-    const BPF: u64 = 1 << 39;
+    lacking(&[("CAP_BPF", BPF | SYS_ADMIN), ("CAP_NET_ADMIN", NET_ADMIN)])
+}
+
+/// Whether the verifier treats this process's programs as strictly as those of a user without rights.
+pub(super) fn lacks_perfmon() -> bool {
+    !lacking(&[("CAP_PERFMON", PERFMON | SYS_ADMIN)]).is_empty()
+}
+
+const NET_ADMIN: u64 = 1 << 12;
+const SYS_ADMIN: u64 = 1 << 21;
+const PERFMON: u64 = 1 << 38;
+const BPF: u64 = 1 << 39;
+
+/// The names of those of which none of the bits is effective.
+fn lacking(needed: &[(&'static str, u64)]) -> Vec<&'static str> {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     // When it is unreadable, the system calls report what they lack.
     let Some(effective) = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()) else {
         return Vec::new();
     };
-    [("CAP_BPF", BPF | SYS_ADMIN), ("CAP_NET_ADMIN", NET_ADMIN)]
-        .into_iter()
-        .filter(|(_, any)| effective & any == 0)
-        .map(|(name, _)| name)
-        .collect()
+    needed.iter().filter(|(_, any)| effective & any == 0).map(|(name, _)| *name).collect()
 }
 
 /// An error is the reason why IPv6 destinations cannot be redirected.

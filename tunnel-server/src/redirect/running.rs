@@ -8,9 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ipnet::IpNet;
+use tunnel_abi::LIST_CAPACITY;
 
 use super::attached::{self, AttachType, Other};
 use super::cgroup::Cgroup;
+use super::change::Change;
 use super::config::RedirectConfig;
 use super::desired::Desired;
 use super::error::RedirectError;
@@ -60,6 +62,8 @@ pub(super) struct Inner {
     pub(super) maps: Maps,
     /// What `maps` hold.
     pub(super) contents: MapContents,
+    /// Whether they hold what follows from `desired`, `own` and `self_test_addresses`.
+    pub(super) current: bool,
     pub(super) desired: Desired,
     /// This host's own addresses.
     pub(super) own: BTreeSet<IpAddr>,
@@ -100,15 +104,23 @@ impl Redirect {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
-        let want = MapContents::complete(desired, &self.host(&inner))?;
-        inner.desired.clone_from(desired);
-        inner.write(&want)
+        let known = match inner.current {
+            true => inner.contents.changes_by(&inner.desired, desired, &self.host(&inner))?,
+            false => None,
+        };
+        let Some(changes) = known else {
+            let want = MapContents::complete(desired, &self.host(&inner))?;
+            inner.desired = desired.clone();
+            return inner.bring_to(&want);
+        };
+        inner.desired = desired.clone();
+        inner.write(changes)
     }
 
     /// Brings the maps to what follows from the desired state, this host's addresses and those of the self-test.
     pub(super) fn rewrite(&self, inner: &mut Inner) -> Result<Applied, RedirectError> {
         let want = MapContents::complete(&inner.desired, &self.host(inner))?;
-        inner.write(&want)
+        inner.bring_to(&want)
     }
 
     fn host<'a>(&'a self, inner: &'a Inner) -> HostContext<'a> {
@@ -176,6 +188,11 @@ impl Redirect {
         self.lock().programs.info()
     }
 
+    /// Cloud nodes' addresses for which the kernel's list of exclusions has no room.
+    pub fn left_out(&self) -> usize {
+        self.lock().contents.left_out
+    }
+
     pub fn health(&self) -> Health {
         self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -209,8 +226,15 @@ impl Redirect {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
+        if inner.current && inner.own == own {
+            return Ok(Applied::default());
+        }
         inner.own = own;
-        self.rewrite(&mut inner)
+        let changes = inner.contents.changes_of_host(&inner.desired, &self.host(&inner));
+        match changes.filter(|_| inner.current) {
+            Some(changes) => inner.write(changes),
+            None => self.rewrite(&mut inner),
+        }
     }
 
     /// Runs `work` on a thread that may block.
@@ -230,9 +254,19 @@ impl Redirect {
 }
 
 impl Inner {
-    fn write(&mut self, want: &MapContents) -> Result<Applied, RedirectError> {
+    fn bring_to(&mut self, want: &MapContents) -> Result<Applied, RedirectError> {
+        let applied = self.write(self.contents.changes_to(want))?;
+        let left_out = std::mem::replace(&mut self.contents.left_out, want.left_out);
+        if left_out != want.left_out {
+            log_left_out(want.left_out);
+        }
+        Ok(applied)
+    }
+
+    fn write(&mut self, changes: Vec<Change>) -> Result<Applied, RedirectError> {
         let mut applied = Applied::default();
-        for change in self.contents.changes_to(want) {
+        self.current = false;
+        for change in changes {
             self.maps.write(&change, &self.contents)?;
             self.contents.record(&change);
             if change.is_delete() {
@@ -241,7 +275,19 @@ impl Inner {
                 applied.writes += 1;
             }
         }
+        self.current = true;
         Ok(applied)
+    }
+}
+
+fn log_left_out(left_out: usize) {
+    match left_out {
+        0 => tracing::info!("the kernel's list of excluded addresses has room for all again"),
+        left_out => tracing::warn!(
+            left_out,
+            "the kernel's list of excluded addresses has room for {LIST_CAPACITY} of each family: cloud nodes' addresses are \
+             left out, which are direct all the same since no route has them; fewer ranges in --exclude make room"
+        ),
     }
 }
 

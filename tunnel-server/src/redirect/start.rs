@@ -85,6 +85,7 @@ impl Redirect {
             programs,
             maps,
             contents: MapContents::default(),
+            current: false,
             desired: Desired::default(),
             own: BTreeSet::new(),
             self_test_addresses,

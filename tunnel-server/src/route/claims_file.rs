@@ -23,7 +23,7 @@ const DEBOUNCE: Duration = Duration::from_secs(2);
 /// inventory says who has what.
 pub fn load_claims(router: &Router, state_dir: &Path) {
     let path = state_dir.join(NAME);
-    let restored = match read(&path) {
+    let restored = match read_bounded(&path, MAX_BYTES) {
         Ok(text) => router.restore_claims(&text),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return,
         Err(error) => Err(error.to_string()),
@@ -37,15 +37,16 @@ pub fn load_claims(router: &Router, state_dir: &Path) {
     }
 }
 
-fn read(path: &Path) -> io::Result<Vec<u8>> {
+/// Reads a regular file of at most `most` bytes.
+pub(crate) fn read_bounded(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     // Only the owner of the directory can put anything other than a file there, but opening a FIFO would never return.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
     let mut text = Vec::new();
-    File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut text)?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(io::Error::other(format!("more than {MAX_BYTES} bytes")));
+    File::open(path)?.take(most + 1).read_to_end(&mut text)?;
+    if text.len() as u64 > most {
+        return Err(io::Error::other(format!("more than {most} bytes")));
     }
     Ok(text)
 }

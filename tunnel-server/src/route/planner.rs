@@ -1,4 +1,8 @@
-//! From an inventory to routes, with what has to be remembered from one inventory to the next. Knows nothing of tunnels.
+//! From changes of the inventory to changes of the routes, with what has to be remembered from one to the next. Knows nothing
+//! of tunnels.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -9,15 +13,20 @@ use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tunnel_core::identity::NodeName;
 
+use super::capacity::{Capacity, Shortage};
 use super::claims::Claims;
 use super::config::RouterConfig;
-use super::conflict::ConflictKind;
-use super::plan::{Holder, Plan, Rules};
+use super::conflict::{Conflict, ConflictKind};
+use super::conflicts::Subject;
+use super::key::Key;
+use super::plan::Plan;
 use super::report::Reports;
-use super::snapshot::Snapshot;
-use super::tokens::{Owner, Tokens};
-use crate::inventory::Inventory;
-use crate::redirect::{MAX_ROUTES, RouteTarget};
+use super::rules::Rules;
+use super::snapshot::{PodBlock, PodRange, Snapshot};
+use super::tokens::{Lack, Owner, Tokens};
+use crate::inventory::{Inventory, InventoryNode};
+use crate::redirect::MAX_ROUTES;
+use crate::shared_map::{SharedMap, SharedSet};
 
 /// Delays that end within this time are handled in one computation.
 const DEBOUNCE: Duration = Duration::from_secs(1);
@@ -25,24 +34,58 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Planner {
     pub(super) tokens: Tokens,
-    pub(super) claims: Claims,
+    plan: Plan,
     /// This host's addresses as last known.
     host: HashSet<IpAddr>,
     /// The API server and the Services.
     foreign: Vec<IpNet>,
+    /// What the plan follows from.
+    inventory: Arc<Inventory>,
+    entries: BTreeMap<Key, Entry>,
+    table: Capacity,
+    /// Those of `entries` without a token.
+    lacking: BTreeMap<Key, Lack>,
+    by_token: SharedMap<IpAddr, (NodeName, IpAddr)>,
+    blocks: SharedMap<IpAddr, PodBlock>,
+    pods: SharedMap<IpAddr, PodRange>,
+    clients: BTreeSet<IpNet>,
+    /// The node that a route follows, and the routes that follow a node.
+    follower: HashMap<IpNet, NodeName>,
+    following: HashMap<NodeName, BTreeSet<IpNet>>,
     reports: Reports,
+    /// The last plan is not in effect, or is half of one: there was a panic, and the next begins anew. Owners get their tokens
+    /// back.
+    broken: bool,
 }
 
-/// What follows from an inventory.
+/// A network that leads to somebody.
+#[derive(Debug)]
+struct Entry {
+    owner: Owner,
+    token: Option<IpAddr>,
+}
+
+/// The route of a network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Route {
+    pub(super) token: IpAddr,
+    pub(super) any_port: bool,
+    /// It is up while the node has a tunnel; None: never.
+    pub(super) node: Option<NodeName>,
+}
+
+/// What follows from a change.
 #[derive(Debug)]
 pub(super) struct Planned {
     pub(super) snapshot: Arc<Snapshot>,
-    pub(super) excluded: BTreeSet<IpNet>,
+    pub(super) excluded: SharedSet<IpNet>,
     pub(super) clients: BTreeSet<IpNet>,
-    /// All of them down.
-    pub(super) routes: BTreeMap<IpNet, RouteTarget>,
-    /// The keys in `routes` whose `up` follows the node.
-    pub(super) routes_of: HashMap<NodeName, Vec<IpNet>>,
+    /// Each network whose route may be another now.
+    pub(super) routes: BTreeMap<IpNet, Option<Route>>,
+    /// Of each node that others follow now, all of them.
+    pub(super) following: Vec<(NodeName, Vec<IpNet>)>,
+    /// Every route that is not in `routes` has gone.
+    pub(super) anew: bool,
     /// When the same inventory yields something else.
     pub(super) due: Option<Instant>,
     /// Whether [`Planner::claims`] are others than before.
@@ -53,11 +96,40 @@ impl Planner {
     pub(super) fn new(config: &RouterConfig, registry: &mut Registry) -> Self {
         Self {
             tokens: Tokens::new(config.token_range, config.token_range_v6),
-            claims: Claims::default(),
+            plan: Plan::default(),
             host: HashSet::new(),
             foreign: config.foreign.clone(),
+            inventory: Arc::default(),
+            entries: BTreeMap::new(),
+            table: Capacity::new(MAX_ROUTES),
+            lacking: BTreeMap::new(),
+            by_token: SharedMap::new(),
+            blocks: SharedMap::new(),
+            pods: SharedMap::new(),
+            clients: BTreeSet::new(),
+            follower: HashMap::new(),
+            following: HashMap::new(),
             reports: Reports::register(registry),
+            broken: true,
         }
+    }
+
+    pub(super) fn claims(&self) -> &Claims {
+        &self.plan.claims
+    }
+
+    pub(super) fn set_claims(&mut self, claims: Claims) {
+        self.plan.claims = claims;
+    }
+
+    /// The last plan is in effect.
+    pub(super) fn done(&mut self) {
+        self.broken = false;
+    }
+
+    #[cfg(test)]
+    pub(super) fn distrust(&mut self) {
+        self.broken = true;
     }
 
     /// True when the ranges are others than before.
@@ -66,6 +138,11 @@ impl Planner {
         let changed = foreign != self.foreign;
         self.foreign = foreign;
         changed
+    }
+
+    /// The ranges that were set last.
+    pub(super) fn services(&self, config: &RouterConfig) -> Vec<IpNet> {
+        self.foreign.get(config.foreign.len()..).unwrap_or_default().to_vec()
     }
 
     /// Reads this host's addresses again; true when they have changed.
@@ -79,7 +156,14 @@ impl Planner {
         }
     }
 
-    pub(super) fn plan(&mut self, config: &RouterConfig, inventory: Arc<Inventory>, now: Instant) -> Planned {
+    /// Call [`Self::done`] once it is in effect. `all`: the rules are others than before.
+    pub(super) fn plan(
+        &mut self,
+        config: &RouterConfig,
+        inventory: Arc<Inventory>,
+        all: bool,
+        now: Instant,
+    ) -> Planned {
         let token_ranges = config.token_ranges();
         let rules = Rules {
             edge_addresses: &config.edge_addresses,
@@ -89,191 +173,246 @@ impl Planner {
             pods: &config.pods,
             host: &self.host,
         };
-        let mut plan = Plan::new(&inventory, &rules, &self.claims, now);
-        if !config.pods.is_empty() {
-            plan.route_pods(&inventory, &token_ranges, &config.pods);
-        }
-        self.fit(&mut plan, &inventory, MAX_ROUTES);
-        let pods = plan.pods.iter().map(|(range, index)| pods_of(&inventory, *index, *range));
-        let owners =
-            plan.routed.iter().map(|address| owner(&inventory, &plan, *address)).chain(pods).collect();
-        let assigned = self.tokens.assign(owners, now);
-
-        let mut routes = BTreeMap::new();
-        let mut routes_of: HashMap<NodeName, Vec<IpNet>> = HashMap::new();
-        let mut tokens = HashMap::with_capacity(assigned.len());
-        let mut lacking = false;
-        for address in std::mem::take(&mut plan.routed) {
-            let token = assigned.get(&owner(&inventory, &plan, address)).copied().flatten();
-            match (token, &plan.holders[&address]) {
-                (Some(token), Holder::One(index)) => {
-                    let name = &inventory.nodes[*index].name;
-                    routes_of.entry(name.clone()).or_default().push(IpNet::from(address));
-                    tokens.insert(token, (*index, address));
-                }
-                // Always down: a connect that fails is better than one that reaches the wrong site.
-                (Some(_), Holder::Several(_)) => {}
-                (None, holder) => {
-                    let indices = holder.indices();
-                    plan.conflict(ConflictKind::NoToken, Some(address), &inventory, &indices);
-                    lacking = true;
-                }
+        let freed = self.tokens.advance(now);
+        // An empty inventory says nothing about who had an address first.
+        let anew = self.broken || inventory.is_empty();
+        if anew {
+            self.plan.clear(&rules);
+            self.inventory = Arc::default();
+            self.lacking.clear();
+            self.table.clear();
+            (self.by_token, self.blocks) = (SharedMap::new(), SharedMap::new());
+            self.pods = SharedMap::new();
+            self.follower.clear();
+            self.following.clear();
+            for entry in std::mem::take(&mut self.entries).into_values() {
+                self.tokens.release(&entry.owner, now);
             }
-            let token = token.unwrap_or_else(|| self.tokens.unassigned(address));
-            routes.insert(IpNet::from(address), RouteTarget { token, up: false, any_port: false });
         }
-        let mut blocks = BTreeMap::new();
-        for (range, index) in std::mem::take(&mut plan.pods) {
-            let Some(token) = assigned.get(&pods_of(&inventory, index, range)).copied().flatten() else {
-                plan.conflict(ConflictKind::NoTokenBlock, Some(range.network()), &inventory, &[index]);
-                lacking = true;
+        self.broken = true;
+        let before = std::mem::replace(&mut self.inventory, inventory.clone());
+        let changes = inventory.changes_since(&before);
+        let wanted = match inventory.is_empty() {
+            true => Vec::new(),
+            false => self.plan.update(&inventory, &changes, &rules, all, now),
+        };
+        let cloud = |node: Option<&Arc<InventoryNode>>| node.is_some_and(|node| !node.edge);
+        if anew || all || changes.iter().any(|change| cloud(change.before) || cloud(change.now)) {
+            self.clients = config.clients.iter().copied().chain(self.pods_here(config)).collect();
+        }
+        let changed = self.route(wanted, freed, now);
+        let routes: BTreeMap<_, _> = changed.into_iter().map(|net| (net, self.route_of(net))).collect();
+        let following = self.follow(&routes);
+
+        let free = if self.lacking.is_empty() { None } else { self.tokens.due(now) };
+        let due = self.plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
+        let conflicts = self.plan.conflicts.all().clone();
+        self.reports.report(conflicts.clone(), now);
+        self.reports.shortage(self.shortage(), &token_ranges);
+        let snapshot = Snapshot {
+            inventory,
+            holders: self.plan.holders.clone(),
+            tokens: self.by_token.clone(),
+            blocks: self.blocks.clone(),
+            pods: self.pods.clone(),
+            conflicts,
+        };
+        Planned {
+            snapshot: Arc::new(snapshot),
+            excluded: self.plan.excluded.clone(),
+            clients: self.clients.clone(),
+            routes,
+            following,
+            anew,
+            due,
+            claims_changed: self.plan.claims.take_changed(),
+        }
+    }
+
+    /// Gives networks their places in the kernel's table, and their tokens. Returns those whose routes may have changed.
+    fn route(&mut self, wanted: Vec<(Key, Option<Owner>)>, freed: bool, now: Instant) -> BTreeSet<IpNet> {
+        let mut changed = BTreeSet::new();
+        let (mut bare, mut without_place) = (BTreeSet::new(), Vec::new());
+        for (key, owner) in wanted {
+            if self.entries.get(&key).map(|entry| &entry.owner) == owner.as_ref() {
                 continue;
-            };
-            routes_of.entry(inventory.nodes[index].name.clone()).or_default().push(range);
-            routes.insert(range, RouteTarget { token, up: false, any_port: true });
-            if let Ok(block) = IpNet::new(token, range.prefix_len()) {
-                blocks.insert(token, (block, index, range));
+            }
+            changed.insert(key.net);
+            self.forget(key, now);
+            match owner {
+                Some(owner) => {
+                    self.entries.insert(key, Entry { owner, token: None });
+                    if self.table.enter(key) {
+                        bare.insert(key);
+                    } else {
+                        without_place.push(key);
+                    }
+                }
+                None => self.table.leave(key),
             }
         }
+        bare.extend(self.table.admit());
+        for key in without_place.into_iter().filter(|key| self.table.waits(*key)) {
+            let left_out = self.conflict(ConflictKind::NoRoom, key);
+            self.plan.conflicts.replace(Subject::Route(key), left_out.into_iter().collect());
+        }
+        // Those that get theirs back come before those that need others.
+        let mut needy = if freed { self.lacking.keys().copied().collect() } else { BTreeSet::new() };
+        for key in bare {
+            changed.insert(key.net);
+            let Some(entry) = self.entries.get(&key) else { continue };
+            match self.tokens.restore(&entry.owner) {
+                Some(token) => self.give(key, Ok(token)),
+                None => _ = needy.insert(key),
+            }
+        }
+        let mut used_up = HashSet::new();
+        for key in needy {
+            let size = (key.is_ipv4(), key.net.prefix_len());
+            if used_up.contains(&size) && self.lacking.get(&key) == Some(&Lack::Range) {
+                continue;
+            }
+            let Some(entry) = self.entries.get(&key) else { continue };
+            let token = self.tokens.acquire(&entry.owner);
+            if token == Err(Lack::Range) {
+                used_up.insert(size);
+            }
+            if token.is_ok() || !self.lacking.contains_key(&key) {
+                changed.insert(key.net);
+            }
+            self.give(key, token);
+        }
+        changed
+    }
 
-        let clients = config.clients.iter().copied().chain(self.pods_here(config, &inventory, &plan.claims));
-        let clients = clients.collect();
-        let free = if lacking { self.tokens.due(now) } else { None };
-        let due = plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
-        let names = inventory.nodes.iter().enumerate().filter(|(_, node)| node.edge);
-        let names = names.map(|(index, node)| (node.name.clone(), index)).collect();
-        let conflicts = plan.conflicts.iter().cloned().collect();
-        self.reports.report(plan.conflicts, now);
-        let claims_changed = self.claims != plan.claims;
-        self.claims = plan.claims;
-        let snapshot = Snapshot { inventory, names, holders: plan.holders, tokens, blocks, conflicts };
-        let (snapshot, excluded) = (Arc::new(snapshot), plan.excluded);
-        Planned { snapshot, excluded, clients, routes, routes_of, due, claims_changed }
+    /// Takes back what an entry has, but for its place in the table.
+    fn forget(&mut self, key: Key, now: Instant) {
+        let Some(entry) = self.entries.remove(&key) else { return };
+        self.lacking.remove(&key);
+        self.tokens.release(&entry.owner, now);
+        if let Some(token) = entry.token {
+            self.by_token.remove(&token);
+            self.blocks.remove(&token);
+        }
+        if let Owner::Pods(_, range) = &entry.owner {
+            self.pods.remove(&range.network());
+        }
+        self.plan.conflicts.replace(Subject::Route(key), Vec::new());
+    }
+
+    fn give(&mut self, key: Key, token: Result<IpAddr, Lack>) {
+        let Some(entry) = self.entries.get_mut(&key) else { return };
+        entry.token = token.ok();
+        let kind = if key.pods { ConflictKind::NoTokenBlock } else { ConflictKind::NoToken };
+        let mut conflict = None;
+        match (token, &entry.owner) {
+            (Ok(token), Owner::Node(node, address)) => {
+                self.by_token.insert(token, (node.clone(), *address));
+            }
+            (Ok(token), Owner::Pods(node, range)) => {
+                if let Ok(block) = IpNet::new(token, range.prefix_len()) {
+                    self.blocks.insert(token, (block, node.clone(), *range));
+                    self.pods.insert(range.network(), (*range, node.clone()));
+                }
+            }
+            // Always down: a connect that fails is better than one that reaches the wrong site.
+            (Ok(_), Owner::Contested(_)) => {}
+            (Err(_), _) => conflict = self.conflict(kind, key),
+        }
+        match token {
+            Ok(_) => self.lacking.remove(&key),
+            Err(lack) => self.lacking.insert(key, lack),
+        };
+        self.plan.conflicts.replace(Subject::Route(key), conflict.into_iter().collect());
+    }
+
+    /// A conflict about a route.
+    fn conflict(&self, kind: ConflictKind, key: Key) -> Option<Conflict> {
+        let address = key.net.network();
+        let nodes = match &self.entries.get(&key)?.owner {
+            Owner::Pods(node, _) => vec![node.clone()],
+            Owner::Node(..) | Owner::Contested(_) => self.plan.holders.get(&address)?.nodes().to_vec(),
+        };
+        Some(Conflict { kind, address: Some(address), nodes, holder: None })
+    }
+
+    /// The route of a network, if it has one.
+    fn route_of(&self, net: IpNet) -> Option<Route> {
+        let of = |pods: bool| {
+            let key = Key { pods, net };
+            let entry = self.entries.get(&key).filter(|_| !self.table.waits(key))?;
+            let node = match &entry.owner {
+                Owner::Node(node, _) | Owner::Pods(node, _) => entry.token.map(|_| node.clone()),
+                Owner::Contested(_) => None,
+            };
+            // A connect fails for want of a token; to a pod it goes where it went before.
+            let token = entry.token.or_else(|| (!pods).then(|| self.tokens.unassigned(net.network())))?;
+            Some(Route { token, any_port: pods, node })
+        };
+        of(true).or_else(|| of(false))
+    }
+
+    /// Takes over which node each of these routes follows; returns the nodes for which that changes something.
+    fn follow(&mut self, routes: &BTreeMap<IpNet, Option<Route>>) -> Vec<(NodeName, Vec<IpNet>)> {
+        let mut touched = BTreeSet::new();
+        for (net, route) in routes {
+            let node = route.as_ref().and_then(|route| route.node.clone());
+            let before = match node.clone() {
+                Some(node) => self.follower.insert(*net, node),
+                None => self.follower.remove(net),
+            };
+            if before == node {
+                continue;
+            }
+            if let Some(before) = before {
+                if let Some(nets) = self.following.get_mut(&before) {
+                    nets.remove(net);
+                }
+                touched.insert(before);
+            }
+            if let Some(node) = node {
+                self.following.entry(node.clone()).or_default().insert(*net);
+                touched.insert(node);
+            }
+        }
+        let of = |node: NodeName| {
+            let nets: Vec<_> = self.following.get(&node).into_iter().flatten().copied().collect();
+            if nets.is_empty() {
+                self.following.remove(&node);
+            }
+            (node, nets)
+        };
+        touched.into_iter().map(of).collect()
     }
 
     /// The pods of the node that this host is. An edge node is never this host, whatever addresses it reports: its pods
     /// must not reach the other sites. For the same reason a node that names this host's address after another is not.
-    fn pods_here<'a>(
-        &'a self,
-        config: &'a RouterConfig,
-        inventory: &'a Inventory,
-        claims: &'a Claims,
-    ) -> impl Iterator<Item = IpNet> + 'a {
-        let cloud = inventory.nodes.iter().filter(|node| !node.edge);
-        let here = cloud.filter(move |node| match &config.host {
-            Some(name) => node.name == *name,
+    fn pods_here(&self, config: &RouterConfig) -> Vec<IpNet> {
+        let here: BTreeSet<&NodeName> = match &config.host {
+            Some(name) => std::iter::once(name).collect(),
             None => {
-                let mut shared = node.addresses.iter().filter(|address| self.host.contains(address));
-                shared.any(|address| claims.was_first(&node.name, *address))
+                let claims = &self.plan.claims;
+                let named = self.host.iter().flat_map(|address| {
+                    claims.cloud_nodes(*address).filter(move |node| claims.was_first(node, *address))
+                });
+                named.collect()
             }
-        });
-        here.flat_map(|node| node.pod_cidrs.iter().copied())
+        };
+        let nodes = here.into_iter().filter_map(|name| self.inventory.get(name.as_str()));
+        nodes.filter(|node| !node.edge).flat_map(|node| node.pod_cidrs.iter().copied()).collect()
     }
 
-    /// Leaves out the routes for which the kernel's tables, of `most` each, have no room; those that are there already
-    /// stay.
-    fn fit(&self, plan: &mut Plan, inventory: &Inventory, most: usize) {
-        for ipv4 in [true, false] {
-            let addresses = plan.routed.iter().filter(|address| address.is_ipv4() == ipv4);
-            let pods = plan.pods.keys().filter(|range| range.network().is_ipv4() == ipv4);
-            if addresses.clone().count() + pods.clone().count() <= most {
-                continue;
-            }
-            let addresses = addresses.map(|address| {
-                (self.tokens.has(&owner(inventory, plan, *address)), IpNet::from(*address), false)
-            });
-            let pods = plan.pods.iter().filter(|(range, _)| range.network().is_ipv4() == ipv4);
-            let pods = pods
-                .map(|(range, index)| (self.tokens.has(&pods_of(inventory, *index, *range)), *range, true));
-            let mut wanted: Vec<_> = addresses.chain(pods).collect();
-            wanted.sort_by_key(|(known, ..)| !known);
-            for (_, net, pods) in wanted.split_off(most) {
-                let address = net.network();
-                let indices = if pods {
-                    plan.pods.remove(&net).into_iter().collect()
-                } else {
-                    plan.routed.remove(&address);
-                    plan.holders[&address].indices()
-                };
-                plan.conflict(ConflictKind::NoRoom, Some(address), inventory, &indices);
-            }
+    /// What there is too little of.
+    fn shortage(&self) -> Shortage {
+        let mut tokens = [[0; 2]; 2];
+        for (key, _) in self.lacking.iter().filter(|(_, lack)| **lack == Lack::Range) {
+            tokens[usize::from(!key.is_ipv4())][usize::from(key.pods)] += 1;
         }
+        Shortage { routes: self.table.waiting(), tokens }
     }
-}
 
-fn owner(inventory: &Inventory, plan: &Plan, address: IpAddr) -> Owner {
-    match &plan.holders[&address] {
-        Holder::One(index) => Owner::Node(inventory.nodes[*index].name.clone(), address),
-        Holder::Several(_) => Owner::Contested(address),
-    }
-}
-
-fn pods_of(inventory: &Inventory, index: usize, range: IpNet) -> Owner {
-    Owner::Pods(inventory.nodes[index].name.clone(), range)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::inventory::InventoryNode;
-    use crate::route::Conflict;
-
-    #[test]
-    fn addresses_and_pods_share_a_table_and_what_is_there_stays() {
-        let node = |name: &str, addresses: &[&str], pods: &[&str]| InventoryNode {
-            name: name.parse().unwrap(),
-            edge: true,
-            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
-            left_out: 0,
-            kubelet_port: 10250,
-            pod_cidrs: pods.iter().map(|range| range.parse().unwrap()).collect(),
-            created: None,
-        };
-        let mut planner = Planner {
-            tokens: Tokens::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap()),
-            claims: Claims::default(),
-            host: HashSet::new(),
-            foreign: Vec::new(),
-            reports: Reports::register(&mut Registry::default()),
-        };
-        let nodes = vec![
-            node("edge-1", &["10.8.0.1", "fd00:8::1"], &["10.244.1.0/24"]),
-            node("edge-2", &["10.8.0.2"], &[]),
-            node("edge-3", &["10.8.0.3"], &[]),
-        ];
-        let inventory = Inventory { nodes };
-        let there = Owner::Node("edge-2".parse().unwrap(), "10.8.0.2".parse().unwrap());
-        planner.tokens.assign(vec![there], Instant::now());
-        let (allowed, host) = (["10.244.0.0/16".parse().unwrap()], HashSet::new());
-        let rules = Rules {
-            edge_addresses: &[],
-            exclude: &[],
-            token_ranges: &[],
-            foreign: &[],
-            pods: &allowed,
-            host: &host,
-        };
-        let fitted = |most: usize| {
-            let mut plan = Plan::new(&inventory, &rules, &Claims::default(), Instant::now());
-            plan.route_pods(&inventory, &[], &allowed);
-            planner.fit(&mut plan, &inventory, most);
-            let left: Vec<_> = plan.conflicts.into_iter().collect();
-            let nets = plan.routed.into_iter().map(IpNet::from).chain(plan.pods.into_keys());
-            (nets.map(|net| net.to_string()).collect::<Vec<_>>(), left)
-        };
-        let all = ["10.8.0.1/32", "10.8.0.2/32", "10.8.0.3/32", "fd00:8::1/128", "10.244.1.0/24"];
-        assert_eq!(fitted(4), (all.map(str::to_owned).to_vec(), Vec::new()));
-        let left = |address: &str, node: &str| Conflict {
-            kind: ConflictKind::NoRoom,
-            address: Some(address.parse().unwrap()),
-            nodes: vec![node.parse().unwrap()],
-            holder: None,
-        };
-        let pods = left("10.244.1.0", "edge-1");
-        // The table of IPv6 routes has room.
-        assert_eq!(fitted(3), (all[..4].iter().map(ToString::to_string).collect(), vec![pods.clone()]));
-        let (routed, conflicts) = fitted(1);
-        assert_eq!(routed, ["10.8.0.2/32", "fd00:8::1/128"]);
-        assert_eq!(conflicts, [left("10.8.0.1", "edge-1"), left("10.8.0.3", "edge-3"), pods]);
+    #[cfg(test)]
+    pub(super) fn set_room(&mut self, most: usize) {
+        self.table = Capacity::new(most);
     }
 }

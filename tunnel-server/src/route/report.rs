@@ -1,13 +1,16 @@
 //! Conflicts in the log and in the metrics.
 
-use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use ipnet::IpNet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use super::capacity::Shortage;
 use super::conflict::{Conflict, ConflictKind};
+use crate::redirect::MAX_ROUTES;
+use crate::shared_map::SharedSet;
 
 /// Conflicts that one reload may log; the rest are counted in one line. `status` lists them all.
 pub(super) const MAX_LOGGED: usize = 20;
@@ -20,7 +23,8 @@ const REFILL: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Reports {
     counts: Family<[(&'static str, &'static str); 1], Gauge>,
-    reported: BTreeSet<Conflict>,
+    reported: SharedSet<Conflict>,
+    shortage: Shortage,
     lines: u32,
     refilled: Option<Instant>,
     /// Lines left out since the last one.
@@ -35,31 +39,76 @@ impl Reports {
         }
         let help = "Contradictions in the inventory, by kind (see status)";
         registry.register("inventory_conflicts", help, counts.clone());
-        Self { counts, reported: BTreeSet::new(), lines: BURST, refilled: None, left_out: 0 }
+        Self {
+            counts,
+            reported: SharedSet::default(),
+            shortage: Shortage::default(),
+            lines: BURST,
+            refilled: None,
+            left_out: 0,
+        }
     }
 
-    pub(super) fn report(&mut self, conflicts: BTreeSet<Conflict>, now: Instant) {
-        for kind in ConflictKind::ALL {
-            let count = conflicts.iter().filter(|conflict| conflict.kind == kind).count();
-            self.counts
-                .get_or_create(&[("kind", kind.as_str())])
-                .set(i64::try_from(count).unwrap_or(i64::MAX));
-        }
+    pub(super) fn report(&mut self, conflicts: SharedSet<Conflict>, now: Instant) {
         let before = std::mem::replace(&mut self.reported, conflicts);
-        let new: Vec<Conflict> = self.reported.difference(&before).cloned().collect();
-        for conflict in new.iter().take(MAX_LOGGED) {
-            if self.may_log(now) {
+        let reported = self.reported.clone();
+        let (mut new, mut gone) = (0, 0);
+        for (conflict, is) in reported.changes_since(&before) {
+            let label = [("kind", conflict.kind.as_str())];
+            if !is {
+                self.counts.get_or_create(&label).dec();
+                gone += 1;
+                continue;
+            }
+            self.counts.get_or_create(&label).inc();
+            // What does not fit is told as a whole.
+            let counted = conflict.kind != ConflictKind::NoRoom;
+            new += usize::from(counted);
+            if counted && new <= MAX_LOGGED && self.may_log(now) {
                 tracing::warn!(kind = conflict.kind.as_str(), "inventory: {conflict}");
             }
         }
-        let more = new.len().saturating_sub(MAX_LOGGED);
+        let more = new.saturating_sub(MAX_LOGGED);
         if more > 0 && self.may_log(now) {
             tracing::warn!("inventory: {more} more conflicts; tunnel-server status -o json lists them");
         }
-        let gone = before.difference(&self.reported).count();
         if gone > 0 && self.may_log(now) {
             tracing::info!("inventory: {gone} conflicts are gone, {} remain", self.reported.len());
         }
+    }
+
+    /// Tells when there begins to be too little of something, when it has doubled, and when it is over.
+    pub(super) fn shortage(&mut self, shortage: Shortage, ranges: &[IpNet; 2]) {
+        let mut told = self.shortage;
+        for (family, name) in ["IPv4", "IPv6"].into_iter().enumerate() {
+            if worth_telling(&mut told.routes[family], shortage.routes[family]) {
+                match shortage.routes[family] {
+                    0 => tracing::info!("the kernel's table of {name} routes has room for all again"),
+                    left_out => tracing::warn!(
+                        left_out,
+                        "the kernel's table of {name} routes is full: the {MAX_ROUTES} that fit are redirected, the rest is \
+                         not and is reached by the nodes' names only; list fewer addresses with --edge-addresses, or fewer \
+                         nodes with --edge-selector"
+                    ),
+                }
+            }
+            let (range, flag) =
+                (ranges[family], if family == 0 { "--token-range" } else { "--token-range-v6" });
+            for (pods, what) in ["addresses", "ranges of pods"].into_iter().enumerate() {
+                let now = shortage.tokens[family][pods];
+                if worth_telling(&mut told.tokens[family][pods], now) {
+                    match now {
+                        0 => tracing::info!("the token range {range} has tokens for all {what} again"),
+                        without => tracing::warn!(
+                            without,
+                            "the token range {range} is used up: connections to the {what} without a token fail, all \
+                             others work; widen {flag}"
+                        ),
+                    }
+                }
+            }
+        }
+        self.shortage = told;
     }
 
     fn may_log(&mut self, now: Instant) -> bool {
@@ -82,9 +131,26 @@ impl Reports {
     }
 }
 
+/// `told` is what was told last.
+fn worth_telling(told: &mut usize, now: usize) -> bool {
+    let tell = (now == 0) != (*told == 0) || now > told.saturating_mul(2);
+    if tell {
+        *told = now;
+    }
+    tell
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shortage_is_told_when_it_begins_doubles_and_ends() {
+        let mut told = 0;
+        let seen: Vec<_> =
+            [0, 3, 4, 6, 7, 14, 1, 0, 0].into_iter().filter(|now| worth_telling(&mut told, *now)).collect();
+        assert_eq!(seen, [3, 7, 0]);
+    }
 
     #[test]
     fn conflicts_that_come_and_go_do_not_fill_the_log() {

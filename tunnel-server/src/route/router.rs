@@ -1,20 +1,22 @@
-//! Keeps the routes: recomputes them when nodes, tunnels, ports or this host's addresses change.
+//! Keeps the routes when nodes, tunnels, ports or this host's addresses change.
 //!
-//! Readers take a [`Snapshot`] without a lock. The redirect takes [`Router::desired`] whenever [`Router::changed`]
-//! reports a change; changes in between are coalesced.
+//! A change costs what it changes, however many nodes there are: versions of the nodes, of the routes and of the [`Snapshot`]
+//! share what they have in common. Readers take a snapshot without a lock. The redirect takes [`Router::desired`] whenever
+//! [`Router::changed`] reports a change; changes in between are coalesced.
 
 #[cfg(test)]
 mod change_tests;
 #[cfg(test)]
 mod claims_tests;
 #[cfg(test)]
+mod incremental_tests;
+#[cfg(test)]
 mod model_tests;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
@@ -26,13 +28,11 @@ use tunnel_core::identity::NodeName;
 
 use super::claims::Claims;
 use super::config::RouterConfig;
-use super::planner::{Planned, Planner};
+use super::planner::{Planned, Planner, Route};
 use super::snapshot::Snapshot;
 use crate::inventory::Inventory;
 use crate::redirect::{Desired, RouteTarget};
-
-/// How many routes are compared under one lock: a session that comes or goes waits for no more.
-const CHUNK: usize = 512;
+use crate::shared_map::SharedMap;
 
 /// The routes, kept up to date.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub struct Router {
     ports: ArcSwap<Ports>,
     /// Locked for moments only: a session's thread waits for it.
     state: Mutex<RouterState>,
-    /// Locked during a whole recomputation, so that an older inventory never replaces a newer one.
+    /// Locked during a whole computation, so that an older inventory never replaces a newer one.
     planner: Mutex<Planner>,
     version: watch::Sender<u64>,
     due: watch::Sender<Option<Instant>>,
@@ -66,7 +66,7 @@ pub enum Holder {
 }
 
 /// Who has a tunnel to a node.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Held {
     here: bool,
     elsewhere: bool,
@@ -78,29 +78,24 @@ impl Held {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct RouterState {
     /// Nodes without any tunnel are not in it.
-    live: HashMap<NodeName, Held>,
+    live: SharedMap<NodeName, Held>,
     desired: Desired,
-    /// The keys in `desired.routes` whose `up` follows the node.
-    routes_of: HashMap<NodeName, Vec<IpNet>>,
-    /// Nodes whose session came or went during the recomputation that is under way.
+    routes_of: RoutesOf,
+    /// Nodes whose session came or went during the computation that is under way.
     flipped: Option<HashSet<NodeName>>,
-    /// Grows with each recomputation.
-    generation: u64,
 }
+
+/// The keys in [`Desired::routes`] whose `up` follows the node.
+type RoutesOf = SharedMap<NodeName, Vec<IpNet>>;
 
 impl Router {
     /// Without any node. Metrics go into `registry`, which has the prefix `postern`.
     pub fn new(config: RouterConfig, registry: &mut Registry) -> Self {
-        let state = RouterState {
-            live: HashMap::new(),
-            desired: Desired { ports: config.ports.clone(), ..Desired::default() },
-            routes_of: HashMap::new(),
-            flipped: None,
-            generation: 0,
-        };
+        let desired = Desired { ports: config.ports.clone(), ..Desired::default() };
+        let state = RouterState { desired, ..RouterState::default() };
         let ports = Ports { tunnelled: config.ports.clone(), loopback: BTreeSet::new() };
         let router = Self {
             ports: ArcSwap::from_pointee(ports),
@@ -117,7 +112,7 @@ impl Router {
         router
     }
 
-    /// Replaces the nodes. Tokens of those that stay are kept. With many nodes it takes long: see
+    /// Replaces the nodes. Tokens of those that stay are kept. The first nodes take long when they are many: see
     /// [`update`](super::update).
     pub fn set_inventory(&self, inventory: Inventory) {
         self.set_inventory_at(inventory, Instant::now());
@@ -125,8 +120,8 @@ impl Router {
 
     fn set_inventory_at(&self, inventory: Inventory, now: Instant) {
         let mut planner = self.lock_planner();
-        planner.refresh_host(&self.config);
-        self.recompute(Arc::new(inventory), &mut planner, now);
+        let moved = planner.refresh_host(&self.config);
+        self.compute(Arc::new(inventory), &mut planner, moved, now);
     }
 
     /// Replaces the ranges of Service addresses that the cluster names, in addition to the configured ones: no node gets
@@ -135,11 +130,16 @@ impl Router {
         let mut planner = self.lock_planner();
         if planner.set_services(&self.config, ranges) {
             let inventory = Arc::clone(&self.snapshot.load().inventory);
-            self.recompute(inventory, &mut planner, Instant::now());
+            self.compute(inventory, &mut planner, true, Instant::now());
         }
     }
 
-    /// Recomputes what has changed although the inventory has not: this host's addresses, tokens that are free again,
+    /// The ranges that [`set_services`](Self::set_services) set last. May wait for a computation of the routes.
+    pub fn services(&self) -> Vec<IpNet> {
+        self.lock_planner().services(&self.config)
+    }
+
+    /// Computes what has changed although the inventory has not: this host's addresses, tokens that are free again,
     /// addresses of cloud nodes that are old enough. Cheap when nothing has; call it periodically, and when it is
     /// [`due`](Self::due).
     pub fn refresh(&self) {
@@ -152,7 +152,7 @@ impl Router {
         let due = self.due.borrow().is_some_and(|due| due <= now);
         if moved || due {
             let inventory = Arc::clone(&self.snapshot.load().inventory);
-            self.recompute(inventory, &mut planner, now);
+            self.compute(inventory, &mut planner, moved, now);
         }
     }
 
@@ -161,70 +161,61 @@ impl Router {
         self.due.subscribe()
     }
 
-    fn recompute(&self, inventory: Arc<Inventory>, planner: &mut Planner, now: Instant) {
-        self.lock().flipped = Some(HashSet::new());
-        let mut planned = planner.plan(&self.config, inventory, now);
-        self.bring_up(&mut planned);
-        let differs = self.differs(&planned);
-        let Planned { snapshot, excluded, clients, routes, routes_of, due, claims_changed } = planned;
+    /// `all`: the rules are others than before.
+    fn compute(&self, inventory: Arc<Inventory>, planner: &mut Planner, all: bool, now: Instant) {
+        let planned = planner.plan(&self.config, inventory, all, now);
+        let (before, live, mut routes_of) = {
+            let mut state = self.lock();
+            state.flipped = Some(HashSet::new());
+            (state.desired.clone(), state.live.clone(), state.routes_of.clone())
+        };
+        let Planned { snapshot, excluded, clients, routes: changed, following, anew, due, claims_changed } =
+            planned;
+        let mut routes = before.routes.clone();
+        if anew {
+            (routes, routes_of) = (SharedMap::new(), SharedMap::new());
+        }
+        for (net, route) in changed {
+            let Some(Route { token, any_port, node }) = route else {
+                routes.remove(&net);
+                continue;
+            };
+            let up = node.is_some_and(|node| live.contains_key(&node));
+            let target = RouteTarget { token, up, any_port };
+            if routes.get(&net) != Some(&target) {
+                routes.insert(net, target);
+            }
+        }
+        for (node, nets) in following {
+            if nets.is_empty() {
+                routes_of.remove(&node);
+            } else {
+                routes_of.insert(node, nets);
+            }
+        }
+        let differs = routes != before.routes || excluded != before.excluded || clients != before.clients;
 
         let mut state = self.lock();
-        let desired = Desired { ports: state.desired.ports.clone(), excluded, clients, routes };
-        let before = (
-            std::mem::replace(&mut state.desired, desired),
-            std::mem::replace(&mut state.routes_of, routes_of),
-            self.snapshot.swap(snapshot),
-        );
+        // What the kernel redirects finds its node.
+        let earlier = self.snapshot.swap(snapshot);
+        let ports = state.desired.ports.clone();
+        let replaced = std::mem::replace(&mut state.desired, Desired { ports, excluded, clients, routes });
+        let followed = std::mem::replace(&mut state.routes_of, routes_of);
         for node in state.flipped.take().unwrap_or_default() {
             let live = state.live.contains_key(&node);
             state.set_up(&node, live);
         }
-        state.generation += 1;
         if differs {
             self.bump();
         }
         drop(state);
         // Freeing that takes long, so nobody waits for it.
-        drop(before);
+        drop((earlier, replaced, followed, before));
         self.due.send_if_modified(|known| std::mem::replace(known, due) != due);
         if claims_changed {
             self.claims.send_modify(|changes| *changes += 1);
         }
-    }
-
-    /// Sets the planned routes of nodes with a tunnel up. What changes meanwhile is in `flipped`.
-    fn bring_up(&self, planned: &mut Planned) {
-        let nodes: Vec<_> = planned.routes_of.iter().collect();
-        for nodes in nodes.chunks(CHUNK) {
-            let up: Vec<_> = {
-                let state = self.lock();
-                nodes.iter().filter(|(node, _)| state.live.contains_key(*node)).collect()
-            };
-            for net in up.into_iter().flat_map(|(_, nets)| nets.iter()) {
-                if let Some(target) = planned.routes.get_mut(net) {
-                    target.up = true;
-                }
-            }
-        }
-    }
-
-    /// Whether the planned routes are others than those in effect. Sessions that come or go meanwhile report that
-    /// themselves.
-    fn differs(&self, planned: &Planned) -> bool {
-        {
-            let RouterState { desired, .. } = &*self.lock();
-            if desired.routes.len() != planned.routes.len()
-                || desired.excluded != planned.excluded
-                || desired.clients != planned.clients
-            {
-                return true;
-            }
-        }
-        let planned: Vec<_> = planned.routes.iter().collect();
-        planned.chunks(CHUNK).any(|routes| {
-            let state = self.lock();
-            routes.iter().any(|(net, target)| state.desired.routes.get(*net) != Some(*target))
-        })
+        planner.done();
     }
 
     /// Sets whether `holder` has a tunnel to the node; its routes are up while anyone has. The cost does not depend on the
@@ -236,6 +227,9 @@ impl Router {
             Holder::This => Held { here: live, ..before },
             Holder::Peers => Held { elsewhere: live, ..before },
         };
+        if held == before {
+            return;
+        }
         let live = held.anywhere();
         if live {
             state.live.insert(node.clone(), held);
@@ -282,45 +276,9 @@ impl Router {
         self.snapshot.load_full()
     }
 
-    /// What the kernel should hold; a copy, so call it once per [`Router::changed`], not per event. A session that comes
-    /// or goes meanwhile may be in it or not; it is announced either way.
+    /// What the kernel should hold. A session that comes or goes meanwhile may be in it or not; it is announced either way.
     pub fn desired(&self) -> Desired {
-        loop {
-            let (mut copy, generation) = {
-                let state = self.lock();
-                let Desired { ports, excluded, clients, .. } = &state.desired;
-                let copy = Desired {
-                    ports: ports.clone(),
-                    excluded: excluded.clone(),
-                    clients: clients.clone(),
-                    ..Desired::default()
-                };
-                (copy, state.generation)
-            };
-            if let Some(routes) = self.copy_routes(generation) {
-                copy.routes = routes.into_iter().collect();
-                return copy;
-            }
-        }
-    }
-
-    /// None: they were replaced meanwhile.
-    fn copy_routes(&self, generation: u64) -> Option<Vec<(IpNet, RouteTarget)>> {
-        let mut routes: Vec<(IpNet, RouteTarget)> = Vec::new();
-        loop {
-            let state = self.lock();
-            if state.generation != generation {
-                return None;
-            }
-            let (before, all) = (routes.len(), state.desired.routes.len());
-            routes.reserve(all - before);
-            let from = routes.last().map_or(Bound::Unbounded, |(net, _)| Bound::Excluded(*net));
-            let rest = state.desired.routes.range((from, Bound::Unbounded));
-            routes.extend(rest.take(CHUNK).map(|(net, target)| (*net, *target)));
-            if routes.len() == all {
-                return Some(routes);
-            }
-        }
+        self.lock().desired.clone()
     }
 
     /// Increases whenever [`Router::desired`] differs from before. A receiver sees many changes as one.
@@ -339,17 +297,17 @@ impl Router {
     /// # Errors
     /// The text is not what [`Self::stored_claims`] gave.
     pub fn restore_claims(&self, text: &[u8]) -> Result<(), String> {
-        self.lock_planner().claims = Claims::restore(text, Instant::now(), SystemTime::now())?;
+        self.lock_planner().set_claims(Claims::restore(text, Instant::now(), SystemTime::now())?);
         Ok(())
     }
 
     /// Which node had an address first, for [`Self::restore_claims`]; None before the first nodes. It may wait for a
-    /// recomputation.
+    /// computation.
     ///
     /// # Errors
     /// Those of the format.
     pub fn stored_claims(&self) -> Result<Option<Vec<u8>>, serde_json::Error> {
-        let claims = self.lock_planner().claims.clone();
+        let claims = self.lock_planner().claims().clone();
         claims.known.then(|| claims.store(Instant::now(), SystemTime::now())).transpose()
     }
 
@@ -368,7 +326,7 @@ impl Router {
     }
 
     fn lock_planner(&self) -> MutexGuard<'_, Planner> {
-        // Each of its parts is replaced as a whole.
+        // After a panic it knows itself that it has to begin anew.
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

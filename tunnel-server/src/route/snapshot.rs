@@ -1,6 +1,5 @@
-//! The routes as connections read them: built as a whole on each change, then only read.
+//! The routes as connections read them. A version is only read; the next one shares with it what has not changed.
 
-use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -10,6 +9,7 @@ use tunnel_core::identity::NodeName;
 use super::conflict::Conflict;
 use super::plan::Holder;
 use crate::inventory::{Inventory, InventoryNode};
+use crate::shared_map::{SharedMap, SharedSet};
 
 /// An address of an edge node, or of a pod on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,54 +30,63 @@ pub enum ByAddress {
     Unknown,
 }
 
+/// A block of tokens, the node, and the range of pods that it stands for.
+pub(super) type PodBlock = (IpNet, NodeName, IpNet);
+/// A range of pods, and the node.
+pub(super) type PodRange = (IpNet, NodeName);
+
 #[derive(Debug, Default)]
 pub struct Snapshot {
     pub(super) inventory: Arc<Inventory>,
-    /// Edge nodes by name; indices into the inventory.
-    pub(super) names: HashMap<NodeName, usize>,
-    pub(super) holders: HashMap<IpAddr, Holder>,
-    pub(super) tokens: HashMap<IpAddr, (usize, IpAddr)>,
-    /// Blocks of tokens by their first: the block, and the node and the range of pods that it stands for.
-    pub(super) blocks: BTreeMap<IpAddr, (IpNet, usize, IpNet)>,
-    pub(super) conflicts: Vec<Conflict>,
+    pub(super) holders: SharedMap<IpAddr, Holder>,
+    pub(super) tokens: SharedMap<IpAddr, (NodeName, IpAddr)>,
+    /// Blocks of tokens by their first.
+    pub(super) blocks: SharedMap<IpAddr, PodBlock>,
+    /// The same ranges by their first address; they do not overlap.
+    pub(super) pods: SharedMap<IpAddr, PodRange>,
+    pub(super) conflicts: SharedSet<Conflict>,
 }
 
 impl Snapshot {
     /// The address that a token stands for.
     pub fn by_token(&self, token: IpAddr) -> Option<NodeAddress> {
-        if let Some((index, address)) = self.tokens.get(&token) {
-            return Some(self.node_address(*index, *address));
+        if let Some((node, address)) = self.tokens.get(&token) {
+            return self.node_address(node, *address);
         }
-        let (_, (block, index, pods)) = self.blocks.range(..=token).next_back()?;
+        let (_, (block, node, pods)) = self.blocks.floor(&token)?;
         let address = block.contains(&token).then(|| translate(token, *pods))??;
-        Some(NodeAddress { pod: true, ..self.node_address(*index, address) })
+        Some(NodeAddress { pod: true, ..self.node_address(node, address)? })
     }
 
     /// An edge node, at its first address. None also when it has none.
     pub fn by_name(&self, name: &str) -> Option<NodeAddress> {
-        let index = *self.names.get(name)?;
-        let address = *self.inventory.nodes[index].addresses.first()?;
-        Some(self.node_address(index, address))
+        let node = self.inventory.get(name).filter(|node| node.edge)?;
+        self.node_address(&node.name, *node.addresses.first()?)
     }
 
     /// The edge node that has the address. An address that a cloud node has too is unknown.
     pub fn by_address(&self, address: IpAddr) -> ByAddress {
         let address = address.to_canonical();
         match self.holders.get(&address) {
-            Some(Holder::One(index)) => ByAddress::Unique(self.node_address(*index, address)),
-            Some(Holder::Several(indices)) => {
-                let mut names: Vec<_> =
-                    indices.iter().map(|i| self.inventory.nodes[*i].name.clone()).collect();
-                names.sort_unstable();
-                ByAddress::Ambiguous(names)
+            Some(Holder::One(node)) => {
+                self.node_address(node, address).map_or(ByAddress::Unknown, ByAddress::Unique)
             }
+            Some(Holder::Several(nodes)) => ByAddress::Ambiguous(nodes.clone()),
             None => ByAddress::Unknown,
         }
     }
 
-    /// The edge nodes, in the inventory's order.
+    /// The edge node that has the pod with this address, if connections to its pods are redirected.
+    pub fn by_pod(&self, address: IpAddr) -> Option<NodeAddress> {
+        let address = address.to_canonical();
+        let (_, (range, node)) = self.pods.floor(&address)?;
+        let found = range.contains(&address).then(|| self.node_address(node, address))??;
+        Some(NodeAddress { pod: true, ..found })
+    }
+
+    /// The edge nodes, in the order of their names.
     pub fn nodes(&self) -> impl Iterator<Item = &InventoryNode> {
-        self.inventory.nodes.iter().filter(|node| node.edge)
+        self.inventory.iter().map(|node| &**node).filter(|node| node.edge)
     }
 
     /// Edge and cloud nodes.
@@ -86,13 +95,13 @@ impl Snapshot {
     }
 
     /// What is wrong with the inventory, sorted.
-    pub fn conflicts(&self) -> &[Conflict] {
+    pub fn conflicts(&self) -> &SharedSet<Conflict> {
         &self.conflicts
     }
 
-    fn node_address(&self, index: usize, address: IpAddr) -> NodeAddress {
-        let node = &self.inventory.nodes[index];
-        NodeAddress { node: node.name.clone(), address, kubelet_port: node.kubelet_port, pod: false }
+    fn node_address(&self, node: &NodeName, address: IpAddr) -> Option<NodeAddress> {
+        let kubelet_port = self.inventory.get(node.as_str())?.kubelet_port;
+        Some(NodeAddress { node: node.clone(), address, kubelet_port, pod: false })
     }
 }
 

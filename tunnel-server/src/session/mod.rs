@@ -40,6 +40,8 @@ pub struct Session {
     pub(crate) refusal: OnceLock<Refusal>,
     /// Its agent was told to look for another server.
     pub(crate) moving: AtomicBool,
+    /// Cancelled when the session of its agent's successor has the node's place.
+    pub(crate) succeeded: CancellationToken,
     /// Where the agent dials from.
     pub peer: SocketAddr,
     pub since: Instant,

@@ -12,6 +12,7 @@ use tunnel_core::identity::NodeName;
 use super::Session;
 use crate::metrics::Metrics;
 use crate::route::{Holder, Router};
+use crate::shared_map::SharedSet;
 
 /// Moves that a follower may be behind before it has to begin anew.
 const MOVES: usize = 1 << 12;
@@ -65,6 +66,8 @@ pub struct LastEnd {
 /// The live sessions by node.
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
+    /// The keys of `live`, to be handed on.
+    nodes: Mutex<SharedSet<NodeName>>,
     ended: Mutex<HashMap<NodeName, LastEnd>>,
     /// Sessions whose agents are leaving: they carry what they have, but get nothing new.
     leaving: Mutex<HashMap<NodeName, Arc<Session>>>,
@@ -80,6 +83,7 @@ impl Sessions {
     pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
         Self {
             live: RwLock::default(),
+            nodes: Mutex::default(),
             ended: Mutex::default(),
             leaving: Mutex::default(),
             ids: AtomicU64::new(1),
@@ -110,8 +114,15 @@ impl Sessions {
         linked
     }
 
-    pub fn live(&self) -> Vec<NodeName> {
-        self.live.read().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    /// A node's live session, and one whose agent is leaving.
+    pub(crate) fn linked_of(&self, node: &NodeName) -> impl Iterator<Item = Arc<Session>> + use<> {
+        let leaving = self.leaving().get(node).cloned();
+        self.get(node).into_iter().chain(leaving)
+    }
+
+    /// The nodes with a live session.
+    pub fn live(&self) -> SharedSet<NodeName> {
+        self.nodes().clone()
     }
 
     /// Grows whenever a node gets or loses its session. A receiver sees many changes as one.
@@ -128,6 +139,11 @@ impl Sessions {
     /// To be called under the lock, so that followers see changes in their order.
     fn moved(&self, node: &NodeName, here: bool) {
         self.router.set_live(node, Holder::This, here);
+        if here {
+            self.nodes().insert(node.clone())
+        } else {
+            self.nodes().remove(node)
+        };
         self.changed.send_modify(|changes| *changes += 1);
         // Nobody may be following.
         let _ = self.moves.send(Move { node: node.clone(), here });
@@ -212,6 +228,10 @@ impl Sessions {
             return Forgotten::Leaving;
         }
         Forgotten::Lost
+    }
+
+    fn nodes(&self) -> MutexGuard<'_, SharedSet<NodeName>> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn leaving(&self) -> MutexGuard<'_, HashMap<NodeName, Arc<Session>>> {

@@ -7,12 +7,15 @@ use serde::{Deserialize, Serialize};
 use tunnel_core::identity::NodeName;
 
 use crate::inventory::SourceStatus;
+use crate::role::Role;
 use crate::route::Conflict;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StatusReport {
     pub version: String,
     pub server_id: String,
+    #[serde(default)]
+    pub role: Role,
     pub uptime_s: u64,
     pub ready: bool,
     /// What a start, or a stop, still waits for.
@@ -23,6 +26,9 @@ pub struct StatusReport {
     #[serde(default)]
     pub peers: Vec<PeerStatus>,
     pub redirect: RedirectStatus,
+    /// Connections that failed, by hop.
+    #[serde(default)]
+    pub failures: Vec<FailuresStatus>,
     pub inventory: InventoryStatus,
 }
 
@@ -150,6 +156,31 @@ pub struct ProgramStatus {
     pub name: String,
     /// Instructions that the verifier processed; None before kernel 5.16.
     pub instructions: Option<u32>,
+}
+
+/// The connections that failed at one hop.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailuresStatus {
+    /// client, server, tunnel, policy or target.
+    pub hop: String,
+    /// Since the server started.
+    pub count: u64,
+    /// The last ones, the newest first.
+    pub recent: Vec<FailureStatus>,
+}
+
+/// A connection that failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailureStatus {
+    pub ago_s: u64,
+    pub door: String,
+    pub client: SocketAddr,
+    /// None: the server dialled the destination itself.
+    pub node: Option<NodeName>,
+    pub destination: SocketAddr,
+    /// As in the access log.
+    pub outcome: String,
+    pub detail: String,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,13 +10,14 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::Readiness;
 
 use super::model::{
-    DoorStatus, InventoryStatus, LinkStatus, NodeStatus, PeerStatus, ProgramStatus, RedirectState,
-    RedirectStatus, SessionStatus, StatusReport,
+    DoorStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, NodeStatus, PeerStatus,
+    ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::redirect::Redirect;
+use crate::role::Role;
 use crate::route::Router;
 use crate::session::{Link, Session, Sessions};
 
@@ -50,6 +51,7 @@ pub type SourceReport = Box<dyn Fn() -> SourceStatus + Send + Sync>;
 /// The parts of the server that the status is read from.
 pub struct Reporter {
     pub server_id: String,
+    pub role: Role,
     pub started: Instant,
     pub readiness: Readiness,
     pub sessions: Arc<Sessions>,
@@ -76,6 +78,7 @@ impl Reporter {
         StatusReport {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             server_id: self.server_id.clone(),
+            role: self.role,
             uptime_s: self.started.elapsed().as_secs(),
             ready: self.readiness.is_ready(),
             pending: self.readiness.names(),
@@ -83,6 +86,7 @@ impl Reporter {
             doors: self.doors(),
             peers: self.peers(),
             redirect: self.redirect(),
+            failures: self.failures(),
             inventory: InventoryStatus {
                 source: (self.source)(),
                 conflicts: snapshot.conflicts().iter().map(Into::into).collect(),
@@ -179,6 +183,28 @@ impl Reporter {
                 }
             })
             .collect()
+    }
+
+    fn failures(&self) -> Vec<FailuresStatus> {
+        let hops = self.metrics.failures().into_iter();
+        hops.map(|(hop, failures)| FailuresStatus {
+            hop: hop.as_str().to_owned(),
+            count: failures.count,
+            recent: failures
+                .recent
+                .into_iter()
+                .map(|failure| FailureStatus {
+                    ago_s: failure.at.elapsed().as_secs(),
+                    door: failure.door.to_owned(),
+                    client: failure.client,
+                    node: failure.node,
+                    destination: failure.destination,
+                    outcome: failure.outcome.as_str().to_owned(),
+                    detail: failure.detail,
+                })
+                .collect(),
+        })
+        .collect()
     }
 
     fn redirect(&self) -> RedirectStatus {

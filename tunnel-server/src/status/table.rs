@@ -6,12 +6,30 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use tunnel_core::link::limited_by;
 use tunnel_core::text::{age, harmless};
 
-use super::model::{LinkStatus, NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport};
+use super::model::{
+    FailuresStatus, LinkStatus, NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
+};
 
 /// Nodes shown without `--all`.
-const MAX_NODES: usize = 50;
+pub(super) const MAX_NODES: usize = 50;
 /// Conflicts shown without `--all`.
-const MAX_CONFLICTS: usize = 10;
+pub(super) const MAX_CONFLICTS: usize = 10;
+/// What is said of a node; `#`: numbers.
+pub(super) const NODE_COLUMNS: &[&str] = &[
+    "NODE",
+    "STATE",
+    "ADDRESSES",
+    "PEER",
+    "#RTT",
+    "#LINKS",
+    "#LIMITED BY",
+    "#CONNECTIONS",
+    "#STALLED",
+    "#TO NODE",
+    "#FROM NODE",
+    "AGENT",
+    "LAST END",
+];
 
 impl StatusReport {
     /// `all` shows every node and conflict, not only the first ones.
@@ -30,7 +48,8 @@ impl StatusReport {
         };
         writeln!(
             out,
-            "tunnel-server {} on {}, up {}: {ready}",
+            "tunnel-{} {} on {}, up {}: {ready}",
+            self.role,
             harmless(&self.version),
             harmless(&self.server_id),
             age(self.uptime_s)
@@ -56,6 +75,11 @@ impl StatusReport {
             )?;
         }
         self.redirect.write(out)?;
+        if !self.failures.is_empty() {
+            let at = |hop: &FailuresStatus| format!("{} {}", harmless(&hop.hop), hop.count);
+            let failed: Vec<_> = self.failures.iter().map(at).collect();
+            writeln!(out, "failed since the start, by hop: {}", failed.join(", "))?;
+        }
         self.write_inventory(out, all)?;
         let connected = self.nodes.iter().filter(|node| node.connected).count();
         let elsewhere = self.nodes.iter().filter(|node| !node.connected && !node.via.is_empty()).count();
@@ -71,6 +95,10 @@ impl StatusReport {
         let source = &self.inventory.source;
         let origin = harmless(&source.source);
         writeln!(out, "inventory {origin}: {} edge, {} cloud", source.edge, source.cloud)?;
+        if let Some(old) = source.old_s {
+            let text = "of the state directory: the API server has not answered since the start";
+            writeln!(out, "  OLD, as of {} ago, {text}", age(old))?;
+        }
         if let Some(error) = &source.last_error {
             writeln!(out, "  NOT IN EFFECT, the last good one is: {}", harmless(error))?;
         }
@@ -89,27 +117,36 @@ impl StatusReport {
         let mut nodes: Vec<&NodeStatus> = self.nodes.iter().collect();
         nodes.sort_by(|a, b| a.rank().cmp(&b.rank()).then_with(|| a.name.cmp(&b.name)));
         let shown = if all { nodes.len() } else { nodes.len().min(MAX_NODES) };
-        let mut table = Table::new();
-        table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-        let header = "NODE|STATE|ADDRESSES|PEER|RTT|LINKS|LIMITED BY|CONNECTIONS|STALLED|TO NODE|FROM NODE|AGENT|LAST END";
-        table.set_header(header.split('|'));
-        for (index, column) in table.column_iter_mut().enumerate() {
-            column.set_padding((0, 2));
-            if (4..11).contains(&index) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-        for node in &nodes[..shown] {
-            table.add_row(node.row());
-        }
-        for line in table.lines() {
-            writeln!(out, "{}", line.trim_end())?;
-        }
+        write_table(out, NODE_COLUMNS, nodes[..shown].iter().map(|node| node.row()))?;
         more(out, "", nodes.len() - shown, "nodes")
     }
 }
 
-fn more(out: &mut String, indent: &str, left: usize, what: &str) -> std::fmt::Result {
+/// Writes a table. `#` begins the name of a column of numbers.
+pub(super) fn write_table(
+    out: &mut String,
+    columns: &[&str],
+    rows: impl Iterator<Item = Vec<String>>,
+) -> std::fmt::Result {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(columns.iter().map(|name| name.trim_start_matches('#')));
+    for (name, column) in columns.iter().zip(table.column_iter_mut()) {
+        column.set_padding((0, 2));
+        if name.starts_with('#') {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for row in rows {
+        table.add_row(row);
+    }
+    for line in table.lines() {
+        writeln!(out, "{}", line.trim_end())?;
+    }
+    Ok(())
+}
+
+pub(super) fn more(out: &mut String, indent: &str, left: usize, what: &str) -> std::fmt::Result {
     if left == 0 { Ok(()) } else { writeln!(out, "{indent}… and {left} more {what}; --all shows them") }
 }
 
@@ -138,7 +175,7 @@ impl RedirectStatus {
 
 impl NodeStatus {
     /// What needs attention comes first.
-    fn rank(&self) -> u8 {
+    pub(super) fn rank(&self) -> u8 {
         match &self.session {
             None if self.via.is_empty() => 0,
             None => 3,
@@ -148,7 +185,8 @@ impl NodeStatus {
         }
     }
 
-    fn row(&self) -> Vec<String> {
+    /// The cells below [`NODE_COLUMNS`].
+    pub(super) fn row(&self) -> Vec<String> {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let state = match (&self.session, self.last_seen_s) {
             (None, _) if !self.via.is_empty() => format!("at {}", harmless(&self.via.join(" "))),
@@ -209,6 +247,7 @@ fn bytes(count: u64) -> String {
 mod tests {
     use super::*;
     use crate::inventory::SourceStatus;
+    use crate::role::Role;
     use crate::route::{Conflict, ConflictKind};
     use crate::status::{ConflictStatus, DoorStatus, InventoryStatus, PeerStatus};
 
@@ -257,6 +296,7 @@ mod tests {
             holder: None,
         };
         StatusReport {
+            role: Role::Server,
             version: "0.1.0".to_owned(),
             server_id: "cloud-1".to_owned(),
             uptime_s: 90_000,
@@ -288,12 +328,14 @@ mod tests {
                 counters: [("connect4/redirected".to_owned(), 7), ("connect4/direct".to_owned(), 0)].into(),
                 ..RedirectStatus::default()
             },
+            failures: vec![FailuresStatus { hop: "target".to_owned(), count: 60, recent: Vec::new() }],
             inventory: InventoryStatus {
                 source: SourceStatus {
                     source: "/nodes.yaml".into(),
                     edge: 2,
                     cloud: 1,
                     last_error: Some("line 3".into()),
+                    old_s: Some(7200),
                 },
                 conflicts: vec![ConflictStatus::from(&conflict); 12],
             },
@@ -320,7 +362,8 @@ mod tests {
             "tunnel-server 0.1.0 on cloud-1, up 1d1h: NOT READY, waits for redirect\n",
             "door https at 0.0.0.0:10263: 3 active, 9 accepted\n",
             "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  connect4/redirected 7\n",
-            "inventory /nodes.yaml: 2 edge, 1 cloud\n  NOT IN EFFECT, the last good one is: line 3\n",
+            "failed since the start, by hop: target 60\n",
+            "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT IN EFFECT, the last good one is: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",
             "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections passed to it\n",
             "nodes: 3 of 6 connected, 1 to other servers\n",
@@ -365,6 +408,7 @@ mod tests {
         report.doors[0].name = EVIL.to_owned();
         report.redirect.state = RedirectState::Degraded;
         report.redirect.reason = Some(EVIL.to_owned());
+        report.failures[0].hop = EVIL.to_owned();
         report.redirect.counters = [(EVIL.to_owned(), 1)].into();
         report.inventory.source.source = EVIL.into();
         report.inventory.source.last_error = Some(EVIL.to_owned());
@@ -379,7 +423,7 @@ mod tests {
         let text = report.to_text(true);
         assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text:?}");
-        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 14, "{text:?}");
+        assert_eq!(text.matches("\u{fffd}\u{fffd}FORGED").count(), 15, "{text:?}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A second server with the same state directory on the same host takes over from the first, without a gap.
 //!
-//! The first one listens on a Unix socket in the state directory. The second connects there, and gets the listening
-//! sockets: whatever waits in them is accepted by whoever accepts next, so nothing is lost. Then:
+//! The second connects to the first one's Unix socket (`tunnel_core::takeover`), and gets the listening sockets: whatever
+//! waits in them is accepted by whoever accepts next, so nothing is lost. Then:
 //!
 //! 1. The second one learns the nodes, and asks for the agents: the first one accepts none any more, and tells its own to
 //!    look for its successor. They keep the link that they have until the new one is in use.
@@ -14,21 +14,12 @@ mod message;
 mod predecessor;
 mod successor;
 
-use std::path::{Path, PathBuf};
-
 use tokio::net::TcpListener;
 
-pub(crate) use predecessor::{NODES, Predecessor, TakeOver};
+pub(crate) use predecessor::{NODES, Predecessor, SERVERS, TakeOver};
 pub(crate) use successor::Succession;
 
 use crate::accept::{Gate, Gated};
-
-/// The socket's name in the state directory.
-const SOCKET: &str = "takeover";
-
-fn socket_path(state_dir: &Path) -> PathBuf {
-    state_dir.join(SOCKET)
-}
 
 /// What two servers of one host may have in turns.
 #[derive(Clone, Debug)]

@@ -8,93 +8,61 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::{Readiness, ReadyGuard};
+use tunnel_core::takeover;
 
-use super::message::{Answer, Ask, Hello, receive, receive_sockets, send};
-use super::{Gates, socket_path};
+use super::Gates;
+use super::message::{Answer, Ask, Hello};
 use crate::redirect::{Orphans, Redirect};
 use crate::route::Router;
 use crate::session::Sessions;
 
-/// How long the first server may take to answer.
-const ANSWER: Duration = Duration::from_secs(5);
 /// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within
 /// four seconds.
 const QUIET: Duration = Duration::from_secs(10);
 /// How long agents are waited for altogether.
 const LONGEST: Duration = Duration::from_secs(120);
+/// How long a redirector waits for its first link with a server.
+const LINKED: Duration = Duration::from_secs(10);
 /// How often to look.
 const CHECK: Duration = Duration::from_millis(20);
 /// The same for each node that is looked for.
 const EACH: Duration = Duration::from_micros(5);
 
 /// The server that runs on this host with the same state directory.
-pub(crate) struct Predecessor {
-    stream: UnixStream,
-    hello: Hello,
-    sockets: Vec<Option<OwnedFd>>,
-}
+pub(crate) struct Predecessor(takeover::Predecessor<Hello>);
 
 impl Predecessor {
     /// None: there is none, or none that answers. In that case it has the ports, and binding them fails.
     pub(crate) async fn find(state_dir: &Path) -> Option<Self> {
-        let path = socket_path(state_dir);
-        let stream = UnixStream::connect(&path).await.ok()?;
-        match timeout(ANSWER, Self::greet(stream)).await {
-            Ok(Ok(found)) => {
-                let Hello { version, server_id, pid, .. } = &found.hello;
-                tracing::info!(server_id, version, pid, "taking over from the server that runs here");
-                Some(found)
-            }
-            Ok(Err(error)) => {
-                tracing::warn!(path = %path.display(), %error, "the server that runs here cannot be taken over from");
-                None
-            }
-            Err(_) => {
-                tracing::warn!(path = %path.display(), "the server that runs here does not answer within 5 s");
-                None
-            }
-        }
-    }
-
-    async fn greet(mut stream: UnixStream) -> io::Result<Self> {
-        let sockets = receive_sockets(&stream).await?;
-        let hello: Hello = receive(&mut stream).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-        if hello.listeners.len() != sockets.len() {
-            let reason = format!("{} sockets came for {} doors", sockets.len(), hello.listeners.len());
-            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
-        }
-        Ok(Self { stream, hello, sockets: sockets.into_iter().map(Some).collect() })
+        takeover::Predecessor::find(state_dir).await.map(Self)
     }
 
     /// Its listening socket of `door` at an address that `fits`.
     pub(crate) fn listener(&mut self, door: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<TcpListener> {
-        let index = self.hello.listeners.iter().position(|(name, at)| name == door && fits(*at))?;
-        let listener = TcpListener::from(self.sockets.get_mut(index)?.take()?);
-        listener.set_nonblocking(true).ok()?;
-        Some(listener)
+        self.0.listener(door, fits)
+    }
+
+    /// Its listening socket of this name that has no address.
+    pub(crate) fn socket(&mut self, name: &str) -> Option<OwnedFd> {
+        self.0.socket(name, |_| true)
     }
 
     /// What it redirects, and the first token of each.
     pub(crate) fn tokens(&self) -> &[(IpNet, IpAddr)] {
-        &self.hello.tokens
+        &self.0.own().tokens
     }
 
     /// The folder of its pins.
     pub(crate) fn pins(&self) -> Option<&Path> {
-        self.hello.pins.as_deref()
+        self.0.own().pins.as_deref()
     }
 
-    async fn ask(&mut self, ask: Ask) -> io::Result<Answer> {
-        let answered = async {
-            send(&mut self.stream, &ask).await?;
-            receive(&mut self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
-        };
-        timeout(ANSWER, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    fn server_id(&self) -> &str {
+        &self.0.own().server_id
     }
 }
 
@@ -123,19 +91,28 @@ impl TakeOver {
         while self.readiness.names().iter().any(|name| name == NODES) {
             sleep(CHECK).await;
         }
+        if predecessor.is_some() {
+            // A redirector reaches no node before it is linked; the one before does.
+            let linked = async {
+                while self.readiness.names().iter().any(|name| name == SERVERS) {
+                    sleep(CHECK).await;
+                }
+            };
+            let _ = timeout(LINKED, linked).await;
+        }
         let mut predecessor = predecessor;
         if let Some(before) = &mut predecessor {
             let started = Instant::now();
             match self.hand_over(before).await {
                 Ok((told, came)) => tracing::info!(
-                    server_id = before.hello.server_id,
+                    server_id = before.server_id(),
                     told,
                     came,
                     took_ms = started.elapsed().as_millis(),
                     "took over from the server before: it finishes what it carries"
                 ),
                 Err(error) => {
-                    tracing::warn!(server_id = before.hello.server_id, %error, "the server before ended meanwhile");
+                    tracing::warn!(server_id = before.server_id(), %error, "the server before ended meanwhile");
                 }
             }
         } else {
@@ -145,15 +122,14 @@ impl TakeOver {
         self.gates.doors.set(true);
         let Self { pending, .. } = self;
         pending.ready();
-        if let Some(mut before) = predecessor {
-            // It says nothing more; this ends when it does.
-            let _ = receive::<Answer>(&mut before.stream).await;
+        if let Some(before) = predecessor {
+            before.0.ended().await;
         }
     }
 
     /// How many nodes' agents were told, and how many of them have come.
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
-        let told = match before.ask(Ask::Agents).await? {
+        let told = match before.0.ask(&Ask::Agents).await? {
             Answer::Told(nodes) => nodes,
             Answer::Released => return Err(unexpected()),
         };
@@ -171,7 +147,7 @@ impl TakeOver {
             sleep(pause).await;
         };
         self.apply_routes().await;
-        match before.ask(Ask::Doors).await? {
+        match before.0.ask(&Ask::Doors).await? {
             Answer::Released => Ok((told.len(), came)),
             Answer::Told(_) => Err(unexpected()),
         }
@@ -190,6 +166,8 @@ impl TakeOver {
 
 /// What a start waits for until the nodes are known.
 pub(crate) const NODES: &str = "nodes";
+/// What a redirector's start waits for until it is linked with a server.
+pub(crate) const SERVERS: &str = "a server";
 
 fn unexpected() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "an answer to something else")

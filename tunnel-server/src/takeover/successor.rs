@@ -2,19 +2,17 @@
 
 use std::future::pending;
 use std::io;
-use std::net::SocketAddr;
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::admin::Accepting;
+use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
 
-use super::message::{Answer, Ask, Hello, receive, send, send_sockets};
-use super::{Gates, socket_path};
+use super::Gates;
+use super::message::{Answer, Ask, Hello};
 use crate::agent_port::Handover;
 use crate::redirect::Redirect;
 use crate::session::Sessions;
@@ -35,7 +33,7 @@ pub(crate) enum Phase {
 pub(crate) struct Succession {
     pub(crate) server_id: String,
     /// Those that a successor gets; dropped when this server stops, so that nothing waits in them.
-    pub(crate) sockets: Mutex<Vec<(String, SocketAddr, OwnedFd)>>,
+    pub(crate) sockets: Arc<Copies>,
     pub(crate) gates: Gates,
     /// The admin port's.
     pub(crate) admin: Option<Accepting>,
@@ -43,8 +41,8 @@ pub(crate) struct Succession {
     pub(crate) redirect: Option<Arc<Redirect>>,
     pub(crate) handover: watch::Sender<Handover>,
     pub(crate) phase: watch::Sender<Phase>,
-    /// Ends what a cluster must have from one server only.
-    pub(crate) passed: CancellationToken,
+    /// Whether this server does what a cluster must have from one server only.
+    pub(crate) eligible: watch::Sender<bool>,
 }
 
 impl Succession {
@@ -55,20 +53,15 @@ impl Succession {
             return;
         }
         let path = socket_path(&state_dir);
-        let listener = match listen(&path) {
-            Ok(listener) => listener,
-            Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "no other server can take over from this one");
-                return;
-            }
-        };
         let serve = async {
-            loop {
-                match listener.accept().await {
-                    Ok((stream, _)) => self.serve(stream).await,
-                    Err(error) => {
-                        tracing::warn!(%error, "cannot accept a successor");
-                        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+            while let Some(listener) = bind(&path) {
+                while listener.is_found() {
+                    match listener.accept().await {
+                        Ok(stream) => self.serve(stream).await,
+                        Err(error) => {
+                            tracing::warn!(%error, "cannot accept a successor");
+                            tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+                        }
                     }
                 }
             }
@@ -98,16 +91,12 @@ impl Succession {
 
     /// Ends when the successor does.
     async fn pass(&self, stream: &mut UnixStream) -> io::Result<()> {
-        let peer = stream.peer_cred()?;
-        if peer.uid() != 0 && peer.uid() != nix::unistd::geteuid().as_raw() {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("user {}", peer.uid())));
-        }
-        let hello = self.hello(stream).await?;
-        send(stream, &hello).await?;
+        let pid = takeover::successor(stream)?;
+        self.sockets.greet(stream, env!("CARGO_PKG_VERSION"), self.hello()).await?;
         if let Some(admin) = &self.admin {
             admin.set(false);
         }
-        tracing::info!(pid = peer.pid(), "another server takes over from this one");
+        tracing::info!(pid, "another server takes over from this one");
         loop {
             match receive(stream).await? {
                 None => return Ok(()),
@@ -125,7 +114,7 @@ impl Succession {
                     }
                     self.handover.send_replace(Handover::All);
                     send(stream, &Answer::Released).await?;
-                    self.passed.cancel();
+                    self.eligible.send_replace(false);
                     self.phase.send_replace(Phase::Passed);
                     tracing::info!("the other server has taken over: this one finishes what it carries");
                 }
@@ -133,25 +122,13 @@ impl Succession {
         }
     }
 
-    async fn hello(&self, stream: &UnixStream) -> io::Result<Hello> {
-        let (listeners, copies) = {
-            let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-            let listeners: Vec<_> = sockets.iter().map(|(door, at, _)| (door.clone(), *at)).collect();
-            let copies =
-                sockets.iter().map(|(_, _, socket)| socket.try_clone()).collect::<io::Result<Vec<_>>>()?;
-            (listeners, copies)
-        };
-        let borrowed: Vec<_> = copies.iter().map(|socket| socket.as_fd()).collect();
-        send_sockets(stream, &borrowed).await?;
+    fn hello(&self) -> Hello {
         let redirect = self.redirect.as_ref();
-        Ok(Hello {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+        Hello {
             server_id: self.server_id.clone(),
-            pid: std::process::id(),
-            listeners,
             pins: redirect.and_then(|redirect| redirect.pinned_in()),
             tokens: redirect.map(|redirect| redirect.tokens()).unwrap_or_default(),
-        })
+        }
     }
 
     async fn take_back(&self) {
@@ -168,11 +145,12 @@ impl Succession {
         self.handover.send_replace(Handover::Nothing);
         self.gates.agents.set(true);
         self.gates.doors.set(true);
+        self.eligible.send_replace(true);
     }
 
     /// Closes the copies of the listening sockets, so that nothing waits in them once this server accepts no more.
     pub(crate) fn close(&self) {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.sockets.close();
     }
 
     /// Waits until the successor has taken over; for ever if there is never one.
@@ -188,13 +166,10 @@ impl Succession {
     }
 }
 
-fn listen(path: &Path) -> io::Result<UnixListener> {
-    // Nobody listens there any more, or the server from which this one has taken over.
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-    Ok(listener)
+fn bind(path: &Path) -> Option<Listener> {
+    Listener::bind(path)
+        .inspect_err(|error| {
+            tracing::warn!(path = %path.display(), %error, "no other server can take over from this one");
+        })
+        .ok()
 }

@@ -1,5 +1,6 @@
 //! A fake API server, and a server's view of it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use postern_fake_kube::ApiServer;
@@ -110,10 +111,11 @@ pub(crate) fn inventory(edge: &[&str], cloud: &[&str]) -> Arc<Inventory> {
         kubelet_port: DEFAULT_KUBELET_PORT,
         pod_cidrs: Vec::new(),
         created: None,
+        labels: BTreeMap::new(),
     };
     let edge = edge.iter().map(|name| node(name, true, "192.168.50.2".into()));
     let cloud = (1..).zip(cloud).map(|(n, name)| node(name, false, format!("10.0.0.{n}")));
-    Arc::new(Inventory { nodes: edge.chain(cloud).collect() })
+    Arc::new(edge.chain(cloud).collect::<Inventory>())
 }
 
 /// Without any node.

@@ -5,7 +5,9 @@ use std::fs::{self, File};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
-use tunnel_server::redirect::{Redirect, RedirectConfig, RedirectError, checks};
+use tunnel_server::redirect::{
+    Redirect, RedirectConfig, RedirectError, checks, foreign_lookups, missing_token_routes,
+};
 
 use crate::Case;
 use crate::harness::{cgroup_mount, own_cgroup};
@@ -15,12 +17,15 @@ use crate::support::{Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired,
 pub(crate) const CASES: &[Case] = &[
     ("failures::foreign_exclusive_program", foreign),
     ("failures::foreign_exclusive_program_in_a_parent", foreign_in_parent),
+    ("failures::foreign_sk_lookup_program", foreign_lookup),
+    ("failures::missing_token_routes", token_routes_missing),
     ("failures::not_a_cgroup", not_a_cgroup),
     ("failures::cgroup_namespace_root", namespace_root),
     ("failures::no_cgroup_v2_mounted", nothing_mounted),
     ("failures::process_outside_the_cgroup", outside),
     ("failures::missing_capabilities", capabilities),
     ("failures::the_documented_capabilities_are_enough", documented_capabilities),
+    ("failures::this_kernel_needs_no_perfmon", without_perfmon),
     ("failures::token_range_too_small", small_range),
     ("failures::without_ipv6_the_rest_works", without_ipv6),
     ("failures::without_an_ipv6_listener_the_rest_works", without_v6_listener),
@@ -65,6 +70,28 @@ fn foreign_in_parent() {
         other => panic!("{other}"),
     }
     drop(program);
+}
+
+/// It is listed beside ours, which is not.
+fn foreign_lookup() {
+    let world = World::start(&desired(&[EDGE]));
+    assert_eq!(foreign_lookups().unwrap(), Vec::<String>::new());
+    let link = raw::attach_lookup(&File::open("/proc/thread-self/ns/net").unwrap());
+    let found = foreign_lookups().unwrap();
+    assert!(found.len() == 1 && found[0].starts_with("cil_lookup (id "), "{found:?}");
+    drop((link, world));
+}
+
+fn token_routes_missing() {
+    let both = [config().token_range.to_string(), config().token_range_v6.to_string()];
+    let missing = || -> Vec<String> {
+        missing_token_routes(&config()).unwrap().iter().map(ToString::to_string).collect()
+    };
+    assert_eq!(missing(), both);
+    let world = World::start(&desired(&[EDGE]));
+    assert_eq!(missing(), Vec::<String>::new());
+    drop(world);
+    assert_eq!(missing(), both);
 }
 
 fn not_a_cgroup() {
@@ -131,9 +158,17 @@ fn capabilities() {
     message_has(&error, &["run as root", "AmbientCapabilities="]);
 }
 
-/// As in the shipped pod. The verifier is stricter with programs of those without CAP_PERFMON.
+/// As in the shipped pod.
 fn documented_capabilities() {
-    let only = CapabilitySet::BPF | CapabilitySet::NET_ADMIN;
+    redirects_with(CapabilitySet::BPF | CapabilitySet::PERFMON | CapabilitySet::NET_ADMIN);
+}
+
+/// Older ones do (6.1): the verifier is stricter with programs of those without.
+fn without_perfmon() {
+    redirects_with(CapabilitySet::BPF | CapabilitySet::NET_ADMIN);
+}
+
+fn redirects_with(only: CapabilitySet) {
     let sets = CapabilitySets { effective: only, permitted: only, inheritable: CapabilitySet::empty() };
     set_capabilities(None, sets).unwrap();
     let world = World::start(&desired(&[EDGE, EDGE_V6]));

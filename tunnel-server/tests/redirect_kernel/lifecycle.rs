@@ -26,6 +26,7 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::lost_route_is_noticed_and_restored", lost_route),
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
+    ("lifecycle::beside_programs_of_others", beside_others),
     ("lifecycle::programs_fit_the_instruction_budget", budget),
     ("lifecycle::programs_log_at_debug_level", program_log),
 ];
@@ -210,6 +211,26 @@ fn verify_while_closed() {
     world.redirect.apply(&tunnel_server::redirect::Desired::default()).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+}
+
+/// With programs of Cilium's kind at the same hooks, attached before and while the redirect runs.
+fn beside_others() {
+    let service = "10.96.0.1";
+    let edge = |text: &str| text.parse().unwrap();
+    let before = raw::attach_balancer(&cgroup(), edge(service), edge(EDGE.0));
+    let lookup = raw::attach_lookup(&netns());
+    let world = World::start(&desired(&[EDGE, EDGE_B]));
+    let after = raw::attach_balancer(&cgroup(), edge("10.96.0.2"), edge(EDGE_B.0));
+    assert_eq!(programs(), (3, 2));
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    // Programs run in the order in which they were attached: what the first one chose is redirected, what the last one did
+    // goes direct.
+    assert_eq!(ask(at(service, PORT)).unwrap().local, at(EDGE.1, PORT));
+    fails(at("10.96.0.2", PORT), libc::ENETUNREACH);
+    runtime().block_on(world.redirect.verify()).unwrap();
+    drop(world);
+    assert_eq!(programs(), (2, 1), "the others' stay");
+    drop((before, after, lookup));
 }
 
 fn budget() {

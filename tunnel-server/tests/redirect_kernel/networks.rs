@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use nix::libc;
 use tokio_util::sync::CancellationToken;
+use tunnel_server::shared_map::SharedSet;
 
 use crate::Case;
 use crate::peer::Peer;
@@ -134,7 +135,7 @@ fn excluded_wins() {
     desired.excluded.insert(net_of("10.8.0.0/16"));
     world.redirect.apply(&desired).unwrap();
     fails(at(EDGE_B.0, PORT), libc::ENETUNREACH);
-    desired.excluded.clear();
+    desired.excluded = SharedSet::default();
     world.redirect.apply(&desired).unwrap();
     ask(at(EDGE.0, PORT)).unwrap();
     ask(at(EDGE_B.0, PORT)).unwrap();

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use aya::programs::loaded_links;
@@ -11,9 +12,12 @@ use nix::libc;
 const BPF_PROG_LOAD: libc::c_int = 5;
 const BPF_PROG_ATTACH: libc::c_int = 8;
 const BPF_PROG_QUERY: libc::c_int = 16;
+const BPF_LINK_CREATE: libc::c_int = 28;
 const BPF_LINK_GET_FD_BY_ID: libc::c_int = 30;
 const BPF_LINK_DETACH: libc::c_int = 34;
 const BPF_PROG_TYPE_CGROUP_SOCK_ADDR: u32 = 18;
+const BPF_PROG_TYPE_SK_LOOKUP: u32 = 30;
+const BPF_F_ALLOW_MULTI: u32 = 2;
 pub(crate) const CONNECT4: u32 = 10;
 pub(crate) const SK_LOOKUP: u32 = 36;
 
@@ -33,25 +37,56 @@ fn split(pointer: *const u8) -> [u32; 2] {
     [pointer as u32, (pointer >> 32) as u32]
 }
 
+/// `r0 = 1; exit`: let it pass.
+const PASS: [u64; 2] = [0x0000_0001_0000_00b7, 0x0000_0000_0000_0095];
+
+fn load(kind: u32, hook: u32, name: &str, program: &[u64]) -> OwnedFd {
+    let license = c"GPL";
+    let mut padded = [0_u8; 16];
+    padded[..name.len()].copy_from_slice(name.as_bytes());
+    let length = u32::try_from(program.len()).expect("a short program");
+    let mut words = [[kind, length], split(program.as_ptr().cast()), split(license.as_ptr().cast())].concat();
+    words.resize(12, 0);
+    words.extend(padded.chunks(4).map(|part| u32::from_le_bytes(part.try_into().expect("four bytes"))));
+    words.extend([0, hook]);
+    owned(bpf(BPF_PROG_LOAD, &words).expect("load"))
+}
+
+fn owned(fd: i64) -> OwnedFd {
+    // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
+    unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) }
+}
+
 /// Loads `return 1` for connect4 and attaches it the old way, without flags: no other program may attach.
 pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
-    // r0 = 1; exit
-    let program: [u64; 2] = [0x0000_0001_0000_00b7, 0x0000_0000_0000_0095];
-    let license = c"GPL";
-    let mut name = [0_u8; 16];
-    name[..10].copy_from_slice(b"old_cilium");
-    let mut words =
-        [[BPF_PROG_TYPE_CGROUP_SOCK_ADDR, 2], split(program.as_ptr().cast()), split(license.as_ptr().cast())]
-            .concat();
-    words.resize(12, 0);
-    words.extend(name.chunks(4).map(|part| u32::from_le_bytes(part.try_into().expect("four bytes"))));
-    words.extend([0, CONNECT4]);
-    let fd = bpf(BPF_PROG_LOAD, &words).expect("load");
-    // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
-    let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
+    let fd = load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, "old_cilium", &PASS);
     let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, 0];
     bpf(BPF_PROG_ATTACH, &attach).expect("attach");
     fd
+}
+
+/// What balances the load of Services at connect(), as Cilium does: beside other programs, and `service` becomes `backend`.
+pub(crate) fn attach_balancer(cgroup: &File, service: Ipv4Addr, backend: Ipv4Addr) -> OwnedFd {
+    let word = |address: Ipv4Addr| u64::from(u32::from_ne_bytes(address.octets())) << 32;
+    let program = [
+        0x0004_1261,                 // r2 = ctx->user_ip4
+        word(service) | 0x0002_0255, // if r2 != service: skip two
+        word(backend) | 0x03b7,      // r3 = backend
+        0x0004_3163,                 // ctx->user_ip4 = r3
+        PASS[0],
+        PASS[1],
+    ];
+    let fd = load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, "cil_sock4", &program);
+    let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, BPF_F_ALLOW_MULTI];
+    bpf(BPF_PROG_ATTACH, &attach).expect("attach");
+    fd
+}
+
+/// A lookup of another owner in a network namespace, which leaves all to the next; it ends with the descriptor.
+pub(crate) fn attach_lookup(netns: &File) -> OwnedFd {
+    let program = load(BPF_PROG_TYPE_SK_LOOKUP, SK_LOOKUP, "cil_lookup", &PASS);
+    let create = [program.as_raw_fd() as u32, netns.as_raw_fd() as u32, SK_LOOKUP, 0];
+    owned(bpf(BPF_LINK_CREATE, &create).expect("link"))
 }
 
 /// How many programs are attached to a hook of a cgroup or network namespace.
@@ -72,9 +107,7 @@ pub(crate) fn attached(target: &File, hook: u32) -> usize {
 pub(crate) fn detach_link_of(program: u32) {
     let link =
         loaded_links().filter_map(Result::ok).find(|link| link.program_id() == program).expect("its link");
-    let fd = bpf(BPF_LINK_GET_FD_BY_ID, &[link.id()]).expect("link by id");
-    // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
-    let fd = unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) };
+    let fd = owned(bpf(BPF_LINK_GET_FD_BY_ID, &[link.id()]).expect("link by id"));
     bpf(BPF_LINK_DETACH, &[fd.as_raw_fd() as u32]).expect("detach");
 }
 

@@ -1,20 +1,24 @@
 //! Many nodes, many connections. Times are reported, not asserted.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
-use tunnel_server::redirect::{Applied, Desired, Redirect, RedirectError, RouteTarget};
+use prometheus_client::registry::Registry;
+use tunnel_server::inventory::InventoryNode;
+use tunnel_server::redirect::{Applied, Desired, MAX_ROUTES, Redirect, RedirectConfig, RouteTarget};
+use tunnel_server::route::{Holder, Router, RouterConfig};
 
 use crate::Case;
 use crate::peer::Peer;
-use crate::support::{Door, EDGE, PORT, World, ask, at, config, counter, desired, sysctl};
+use crate::support::{Door, EDGE, PORT, World, ask, config, counter, desired, sysctl};
 
 pub(crate) const CASES: &[Case] = &[
     ("scale::no_change_is_no_write", no_change),
     ("scale::five_thousand_nodes_and_a_hundred_thousand", many_nodes),
-    ("scale::more_than_fits_is_refused_and_nothing_lost", too_many),
+    ("scale::what_does_not_fit_is_left_out_and_the_rest_works", too_many),
+    ("scale::a_token_range_that_is_too_small_serves_whom_it_can", too_few_tokens),
     ("scale::thirty_thousand_connections_to_one_node", many_connections),
 ];
 
@@ -62,7 +66,8 @@ fn many_nodes() {
         assert_eq!(world.redirect.apply(&state).unwrap(), Applied::default());
         let nothing = begun.elapsed();
         let mut down = state.clone();
-        down.routes.values_mut().next().unwrap().up = false;
+        let first = *down.routes.keys().next().unwrap();
+        down.routes.get_mut(&first).unwrap().up = false;
         let begun = Instant::now();
         assert_eq!(world.redirect.apply(&down).unwrap(), Applied { writes: 1, deletes: 0 });
         println!(
@@ -95,17 +100,105 @@ fn many_nodes() {
     println!("report stop with 100000 nodes: {:?}", begun.elapsed());
 }
 
+/// A router whose nodes have one address each, from 11.0.0.0 on, and their sessions.
+fn routed(nodes: u32, token_range: &str) -> (Router, Registry) {
+    let config = RouterConfig {
+        token_range: token_range.parse().unwrap(),
+        token_range_v6: RedirectConfig::default().token_range_v6,
+        ports: [PORT].into(),
+        pods: Vec::new(),
+        host: None,
+        edge_addresses: Vec::new(),
+        foreign: Vec::new(),
+        exclude: Vec::new(),
+        clients: Vec::new(),
+        host_addresses: || None,
+    };
+    let mut registry = Registry::default();
+    let router = Router::new(config, &mut registry);
+    let node = |n: u32| InventoryNode {
+        name: format!("edge-{n}").parse().unwrap(),
+        edge: true,
+        addresses: vec![nth(n).into()],
+        left_out: 0,
+        kubelet_port: PORT,
+        pod_cidrs: Vec::new(),
+        created: None,
+        labels: BTreeMap::new(),
+    };
+    router.set_inventory((0..nodes).map(node).collect());
+    (0..nodes).for_each(|n| router.set_live(&format!("edge-{n}").parse().unwrap(), Holder::This, true));
+    (router, registry)
+}
+
+fn nth(n: u32) -> Ipv4Addr {
+    Ipv4Addr::from(0x0b00_0000 + n)
+}
+
+/// How many addresses of the inventory are counted under this kind.
+fn counted(registry: &Registry, kind: &str) -> usize {
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
+    let line = text.lines().find(|line| line.contains(&format!("kind=\"{kind}\"")));
+    line.and_then(|line| line.rsplit_once(' ')?.1.parse().ok()).expect("the metric is there")
+}
+
 fn too_many() {
-    let world = World::start(&desired(&[EDGE]));
-    let mut state = Desired { ports: [PORT].into(), ..Desired::default() };
-    for n in 0..131_073_u32 {
-        state.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0b00_0000 + n))));
+    let world = World::with(
+        RedirectConfig { token_range: "100.64.0.0/10".parse().unwrap(), ..config() },
+        &Desired::default(),
+    );
+    let (router, registry) = routed(140_001, "100.64.0.0/10");
+    let begun = Instant::now();
+    let applied = world.redirect.apply(&router.desired()).unwrap();
+    println!("report 140,001 nodes: {} writes in {:?}", applied.writes, begun.elapsed());
+    let left_out = 140_001 - MAX_ROUTES;
+    assert_eq!(counted(&registry, "no_room"), left_out);
+    assert_eq!(router.snapshot().conflicts().len(), left_out, "and status lists them");
+    // Both ends of those that fit.
+    for n in [0, u32::try_from(MAX_ROUTES).unwrap() - 1] {
+        let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(nth(n)))).unwrap().token;
+        assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
     }
-    let error = world.redirect.apply(&state).unwrap_err();
-    assert!(matches!(error, RedirectError::Full { .. }), "{error}");
-    println!("report {error}");
-    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
-    assert_eq!(world.redirect.apply(&desired(&[EDGE])).unwrap(), Applied::default());
+    // An agent that leaves, at once and alone.
+    router.set_live(&"edge-7".parse().unwrap(), Holder::This, false);
+    assert_eq!(world.redirect.apply(&router.desired()).unwrap(), Applied { writes: 1, deletes: 0 });
+
+    // Exclusions that do not fit change nothing: no route has them.
+    let mut state = router.desired();
+    for n in 0..131_073_u32 {
+        state.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0c00_0000 + n))));
+    }
+    world.redirect.apply(&state).unwrap();
+    assert!(world.redirect.left_out() > 0);
+    println!("report {} exclusions left out", world.redirect.left_out());
+    let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(nth(1)))).unwrap().token;
+    assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (token, PORT).into());
+    world.redirect.apply(&router.desired()).unwrap();
+    assert_eq!(world.redirect.left_out(), 0);
+}
+
+fn too_few_tokens() {
+    let world = World::with(
+        RedirectConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..config() },
+        &Desired::default(),
+    );
+    let (router, registry) = routed(1000, "198.18.0.0/24");
+    world.redirect.apply(&router.desired()).unwrap();
+    let desired = router.desired();
+    let with: Vec<u32> =
+        (0..1000).filter(|n| desired.routes.get(&IpNet::from(IpAddr::V4(nth(*n)))).unwrap().up).collect();
+    assert_eq!(counted(&registry, "no_token"), 1000 - with.len());
+    assert_eq!(with.len(), 238, "256 without the network's, the unassigned one and the reserved 16");
+    for n in [with[0], with[237]] {
+        let token = desired.routes.get(&IpNet::from(IpAddr::V4(nth(n)))).unwrap().token;
+        assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
+    }
+    // Who has no token is not reached by another way, where the kernel can say so.
+    if world.redirect.fails_at_connect() {
+        let without = (0..1000).find(|n| !with.contains(n)).unwrap();
+        TcpStream::connect((nth(without), PORT)).unwrap_err();
+    }
 }
 
 fn many_connections() {

@@ -3,7 +3,6 @@ use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use postern_testbed::load_target::CARRIED;
@@ -19,6 +18,7 @@ use tunnel_core::carry::prepare_socket;
 
 use super::carry::carry;
 use super::{ALPN, endpoint, provider, transport};
+use crate::accept;
 
 type Link = watch::Receiver<Option<Connection>>;
 
@@ -41,7 +41,8 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
             // What it accepts inherits this.
             prepare_socket(&listener).context("socket options")?;
-            tasks.spawn(accept_all(listener, link.clone(), port));
+            let link = link.clone();
+            tasks.spawn(accept::each(listener, move |socket| serve(link.clone(), socket, port)));
         }
         tasks.join_next().await;
         anyhow::bail!("a listener ended")
@@ -69,21 +70,6 @@ async fn accept_links(endpoint: Endpoint, links: watch::Sender<Option<Connection
             Ok(link) => drop(links.send_replace(Some(link))),
             Err(error) => eprintln!("a link: {error}"),
         }
-    }
-}
-
-async fn accept_all(listener: TcpListener, link: Link, port: u16) {
-    loop {
-        let Ok((socket, _)) = listener.accept().await else {
-            // Out of descriptors: wait for some to be closed.
-            tokio::time::sleep(Duration::from_millis(10)).await;
-            continue;
-        };
-        let link = link.clone();
-        tokio::spawn(async move {
-            // The client sees how the connection ended.
-            serve(link, socket, port).await.ok();
-        });
     }
 }
 

@@ -31,6 +31,7 @@ use tunnel_core::proto::Segment;
 use tunnel_core::proto::agent_client::AgentClient;
 
 use super::carry::{Outward, directions, inward, provider};
+use crate::accept;
 
 /// How long the other end may take to listen.
 const START: Duration = Duration::from_secs(20);
@@ -53,7 +54,8 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
             // What it accepts inherits this.
             prepare_socket(&listener).context("socket options")?;
-            doors.spawn(accept_all(listener, client.clone(), SocketAddr::new(edge.ip(), port)));
+            let (client, target) = (client.clone(), SocketAddr::new(edge.ip(), port));
+            doors.spawn(accept::each(listener, move |socket| carry(client.clone(), socket, target)));
         }
         doors.join_next().await;
         anyhow::bail!("a listener ended")
@@ -114,21 +116,6 @@ impl Service<Uri> for Connector {
             link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
             Ok(TokioIo::new(stream))
         })
-    }
-}
-
-async fn accept_all(listener: TcpListener, client: AgentClient<Channel>, target: SocketAddr) {
-    loop {
-        let Ok((socket, _)) = listener.accept().await else {
-            // Out of descriptors: wait for some to be closed.
-            tokio::time::sleep(Duration::from_millis(10)).await;
-            continue;
-        };
-        let client = client.clone();
-        tokio::spawn(async move {
-            // The client sees how the connection ended.
-            carry(client, socket, target).await.ok();
-        });
     }
 }
 

@@ -11,6 +11,7 @@ mod tonic;
 
 use anyhow::Result;
 use postern_testbed::Testbed;
+use postern_testbed::netns::Namespace;
 
 use crate::dial::Dialer;
 use crate::line::Peer;
@@ -23,6 +24,7 @@ pub(crate) use tls::Certificates;
 /// Starts a peer and waits until a connection through it works.
 pub(crate) async fn start<'a>(
     testbed: &'a Testbed,
+    neighbour: &'a Namespace,
     peer: Peer,
     programs: &Programs,
     certificates: &Certificates,
@@ -43,6 +45,7 @@ pub(crate) async fn start<'a>(
         Peer::Quic => quic::start(testbed, certificates, "cubic")?,
         Peer::QuicBbr => quic::start(testbed, certificates, "bbr")?,
         Peer::Postern => postern::start(testbed).await?,
+        Peer::PosternPassedOn => postern::start_passed_on(testbed, neighbour).await?,
     };
     running.wait_ready(peer).await?;
     Ok(running)

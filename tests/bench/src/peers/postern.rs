@@ -1,9 +1,10 @@
 //! Postern: a server in the cloud, an agent on the edge behind NAT.
-use anyhow::Result;
-use postern_testbed::Testbed;
+use anyhow::{Context as _, Result};
 use postern_testbed::agent;
 use postern_testbed::load_target::CARRIED;
-use postern_testbed::server::Builder;
+use postern_testbed::netns::Namespace;
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::{NEIGHBOUR, Testbed};
 
 use super::running::{BEHIND_NAT, Keep, Running};
 use crate::dial::Dialer;
@@ -18,7 +19,23 @@ pub(crate) fn server_builder(testbed: &Testbed) -> Builder<'_> {
 /// Server and agent, without waiting for a connection.
 pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
     let server = server_builder(testbed).start().await?;
-    let agent = agent::Builder::new(&server, BEHIND_NAT);
+    with_agent(testbed, vec![server]).await
+}
+
+/// The agent is at the server on `neighbour`: the one that redirects passes every connection on to it.
+pub(crate) async fn start_passed_on<'a>(
+    testbed: &'a Testbed,
+    neighbour: &'a Namespace,
+) -> Result<Running<'a>> {
+    let first = server_builder(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
+    let second = Builder::on_neighbour(&first, neighbour)?.flag("--drain-timeout=1s").start().await?;
+    with_agent(testbed, vec![first, second]).await
+}
+
+/// An agent at the last of the servers.
+async fn with_agent<'a>(testbed: &'a Testbed, servers: Vec<Server<'a>>) -> Result<Running<'a>> {
+    let server = servers.last().context("no server")?;
+    let agent = agent::Builder::new(server, BEHIND_NAT);
     let node = testbed.edge(BEHIND_NAT).name.clone();
     // An agent that ran before has its certificate.
     let enrolled = agent.state_dir().join("agent.crt").exists();
@@ -26,6 +43,7 @@ pub(crate) async fn start(testbed: &Testbed) -> Result<Running<'_>> {
     let agent = agent.flag("--drain-timeout=1s").spawn()?;
     server.wait_connected(&node, true, agent::START).await?;
     let dialer = Dialer::Tcp(testbed.edge(BEHIND_NAT).ip());
-    let parts = vec![Part::new(Side::Cloud, &server.process), Part::new(Side::Edge, &agent.process)];
-    Ok(Running { dialer, parts, edge: BEHIND_NAT, keep: Keep::Postern(Box::new((server, agent))) })
+    let mut parts: Vec<Part> = servers.iter().map(|server| Part::new(Side::Cloud, &server.process)).collect();
+    parts.push(Part::new(Side::Edge, &agent.process));
+    Ok(Running { dialer, parts, edge: BEHIND_NAT, keep: Keep::Postern(Box::new((servers, agent))) })
 }

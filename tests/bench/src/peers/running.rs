@@ -35,7 +35,8 @@ pub(crate) struct Running<'a> {
 #[derive(Debug)]
 pub(super) enum Keep<'a> {
     Processes(Vec<(Side, Process)>),
-    Postern(Box<(Server<'a>, Agent<'a>)>),
+    /// The server that redirects first.
+    Postern(Box<(Vec<Server<'a>>, Agent<'a>)>),
 }
 
 impl<'a> Running<'a> {
@@ -62,7 +63,7 @@ impl<'a> Running<'a> {
     /// The server, if this is Postern.
     pub(crate) fn server(&self) -> Option<&Server<'a>> {
         match &self.keep {
-            Keep::Postern(both) => Some(&both.0),
+            Keep::Postern(both) => both.0.first(),
             Keep::Processes(_) => None,
         }
     }
@@ -72,11 +73,13 @@ impl<'a> Running<'a> {
         match self.keep {
             Keep::Processes(_) => Ok(()),
             Keep::Postern(both) => {
-                let (mut server, mut agent) = *both;
+                let (servers, mut agent) = *both;
                 let status = agent.process.stop().await?;
                 ensure!(status.success(), "the agent ended with {status}");
-                let status = server.process.stop().await?;
-                ensure!(status.success(), "the server ended with {status}");
+                for mut server in servers {
+                    let status = server.process.stop().await?;
+                    ensure!(status.success(), "a server ended with {status}");
+                }
                 Ok(())
             }
         }

@@ -5,13 +5,14 @@ use crate::options::Options;
 use crate::record::Record;
 
 /// What Postern is compared with on every line; of several the one that is better on that line.
-pub(super) const COMPARED: [(&[Peer], &str); 6] = [
+pub(super) const COMPARED: [(&[Peer], &str); 7] = [
     (&Peer::KONNECTIVITY, "konnectivity"),
     (&[Peer::Rathole], "rathole"),
     (&[Peer::Tonic], "tonic"),
     (&[Peer::Quic, Peer::QuicBbr], "QUIC"),
     (&[Peer::Haproxy, Peer::HaproxyTuned], "HAProxy"),
     (&[Peer::Direct], "direct"),
+    (&[Peer::PosternPassedOn], "passed on"),
 ];
 
 pub(super) struct Table {

@@ -215,7 +215,7 @@ mod tests {
         };
         let mut text = String::new();
         render_table(&mut text, &record, &table).unwrap();
-        assert!(text.contains("| 70.0 | – (1) | 35.0 (30.0–40.0) | – | – | – | 0.500× | – |"), "{text}");
+        assert!(text.contains("| 70.0 | – (1) | 35.0 (30.0–40.0) | – | – | – | 0.500× | – | – |"), "{text}");
         assert!(text.contains("\n1. rathole: not installed\n"), "{text}");
     }
 

@@ -17,12 +17,12 @@ use tunnel_agent::identity::{
 use tunnel_agent::reach::Reach;
 use tunnel_agent::session::LinkSet;
 use tunnel_core::identity::{
-    AgentIdentity, CsrKey, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
+    AgentIdentity, CsrKey, Holder, PrivateKey, create_csr, pem_of_certificates, public_key_of_csr,
 };
 use tunnel_server::pki::{CaState, Revocation, Revocations};
 
 use super::servers::Port;
-use super::{CSRS, Signer, enrolment, open, shared};
+use super::{CSRS, PACE, Signer, agent_api, enrolment, open, shared};
 use crate::harness::{DEADLINE, Session, TestServer, log, mode, node};
 
 async fn done(
@@ -34,6 +34,33 @@ async fn done(
 fn ask(enrolment: &Arc<CsrEnrolment>) -> tokio::task::JoinHandle<Result<AgentIdentity, EnrollError>> {
     let enrolment = enrolment.clone();
     tokio::spawn(async move { enrolment.ensure_identity().await })
+}
+
+/// Its pod's token says on which node it runs, as an agent's does.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redirector_enrols_by_csr() {
+    let (api, server) = (ApiServer::start(), TestServer::start().await);
+    let signer = Signer::start(&api, server.certificate.ca()).await;
+    let (holder, state_dir) = ((Holder::Redirector, node("cloud-2")), api.dir().join("redirector"));
+    let redirector = Arc::new(CsrEnrolment::new(agent_api(&api).await, holder, state_dir.clone(), PACE));
+    let enrolling = ask(&redirector);
+    // Its node's kubelet may not ask for it.
+    let first = signer.answer(&api, "system:node:cloud-2").await;
+    let denied = eventually("the denial", || api.get(CSRS, first["metadata"]["name"].as_str()?)).await;
+    let reason = &denied["status"]["conditions"][0]["reason"];
+    assert_eq!(reason, "OtherHolder", "{denied}");
+    let by_pod = |csr: &mut Value| {
+        csr["spec"]["username"] = json!("system:serviceaccount:kube-system:tunnel-redirector");
+        csr["spec"]["groups"] = json!(["system:serviceaccounts"]);
+        csr["spec"]["extra"] = json!({
+            "authentication.kubernetes.io/node-name": ["cloud-2"],
+            "authentication.kubernetes.io/pod-name": ["tunnel-redirector-x"],
+        });
+    };
+    signer.answer_as(&api, by_pod).await;
+    let identity = done(enrolling).await.unwrap();
+    assert_eq!((identity.holder, identity.node), (Holder::Redirector, node("cloud-2")));
+    assert!(state_dir.join("redirector.crt").exists());
 }
 
 /// What the API server has been asked to sign, without who asked.
@@ -157,8 +184,9 @@ async fn a_certificate_other_than_the_requested_one_is_not_used() {
 async fn put_ended(server: &TestServer, name: &str, state_dir: &Path) {
     let (key, ca) = (PrivateKey::generate().unwrap(), server.ca.state().unwrap());
     let asked = public_key_of_csr(&create_csr(&key).unwrap()).unwrap();
-    let issued =
-        ca.issue_agent_for(&node(name), &asked, Duration::from_secs(1), SystemTime::UNIX_EPOCH).unwrap();
+    let issued = ca
+        .issue_for((Holder::Agent, &node(name)), &asked, Duration::from_secs(1), SystemTime::UNIX_EPOCH)
+        .unwrap();
     let (chain, key) = (pem_of_certificates(&issued.chain), key.to_pem());
     let identity = AgentIdentity::from_pem(&chain, &key, ca.bundle().clone()).unwrap();
     eventually("it ends", || identity.validity().is_over(SystemTime::now()).then_some(())).await;
@@ -205,6 +233,7 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
 
     let config = EnrollConfig {
         servers: vec![new.address.clone()],
+        holder: Holder::Agent,
         node: node("edge-1"),
         state_dir: state_dir.clone(),
         token: None,
@@ -306,7 +335,7 @@ async fn an_agent_of_a_readmitted_node_enrols_again() {
     signer.answer(&api, "system:node:edge-1").await;
     eventually("another certificate", || (keeper.current().chain != first).then_some(())).await;
     eventually("it is attached again", || {
-        (links.attached() && port.sessions.live() == [node("edge-1")]).then_some(())
+        (links.attached() && port.sessions.live().iter().eq([&node("edge-1")])).then_some(())
     })
     .await;
     recovering.abort();

@@ -32,15 +32,15 @@ use tunnel_server::settings::Settings;
 use super::{agent_api, shared};
 use crate::harness::{TestServer, node};
 
-const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
-const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
-const SERVICE: &str = "x-tunnel-server-svc";
+pub(super) const SERVICES: &str = "/api/v1/namespaces/kube-system/services";
+pub(super) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
+pub(super) const SERVICE: &str = "x-tunnel-server-svc";
 
 /// A server's agent port: real sessions.
-pub(super) struct Port {
-    pub(super) address: String,
+pub(crate) struct Port {
+    pub(crate) address: String,
     pub(super) sessions: Arc<Sessions>,
-    pub(super) revocations: watch::Sender<Arc<Revocations>>,
+    pub(crate) revocations: watch::Sender<Arc<Revocations>>,
     pub(super) standing: Standing,
     stop: CancellationToken,
     /// A session ends with what it follows.
@@ -55,7 +55,7 @@ impl Drop for Port {
 
 impl Port {
     /// Another server of this installation.
-    pub(super) async fn of(server: &TestServer, id: &str) -> Self {
+    pub(crate) async fn of(server: &TestServer, id: &str) -> Self {
         let mut registry = Registry::default();
         let metrics = tunnel_server::metrics::Metrics::new(&mut registry);
         let config = RouterConfig {
@@ -106,7 +106,7 @@ impl Port {
             drain: Drain::new(Shutdown::new()),
         };
         let budget = Budget::of(1024);
-        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, doors, &budget);
+        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, doors, None, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.clone().shut_out());
@@ -118,8 +118,8 @@ impl Port {
         self.address.rsplit_once(':').unwrap().1.parse().unwrap()
     }
 
-    fn has_edge_1(&self) -> bool {
-        self.sessions.live() == [node("edge-1")]
+    pub(super) fn has_edge_1(&self) -> bool {
+        self.sessions.live().iter().eq([&node("edge-1")])
     }
 }
 
@@ -129,7 +129,7 @@ struct Agent {
     links: Arc<LinkSet>,
     shared: Arc<Shared>,
     _keeper: IdentityKeeper,
-    _announced: mpsc::Receiver<tunnel_agent::session::Announced>,
+    _announced: mpsc::Receiver<tunnel_agent::identity::Announced>,
 }
 
 impl Drop for Agent {
@@ -140,7 +140,7 @@ impl Drop for Agent {
 
 impl Agent {
     async fn start(api: &ApiServer, server: &TestServer, identity: &AgentIdentity, state_dir: &Path) -> Self {
-        let discovery = Discovery::start(agent_api(api).await, state_dir);
+        let discovery = Discovery::start(agent_api(api).await, SERVICE, state_dir);
         let keeper = IdentityKeeper::start(
             server.agent("edge-1", "edge-1", None),
             identity.with_bundle(identity.bundle.clone()),
@@ -313,12 +313,20 @@ async fn a_node_port_leads_to_every_server_that_stays() {
     };
     let both = [a.address.clone(), format!("127.0.0.2:{}", a.port())];
     eventually("both", || (addresses(&agent) == both).then_some(())).await;
+    let session = |agent: &Agent| {
+        agent.links.status().iter().find(|link| link.address == a.address).map(|link| link.epoch)
+    };
+    let before = session(&agent);
     // A probe that fails for a moment is no reason to leave a server.
-    api.edit(SLICES, "b", |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
+    for name in ["a", "b"] {
+        api.edit(SLICES, name, |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
+    }
     let rest = slice("c", "127.0.0.3", false);
     api.put(SLICES, rest);
     let three = [both[0].clone(), both[1].clone(), format!("127.0.0.3:{}", a.port())];
     eventually("all three", || (addresses(&agent) == three).then_some(())).await;
+    assert_eq!(agent.attached_to(), std::slice::from_ref(&a.address));
+    assert_eq!(session(&agent), before, "the same session");
     api.remove(SLICES, "c");
     // All of them go simultaneously, as while every server restarts.
     api.edit(SLICES, "a", |slice| slice["endpoints"][0]["conditions"]["terminating"] = json!(true));

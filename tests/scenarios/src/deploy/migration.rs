@@ -1,32 +1,19 @@
 //! docs/migrating-from-yurttunnel.md, followed step by step: there, back, and there again.
-use std::path::Path;
-use std::time::Duration;
-
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::cluster::image::BUSYBOX;
-use postern_testbed::cluster::kubectl::said;
-use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
-use postern_testbed::report::progress;
 use serde_json::{Value, json};
-use tokio::process::Command;
 
-use super::{NAMESPACE, PATIENCE, explanation, import, logs, overlay, service_has_port, text};
+use super::{NAMESPACE, PATIENCE, follow, logs, on_cluster, overlay, service_has_port, text};
 
 const DOCUMENT: &str = include_str!("../../../../docs/migrating-from-yurttunnel.md");
 const OVERLAY: &str = "deploy/overlays/openyurt-migration";
-/// How long the commands of one section may take.
-const SECTION: Duration = Duration::from_secs(150);
+/// The sections that apply it.
+const APPLYING: [&str; 2] = ["2. Bring", "4. Start"];
 
 pub(super) async fn migration_from_yurttunnel_and_back(testbed: &Testbed) -> Result<()> {
-    let mut cluster = Cluster::start(testbed).await?;
-    import(&mut cluster).await?;
-    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
-    match followed(&cluster).await {
-        Ok(()) => Ok(()),
-        Err(error) => Err(error.context(explanation(&cluster.kubectl).await)),
-    }
+    on_cluster(testbed, followed).await
 }
 
 async fn followed(cluster: &Cluster<'_>) -> Result<()> {
@@ -55,30 +42,10 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
 
 /// Runs the commands of a section as they are.
 async fn section(cluster: &Cluster<'_>, title: &str) -> Result<()> {
-    let section = DOCUMENT.split("\n## ").find(|section| section.starts_with(title));
-    let section = section.with_context(|| format!("the document has no section {title:?}"))?;
-    let blocks: Vec<&str> =
-        section.split("\n```sh\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
-    ensure!(!blocks.is_empty(), "the section {title:?} has no commands");
     let overlay = overlay(cluster.testbed, "overlays/openyurt-migration")?;
-    let commands = blocks.join("\n").replace(OVERLAY, text(&overlay)?);
-
-    let kubectl = cluster.kubectl.command(&[]);
-    let kubectl = kubectl.as_std();
-    let folder = Path::new(kubectl.get_program()).parent().context("kubectl is in no folder")?;
-    let path = format!("{}:{}", folder.display(), std::env::var("PATH").context("PATH")?);
-    let mut command = Command::new("sh");
-    command.args(["-eux", "-c", &commands]).current_dir(cluster.testbed.dir()).kill_on_drop(true);
-    for (key, value) in kubectl.get_envs().filter_map(|(key, value)| Some((key, value?))) {
-        command.env(key, value);
-    }
-    let output = tokio::time::timeout(SECTION, command.env("PATH", path).output());
-    let output = output.await.with_context(|| format!("{title:?} took more than {SECTION:?}"))??;
-    if !output.status.success() {
-        bail!("{title:?} ended with {}: {}", output.status, said(&output));
-    }
-    progress(&format!("followed {title:?}"));
-    Ok(())
+    let overlay = text(&overlay)?;
+    let replaced: &[(&str, &str)] = if APPLYING.contains(&title) { &[(OVERLAY, overlay)] } else { &[] };
+    follow::section(cluster, DOCUMENT, title, replaced).await.map(drop)
 }
 
 /// YurtTunnel's objects, with stand-ins for its programs that only occupy the port: the takeover of its objects is what
@@ -113,7 +80,7 @@ async fn yurttunnel(cluster: &Cluster<'_>) -> Result<()> {
     };
     let objects = json!({ "apiVersion": "v1", "kind": "List", "items": [
         { "apiVersion": "v1", "kind": "ConfigMap", "metadata": meta("yurt-tunnel-server-cfg"), "data": {
-            "http-proxy-ports": "9100", "https-proxy-ports": "", "dnat-ports-pair": "",
+            "http-proxy-ports": "9100", "https-proxy-ports": "9443", "dnat-ports-pair": "",
             "localhost-proxy-ports": "10266, 10267",
         }},
         { "apiVersion": "v1", "kind": "ConfigMap", "metadata": meta("yurt-tunnel-nodes"), "data": { "tunnel-nodes": "" } },

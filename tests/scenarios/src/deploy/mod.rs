@@ -1,41 +1,64 @@
 //! deploy/ as an administrator applies it: real images, real pods, and only the rights that are used.
 use std::cell::Cell;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::Testbed;
 use postern_testbed::client::visit;
-use postern_testbed::cluster::api::is_true;
 use postern_testbed::cluster::kubectl::Kubectl;
+use postern_testbed::cluster::manifests::{deploy, write_overlay};
 use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
 use postern_testbed::report::{figure, progress};
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::wait_for;
+use postern_testbed::{CLOUD, Testbed};
+
+use postern_testbed::wait::{wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::common::{alongside, target};
 
+mod callers;
+mod chart;
+mod follow;
+mod guide;
 mod migration;
+mod monitoring;
+mod plugin;
+mod render;
 mod rights;
+mod two_masters;
 
+use callers::callers_are_asked_for;
+use chart::chart_is_installed_upgraded_and_removed;
+use guide::the_guide_is_followed;
 use migration::migration_from_yurttunnel_and_back;
+use monitoring::alerts_fire_and_stay_silent;
+use render::chart_renders_what_kustomize_does;
+use two_masters::two_masters_are_updated;
 
 scenarios! {
     manifests_run_unchanged(images, limit = 420),
     migration_from_yurttunnel_and_back(images, limit = 420),
+    chart_renders_what_kustomize_does(images),
+    chart_is_installed_upgraded_and_removed(images, limit = 600),
+    the_guide_is_followed(images, limit = 420),
+    callers_are_asked_for(images, limit = 300),
+    two_masters_are_updated(images, limit = 300),
+    alerts_fire_and_stay_silent(limit = 240),
 }
 
 const DOCUMENT: &str = include_str!("../../../../docs/kubernetes.md");
-const FOLDERS: [&str; 6] = [
+const FOLDERS: [&str; 7] = [
     "base",
     "overlays/nodeport",
     "overlays/loadbalancer",
     "overlays/openyurt-migration",
     "overlays/superedge",
+    "overlays/everywhere",
     "prometheus",
 ];
 const PROGRAMS: [(&str, &str); 2] = [("tunnel-server", CLOUD_NODE), ("tunnel-agent", EDGE_NODE)];
@@ -47,14 +70,26 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
         let path = deploy().join(folder);
         cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await?;
     }
-    progress("the API server accepts every folder");
+    for component in components()? {
+        // Its kinds are the Prometheus operator's.
+        if component == "prometheus-operator" {
+            continue;
+        }
+        let path = testbed.dir().join("component");
+        write_overlay(&path, "base", &[&component], &json!([]))?;
+        let applied = cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await;
+        applied.with_context(|| format!("deploy/components/{component}"))?;
+    }
+    progress("the API server accepts every folder and component");
     import(&mut cluster).await?;
     pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
-    let result = installed(&cluster).await;
-    match result {
-        Ok(()) => Ok(()),
-        Err(error) => Err(error.context(explanation(&cluster.kubectl).await)),
-    }
+    explained(&cluster, installed).await
+}
+
+/// The names below deploy/components.
+fn components() -> Result<Vec<String>> {
+    let entries = fs::read_dir(deploy().join("components")).context("deploy/components")?;
+    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
 
 /// Imports into each host the image that it runs.
@@ -74,52 +109,68 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     }
     progress("both DaemonSets are ready");
     logs(kubectl).await?;
+    plugin::every_command(kubectl, 1).await?;
     ports(cluster).await?;
     rotation(kubectl).await?;
     restarts(cluster).await?;
-    let up = |node: &Value| is_true(node, "PosternTunnel");
-    let node = format!("/api/v1/nodes/{EDGE_NODE}");
-    cluster.api.wait("the node's condition PosternTunnel", &node, PATIENCE, up).await?;
+    given_servers(cluster).await?;
     rights::check(cluster).await
 }
 
 /// An overlay of `folder`, as an administrator would write it, that only sets the cgroup and the BPF file system: a test must
 /// not redirect the whole machine.
 fn overlay(testbed: &Testbed, folder: &str) -> Result<PathBuf> {
+    overlay_with(testbed, folder, &[], Vec::new())
+}
+
+/// The same with components, and what an administrator patches.
+fn overlay_with(
+    testbed: &Testbed,
+    folder: &str,
+    components: &[&str],
+    patches: Vec<Value>,
+) -> Result<PathBuf> {
+    overlay_in(testbed, folder, components, &testbed.cloud_cgroup.path().display().to_string(), patches)
+}
+
+/// The same with this cgroup.
+fn overlay_in(
+    testbed: &Testbed,
+    folder: &str,
+    components: &[&str],
+    cgroup: &str,
+    mut patches: Vec<Value>,
+) -> Result<PathBuf> {
     let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?.join("overlay");
-    fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-    // Kustomize takes no absolute paths.
-    let up = "../".repeat(dir.components().count() - 1);
-    let base = fs::canonicalize(deploy().join(folder)).with_context(|| folder.to_owned())?;
-    let base = format!("{up}{}", text(&base)?.trim_start_matches('/'));
-    let argument = format!("--redirect-cgroup={}", testbed.cloud_cgroup.path().display());
+    let argument = format!("--redirect-cgroup={cgroup}");
     let bpffs = testbed.bpffs();
     let patch = json!([
         { "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument },
         // This host may have none.
         { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
     ]);
-    let kustomization = json!({
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [base],
-        "patches": [{
-            "target": { "kind": "DaemonSet", "name": "tunnel-server" },
-            "patch": patch.to_string(),
-        }],
-    });
-    // JSON is YAML too.
-    fs::write(dir.join("kustomization.yaml"), kustomization.to_string()).context("writing the overlay")?;
+    patches.push(of_servers(&patch));
+    write_overlay(&dir, folder, components, &json!(patches))?;
     Ok(dir)
 }
 
+/// A patch in Kustomize's form.
+fn of_servers(patch: &Value) -> Value {
+    json!({ "target": { "kind": "DaemonSet", "name": "tunnel-server" }, "patch": patch.to_string() })
+}
+
+/// On the one node that it is for.
 async fn rolled_out(kubectl: &Kubectl, daemon_set: &str) -> Result<()> {
+    ready(kubectl, daemon_set, 1).await
+}
+
+async fn ready(kubectl: &Kubectl, daemon_set: &str, nodes: u32) -> Result<()> {
     let name = format!("daemonset/{daemon_set}");
     let status = kubectl.within(Duration::from_secs(100));
     status.run(&["rollout", "status", &name, "--namespace", NAMESPACE, "--timeout=90s"]).await?;
     let ready = ["get", &name, "--namespace", NAMESPACE, "--output=jsonpath={.status.numberReady}"];
     let ready = kubectl.run(&ready).await?;
-    ensure!(ready == "1", "{daemon_set} is ready on {ready:?} nodes: it must run on exactly one");
+    ensure!(ready == nodes.to_string(), "{daemon_set} is ready on {ready:?} nodes, not on {nodes}");
     Ok(())
 }
 
@@ -137,6 +188,7 @@ async fn logs(kubectl: &Kubectl) -> Result<()> {
 async fn ports(cluster: &Cluster<'_>) -> Result<()> {
     let change = json!({ "data": {
         "http-proxy-ports": "9100, nonsense",
+        "https-proxy-ports": "9443",
         "localhost-proxy-ports": "10266",
     }});
     cluster
@@ -160,12 +212,12 @@ async fn ports(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the internal Service has port 9100.
+/// Waits until the internal Service has port 9443. One of those without TLS would need the plain door.
 async fn service_has_port(cluster: &Cluster<'_>) -> Result<()> {
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
     let has_port = |service: &Value| {
         let ports = service["spec"]["ports"].as_array().map_or(&[][..], Vec::as_slice);
-        ports.iter().any(|port| port["name"] == "dnat-9100")
+        ports.iter().any(|port| port["name"] == "dnat-9443")
     };
     cluster.api.wait("the internal Service's port", &service, PATIENCE, has_port).await.map(drop)
 }
@@ -204,7 +256,9 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, "tunnel-agent").await?;
         logs(kubectl).await.context("after the agent was restarted")?;
     }
-    update(cluster).await?;
+    for (program, _) in PROGRAMS {
+        update(cluster, program).await.with_context(|| format!("updating {program}"))?;
+    }
     let requests = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
     let requests = requests["items"].as_array().map_or(&[][..], Vec::as_slice);
     let ours = requests.iter().filter(|csr| csr["spec"]["signerName"] == "postern.internal/agent").count();
@@ -212,18 +266,53 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A rolling update of the servers, which nobody notices.
-async fn update(cluster: &Cluster<'_>) -> Result<()> {
-    let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
+/// A new agent that is given its servers, enrols through the API server.
+async fn given_servers(cluster: &Cluster<'_>) -> Result<()> {
+    let kubectl = &cluster.kubectl;
+    let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc");
+    let port = cluster.api.get(&service).await?["spec"]["ports"][0]["nodePort"].to_string();
+    let patch = json!([
+        // With another state directory it does not find the agent that it would take over from.
+        {
+            "op": "replace",
+            "path": "/spec/updateStrategy/rollingUpdate",
+            "value": { "maxSurge": 0, "maxUnavailable": 1 },
+        },
+        {
+            "op": "add",
+            "path": "/spec/template/spec/containers/0/args/-",
+            "value": format!("--server={CLOUD}:{port}"),
+        },
+        { "op": "replace", "path": "/spec/template/spec/volumes/0/hostPath/path", "value": "/var/lib/postern/another" },
+    ]);
+    let (object, patch) = ("daemonset/tunnel-agent", patch.to_string());
+    kubectl.run(&["patch", object, "--namespace", NAMESPACE, "--type=json", "--patch", &patch]).await?;
+    rolled_out(kubectl, "tunnel-agent").await?;
+    logs(kubectl).await.context("with servers that were given")?;
+    let requests = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
+    let requests = requests["items"].as_array().map_or(&[][..], Vec::as_slice);
+    let ours = requests.iter().filter(|csr| csr["spec"]["signerName"] == "postern.internal/agent").count();
+    ensure!(ours == 2, "{ours} certificates were requested; this agent must have asked for the second");
+    Ok(())
+}
+
+/// A rolling update of the servers, or of the agents, which nobody notices.
+async fn update(cluster: &Cluster<'_>, program: &str) -> Result<()> {
     // A port of the ConfigMap.
-    let exporter = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     wait_for("the port to be redirected", PATIENCE, async || Ok(visit(exporter.address).await.ok())).await?;
-    let before = server_pod(kubectl).await?;
-    let asked = Cell::new(0);
-    let updated = Cell::new(false);
+    restart(cluster, program, 1, exporter.address).await
+}
+
+/// A rolling update of a program's pods on so many nodes: beside kubectl and connections to `address`, none of which may fail.
+async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32, address: SocketAddr) -> Result<()> {
+    let kubectl = &cluster.kubectl;
+    let before = running(kubectl, program).await?;
+    let (asked, updated) = (Cell::new(0), Cell::new(false));
     let update = async {
-        kubectl.run(&["rollout", "restart", "daemonset/tunnel-server", "--namespace", NAMESPACE]).await?;
-        rolled_out(kubectl, "tunnel-server").await?;
+        let daemon_set = format!("daemonset/{program}");
+        kubectl.run(&["rollout", "restart", &daemon_set, "--namespace", NAMESPACE]).await?;
+        ready(kubectl, program, nodes).await?;
         updated.set(true);
         anyhow::Ok(())
     };
@@ -238,16 +327,37 @@ async fn update(cluster: &Cluster<'_>) -> Result<()> {
         Ok(())
     };
     let both = async { tokio::try_join!(update, ask) };
-    alongside("a rolling update", exporter.address, both).await?;
+    alongside("a rolling update", address, both).await?;
     figure(&format!("kubectl logs and exec {} times during a rolling update", asked.get()));
-    ensure!(server_pod(kubectl).await? != before, "the server's pod is the one before");
-    Ok(())
+    // One that has handed over may still finish what it carries.
+    let now = async || running(kubectl, program).await;
+    let new = |now: &Vec<String>| !now.is_empty() && now.iter().all(|pod| !before.contains(pod));
+    wait_until("every pod to be a new one", PATIENCE, now, new).await.map(drop)
 }
 
-async fn server_pod(kubectl: &Kubectl) -> Result<String> {
-    let selector = "--selector=app.kubernetes.io/name=tunnel-server";
+/// A program's pods, as `pod/NAME`.
+async fn running(kubectl: &Kubectl, program: &str) -> Result<Vec<String>> {
+    let selector = format!("--selector=app.kubernetes.io/name={program}");
     let running = "--field-selector=status.phase=Running";
-    kubectl.run(&["get", "pods", "--namespace", NAMESPACE, selector, running, "--output=name"]).await
+    let names =
+        kubectl.run(&["get", "pods", "--namespace", NAMESPACE, &selector, running, "--output=name"]).await?;
+    Ok(names.lines().map(str::to_owned).collect())
+}
+
+/// Has a cluster with the images and a pod that talks; explains what failed.
+async fn on_cluster(testbed: &Testbed, run: impl AsyncFnOnce(&Cluster<'_>) -> Result<()>) -> Result<()> {
+    let mut cluster = Cluster::start(testbed).await?;
+    import(&mut cluster).await?;
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    explained(&cluster, run).await
+}
+
+/// What fails says in which state the installation is.
+async fn explained(cluster: &Cluster<'_>, run: impl AsyncFnOnce(&Cluster<'_>) -> Result<()>) -> Result<()> {
+    match run(cluster).await {
+        Ok(()) => Ok(()),
+        Err(error) => Err(error.context(explanation(&cluster.kubectl).await)),
+    }
 }
 
 /// The state of an installation that does not work.
@@ -266,10 +376,6 @@ async fn explanation(kubectl: &Kubectl) -> String {
         text.push('\n');
     }
     text
-}
-
-fn deploy() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy")
 }
 
 /// The image that `cargo xtask image` wrote to the target folder.

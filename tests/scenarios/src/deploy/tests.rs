@@ -4,6 +4,17 @@ use std::fs;
 use super::rights::unseen;
 use super::{DOCUMENT, PROGRAMS, deploy};
 
+/// The manifests with roles, in the document's order.
+const ROLES: [&str; 7] = [
+    "base/server-rbac.yaml",
+    "components/node-condition/rbac.yaml",
+    "components/https-callers/rbac.yaml",
+    "components/connect/rbac.yaml",
+    "base/agent-rbac.yaml",
+    "components/edge-pods/rbac.yaml",
+    "components/everywhere/redirector-rbac.yaml",
+];
+
 /// Group, resources, names, verbs and reason, as the columns of the table.
 type Row = [String; 5];
 
@@ -59,9 +70,8 @@ fn tables() -> Vec<(String, Vec<Row>)> {
 
 #[test]
 fn the_document_has_exactly_the_rules_of_the_manifests() {
-    let read = |name: &str| fs::read_to_string(deploy().join("base").join(name)).unwrap();
-    let rules = [rules(&read("server-rbac.yaml")), rules(&read("agent-rbac.yaml"))].concat();
-    assert_eq!(rules.len(), 4);
+    let rules = ROLES.map(|name| rules(&fs::read_to_string(deploy().join(name)).unwrap())).concat();
+    assert_eq!(rules.len(), 11);
     let rendered = |roles: &[(String, Vec<Row>)]| {
         let row = |row: &Row| format!("| {} |", row.join(" | "));
         let role = |(role, rows): &(String, Vec<Row>)| {
@@ -81,6 +91,18 @@ fn the_images_of_the_manifests_are_those_that_xtask_makes() {
             format!("- name: localhost/postern/{program}\n    newTag: {}\n", env!("CARGO_PKG_VERSION"));
         assert!(kustomization.contains(&image), "deploy/base/kustomization.yaml lacks {image}");
     }
+    let redirector = fs::read_to_string(deploy().join("components/everywhere/kustomization.yaml")).unwrap();
+    let image = format!("newTag: {}\n", env!("CARGO_PKG_VERSION"));
+    assert!(redirector.contains(&image), "deploy/components/everywhere/kustomization.yaml lacks {image}");
+}
+
+#[test]
+fn the_chart_installs_the_images_of_its_version() {
+    let chart = fs::read_to_string(deploy().join("helm/postern/Chart.yaml")).unwrap();
+    for key in ["version", "appVersion"] {
+        let line = format!("\n{key}: {}\n", env!("CARGO_PKG_VERSION"));
+        assert!(chart.contains(&line), "deploy/helm/postern/Chart.yaml lacks {line}");
+    }
 }
 
 #[test]
@@ -92,7 +114,7 @@ fn the_document_says_which_rights_are_rarely_used() {
 /// Kustomize fills in a missing namespace, but keeps one that is set.
 #[test]
 fn no_binding_names_a_namespace() {
-    for file in ["base/server-rbac.yaml", "base/agent-rbac.yaml", "prometheus/rbac.yaml"] {
+    for file in ROLES.into_iter().chain(["components/kubelet-rights/rbac.yaml", "prometheus/rbac.yaml"]) {
         let text = fs::read_to_string(deploy().join(file)).unwrap();
         assert!(text.contains("subjects:") && !text.contains("namespace:"), "{file}");
     }

@@ -1,21 +1,30 @@
 //! kubectl, the API server and Prometheus with a real node behind NAT. A scenario is one cluster and a list of checks.
 mod checks;
 mod commands;
+mod egress;
 mod failures;
 mod following;
 mod forward;
 mod in_cluster;
+mod konnectivity;
 mod outages;
 mod prometheus;
 mod redirect;
+mod redirector;
 mod standalone;
+mod top;
+mod two_masters;
 mod two_sites;
 mod views;
 
+use egress::egress_selector;
 use failures::failures;
 use in_cluster::in_cluster;
 use outages::outages;
+use redirector::redirector;
 use standalone::standalone;
+use top::top;
+use two_masters::two_masters;
 use two_sites::two_sites_with_one_address;
 
 scenarios! {
@@ -24,4 +33,8 @@ scenarios! {
     outages(cluster, limit = 300),
     two_sites_with_one_address(cluster, twin, limit = 240),
     standalone(cluster, limit = 240),
+    two_masters(cluster, limit = 600),
+    redirector(cluster, limit = 240),
+    top(metrics_server, limit = 300),
+    egress_selector(cluster, limit = 900),
 }

@@ -9,7 +9,7 @@ use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{Cluster, EDGE_NODE, postern, tls};
 use postern_testbed::report::figure;
-use postern_testbed::server::Server;
+use postern_testbed::server::{self, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use serde_json::{Value, json};
@@ -26,13 +26,13 @@ pub(super) async fn outages(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
     pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
     let manifests = postern::install(&cluster, "base").await?;
-    let server = postern::server(&cluster, &manifests).await?.start().await?;
+    let mut server = postern::server(&cluster, &manifests).await?.start().await?;
     let mut agent = postern::agent(&cluster, &server, &manifests, 1).await?;
     let mut checks = Checks::new();
     checks.run("port lists are followed", ports_are_followed(&cluster, "9101")).await;
     checks.run("a node's label decides whether it is an edge node", label_flips(&cluster)).await;
-    let down = api_down(&mut cluster, &server, &mut agent);
-    checks.run_within(Duration::from_secs(150), "the API server is down for a while", down).await;
+    let down = api_down(&mut cluster, &mut server, &mut agent);
+    checks.run_within(Duration::from_secs(180), "the API server is down for a while", down).await;
     let lost = lease_lost(&cluster, &server);
     checks.run_within(Duration::from_secs(120), "the Lease is lost and taken again", lost).await;
     checks.finish()
@@ -74,7 +74,7 @@ async fn label_flips(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-async fn api_down(cluster: &mut Cluster<'_>, server: &Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
+async fn api_down(cluster: &mut Cluster<'_>, server: &mut Server<'_>, agent: &mut Agent<'_>) -> Result<()> {
     let address = cluster.testbed.edge(1).address;
     let kubelet = async |cluster: &Cluster<'_>| {
         let stream = connect((address, 10250)).await?;
@@ -95,6 +95,23 @@ async fn api_down(cluster: &mut Cluster<'_>, server: &Server<'_>, agent: &mut Ag
     agent.start_again()?;
     server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
     kubelet(cluster).await.context("through the new agent's tunnel")?;
+    // So does a restarted server, with the nodes and ports that it knew.
+    server.process.stop().await?;
+    server.start_again().await?;
+    server.wait_connected(EDGE_NODE, true, PATIENCE).await?;
+    let output = cluster.kubectl.output(&["logs", "talker", "--tail=1"]).await?;
+    ensure!(!output.status.success(), "the API server is there: {output:?}");
+    kubelet(cluster).await.context("through the restarted server")?;
+    let exporter = Target::start(&cluster.testbed.edge(1).ns, address, 9101, Behaviour::Echo)?;
+    visit(exporter.address).await.context("a port of the ConfigMap, through the restarted server")?;
+    let old = async || Ok(server.status().await?["inventory"]["old_s"].as_u64());
+    let old_s = old().await?.context("status does not say how old the nodes are")?;
+    figure(&format!("the restarted server has nodes that were current {old_s} s ago"));
+    let saved = server.metrics().await?.sum("postern_inventory_saved_timestamp_seconds", &[]);
+    ensure!(saved > 0.0, "postern_inventory_saved_timestamp_seconds is {saved}");
+    let text = server::run(cluster.testbed, &["status"])?.stdout;
+    let text = String::from_utf8_lossy(&text);
+    ensure!(text.contains("OLD, as of "), "the table does not say how old the nodes are: {text}");
 
     cluster.restart_apiserver().await?;
     wait_for("kubectl logs to work again", BACK, async || {
@@ -107,6 +124,7 @@ async fn api_down(cluster: &mut Cluster<'_>, server: &Server<'_>, agent: &mut Ag
         Ok(metrics.sum("postern_kube_watch_synced", &[("resource", "nodes")]))
     };
     wait_until("the watch of nodes to be back", BACK, synced, |synced| *synced == 1.0).await?;
+    wait_until("the nodes to be current", BACK, old, Option::is_none).await?;
     ports_are_followed(cluster, "9102").await.context("after the API server came back")
 }
 
@@ -121,9 +139,12 @@ async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
         records["data"]["tunnel-nodes"].as_str().is_some_and(|text| text.lines().any(|line| line == record))
     };
     let before = cluster.api.wait("the DNS records", &records, PATIENCE, is_written).await?;
-    let lease = cluster.api.get(&path).await?;
-    let holder = lease["spec"]["holderIdentity"].clone();
-    ensure!(holder.is_string(), "the Lease has no holder: {lease}");
+    // An earlier check has restarted the server while the API server was away, so that the Lease may still be its
+    // predecessor's.
+    let holder = server.status().await?["server_id"].clone();
+    ensure!(holder.is_string(), "status does not name the server: {holder}");
+    let holds = |lease: &Value| lease["spec"]["holderIdentity"] == holder;
+    cluster.api.wait("the server to hold the Lease", &path, BACK, holds).await?;
 
     let taken = json!({ "spec": {
         "holderIdentity": "another-server",
@@ -147,12 +168,7 @@ async fn lease_lost(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     ensure!(server.is_connected(EDGE_NODE).await?, "the tunnel was lost with the Lease");
     cluster.kubectl.run(&["logs", "talker", "--tail=1"]).await?;
 
-    cluster
-        .api
-        .wait("the server to take the Lease again", &path, BACK, |lease| {
-            lease["spec"]["holderIdentity"] == holder
-        })
-        .await?;
+    cluster.api.wait("the server to take the Lease again", &path, BACK, holds).await?;
     let after = cluster.api.wait("the DNS records to be repaired", &records, PATIENCE, is_written).await?;
     ensure!(after["data"] == before["data"], "the records are {} and were {}", after["data"], before["data"]);
     Ok(())

@@ -53,9 +53,10 @@ async fn cloud_is_direct(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<(
         excluded_then >= excluded + 5.0,
         "5 connects to the cloud's node, excluded {excluded} -> {excluded_then}"
     );
+    // The API server connects to the edge's kubelet now and then.
     ensure!(
-        redirected_then == redirected,
-        "redirected {redirected} -> {redirected_then} by connects to the cloud"
+        redirected_then < redirected + 5.0,
+        "redirected {redirected} -> {redirected_then} by 5 connects to the cloud"
     );
     ensure!(carried().await? == 0, "a connection to {CLOUD_NODE} went through a tunnel");
     let printed = cluster.kubectl.run(&["exec", "idle", "--", "hostname"]).await?;

@@ -1,5 +1,6 @@
 //! etcd, kube-apiserver, kube-controller-manager and kube-scheduler on the cloud host, with the flags of any cluster:
 //! nothing here is configured for a tunnel, and the API server verifies kubelets' certificates.
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -10,27 +11,39 @@ use serde_json::{Value, json};
 use super::api::Api;
 use super::names::{KUBERNETES_SERVICE, SERVICE_CIDR};
 use super::peers;
-use super::pki::Pki;
-use crate::process::Process;
-use crate::topology::{CLOUD, Testbed};
+use super::pki::{FRONT_PROXY, Pki};
+use crate::process::{Placement, Process};
+use crate::topology::{CLOUD, ROUTER, Testbed};
 use crate::wait::wait_for;
 
 const START: Duration = Duration::from_secs(60);
-const ETCD: &str = "http://127.0.0.1:2379";
+
+/// A machine with an API server.
+#[derive(Clone, Copy, Debug)]
+pub struct Master<'a> {
+    /// Of its log and files.
+    pub name: &'a str,
+    pub address: Ipv4Addr,
+    pub place: Placement<'a>,
+    /// Further flags.
+    pub flags: &'a [String],
+}
 
 #[derive(Debug)]
 pub struct ControlPlane {
     _etcd: Process,
     apiserver: Process,
     others: Vec<Process>,
+    /// Further flags of the API server.
+    flags: Vec<String>,
 }
 
 impl ControlPlane {
     /// Starts etcd and the API server, without waiting for them.
     pub fn start(testbed: &Testbed, pki: &Pki) -> Result<Self> {
         let etcd = Process::spawn(testbed.dir(), "etcd", etcd(testbed))?;
-        let apiserver = Process::spawn(testbed.dir(), "kube-apiserver", apiserver(testbed, pki)?)?;
-        Ok(Self { _etcd: etcd, apiserver, others: Vec::new() })
+        let apiserver = start_apiserver(testbed, pki, first(testbed))?;
+        Ok(Self { _etcd: etcd, apiserver, others: Vec::new(), flags: Vec::new() })
     }
 
     pub async fn wait_ready(&mut self, api: &Api) -> Result<()> {
@@ -73,6 +86,11 @@ impl ControlPlane {
         Ok(text.split('\0').filter(|word| word.starts_with("--kubelet-")).map(str::to_owned).collect())
     }
 
+    /// Further flags of the API server, from its next start on.
+    pub fn set_flags(&mut self, flags: Vec<String>) {
+        self.flags = flags;
+    }
+
     pub async fn kill_apiserver(&mut self) -> Result<()> {
         self.apiserver.crash().await
     }
@@ -80,24 +98,36 @@ impl ControlPlane {
     /// Starts the API server again and waits until it is ready.
     pub async fn restart_apiserver(&mut self, testbed: &Testbed, pki: &Pki, api: &Api) -> Result<()> {
         ensure!(self.apiserver.ended()?.is_some(), "kube-apiserver still runs");
-        self.apiserver = Process::spawn(testbed.dir(), "kube-apiserver", apiserver(testbed, pki)?)?;
+        self.apiserver = start_apiserver(testbed, pki, Master { flags: &self.flags, ..first(testbed) })?;
         self.wait_ready(api).await
     }
+}
+
+/// The cloud host.
+fn first(testbed: &Testbed) -> Master<'_> {
+    Master { name: "kube-apiserver", address: CLOUD, place: testbed.on_cloud(), flags: &[] }
+}
+
+/// For the API servers of all masters.
+fn etcd_url() -> String {
+    format!("http://{CLOUD}:2379")
 }
 
 fn etcd(testbed: &Testbed) -> Command {
     let mut command = testbed.on_cloud().command(Path::new("etcd"));
     command
         .arg(format!("--data-dir={}", testbed.dir().join("etcd").display()))
-        .arg(format!("--listen-client-urls={ETCD}"))
-        .arg(format!("--advertise-client-urls={ETCD}"))
+        .arg(format!("--listen-client-urls=http://127.0.0.1:2379,{}", etcd_url()))
+        .arg(format!("--advertise-client-urls={}", etcd_url()))
         .args(["--listen-peer-urls=http://127.0.0.1:2380", "--logger=zap", "--log-level=warn"]);
     command
 }
 
-fn apiserver(testbed: &Testbed, pki: &Pki) -> Result<Command> {
+/// Starts the API server of a master, without waiting for it.
+pub fn start_apiserver(testbed: &Testbed, pki: &Pki, master: Master<'_>) -> Result<Process> {
     let names = [
-        CLOUD.to_string(),
+        master.address.to_string(),
+        ROUTER.to_string(),
         "127.0.0.1".to_owned(),
         KUBERNETES_SERVICE.to_owned(),
         "kubernetes".to_owned(),
@@ -105,16 +135,19 @@ fn apiserver(testbed: &Testbed, pki: &Pki) -> Result<Command> {
         "kubernetes.default.svc".to_owned(),
         "kubernetes.default.svc.cluster.local".to_owned(),
     ];
-    let serving = pki.server("apiserver", "kube-apiserver", &names)?;
-    let kubelet =
-        pki.client("apiserver-kubelet-client", "kube-apiserver-kubelet-client", &["system:masters"])?;
+    let serving = pki.server(&format!("{}-serving", master.name), "kube-apiserver", &names)?;
+    let kubelet = pki.client(
+        &format!("{}-kubelet-client", master.name),
+        "kube-apiserver-kubelet-client",
+        &["system:masters"],
+    )?;
     let ca = pki.file("ca.crt");
-    let mut command = testbed.on_cloud().command(&peers::kubernetes("kube-apiserver")?);
+    let mut command = master.place.command(&peers::kubernetes("kube-apiserver")?);
     command
-        .arg(format!("--etcd-servers={ETCD}"))
+        .arg(format!("--etcd-servers={}", etcd_url()))
         .arg(format!("--service-cluster-ip-range={SERVICE_CIDR}"))
         .arg("--bind-address=0.0.0.0")
-        .arg(format!("--advertise-address={CLOUD}"))
+        .arg(format!("--advertise-address={}", master.address))
         .arg(format!("--tls-cert-file={}", serving.certificate.display()))
         .arg(format!("--tls-private-key-file={}", serving.key.display()))
         .arg(format!("--client-ca-file={}", ca.display()))
@@ -126,13 +159,29 @@ fn apiserver(testbed: &Testbed, pki: &Pki) -> Result<Command> {
         .arg(format!("--service-account-signing-key-file={}", pki.file("service-account.key").display()))
         .arg("--service-account-issuer=https://kubernetes.default.svc")
         .args(["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction"])
-        .args(["--allow-privileged", "--profiling=false"]);
+        .args(["--allow-privileged", "--profiling=false"])
+        .args(aggregation(pki));
     let policy = testbed.dir().join("audit-policy.json");
     std::fs::write(&policy, audit_policy().to_string()).context("writing the audit policy")?;
     command
         .arg(format!("--audit-policy-file={}", policy.display()))
-        .arg(format!("--audit-log-path={}", audit_log(testbed).display()));
-    Ok(command)
+        .arg(format!("--audit-log-path={}", audit_log(testbed).display()))
+        .args(master.flags);
+    Process::spawn(testbed.dir(), master.name, command)
+}
+
+/// The flags for aggregated API servers such as metrics-server, as kubeadm sets them.
+fn aggregation(pki: &Pki) -> Vec<String> {
+    let file = |name: &str| pki.file(name).display().to_string();
+    vec![
+        format!("--requestheader-client-ca-file={}", file("front-proxy-ca.crt")),
+        format!("--requestheader-allowed-names={FRONT_PROXY}"),
+        "--requestheader-username-headers=X-Remote-User".to_owned(),
+        "--requestheader-group-headers=X-Remote-Group".to_owned(),
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-".to_owned(),
+        format!("--proxy-client-cert-file={}", file(&format!("{FRONT_PROXY}.crt"))),
+        format!("--proxy-client-key-file={}", file(&format!("{FRONT_PROXY}.key"))),
+    ]
 }
 
 /// The API server's log of every request of Postern's service accounts, with its outcome: one JSON object a line.

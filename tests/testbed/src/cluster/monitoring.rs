@@ -16,6 +16,8 @@ use crate::prometheus;
 
 /// The shipped configuration.
 pub const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/prometheus.yml");
+/// The shipped alerts, which it names.
+const ALERTS: &str = include_str!("../../../../deploy/prometheus/alerts.yml");
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/prometheus");
 
 /// Node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights.
@@ -32,6 +34,7 @@ pub async fn start(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
     let often = CONFIGURATION
         .replace("scrape_interval: 30s", "scrape_interval: 2s")
         .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
+    std::fs::write(cluster.testbed.dir().join("alerts.yml"), ALERTS).context("writing the alerts")?;
     let mut command = host.command(&peers::prometheus()?);
     // As a pod has them.
     command.env("KUBERNETES_SERVICE_HOST", KUBERNETES_SERVICE).env("KUBERNETES_SERVICE_PORT", "443");

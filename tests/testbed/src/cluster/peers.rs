@@ -13,8 +13,23 @@ pub fn prometheus() -> Result<PathBuf> {
     program("prometheus", "prometheus")
 }
 
+/// Helm.
+pub fn helm() -> Result<PathBuf> {
+    program("helm", "helm")
+}
+
+/// What `kubectl top` asks.
+pub fn metrics_server() -> Result<PathBuf> {
+    program("metrics-server", "metrics-server")
+}
+
+/// A program of konnectivity.
+pub fn konnectivity(name: &str) -> Result<PathBuf> {
+    program("konnectivity", name)
+}
+
 fn program(peer: &str, name: &str) -> Result<PathBuf> {
-    let variable = format!("POSTERN_PEERS_{}", peer.to_uppercase());
+    let variable = format!("POSTERN_PEERS_{}", peer.to_uppercase().replace('-', "_"));
     let folder = std::env::var_os(&variable).with_context(|| {
         format!(
             "{variable} is not set: `cargo xtask test` and `cargo xtask demo --kubernetes` set it; by hand, set it to what `cargo xtask peers --only {peer}` prints last"

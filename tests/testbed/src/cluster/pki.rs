@@ -10,6 +10,9 @@ use rcgen::{
     KeyPair, KeyUsagePurpose, SanType,
 };
 
+/// The user that an API server is for aggregated ones.
+pub const FRONT_PROXY: &str = "front-proxy-client";
+
 /// A certificate and its key, as files.
 #[derive(Debug, Clone)]
 pub struct Pair {
@@ -26,24 +29,21 @@ pub struct Pki {
 }
 
 impl Pki {
-    /// Makes the CA and the key that signs service account tokens.
+    /// Makes the CA, the key that signs service account tokens, and what API servers show aggregated ones (`front-proxy-…`).
     pub fn create(dir: PathBuf) -> Result<Self> {
         fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-        let key = KeyPair::generate().context("making the CA's key")?;
-        let mut params = CertificateParams::default();
-        params.distinguished_name = subject("kubernetes", &[]);
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-        let certificate = params.self_signed(&key).context("signing the CA")?;
+        // A CA of its own: who has a certificate of it speaks for any user.
+        let front_proxy =
+            Self { issuer: authority(&dir, "front-proxy-ca", "front-proxy-ca")?, dir: dir.clone() };
+        front_proxy.client(FRONT_PROXY, FRONT_PROXY, &[])?;
         let tokens = KeyPair::generate().context("making the key for service account tokens")?;
-        write(&dir.join("ca.crt"), &certificate.pem())?;
-        write(&dir.join("ca.key"), &key.serialize_pem())?;
         write(&dir.join("service-account.key"), &tokens.serialize_pem())?;
         write(&dir.join("service-account.pub"), &tokens.public_key_pem())?;
-        Ok(Self { dir, issuer: Issuer::new(params, key) })
+        Ok(Self { issuer: authority(&dir, "ca", "kubernetes")?, dir })
     }
 
-    /// A file of the folder: `ca.crt`, `ca.key`, `service-account.key`, `service-account.pub`.
+    /// A file of the folder: `ca.crt`, `ca.key`, `front-proxy-ca.crt`, `front-proxy-client.crt`, `front-proxy-client.key`,
+    /// `service-account.key`, `service-account.pub`.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
@@ -126,6 +126,19 @@ contexts:
         write(&pair.key, &key.serialize_pem())?;
         Ok(pair)
     }
+}
+
+/// Makes a CA, as `NAME.crt` and `NAME.key` in `dir`.
+fn authority(dir: &Path, name: &str, common_name: &str) -> Result<Issuer<'static, KeyPair>> {
+    let key = KeyPair::generate().with_context(|| format!("making the key of {name}"))?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name = subject(common_name, &[]);
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+    let certificate = params.self_signed(&key).with_context(|| format!("signing {name}"))?;
+    write(&dir.join(format!("{name}.crt")), &certificate.pem())?;
+    write(&dir.join(format!("{name}.key")), &key.serialize_pem())?;
+    Ok(Issuer::new(params, key))
 }
 
 fn subject(user: &str, groups: &[&str]) -> DistinguishedName {

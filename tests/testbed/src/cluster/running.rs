@@ -7,14 +7,16 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 use super::api::{Api, is_true};
-use super::control_plane::ControlPlane;
+use super::control_plane::{ControlPlane, Master, start_apiserver};
 use super::host::{Host, Spec};
 use super::kubectl::Kubectl;
 use super::names::CLOUD_NODE;
 use super::pki::Pki;
-use super::{image, peers};
+use super::{balancer, image, peers};
+use crate::process::{Placement, Process};
 use crate::report::progress;
-use crate::topology::{CLOUD, POD_CIDR, Testbed};
+use crate::topology::{CLOUD, CloudHost, POD_CIDR, ROUTER, Testbed};
+use crate::wait::wait_until;
 
 const NODE_READY: Duration = Duration::from_secs(90);
 
@@ -31,6 +33,8 @@ pub struct Cluster<'a> {
     pub hosts: Vec<Host>,
     pub image: PathBuf,
     pub server: String,
+    /// In front of the API servers and tunnel servers of several masters.
+    _balancer: Option<Process>,
 }
 
 impl<'a> Cluster<'a> {
@@ -39,12 +43,22 @@ impl<'a> Cluster<'a> {
         Self::start_saying(testbed, progress).await
     }
 
+    /// As [`Cluster::start`], with a balancer for several masters at [`ROUTER`], through which everybody reaches the API.
+    pub async fn start_balanced(testbed: &'a Testbed) -> Result<Self> {
+        let balancer = balancer::start(testbed)?;
+        let cluster = Self::start_at(testbed, format!("https://{ROUTER}:6443"), progress).await?;
+        Ok(Self { _balancer: Some(balancer), ..cluster })
+    }
+
     /// As [`Cluster::start`], reporting its progress to `say`.
     pub async fn start_saying(testbed: &'a Testbed, say: impl Fn(&str)) -> Result<Self> {
+        Self::start_at(testbed, format!("https://{CLOUD}:6443"), say).await
+    }
+
+    async fn start_at(testbed: &'a Testbed, server: String, say: impl Fn(&str)) -> Result<Self> {
         let start = Instant::now();
         let dir = testbed.dir().join("kubernetes");
         let pki = Pki::create(dir.clone())?;
-        let server = format!("https://{CLOUD}:6443");
         let mut control_plane = ControlPlane::start(testbed, &pki)?;
         let mut hosts = Vec::new();
         for spec in specs(testbed) {
@@ -70,7 +84,8 @@ impl<'a> Cluster<'a> {
             host.start_kubelet(testbed, &pki)?;
             host.start_proxy(testbed, &proxy)?;
         }
-        let cluster = Self { testbed, api, kubectl, pki, control_plane, hosts, image, server };
+        let cluster =
+            Self { testbed, api, kubectl, pki, control_plane, hosts, image, server, _balancer: None };
         for host in &cluster.hosts {
             cluster.label_node(&host.spec.name).await?;
         }
@@ -92,16 +107,58 @@ impl<'a> Cluster<'a> {
 
     /// Sets what the administrator sets once per node: its role and its pod CIDR.
     pub async fn label_node(&self, node: &str) -> Result<()> {
+        let role = if node == CLOUD_NODE { "control-plane" } else { "edge" };
+        self.label_node_as(node, role).await
+    }
+
+    /// The same with this role.
+    pub async fn label_node_as(&self, node: &str, role: &str) -> Result<()> {
         let pod_cidr = &self.host(node)?.spec.pod_cidr;
         let path = format!("/api/v1/nodes/{node}");
         self.api.wait(&format!("node {node} to register"), &path, NODE_READY, |_| true).await?;
-        let role = if node == CLOUD_NODE { "control-plane" } else { "edge" };
         let change = json!({
             "metadata": { "labels": { format!("node-role.kubernetes.io/{role}"): "" } },
             "spec": { "podCIDR": pod_cidr, "podCIDRs": [pod_cidr] },
         });
         self.api.patch(&path, &change).await.with_context(|| format!("labelling {node}"))?;
         Ok(())
+    }
+
+    /// Adds a machine of the cloud as a node, and waits until it is ready.
+    pub async fn join(&mut self, name: &str, role: &str, host: &CloudHost, pod_cidr: &str) -> Result<()> {
+        let spec = Spec {
+            name: name.to_owned(),
+            address: host.address,
+            pod_cidr: pod_cidr.to_owned(),
+            ns: host.ns.clone(),
+            cgroup: host.cgroup.clone(),
+        };
+        let mut machine = Host::create(self.testbed, spec, &self.pki, &self.server).await?;
+        machine.import(&self.image).await?;
+        machine.start_kubelet(self.testbed, &self.pki)?;
+        machine.start_proxy(self.testbed, &self.pki.file("kube-proxy.conf"))?;
+        self.hosts.push(machine);
+        self.label_node_as(name, role).await?;
+        self.wait_ready(name).await
+    }
+
+    /// Starts one more API server, on a host that has joined, and waits until it is ready.
+    pub async fn add_apiserver(&self, name: &str, host: &CloudHost) -> Result<Process> {
+        let place = Placement { ns: &host.ns, cgroup: &host.cgroup };
+        let master = Master { name, address: host.address, place, flags: &[] };
+        let process = start_apiserver(self.testbed, &self.pki, master)?;
+        let kubectl = self.kubectl_at(host.address)?;
+        let ready = async || kubectl.run(&["get", "--raw", "/readyz"]).await;
+        wait_until(&format!("{name}'s /readyz"), NODE_READY, ready, |text| text == "ok").await?;
+        Ok(process)
+    }
+
+    /// kubectl, as the administrator, with the API server at this address.
+    pub fn kubectl_at(&self, address: Ipv4Addr) -> Result<Kubectl> {
+        let name = format!("admin-{address}");
+        let admin = self.pki.client(&name, "kubernetes-admin", &["system:masters"])?;
+        let kubeconfig = self.pki.kubeconfig(&name, &format!("https://{address}:6443"), &admin)?;
+        Ok(Kubectl::new(peers::kubernetes("kubectl")?, kubeconfig, self.testbed.dir().join("kubernetes")))
     }
 
     pub async fn wait_ready(&self, node: &str) -> Result<()> {

@@ -67,7 +67,7 @@ fn parse(data: &BTreeMap<String, String>, doors: &Doors) -> (Settings, Vec<Skipp
 
 fn ports(key: &'static str, text: &str, doors: &Doors, skipped: &mut Vec<SkippedEntry>) -> BTreeSet<u16> {
     let pairs = text.contains('=');
-    let http = if doors.http == 0 { DEFAULT_HTTP } else { doors.http };
+    let http = if doors.pairs == 0 { DEFAULT_HTTP } else { doors.pairs };
     let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     let mut ports = BTreeSet::new();
     for entry in entries {
@@ -102,8 +102,14 @@ fn port(text: &str) -> Result<u16, String> {
 }
 
 /// Follows the one ConfigMap and publishes its ports, until the context's `stop`. A missing ConfigMap is an empty one.
-/// Each entry that is left out is logged, and reported in an Event of the ConfigMap, once while it is there.
-pub async fn run(context: KubeContext, events: Events, doors: Doors, publish: watch::Sender<Arc<Settings>>) {
+/// Each entry that is left out is logged, and reported in an Event of the ConfigMap, if there are any, once while it is
+/// there.
+pub async fn run(
+    context: KubeContext,
+    events: Option<Events>,
+    doors: Doors,
+    publish: watch::Sender<Arc<Settings>>,
+) {
     let api = Api::<ConfigMap>::namespaced(context.client.clone(), &context.namespace);
     let only = named(&context.names.configmap);
     let mut changes = pin!(context.health.follow(api, only, "configmaps/settings"));
@@ -119,7 +125,7 @@ pub async fn run(context: KubeContext, events: Events, doors: Doors, publish: wa
         let (settings, skipped) = data.map(|data| parse(data, &doors)).unwrap_or_default();
         if let Some(configmap) = &followed.object {
             for entry in skipped.iter().filter(|entry| !reported.contains(*entry)) {
-                report(&context, &events, configmap.object_ref(&()), entry);
+                report(&context, events.as_ref(), configmap.object_ref(&()), entry);
             }
         }
         reported = skipped;
@@ -140,14 +146,16 @@ pub async fn run(context: KubeContext, events: Events, doors: Doors, publish: wa
     }
 }
 
-fn report(context: &KubeContext, events: &Events, configmap: ObjectReference, entry: &SkippedEntry) {
+fn report(context: &KubeContext, events: Option<&Events>, configmap: ObjectReference, entry: &SkippedEntry) {
     let problem = printable(&entry.to_string(), 256);
     tracing::warn!(
         configmap = context.names.configmap,
         problem,
         "an entry of the ConfigMap is left out; the rest is in effect"
     );
-    events.publish(configmap, EventType::Warning, "InvalidPort", format!("left out: {problem}"));
+    if let Some(events) = events {
+        events.publish(configmap, EventType::Warning, "InvalidPort", format!("left out: {problem}"));
+    }
 }
 
 #[cfg(test)]
@@ -155,7 +163,7 @@ mod tests {
     use super::*;
     use InternalDoor::{Http, Https};
 
-    const DOORS: Doors = Doors { https: 10263, http: 10264 };
+    const DOORS: Doors = Doors { https: 10263, http: 10268, pairs: 10264 };
 
     fn data(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
         entries.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
@@ -278,7 +286,7 @@ mod tests {
                 ]
             )
         );
-        let elsewhere = Doors { https: 443, http: 80 };
+        let elsewhere = Doors { https: 443, http: 0, pairs: 80 };
         let (settings, problems) = parse(&data(&[("dnat-ports-pair", "9100=80")]), &elsewhere);
         assert_eq!((internal(&settings), problems), (vec![(9100, Http)], Vec::new()));
     }

@@ -10,4 +10,4 @@ pub mod revocations;
 pub mod service_ranges;
 
 /// The label by which EndpointSlices name their Service.
-const SERVICE_NAME: &str = "kubernetes.io/service-name";
+pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";

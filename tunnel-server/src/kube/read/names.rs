@@ -21,7 +21,7 @@ use crate::kube::context::KubeContext;
 use crate::kube::reconcile::{self, Reconcile};
 use crate::pki::{ServerCertificate, ServerNames};
 
-/// Says where agents outside reach a Service of type ClusterIP: `host:port`.
+/// Says where agents outside reach a Service of type ClusterIP: `host:port`, or several with commas between them.
 const EXTERNAL_ADDRESS: &str = "x-tunnel-server-external-addr";
 /// The domain of a cluster that was given none.
 const CLUSTER_DOMAIN: &str = "cluster.local";
@@ -155,7 +155,8 @@ impl Found {
             }
         }
         if let Some(address) = service.annotations().get(EXTERNAL_ADDRESS) {
-            self.host(host_of(address.trim()));
+            let entries = address.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+            entries.for_each(|entry| self.host(host_of(entry)));
         }
     }
 
@@ -229,7 +230,9 @@ mod tests {
     #[test]
     fn every_way_to_reach_a_service_is_named() {
         let found = found(json!({
-            "metadata": {"annotations": {"x-tunnel-server-external-addr": "tunnel.example.com:31008"}},
+            "metadata": {"annotations": {
+                "x-tunnel-server-external-addr": "tunnel.example.com:31008, 192.0.2.4:10262",
+            }},
             "spec": {
                 "clusterIP": "10.96.0.9",
                 "clusterIPs": ["10.96.0.9", "fd00:96::9"],
@@ -240,7 +243,8 @@ mod tests {
                 {"hostname": "Lb-1.example.com."},
             ]}},
         }));
-        assert_eq!(addresses(&found), ["10.96.0.9", "198.51.100.7", "203.0.113.9", "fd00:96::9"]);
+        let expected = ["10.96.0.9", "192.0.2.4", "198.51.100.7", "203.0.113.9", "fd00:96::9"];
+        assert_eq!(addresses(&found), expected);
         assert_eq!(found.dns.iter().collect::<Vec<_>>(), ["lb-1.example.com", "tunnel.example.com"]);
         assert_eq!(found.skipped.len(), 0, "{:?}", found.skipped);
     }

@@ -52,7 +52,7 @@ pub async fn run<F: Future<Output = ()> + Send>(
             () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                 due = None;
                 let inventory = nodes.inventory();
-                let empty = inventory.nodes.is_empty();
+                let empty = inventory.is_empty();
                 if empty && had_nodes && !allow_empty {
                     tracing::warn!(
                         "the API server lists no node any more; those known before stay in effect (if that is meant, \
@@ -75,7 +75,9 @@ pub async fn run<F: Future<Output = ()> + Send>(
 
 struct Nodes {
     selector: Selector,
-    known: BTreeMap<String, Known>,
+    inventory: Inventory,
+    /// What could not be used of which node.
+    skipped: BTreeMap<String, Vec<SkippedField>>,
     /// A list that is not complete yet.
     listed: BTreeMap<String, Known>,
     /// Whether there was a whole list.
@@ -98,11 +100,13 @@ struct SkippedField {
 
 impl Nodes {
     fn new(selector: Selector) -> Self {
-        Self { selector, known: BTreeMap::new(), listed: BTreeMap::new(), complete: false }
+        let (inventory, skipped, listed) = (Inventory::default(), BTreeMap::new(), BTreeMap::new());
+        Self { selector, inventory, skipped, listed, complete: false }
     }
 
+    /// A copy: it costs nothing.
     fn inventory(&self) -> Inventory {
-        Inventory { nodes: self.known.values().filter_map(|known| known.node.clone()).collect() }
+        self.inventory.clone()
     }
 
     /// Whether the inventory has changed.
@@ -118,28 +122,47 @@ impl Nodes {
                 false
             }
             Event::InitDone => {
-                let before = std::mem::replace(&mut self.known, std::mem::take(&mut self.listed));
-                let same =
-                    before.values().map(|known| &known.node).eq(self.known.values().map(|known| &known.node));
-                !std::mem::replace(&mut self.complete, true) || !same
+                let listed = std::mem::take(&mut self.listed);
+                let known = self
+                    .inventory
+                    .iter()
+                    .map(|node| node.name.as_str())
+                    .chain(self.skipped.keys().map(String::as_str));
+                let gone: Vec<_> =
+                    known.filter(|name| !listed.contains_key(*name)).map(str::to_owned).collect();
+                let mut changed = !std::mem::replace(&mut self.complete, true);
+                for name in gone {
+                    changed |= self.forget(&name);
+                }
+                for (name, known) in listed {
+                    changed |= self.set(&name, known);
+                }
+                changed
             }
             Event::Apply(node) => {
                 let known = self.read(&node);
-                match self.known.get_mut(node.name()) {
-                    Some(before) => {
-                        let changed = before.node != known.node;
-                        *before = known;
-                        changed
-                    }
-                    None => {
-                        let usable = known.node.is_some();
-                        self.known.insert(node.name().to_owned(), known);
-                        usable
-                    }
-                }
+                self.set(node.name(), known)
             }
-            Event::Delete(node) => self.known.remove(node.name()).is_some_and(|known| known.node.is_some()),
+            Event::Delete(node) => self.forget(node.name()),
         }
+    }
+
+    /// Whether the inventory has changed.
+    fn set(&mut self, name: &str, known: Known) -> bool {
+        if known.skipped.is_empty() {
+            self.skipped.remove(name);
+        } else {
+            self.skipped.insert(name.to_owned(), known.skipped);
+        }
+        match known.node {
+            Some(node) => self.inventory.insert(node),
+            None => self.inventory.remove(name),
+        }
+    }
+
+    fn forget(&mut self, name: &str) -> bool {
+        self.skipped.remove(name);
+        self.inventory.remove(name)
     }
 
     fn read(&self, node: &SlimNode) -> Known {
@@ -162,7 +185,7 @@ impl Nodes {
         name: &str,
         skipped: &'a [SkippedField],
     ) -> impl Iterator<Item = &'a SkippedField> {
-        let logged = self.known.get(name).map_or(&[][..], |before| &before.skipped);
+        let logged = self.skipped.get(name).map_or(&[][..], Vec::as_slice);
         skipped.iter().filter(|field| !logged.contains(field))
     }
 }
@@ -193,7 +216,8 @@ fn read(node: &SlimNode, selector: &Selector) -> Known {
         let (key, value, reason) = ("status", more.to_string(), "so many more cannot be used".to_owned());
         skipped.push(SkippedField { key, value, reason });
     }
-    Known { node: Some(InventoryNode { created: node.created(), ..read }), skipped }
+    let labels = selector.kept(edge, node.labels());
+    Known { node: Some(InventoryNode { created: node.created(), labels, ..read }), skipped }
 }
 
 #[cfg(test)]
@@ -222,7 +246,7 @@ mod tests {
     }
 
     fn names(nodes: &Nodes) -> Vec<String> {
-        nodes.inventory().nodes.iter().map(|node| node.name.to_string()).collect()
+        nodes.inventory().iter().map(|node| node.name.to_string()).collect()
     }
 
     #[test]

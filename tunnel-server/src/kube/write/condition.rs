@@ -3,7 +3,6 @@
 mod leader_term;
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -20,6 +19,7 @@ use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 use self::leader_term::{LeaderTerm, Want};
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::partial_node::PartialNode;
+use crate::shared_map::SharedSet;
 
 pub const CONDITION: &str = "PosternTunnel";
 
@@ -34,7 +34,7 @@ const PAGE_TIME: Duration = Duration::from_secs(30);
 
 /// Keeps the conditions current while this server leads, until `live` ends. `live` has the nodes with a tunnel to any
 /// server.
-pub(super) async fn run(context: KubeContext, live: watch::Receiver<Arc<HashSet<NodeName>>>) {
+pub(super) async fn run(context: KubeContext, live: watch::Receiver<SharedSet<NodeName>>) {
     let conditions = Conditions {
         api: Api::all(context.client.clone()),
         context,
@@ -53,7 +53,7 @@ pub(super) async fn run(context: KubeContext, live: watch::Receiver<Arc<HashSet<
 struct Conditions {
     context: KubeContext,
     api: Api<ConditionNode>,
-    live: watch::Receiver<Arc<HashSet<NodeName>>>,
+    live: watch::Receiver<SharedSet<NodeName>>,
     /// None while another server leads, or the conditions could not be read yet.
     term: Option<LeaderTerm>,
     queue: VecDeque<NodeName>,
@@ -129,7 +129,11 @@ impl Conditions {
             let now = Instant::now();
             term.update(now, &inventory, &live);
             let (due, next_claim) = term.plan(now);
-            (self.queue, self.next_claim) = (due.into(), next_claim);
+            self.next_claim = next_claim;
+            // Those that wait keep their turn: one that fails is behind the others.
+            self.queue.retain(|node| due.contains(node));
+            let queued: HashSet<NodeName> = self.queue.iter().cloned().collect();
+            self.queue.extend(due.iter().filter(|node| !queued.contains(*node)).cloned());
         }
     }
 

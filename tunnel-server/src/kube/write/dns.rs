@@ -11,7 +11,10 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube::runtime::events::EventType;
 use kube::runtime::watcher::Event;
+use prometheus_client::metrics::gauge::Gauge;
 use serde_json::json;
+use tokio::time::Instant;
+use tunnel_core::identity::NodeName;
 use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, RequestError, named, request};
 
 use super::events::{self, Events};
@@ -23,24 +26,73 @@ pub const KEY: &str = "tunnel-nodes";
 
 /// Changes within this time are written as one.
 const DEBOUNCE: Duration = Duration::from_millis(200);
+/// The shortest pause between two writes.
+const PAUSE: Duration = Duration::from_secs(1);
+/// And the longer the records are: this many bytes a second are written at most, which etcd stores and every CoreDNS gets.
+const BYTES_A_SECOND: usize = 64 << 10;
+/// The API server takes no ConfigMap with more than a MiB of data; the keys of others get a little.
+const MOST_BYTES: usize = 1_000_000;
+/// Names in one line, if there is not enough room for a line each.
+const NAMES: usize = 32;
+
+/// The text of a ConfigMap's key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Text {
+    pub text: String,
+    /// How many records it has.
+    pub records: usize,
+    /// How many have no room in it.
+    pub left_out: usize,
+}
 
 /// The records, sorted, one a line: address, tab, node's name. Edge nodes have `internal`, the address of the internal
 /// Service, or no record without one; the others have their own address, or no record without one.
-pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> String {
-    let mut lines: Vec<String> = inventory
-        .nodes
+///
+/// More than [`MOST_BYTES`] have several names in a line. What does not even fit so is left out: edge nodes, the last ones
+/// in the order of their names.
+pub fn records(inventory: &Inventory, internal: Option<IpAddr>) -> Text {
+    let records: Vec<(IpAddr, &NodeName)> = inventory
         .iter()
         .filter_map(|node| {
             let address = if node.edge { internal } else { node.addresses.first().copied() };
-            Some(format!("{}\t{}", address?, node.name))
+            Some((address?, &node.name))
         })
         .collect();
-    lines.sort_unstable();
-    lines.join("\n")
+    let mut lines: Vec<String> = records.iter().map(|(address, name)| format!("{address}\t{name}")).collect();
+    if lines.iter().map(|line| line.len() + 1).sum::<usize>() <= MOST_BYTES {
+        lines.sort_unstable();
+        return Text { text: lines.join("\n"), records: records.len(), left_out: 0 };
+    }
+    // Cloud nodes' first.
+    let mut by_address: BTreeMap<(bool, IpAddr), Vec<&NodeName>> = BTreeMap::new();
+    for (address, name) in &records {
+        by_address.entry((Some(*address) == internal, *address)).or_default().push(name);
+    }
+    let (mut text, mut written) = (String::new(), 0);
+    'all: for ((_, address), names) in by_address {
+        let address = address.to_string();
+        for (n, name) in names.into_iter().enumerate() {
+            // The names ascend, so what is left out is the end.
+            let begin = n % NAMES == 0;
+            let more = name.as_str().len() + if begin { address.len() + 2 } else { 1 };
+            if text.len() + more > MOST_BYTES {
+                break 'all;
+            }
+            if begin && !text.is_empty() {
+                text.push('\n');
+            }
+            text.push_str(if begin { &address } else { " " });
+            text.push_str(if begin { "\t" } else { "" });
+            text.push_str(name.as_str());
+            written += 1;
+        }
+    }
+    Text { text, records: written, left_out: records.len() - written }
 }
 
 /// Keeps the records current while this server leads, until the stop. Nothing is written before the nodes are known.
-pub async fn run(context: KubeContext, events: Events) {
+/// `left_out` gets the number of records without room.
+pub async fn run(context: KubeContext, events: Events, left_out: Gauge) {
     let KubeContext { client, namespace, names, health, stop, .. } = context.clone();
     let api = Api::namespaced(client.clone(), &namespace);
     let services = Api::namespaced(client, &namespace);
@@ -63,6 +115,9 @@ pub async fn run(context: KubeContext, events: Events) {
         configmap: Followed::default(),
         service: Followed::default(),
         nodes_known: false,
+        not_before: None,
+        left_out,
+        told: 0,
         addressing: Attempts::new("giving edge nodes DNS records"),
     };
     reconcile::run(target, inputs, DEBOUNCE, Attempts::new("writing the DNS records"), stop).await;
@@ -82,6 +137,11 @@ struct Records {
     configmap: Followed<ConfigMap>,
     service: Followed<Service>,
     nodes_known: bool,
+    /// When the next write may come.
+    not_before: Option<Instant>,
+    left_out: Gauge,
+    /// How many records without room were reported last.
+    told: usize,
     addressing: Attempts,
 }
 
@@ -97,15 +157,22 @@ impl Reconcile for Records {
         }
     }
 
+    fn not_before(&self) -> Option<Instant> {
+        self.not_before
+    }
+
     async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<(), RequestError> {
         let leads = *self.context.leader.borrow();
         if !(leads && self.nodes_known && self.configmap.known && self.service.known) {
+            // The server that leads says it.
+            self.left_out.set(0);
             return Ok(());
         }
         let inventory = self.context.inventory.borrow().clone();
         let address = self.service.object.as_ref().and_then(cluster_ip);
         self.report_address(address, inventory.counts().0);
-        let wanted = records(&inventory, address);
+        let Text { text: wanted, records, left_out } = records(&inventory, address);
+        self.report_left_out(records, left_out);
         let is = self.configmap.object.as_ref().and_then(|configmap| configmap.data.as_ref()?.get(KEY));
         if is != Some(&wanted) {
             let name = &self.context.names.dns_configmap;
@@ -117,9 +184,11 @@ impl Reconcile for Records {
             }));
             // Another writer's value of this key is replaced; its other keys stay.
             let params = PatchParams::apply(FIELD_MANAGER).force();
+            let share = Duration::from_secs_f64(wanted.len() as f64 / BYTES_A_SECOND as f64);
+            self.not_before = Some(Instant::now() + share.max(PAUSE));
             let applied = request(WRITE_DEADLINE, self.api.patch(name, &params, &patch)).await?;
             self.configmap.object = Some(applied);
-            tracing::info!(configmap = %name, records = wanted.lines().count(), "wrote the DNS records");
+            tracing::info!(configmap = %name, records, "wrote the DNS records");
         }
         attempts.succeeded();
         Ok(())
@@ -127,6 +196,27 @@ impl Reconcile for Records {
 }
 
 impl Records {
+    /// When there begin to be records without room, when they have doubled, and when all have room again.
+    fn report_left_out(&mut self, records: usize, left_out: usize) {
+        self.left_out.set(i64::try_from(left_out).unwrap_or(i64::MAX));
+        if (left_out == 0) == (self.told == 0) && left_out <= 2 * self.told {
+            return;
+        }
+        self.told = left_out;
+        let KubeContext { namespace, names, .. } = &self.context;
+        if left_out == 0 {
+            tracing::info!(configmap = %names.dns_configmap, "all nodes have DNS records again");
+            return;
+        }
+        let note = format!(
+            "{left_out} edge nodes have no DNS record: a ConfigMap has room for {MOST_BYTES} bytes, which are {records} records; \
+             use the addresses of the others, or shorter names"
+        );
+        tracing::warn!(configmap = %names.dns_configmap, "{note}");
+        let regarding = events::object("ConfigMap", namespace, &names.dns_configmap);
+        self.events.publish(regarding, EventType::Warning, "RecordsLeftOut", note);
+    }
+
     /// Without the internal Service's address edge nodes have no record, which matters only if there are any.
     fn report_address(&mut self, address: Option<IpAddr>, edge_nodes: usize) {
         if address.is_some() || edge_nodes == 0 {
@@ -167,6 +257,7 @@ mod tests {
             kubelet_port: DEFAULT_KUBELET_PORT,
             pod_cidrs: Vec::new(),
             created: None,
+            labels: BTreeMap::new(),
         }
     }
 
@@ -175,7 +266,7 @@ mod tests {
     }
 
     fn text(nodes: &[InventoryNode]) -> String {
-        records(&Inventory { nodes: nodes.to_vec() }, Some("10.96.7.7".parse().unwrap()))
+        records(&nodes.to_vec().into(), Some("10.96.7.7".parse().unwrap())).text
     }
 
     #[test]
@@ -218,15 +309,40 @@ mod tests {
 
     #[test]
     fn without_the_internal_service_edge_nodes_have_no_record() {
-        let inventory = Inventory { nodes: vec![edge("edge-1"), node("cloud-1", false, &["10.0.0.1"])] };
-        assert_eq!(records(&inventory, None), "10.0.0.1\tcloud-1");
+        let inventory = vec![edge("edge-1"), node("cloud-1", false, &["10.0.0.1"])].into();
+        assert_eq!(records(&inventory, None).text, "10.0.0.1\tcloud-1");
     }
 
     #[test]
     fn addresses_may_be_ipv6() {
-        let inventory = Inventory { nodes: vec![edge("edge-1"), node("cloud-1", false, &["fd00::1"])] };
+        let inventory = vec![edge("edge-1"), node("cloud-1", false, &["fd00::1"])].into();
         let internal = Some("fd00:96::a".parse().unwrap());
-        assert_eq!(records(&inventory, internal), "fd00:96::a\tedge-1\nfd00::1\tcloud-1");
+        assert_eq!(records(&inventory, internal).text, "fd00:96::a\tedge-1\nfd00::1\tcloud-1");
+    }
+
+    #[test]
+    fn many_records_share_lines_and_what_does_not_fit_is_left_out() {
+        let fleet = |count: usize, length: usize| {
+            let edge = (0..count).map(|n| edge(&format!("edge-{n:0length$}")));
+            let cloud = (0..3).map(|n| node(&format!("cloud-{n}"), false, &[&format!("10.0.0.{n}")]));
+            records(&edge.chain(cloud).collect(), Some("10.96.7.7".parse().unwrap()))
+        };
+        // 23 bytes each.
+        let plain = fleet(40_000, 7);
+        assert_eq!((plain.text.lines().count(), plain.records, plain.left_out), (40_003, 40_003, 0));
+        let shared = fleet(60_000, 7);
+        assert_eq!((shared.records, shared.left_out), (60_003, 0));
+        let names: Vec<&str> =
+            shared.text.lines().flat_map(|line| line.split_ascii_whitespace().skip(1)).collect();
+        assert_eq!((names.len(), names[0], names[59_999 + 3]), (60_003, "cloud-0", "edge-0059999"));
+        assert!(shared.text.lines().all(|line| line.split_ascii_whitespace().count() <= NAMES + 1));
+        let many = fleet(100_000, 40);
+        assert_eq!(many.records + many.left_out, 100_003);
+        assert!(many.text.len() <= MOST_BYTES && many.text.len() > MOST_BYTES - 100);
+        assert!(
+            many.text.contains("10.0.0.2\tcloud-2\n")
+                && many.text.ends_with(&format!("{:040}", many.records - 4))
+        );
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Only writing depends on it. A server that loses the Lease, or the API server, carries on with everything else and
 //! keeps trying.
 
+use std::future::pending;
 use std::pin::pin;
 use std::time::Duration;
 
@@ -30,8 +31,8 @@ const CHECK: Duration = Duration::from_secs(3);
 /// How long giving the Lease back may delay a stop.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// Takes part in the election for the Lease `lease` under the name `identity`, until `stop`; the Lease is made if there
-/// is none. Needs a tokio runtime.
+/// Takes part in the election for the Lease `lease` under the name `identity` while `eligible`, until `stop`; the Lease is made
+/// if there is none. Needs a tokio runtime.
 ///
 /// The receiver has whether this server may write. It is closed when the Lease has been given back after `stop`: see
 /// [`released`].
@@ -40,18 +41,26 @@ pub fn start(
     namespace: &str,
     lease: &str,
     identity: &str,
+    eligible: watch::Receiver<bool>,
     stop: CancellationToken,
 ) -> watch::Receiver<bool> {
     let (leading, receiver) = watch::channel(false);
     let api = Api::namespaced(client, namespace);
     let candidate = Candidate { api, lease: lease.to_owned(), identity: identity.to_owned() };
-    tokio::spawn(candidate.run(leading, stop));
+    tokio::spawn(candidate.run(leading, eligible, stop));
     receiver
 }
 
 /// Waits until the Lease has been given back, which takes about a second at most after the stop.
 pub async fn released(mut leader: watch::Receiver<bool>) {
     while leader.changed().await.is_ok() {}
+}
+
+/// Waits until the value is so; for ever if nobody can change it any more.
+async fn becomes(value: &mut watch::Receiver<bool>, wanted: bool) {
+    if value.wait_for(|now| *now == wanted).await.is_err() {
+        pending::<()>().await;
+    }
 }
 
 struct Candidate {
@@ -61,7 +70,26 @@ struct Candidate {
 }
 
 impl Candidate {
-    async fn run(self, leading: watch::Sender<bool>, stop: CancellationToken) {
+    async fn run(
+        self,
+        leading: watch::Sender<bool>,
+        mut eligible: watch::Receiver<bool>,
+        stop: CancellationToken,
+    ) {
+        while stop.run_until_cancelled(becomes(&mut eligible, true)).await.is_some() {
+            let over = async {
+                tokio::select! {
+                    () = stop.cancelled() => {}
+                    () = becomes(&mut eligible, false) => {}
+                }
+            };
+            self.campaign(&leading, over).await;
+        }
+    }
+
+    /// Until `over`. Then the Lease is given back.
+    async fn campaign(&self, leading: &watch::Sender<bool>, over: impl Future<Output = ()>) {
+        let mut over = pin!(over);
         let mut attempts = Attempts::new("the election of the server that writes to the cluster");
         // As far as this server knows.
         let mut holds = false;
@@ -76,8 +104,8 @@ impl Candidate {
             let mut attempt = pin!(attempt);
             let (began, outcome) = loop {
                 tokio::select! {
-                    () = stop.cancelled() => {
-                        self.publish(&leading, false);
+                    () = &mut over => {
+                        self.publish(leading, false);
                         if holds {
                             self.give_back().await;
                         }
@@ -85,7 +113,7 @@ impl Candidate {
                     }
                     () = sleep_until(expires.unwrap_or_else(Instant::now)), if expires.is_some() => {
                         expires = None;
-                        self.publish(&leading, false);
+                        self.publish(leading, false);
                     }
                     outcome = &mut attempt => break outcome,
                 }
@@ -95,7 +123,7 @@ impl Candidate {
                     attempts.succeeded();
                     holds = held;
                     expires = held.then(|| began + RENEW_DEADLINE);
-                    self.publish(&leading, held);
+                    self.publish(leading, held);
                     next = if held { began + RENEW } else { Instant::now() + CHECK };
                 }
                 Err(error) => {

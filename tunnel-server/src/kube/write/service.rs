@@ -161,7 +161,7 @@ impl Reconcile for Ports {
 mod tests {
     use super::*;
 
-    const DOORS: Doors = Doors { https: 10263, http: 10264 };
+    const DOORS: Doors = Doors { https: 10263, http: 10268, pairs: 10264 };
 
     fn port(name: &str, protocol: &str, number: i32, target: i32) -> ServicePort {
         ServicePort {
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn configured_ports_are_added() {
         let mut expected = base();
-        expected.push(port("dnat-9100", TCP, 9100, 10264));
+        expected.push(port("dnat-9100", TCP, 9100, 10268));
         expected.push(port("dnat-9443", TCP, 9443, 10263));
         let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
         assert_eq!(after(&base(), &wanted), expected);
@@ -202,7 +202,7 @@ mod tests {
         named.target_port = Some(IntOrString::String("https".into()));
         let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
         let expected = [
-            ServicePort { target_port: Some(IntOrString::Int(10264)), ..metrics.clone() },
+            ServicePort { target_port: Some(IntOrString::Int(10268)), ..metrics.clone() },
             port("dnat-9443", TCP, 9443, 10263),
         ];
         assert_eq!(after(&[metrics, named], &wanted), expected);
@@ -212,18 +212,30 @@ mod tests {
     fn a_port_without_a_protocol_is_tcp() {
         let mut plain = port("metrics", TCP, 9100, 1);
         plain.protocol = None;
-        let expected = [ServicePort { target_port: Some(IntOrString::Int(10264)), ..plain.clone() }];
+        let expected = [ServicePort { target_port: Some(IntOrString::Int(10268)), ..plain.clone() }];
         assert_eq!(after(&[plain], &[(9100, InternalDoor::Http)]), expected);
     }
 
     #[test]
     fn ports_that_are_no_longer_configured_go() {
         let mut present = base();
-        present.extend([port("dnat-9100", TCP, 9100, 10264), port("dnat-9200", TCP, 9200, 10264)]);
+        present.extend([port("dnat-9100", TCP, 9100, 10268), port("dnat-9200", TCP, 9200, 10268)]);
         let mut expected = base();
-        expected.push(port("dnat-9200", TCP, 9200, 10264));
+        expected.push(port("dnat-9200", TCP, 9200, 10268));
         assert_eq!(after(&present, &[(9200, InternalDoor::Http)]), expected);
         assert_eq!(after(&present, &[]), base());
+    }
+
+    /// It would answer nobody.
+    #[test]
+    fn without_the_plain_door_no_port_leads_there() {
+        let doors = Doors { http: 0, ..DOORS };
+        let wanted = BTreeMap::from([(9100, InternalDoor::Http), (9443, InternalDoor::Https)]);
+        let mut expected = base();
+        expected.push(port("dnat-9443", TCP, 9443, 10263));
+        let mut present = base();
+        present.push(port("dnat-9100", TCP, 9100, 10268));
+        assert_eq!(super::ports(&present, &wanted, &doors), expected);
     }
 
     #[test]
@@ -236,7 +248,7 @@ mod tests {
     #[test]
     fn the_same_number_over_udp_is_another_port() {
         let udp = port("dnat-9100", "UDP", 9100, 9100);
-        let expected = [udp.clone(), port("dnat-9100-2", TCP, 9100, 10264)];
+        let expected = [udp.clone(), port("dnat-9100-2", TCP, 9100, 10268)];
         assert_eq!(after(&[udp], &[(9100, InternalDoor::Http)]), expected);
     }
 
@@ -245,7 +257,7 @@ mod tests {
         let mut only = port("", TCP, 443, 10263);
         only.name = None;
         assert_eq!(after(std::slice::from_ref(&only), &[]), [only.clone()]);
-        let expected = [port("tcp-443", TCP, 443, 10263), port("dnat-9100", TCP, 9100, 10264)];
+        let expected = [port("tcp-443", TCP, 443, 10263), port("dnat-9100", TCP, 9100, 10268)];
         assert_eq!(after(&[only], &[(9100, InternalDoor::Http)]), expected);
     }
 }

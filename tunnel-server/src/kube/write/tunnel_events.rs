@@ -1,7 +1,6 @@
 //! Events about tunnels on their Nodes. Which changes are reported is decided without I/O, with the time as an argument.
 
-use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use kube::runtime::events::EventType;
@@ -10,6 +9,7 @@ use tokio::time::{Instant, sleep_until};
 use tunnel_core::identity::NodeName;
 
 use super::events::{self, Events};
+use crate::shared_map::SharedSet;
 
 /// How often the end of a node's tunnel is reported immediately. One that follows sooner may be a link that flaps.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
@@ -17,7 +17,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 const FLAP_END: Duration = Duration::from_secs(10);
 
 /// Publishes the Events of server `identity`, until `live` ends. `live` has the nodes with a tunnel to it.
-pub(super) async fn run(identity: &str, events: Events, mut live: watch::Receiver<Arc<HashSet<NodeName>>>) {
+pub(super) async fn run(identity: &str, events: Events, mut live: watch::Receiver<SharedSet<NodeName>>) {
     let mut tunnels = Tunnels::default();
     live.mark_changed();
     loop {
@@ -46,7 +46,14 @@ pub(super) async fn run(identity: &str, events: Events, mut live: watch::Receive
 
 /// What was reported of each node's tunnel.
 #[derive(Debug, Default)]
-struct Tunnels(HashMap<NodeName, Tunnel>);
+struct Tunnels {
+    of: HashMap<NodeName, Tunnel>,
+    live: SharedSet<NodeName>,
+    /// When each is to be reported.
+    due: BTreeSet<(Instant, NodeName)>,
+    /// When each of those that are gone may be forgotten.
+    forget: BTreeSet<(Instant, NodeName)>,
+}
 
 #[derive(Debug)]
 struct Tunnel {
@@ -75,43 +82,53 @@ impl Tunnel {
 }
 
 impl Tunnels {
-    fn observe(&mut self, now: Instant, live: &HashSet<NodeName>) {
-        for (node, tunnel) in &mut self.0 {
-            let is = live.contains(node);
+    fn observe(&mut self, now: Instant, live: &SharedSet<NodeName>) {
+        let before = std::mem::replace(&mut self.live, live.clone());
+        for (node, is) in live.changes_since(&before) {
+            let tunnel = self.of.entry(node.clone());
+            let tunnel =
+                tunnel.or_insert(Tunnel { live: is, since: now, reported_up: false, reported_down: None });
+            let due = tunnel.due();
             if tunnel.live != is {
                 (tunnel.live, tunnel.since) = (is, now);
             }
+            self.due.extend(tunnel.due().map(|due| (due, node.clone())));
+            if let Some(due) = due.filter(|due| tunnel.due() != Some(*due)) {
+                self.due.remove(&(due, node.clone()));
+            }
+            self.forget.extend((!is).then(|| (now, node.clone())));
         }
-        for node in live {
-            if !self.0.contains_key(node) {
-                let tunnel = Tunnel { live: true, since: now, reported_up: false, reported_down: None };
-                self.0.insert(node.clone(), tunnel);
+        while let Some((at, node)) = self.forget.first().filter(|(at, _)| *at <= now).cloned() {
+            self.forget.remove(&(at, node.clone()));
+            let Some(tunnel) = self.of.get(&node).filter(|tunnel| !tunnel.live) else { continue };
+            // Of a tunnel that is gone only a recent report has to be remembered.
+            match tunnel.reported_down.map(|at| at + REPORT_INTERVAL).filter(|until| now < *until) {
+                Some(until) => _ = self.forget.insert((until, node)),
+                None if tunnel.reported_up => {}
+                None => _ = self.of.remove(&node),
             }
         }
-        // Of a tunnel that is gone only a recent report has to be remembered.
-        self.0.retain(|_, tunnel| {
-            tunnel.live
-                || tunnel.reported_up
-                || tunnel.reported_down.is_some_and(|at| now < at + REPORT_INTERVAL)
-        });
     }
 
     /// When something will be due without any further change.
     fn due(&self) -> Option<Instant> {
-        self.0.values().filter_map(Tunnel::due).min()
+        self.due.first().map(|(due, _)| *due)
     }
 
     /// What is due, each once: the node, and whether its tunnel is up.
     fn take(&mut self, now: Instant) -> Vec<(NodeName, bool)> {
-        let due = self.0.iter_mut().filter(|(_, tunnel)| tunnel.due().is_some_and(|due| due <= now));
-        due.map(|(node, tunnel)| {
+        let mut taken = Vec::new();
+        while let Some((at, node)) = self.due.first().filter(|(due, _)| *due <= now).cloned() {
+            self.due.remove(&(at, node.clone()));
+            let Some(tunnel) = self.of.get_mut(&node) else { continue };
             tunnel.reported_up = tunnel.live;
             if !tunnel.live {
                 tunnel.reported_down = Some(now);
+                self.forget.insert((now + REPORT_INTERVAL, node.clone()));
             }
-            (node.clone(), tunnel.live)
-        })
-        .collect()
+            taken.push((node, tunnel.live));
+        }
+        taken
     }
 }
 
@@ -136,7 +153,7 @@ mod tests {
             while let Some(due) = self.tunnels.due().filter(|due| *due < now) {
                 self.collect(due);
             }
-            let live = if up { HashSet::from(["edge-1".parse().unwrap()]) } else { HashSet::new() };
+            let live = up.then(|| "edge-1".parse().unwrap()).into_iter().collect();
             self.tunnels.observe(now, &live);
             self.collect(now);
         }
@@ -188,9 +205,9 @@ mod tests {
         let mut reports = Reports::new();
         reports.at(0, true);
         reports.at(10, false);
-        assert_eq!(reports.tunnels.0.len(), 1);
+        assert_eq!(reports.tunnels.of.len(), 1);
         reports.at(10 + REPORT_INTERVAL.as_secs(), false);
-        assert_eq!(reports.tunnels.0.len(), 0);
+        assert_eq!(reports.tunnels.of.len(), 0);
         assert_eq!(reports.tunnels.due(), None);
     }
 }

@@ -1,6 +1,5 @@
 //! Tunnels, for the Events and the condition of their Nodes.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,15 +11,36 @@ use super::{condition, tunnel_events};
 use crate::kube::context::KubeContext;
 use crate::peers::Peers;
 use crate::session::Sessions;
+use crate::shared_map::SharedSet;
 
 /// An agent that is replaced by another one within this time has not been away.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
-/// Reports tunnels until the stop: each server its own as Events, and the one that leads those of all as the condition.
-pub async fn run(context: KubeContext, events: Events, sessions: Arc<Sessions>, peers: Arc<Peers>) {
-    let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
-    let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
-    follow(context, events, own, elsewhere).await;
+/// Reports tunnels until the stop: each server its own as Events, and, with `condition`, the one that leads those of all as the
+/// condition. While this server is not `eligible` its successor has the agents, and reports them.
+pub async fn run(
+    context: KubeContext,
+    events: Events,
+    sessions: Arc<Sessions>,
+    peers: Arc<Peers>,
+    condition: bool,
+    mut eligible: watch::Receiver<bool>,
+) {
+    // Each time anew: what came and went meanwhile is for the successor to say.
+    while let Some(true) = context.stop.run_until_cancelled(is(&mut eligible, true)).await {
+        let (sessions, peers) = (sessions.clone(), peers.clone());
+        let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
+        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
+        tokio::select! {
+            () = follow(context.clone(), events.clone(), own, elsewhere, condition) => return,
+            true = is(&mut eligible, false) => {}
+        }
+    }
+}
+
+/// Waits until the value is so; false when nobody can change it any more.
+async fn is(value: &mut watch::Receiver<bool>, wanted: bool) -> bool {
+    value.wait_for(|now| *now == wanted).await.is_ok()
 }
 
 /// Nodes with tunnels, and when they change.
@@ -33,17 +53,18 @@ pub struct Tunnels<F> {
 pub async fn follow(
     context: KubeContext,
     events: Events,
-    mut own: Tunnels<impl Fn() -> Vec<NodeName> + Send>,
-    mut elsewhere: Tunnels<impl Fn() -> Vec<NodeName> + Send>,
+    mut own: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
+    mut elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
+    condition: bool,
 ) {
-    let (own_now, here) = watch::channel(Arc::default());
-    let (all_now, anywhere) = watch::channel(Arc::default());
+    let (own_now, here) = watch::channel(SharedSet::default());
+    let (all_now, anywhere) = watch::channel(SharedSet::default());
     let update = async {
+        let mut fleet = Fleet::default();
         loop {
-            let here: HashSet<NodeName> = (own.nodes)().into_iter().collect();
-            let anywhere = here.iter().cloned().chain((elsewhere.nodes)()).collect::<HashSet<_>>();
-            all_now.send_replace(Arc::new(anywhere));
-            own_now.send_replace(Arc::new(here));
+            fleet.follow((own.nodes)(), (elsewhere.nodes)());
+            all_now.send_replace(fleet.anywhere.clone());
+            own_now.send_replace(fleet.here.clone());
             let changed = tokio::select! {
                 changed = own.changed.changed() => changed,
                 changed = elsewhere.changed.changed() => changed,
@@ -56,7 +77,57 @@ pub async fn follow(
     };
     let (stop, identity) = (context.stop.clone(), context.identity.clone());
     let reports = tunnel_events::run(&identity, events, here);
-    let conditions = condition::run(context, anywhere);
+    let conditions = async {
+        if condition {
+            condition::run(context, anywhere).await;
+        }
+    };
     let all = async { tokio::join!(update, reports, conditions) };
     let _ = stop.run_until_cancelled(all).await;
+}
+
+/// Nodes with a tunnel.
+#[derive(Default)]
+struct Fleet {
+    here: SharedSet<NodeName>,
+    elsewhere: SharedSet<NodeName>,
+    anywhere: SharedSet<NodeName>,
+}
+
+impl Fleet {
+    /// At the cost of what has changed.
+    fn follow(&mut self, here: SharedSet<NodeName>, elsewhere: SharedSet<NodeName>) {
+        let changed =
+            here.changes_since(&self.here).into_iter().chain(elsewhere.changes_since(&self.elsewhere));
+        for (node, _) in changed {
+            if here.contains(node) || elsewhere.contains(node) {
+                self.anywhere.insert(node.clone());
+            } else {
+                self.anywhere.remove(node);
+            }
+        }
+        (self.here, self.elsewhere) = (here, elsewhere);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_is_somewhere_while_any_server_has_it() {
+        let set =
+            |nodes: &[&str]| nodes.iter().map(|node| node.parse().unwrap()).collect::<SharedSet<NodeName>>();
+        let mut fleet = Fleet::default();
+        for (here, elsewhere, anywhere) in [
+            (&["a", "b"][..], &["b", "c"][..], &["a", "b", "c"][..]),
+            (&["b"], &["c"], &["b", "c"]),
+            (&[], &["b", "c"], &["b", "c"]),
+            (&["c"], &[], &["c"]),
+            (&[], &[], &[]),
+        ] {
+            fleet.follow(set(here), set(elsewhere));
+            assert_eq!(fleet.anywhere, set(anywhere), "{here:?} {elsewhere:?}");
+        }
+    }
 }

@@ -27,10 +27,11 @@ fn conflicts(router: &Router, kind: ConflictKind) -> Vec<Conflict> {
 /// Where every address of everybody leads.
 fn ways(router: &Router) -> BTreeMap<IpNet, (NodeName, IpAddr, bool)> {
     let snapshot = router.snapshot();
-    let routes = router.desired().routes.into_iter();
+    let desired = router.desired();
+    let routes = desired.routes.iter();
     routes
         .filter_map(|(net, target)| {
-            snapshot.by_token(target.token).map(|found| (net, (found.node, found.address, target.up)))
+            snapshot.by_token(target.token).map(|found| (*net, (found.node, found.address, target.up)))
         })
         .collect()
 }
@@ -207,7 +208,13 @@ fn an_edge_node_that_drops_its_label_excludes_nothing_of_others() {
             assert_eq!(after.get(net), Some(way), "{net}");
         }
         assert_eq!(route(&router.desired(), "10.8.0.1"), None, "its routes end");
-        let more: Vec<_> = router.desired().excluded.difference(&excluded).map(ToString::to_string).collect();
+        let more: Vec<_> = router
+            .desired()
+            .excluded
+            .changes_since(&excluded)
+            .into_iter()
+            .map(|(net, _)| net.to_string())
+            .collect();
         (more, *router.due().borrow() == Some(now))
     };
     router.set_inventory_at(inventory(flipped.clone()), start);
@@ -253,7 +260,7 @@ fn a_node_that_names_ever_new_addresses_uses_up_its_share_only() {
         let addresses: Vec<_> = (0..16).map(|n| format!("10.9.{round}.{n}")).collect();
         let addresses: Vec<_> = addresses.iter().map(String::as_str).collect();
         router.set_inventory_at(inventory(vec![node("edge-1", true, &addresses), other.clone()]), start);
-        seen.extend(router.desired().routes.into_values().map(|target| target.token));
+        seen.extend(router.desired().routes.values().map(|target| target.token));
     }
     assert!(seen.len() < 70, "{} tokens were used", seen.len());
     assert_eq!(conflicts(&router, ConflictKind::NoToken).len(), 16);

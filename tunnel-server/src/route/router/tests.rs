@@ -1,6 +1,7 @@
 //! The router by example.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tunnel_core::net::identifies_host;
@@ -44,6 +45,7 @@ pub(super) fn node(name: &str, edge: bool, addresses: &[&str]) -> InventoryNode 
         kubelet_port: 10250,
         pod_cidrs: Vec::new(),
         created: None,
+        labels: BTreeMap::new(),
     }
 }
 
@@ -52,7 +54,7 @@ pub(super) fn with_pods(name: &str, edge: bool, address: &str, range: &str) -> I
 }
 
 pub(super) fn inventory(nodes: Vec<InventoryNode>) -> Inventory {
-    Inventory { nodes }
+    nodes.into()
 }
 
 pub(super) fn set_live(router: &Router, node: &str, live: bool) {
@@ -401,7 +403,7 @@ fn a_node_that_goes_up_among_100_000_keeps_every_token() {
     println!("a session waited for {longest:?} at most during three recomputations");
     assert_eq!(router.desired(), after);
     // No token was assigned anew.
-    assert!(after.routes.iter().all(|(net, target)| before.routes[net].token == target.token));
+    assert!(after.routes.iter().all(|(net, target)| before.routes.get(net).unwrap().token == target.token));
 }
 
 fn pods_router() -> Router {
@@ -417,7 +419,7 @@ fn pods_of_edge_nodes_are_reached_on_any_port() {
         with_pods("cloud", false, "10.0.0.2", "10.244.0.0/24"),
     ]));
     let pods = net("10.244.3.0/24");
-    let target = router.desired().routes[&pods];
+    let target = *router.desired().routes.get(&pods).unwrap();
     assert!(target.any_port && !target.up);
     assert!(!route(&router.desired(), "10.8.0.7").unwrap().any_port);
     assert_eq!(router.desired().routes.len(), 2, "the cloud's pods are not routed");
@@ -428,13 +430,13 @@ fn pods_of_edge_nodes_are_reached_on_any_port() {
     assert!(found.pod);
     assert_eq!(router.snapshot().by_token(IpAddr::from((u32::from(first) + 256).to_be_bytes())), None);
     set_live(&router, "edge-1", true);
-    assert!(router.desired().routes[&pods].up);
+    assert!(router.desired().routes.get(&pods).unwrap().up);
     // The block stays as long as the node, whatever else is added.
     router.set_inventory(inventory(vec![
         with_pods("edge-0", true, "10.8.0.6", "10.244.2.0/24"),
         with_pods("edge-1", true, "10.8.0.7", "10.244.3.0/24"),
     ]));
-    assert_eq!(router.desired().routes[&pods], RouteTarget { up: true, ..target });
+    assert_eq!(*router.desired().routes.get(&pods).unwrap(), RouteTarget { up: true, ..target });
 }
 
 #[test]

@@ -117,7 +117,7 @@ impl Following {
 }
 
 fn find<'a>(inventory: &'a Inventory, name: &str) -> Option<&'a InventoryNode> {
-    inventory.nodes.iter().find(|node| node.name.as_str() == name)
+    inventory.get(name).map(|node| &**node)
 }
 
 fn has(inventory: &Inventory, name: &str, address: &str) -> bool {
@@ -129,13 +129,13 @@ fn has(inventory: &Inventory, name: &str, address: &str) -> bool {
 fn truth(server: &ApiServer) -> Inventory {
     let items = server.list(NODES);
     let list = json!({"kind": "List", "items": items});
-    let mut truth = tunnel_server::inventory::parse(&list.to_string(), &Selector::default()).unwrap();
+    let truth = tunnel_server::inventory::parse(&list.to_string(), &Selector::default()).unwrap();
     // A file says nothing of it.
-    for (node, item) in truth.nodes.iter_mut().zip(&items) {
-        assert_eq!(node.name.as_str(), item["metadata"]["name"]);
-        node.created = Some(time(item["metadata"]["creationTimestamp"].as_str().unwrap()));
-    }
-    truth
+    let created = |node: &InventoryNode| {
+        let item = items.iter().find(|item| item["metadata"]["name"] == node.name.as_str()).unwrap();
+        Some(time(item["metadata"]["creationTimestamp"].as_str().unwrap()))
+    };
+    truth.iter().map(|node| InventoryNode { created: created(node), ..(**node).clone() }).collect()
 }
 
 fn time(text: &str) -> SystemTime {
@@ -218,7 +218,7 @@ async fn heartbeats_make_no_inventory() {
     let server = ApiServer::start();
     server.put_all(NODES, (1..=20).map(|n| node(&format!("edge-{n:02}"), &format!("10.8.0.{n}"), true)));
     let following = Following::start(&server).await;
-    following.until("the first inventory", Instant::now(), |inventory| inventory.nodes.len() == 20).await;
+    following.until("the first inventory", Instant::now(), |inventory| inventory.len() == 20).await;
     following.synced().await;
     for number in 0..30 {
         for n in 1..=20 {
@@ -227,7 +227,7 @@ async fn heartbeats_make_no_inventory() {
     }
     // The next change shows that they were seen.
     server.put(NODES, node("last", "10.8.0.99", true));
-    following.until("the last node", Instant::now(), |inventory| inventory.nodes.len() == 21).await;
+    following.until("the last node", Instant::now(), |inventory| inventory.len() == 21).await;
     assert_eq!(following.count(), 2);
 }
 
@@ -239,7 +239,7 @@ async fn large_lists_come_in_pages_and_are_one_inventory() {
         (0..1203).map(|n| node(&format!("edge-{n:04}"), &format!("10.8.{}.{}", n / 250, n % 250 + 1), true)),
     );
     let following = Following::start(&server).await;
-    following.until("the inventory", Instant::now(), |inventory| inventory.nodes.len() == 1203).await;
+    following.until("the inventory", Instant::now(), |inventory| inventory.len() == 1203).await;
     assert_eq!((server.requests("list", NODES), server.requests("continue", NODES)), (1, 2));
     following.synced().await;
 
@@ -255,14 +255,14 @@ async fn large_lists_come_in_pages_and_are_one_inventory() {
     following.until("the second inventory", Instant::now(), wanted).await;
     assert!(server.faults_are_spent());
     assert_eq!(following.count(), 2);
-    following.each(|inventory| assert_eq!(inventory.nodes.len(), 1203));
+    following.each(|inventory| assert_eq!(inventory.len(), 1203));
 }
 
 #[tokio::test]
 async fn an_empty_cluster_is_an_inventory_too() {
     let server = ApiServer::start();
     let following = Following::start(&server).await;
-    following.until("the empty inventory", Instant::now(), |inventory| inventory.nodes.is_empty()).await;
+    following.until("the empty inventory", Instant::now(), |inventory| inventory.is_empty()).await;
 }
 
 #[tokio::test]
@@ -271,7 +271,7 @@ async fn nodes_that_vanish_all_at_once_stay() {
     server.put(NODES, node("edge-1", "10.8.0.1", true));
     server.put(NODES, node("edge-2", "10.8.0.2", true));
     let following = Following::start(&server).await;
-    following.until("the nodes", Instant::now(), |inventory| inventory.nodes.len() == 2).await;
+    following.until("the nodes", Instant::now(), |inventory| inventory.len() == 2).await;
     following.synced().await;
     // A list without nodes, as of an API server with an empty store.
     server.down();
@@ -285,7 +285,7 @@ async fn nodes_that_vanish_all_at_once_stay() {
     // The next change shows that it was seen.
     server.put(NODES, node("edge-3", "10.8.0.3", true));
     following.until("the new node", Instant::now(), |inventory| find(inventory, "edge-3").is_some()).await;
-    following.each(|inventory| assert!(!inventory.nodes.is_empty()));
+    following.each(|inventory| assert!(!inventory.is_empty()));
 }
 
 /// As the kubelet of edge-1 with its credentials: it may change its own Node.
@@ -295,7 +295,7 @@ async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
     server.put(NODES, node("cloud-1", "10.0.0.1", false));
     server.put_all(NODES, (1..=3).map(|n| node(&format!("edge-{n}"), &format!("10.8.0.{n}"), true)));
     let following = Following::start(&server).await;
-    following.until("the nodes", Instant::now(), |inventory| inventory.nodes.len() == 4).await;
+    following.until("the nodes", Instant::now(), |inventory| inventory.len() == 4).await;
     following.synced().await;
     let router = router();
     let last = || following.published.lock().unwrap().last().unwrap().1.clone();
@@ -318,7 +318,7 @@ async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
     router.set_inventory(last());
     let (after, snapshot) = (router.desired(), router.snapshot());
     assert_eq!(after.excluded, before.excluded);
-    for (net, target) in &before.routes {
+    for (net, target) in before.routes.iter() {
         assert_eq!(after.routes.get(net), Some(target), "{net}");
     }
     assert!(after.routes.len() <= before.routes.len() + 12, "{} routes", after.routes.len());
@@ -337,7 +337,7 @@ async fn unusable_fields_do_not_hide_the_rest() {
     server.put(NODES, odd);
     let following = Following::start(&server).await;
     let wanted =
-        |i: &Inventory| i.nodes.len() == 2 && has(i, "edge-1", "10.8.0.1") && has(i, "edge-3", "203.0.113.3");
+        |i: &Inventory| i.len() == 2 && has(i, "edge-1", "10.8.0.1") && has(i, "edge-3", "203.0.113.3");
     following.until("the rest", Instant::now(), wanted).await;
 }
 
@@ -352,7 +352,7 @@ async fn an_api_server_may_start_later() {
     following.has_metric("postern_kube_watch_synced{resource=\"nodes\"} 0");
     assert_eq!(following.count(), 0);
     server.up();
-    following.until("the inventory", Instant::now(), |inventory| inventory.nodes.len() == 1).await;
+    following.until("the inventory", Instant::now(), |inventory| inventory.len() == 1).await;
     following.synced().await;
     following.has_metric("postern_kube_watch_synced{resource=\"nodes\"} 1");
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
-use tunnel_server::inventory::Inventory;
+use tunnel_server::inventory::{Inventory, InventoryNode};
 use tunnel_server::kube::read::service_ranges::run;
 use tunnel_server::route::Router;
 
@@ -19,7 +19,9 @@ fn range(name: &str, cidrs: &[&str]) -> Value {
 /// An edge node that says that it has these addresses.
 fn claims(addresses: &[&str]) -> Inventory {
     let mut nodes = (*inventory(&["edge-1"], &[])).clone();
-    nodes.nodes[0].addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
+    let node = (**nodes.get("edge-1").unwrap()).clone();
+    let addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
+    nodes.insert(InventoryNode { addresses, ..node });
     nodes
 }
 

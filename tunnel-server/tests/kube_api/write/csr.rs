@@ -1,6 +1,5 @@
 //! CertificateSigningRequests: who gets a certificate, and who answers.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -241,37 +240,6 @@ async fn failed_requests_to_the_api_server_are_repeated() {
     server.put(CSRS, of_node("b", "edge-2"));
     server.up();
     signed(&server, "b").await;
-    signer.stop().await;
-}
-
-#[tokio::test]
-async fn old_requests_of_our_signer_are_removed() {
-    const HOUR: Duration = Duration::from_secs(3600);
-    let server = ApiServer::start();
-    let denied = json!({"conditions": [{"type": "Denied", "status": "True"}]});
-    for (name, age, status) in [
-        ("denied-old", HOUR * 2, denied.clone()),
-        ("denied-new", HOUR / 2, denied.clone()),
-        ("signed-old", HOUR * 2, json!({"certificate": "eA=="})),
-        ("pending-old", HOUR * 25, json!({})),
-    ] {
-        let mut csr = of_node(name, "edge-1");
-        csr["metadata"]["creationTimestamp"] = json!(ago(age));
-        csr["status"] = status;
-        server.put(CSRS, csr);
-    }
-    let mut foreign = of_node("foreign", "edge-1");
-    foreign["spec"]["signerName"] = json!("kubernetes.io/kubelet-serving");
-    foreign["metadata"]["creationTimestamp"] = json!(ago(HOUR * 1000));
-    foreign["status"] = denied;
-    server.put(CSRS, foreign);
-    let signer = Signer::start(&server, true).await;
-    let left = || -> BTreeSet<String> {
-        let names = server.list(CSRS).into_iter();
-        names.map(|csr| csr["metadata"]["name"].as_str().unwrap().to_owned()).collect()
-    };
-    let expected = BTreeSet::from(["denied-new".to_owned(), "foreign".to_owned()]);
-    eventually("the old ones go", || (left() == expected).then_some(())).await;
     signer.stop().await;
 }
 

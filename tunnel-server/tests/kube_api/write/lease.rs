@@ -14,7 +14,18 @@ const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases
 const LEASE: &str = "tunnel-server";
 
 async fn start(api: &ApiServer, identity: &str, stop: &CancellationToken) -> watch::Receiver<bool> {
-    lease::start(client(api).await, "kube-system", LEASE, identity, stop.clone())
+    // A sender that is dropped changes nothing any more.
+    let (_, eligible) = watch::channel(true);
+    start_while(api, identity, eligible, stop).await
+}
+
+async fn start_while(
+    api: &ApiServer,
+    identity: &str,
+    eligible: watch::Receiver<bool>,
+    stop: &CancellationToken,
+) -> watch::Receiver<bool> {
+    lease::start(client(api).await, "kube-system", LEASE, identity, eligible, stop.clone())
 }
 
 fn lease(api: &ApiServer) -> Option<Value> {
@@ -65,6 +76,31 @@ async fn one_leads_and_gives_the_lease_back_when_it_stops() {
     assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-b");
     other.cancel();
     lease::released(second).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], Value::Null);
+}
+
+#[tokio::test]
+async fn a_server_leads_again_once_its_successor_is_dead() {
+    let api = ApiServer::start();
+    let stop = CancellationToken::new();
+    let (eligible, eligible_now) = watch::channel(true);
+    let mut first = start_while(&api, "server-a", eligible_now, &stop).await;
+    becomes(&mut first, true).await;
+    // A successor has taken over: it gets the Lease at once.
+    eligible.send_replace(false);
+    becomes(&mut first, false).await;
+    let other = CancellationToken::new();
+    let mut second = start(&api, "server-b", &other).await;
+    becomes(&mut second, true).await;
+    assert!(!*first.borrow());
+    // It ends, and this one goes on.
+    other.cancel();
+    lease::released(second).await;
+    eligible.send_replace(true);
+    becomes(&mut first, true).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-a");
+    stop.cancel();
+    lease::released(first).await;
     assert_eq!(lease(&api).unwrap()["holderIdentity"], Value::Null);
 }
 

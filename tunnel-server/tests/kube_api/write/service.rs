@@ -10,7 +10,7 @@ use tunnel_server::settings::{Doors, InternalDoor, Settings};
 
 use crate::fixture::{Fixture, INTERNAL, SERVICES};
 
-const DOORS: Doors = Doors { https: 10263, http: 10264 };
+const DOORS: Doors = Doors { https: 10263, http: 10268, pairs: 10264 };
 
 fn port(name: &str, number: u16, target: u16) -> Value {
     json!({"name": name, "port": number, "protocol": "TCP", "targetPort": target})
@@ -38,11 +38,11 @@ async fn ports_follow_the_settings_and_each_state_is_written_once() {
     let metrics =
         json!({"name": "metrics", "port": 9100, "protocol": "TCP", "targetPort": 9100, "nodePort": 31000});
     let udp = json!({"name": "dnat-53", "port": 53, "protocol": "UDP", "targetPort": 53});
-    fixture.internal_service("10.96.0.9", &json!([https, metrics, udp, port("dnat-9999", 9999, 10264)]));
+    fixture.internal_service("10.96.0.9", &json!([https, metrics, udp, port("dnat-9999", 9999, 10268)]));
     tokio::spawn(service::run(fixture.context.clone(), DOORS));
     fixture.configured(&[(9100, InternalDoor::Http), (9443, InternalDoor::Https)]);
     let mut rewritten = metrics.clone();
-    rewritten["targetPort"] = json!(10264);
+    rewritten["targetPort"] = json!(10268);
     fixture.has_ports(&json!([https, rewritten, udp, port("dnat-9443", 9443, 10263)])).await;
     // The same settings again cause no write.
     fixture.configured(&[(9100, InternalDoor::Http), (9443, InternalDoor::Https)]);
@@ -56,7 +56,7 @@ async fn ports_follow_the_settings_and_each_state_is_written_once() {
 #[tokio::test]
 async fn nothing_is_removed_before_the_settings_are_known() {
     let fixture = Fixture::new(true).await;
-    let before = json!([port("https", 10250, 10263), port("dnat-9100", 9100, 10264)]);
+    let before = json!([port("https", 10250, 10263), port("dnat-9100", 9100, 10268)]);
     fixture.internal_service("10.96.0.9", &before);
     tokio::spawn(service::run(fixture.context.clone(), DOORS));
     eventually("the watch", || (fixture.api.open_watches(SERVICES) > 0).then_some(())).await;
@@ -64,7 +64,7 @@ async fn nothing_is_removed_before_the_settings_are_known() {
     fixture.api.edit(SERVICES, INTERNAL, |service| service["metadata"]["labels"] = json!({"a": "b"}));
     fixture.configured(&[(9100, InternalDoor::Http), (9200, InternalDoor::Http)]);
     let mut after = before.as_array().unwrap().clone();
-    after.push(port("dnat-9200", 9200, 10264));
+    after.push(port("dnat-9200", 9200, 10268));
     fixture.has_ports(&json!(after)).await;
     assert_eq!(fixture.api.writes(INTERNAL), 1, "{:?}", fixture.api.all_requests());
 }
@@ -73,12 +73,12 @@ async fn nothing_is_removed_before_the_settings_are_known() {
 async fn ports_that_were_unconfigured_while_no_server_ran_are_removed() {
     let fixture = Fixture::new(true).await;
     let https = port("https", 10250, 10263);
-    fixture.internal_service("10.96.0.9", &json!([https, port("dnat-9100", 9100, 10264)]));
+    fixture.internal_service("10.96.0.9", &json!([https, port("dnat-9100", 9100, 10268)]));
     tokio::spawn(service::run(fixture.context.clone(), DOORS));
     // Without a ConfigMap the settings equal those assumed before they were known.
     tokio::spawn(configmap::run(
         fixture.context.clone(),
-        fixture.events.clone(),
+        Some(fixture.events.clone()),
         DOORS,
         fixture.inputs.settings.clone(),
     ));
@@ -96,7 +96,7 @@ async fn only_the_leader_writes() {
     tokio::spawn(service::run(fixture.context.clone(), DOORS));
     for number in [9100, 9200, 9300] {
         fixture.configured(&[(number, InternalDoor::Http)]);
-        let dnat = port(&format!("dnat-{number}"), number, 10264);
+        let dnat = port(&format!("dnat-{number}"), number, 10268);
         fixture.has_ports(&json!([port("https", 10250, 10263), dnat])).await;
     }
     assert_eq!(fixture.api.writes(INTERNAL), 3, "{:?}", fixture.api.all_requests());
@@ -112,7 +112,7 @@ async fn ports_that_another_writer_removed_are_restored() {
     fixture.internal_service("10.96.0.9", &json!([https]));
     tokio::spawn(service::run(fixture.context.clone(), DOORS));
     fixture.configured(&[(9100, InternalDoor::Http)]);
-    let both = json!([https, port("dnat-9100", 9100, 10264)]);
+    let both = json!([https, port("dnat-9100", 9100, 10268)]);
     fixture.has_ports(&both).await;
     fixture.api.edit(SERVICES, INTERNAL, |service| service["spec"]["ports"] = json!([https]));
     fixture.has_ports(&both).await;
@@ -125,7 +125,7 @@ async fn a_service_that_is_missing_gets_its_ports_when_it_appears() {
     fixture.configured(&[(9100, InternalDoor::Http)]);
     eventually("the watch", || (fixture.api.open_watches(SERVICES) > 0).then_some(())).await;
     fixture.internal_service("10.96.0.9", &json!([port("https", 10250, 10263)]));
-    fixture.has_ports(&json!([port("https", 10250, 10263), port("dnat-9100", 9100, 10264)])).await;
+    fixture.has_ports(&json!([port("https", 10250, 10263), port("dnat-9100", 9100, 10268)])).await;
     assert_eq!(fixture.api.writes(SERVICES), 1, "{:?}", fixture.api.all_requests());
 }
 
@@ -144,7 +144,7 @@ async fn conflicting_and_failed_writes_are_repeated() {
         service["spec"]["ports"].as_array_mut().unwrap().push(port("theirs", 8080, 8080));
     });
     let expected =
-        json!([port("https", 10250, 10263), port("theirs", 8080, 8080), port("dnat-9100", 9100, 10264)]);
+        json!([port("https", 10250, 10263), port("theirs", 8080, 8080), port("dnat-9100", 9100, 10268)]);
     fixture.has_ports(&expected).await;
     assert!(fixture.api.faults_are_spent());
 }

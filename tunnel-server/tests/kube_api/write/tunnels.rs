@@ -24,15 +24,22 @@ struct Sessions {
 
 impl Sessions {
     fn start(fixture: &Fixture, live: &[&str]) -> Self {
+        Self::start_with(fixture, live, true)
+    }
+
+    /// With the condition or without.
+    fn start_with(fixture: &Fixture, live: &[&str], condition: bool) -> Self {
         let elsewhere = Arc::default();
         let sessions = Self { live: Arc::default(), elsewhere, changed: watch::Sender::new(0) };
         sessions.set(live);
         let tunnels = |nodes: &Arc<Mutex<Vec<NodeName>>>| {
             let nodes = nodes.clone();
-            Tunnels { changed: sessions.changed.subscribe(), nodes: move || nodes.lock().unwrap().clone() }
+            let nodes = move || nodes.lock().unwrap().iter().cloned().collect();
+            Tunnels { changed: sessions.changed.subscribe(), nodes }
         };
         let (own, elsewhere) = (tunnels(&sessions.live), tunnels(&sessions.elsewhere));
-        tokio::spawn(tunnels::follow(fixture.context.clone(), fixture.events.clone(), own, elsewhere));
+        let (context, events) = (fixture.context.clone(), fixture.events.clone());
+        tokio::spawn(tunnels::follow(context, events, own, elsewhere, condition));
         sessions
     }
 
@@ -131,6 +138,16 @@ async fn the_condition_follows_the_tunnel_and_the_kubelets_conditions_stay() {
 }
 
 #[tokio::test]
+async fn without_the_condition_nodes_are_neither_read_nor_written() {
+    let fixture = Fixture::new(true).await;
+    fixture.api.put(NODES, node("edge-1", None));
+    let _sessions = Sessions::start_with(&fixture, &["edge-1"], false);
+    fixture.nodes(&["edge-1"], &[]);
+    eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
+    assert_eq!((fixture.api.writes(NODES), fixture.api.requests("list", NODES)), (0, 0));
+}
+
+#[tokio::test]
 async fn a_restart_after_which_the_agents_return_writes_nothing() {
     let fixture = Fixture::new(true).await;
     let names: Vec<_> = (0..1200).map(|n| format!("edge-{n}")).collect();
@@ -188,4 +205,32 @@ async fn only_the_leader_writes_conditions_and_every_server_reports_its_tunnels(
     fixture.inputs.leader.send_replace(true);
     eventually("the condition", || fixture.status("edge-1")).await;
     assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+}
+
+#[tokio::test]
+async fn agents_that_flap_cost_no_writes() {
+    let fixture = Fixture::new(true).await;
+    let names: Vec<_> = (0..20).map(|n| format!("edge-{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    fixture.api.put_all(NODES, names.iter().map(|name| node(name, Some("True"))));
+    let sessions = Sessions::start(&fixture, &names);
+    fixture.nodes(&names, &[]);
+    eventually("the list of conditions", || (fixture.api.requests("list", NODES) > 0).then_some(())).await;
+    // Ten a second, each away for less than a condition waits for.
+    let mut tick = tokio::time::interval(Duration::from_millis(50));
+    for n in 0..80 {
+        tick.tick().await;
+        let without: Vec<_> =
+            names.iter().enumerate().filter(|(at, _)| *at != n / 2 % 20).map(|(_, name)| *name).collect();
+        sessions.set(if n % 2 == 0 { &without } else { &names });
+    }
+    // A node without a condition shows that what came before it has been handled.
+    fixture.api.put(NODES, node("edge-new", None));
+    let more: Vec<_> = names.iter().copied().chain(["edge-new"]).collect();
+    sessions.set(&more);
+    fixture.nodes(&more, &[]);
+    eventually("the condition of the new node", || fixture.status("edge-new")).await;
+    assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+    // Their Events are bounded for each node and altogether.
+    assert!(fixture.api.writes("events") <= 50 + 5 * 10, "{:?}", fixture.api.all_requests());
 }

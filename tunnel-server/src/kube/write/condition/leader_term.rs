@@ -1,6 +1,6 @@
 //! What the conditions should be while this server leads: pure, with the time as an argument.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use tunnel_core::identity::NodeName;
 
 use crate::inventory::Inventory;
+use crate::shared_map::SharedSet;
 
 /// An agent that this server has never seen gets this long to connect: agents need a moment to find a server that has
 /// started, and a new leader does not know yet which of them will.
@@ -36,17 +37,22 @@ impl Want {
     }
 }
 
-/// The time during which this server leads.
+/// The time during which this server leads. A change costs what it changes, however many nodes there are.
 #[derive(Debug)]
 pub(super) struct LeaderTerm {
     began: Instant,
     /// The condition's status on the nodes that have the condition, as the API server has it.
     present: HashMap<NodeName, String>,
-    /// Every node of the inventory, and whether it is an edge node.
-    nodes: HashMap<NodeName, bool>,
-    live: HashSet<NodeName>,
+    inventory: Inventory,
+    live: SharedSet<NodeName>,
     /// Edge nodes without a tunnel.
     absent: HashMap<NodeName, Absence>,
+    /// When each of these may be written, for those that may not yet.
+    claims: BTreeSet<(Instant, NodeName)>,
+    /// What is to be written.
+    due: BTreeSet<NodeName>,
+    /// What the API server has was read anew.
+    reread: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -59,39 +65,71 @@ struct Absence {
 impl LeaderTerm {
     /// `present` is the condition's status on every node that has it.
     pub(super) fn new(began: Instant, present: HashMap<NodeName, String>) -> Self {
-        Self { began, present, nodes: HashMap::new(), live: HashSet::new(), absent: HashMap::new() }
+        Self {
+            began,
+            present,
+            inventory: Inventory::default(),
+            live: SharedSet::default(),
+            absent: HashMap::new(),
+            claims: BTreeSet::new(),
+            due: BTreeSet::new(),
+            reread: true,
+        }
     }
 
     /// Replaces what the API server has.
     pub(super) fn set_present(&mut self, present: HashMap<NodeName, String>) {
         self.present = present;
+        self.reread = true;
     }
 
     /// Replaces the nodes, and which of them have a tunnel.
-    pub(super) fn update(&mut self, now: Instant, inventory: &Inventory, live: &HashSet<NodeName>) {
-        self.nodes = inventory.nodes.iter().map(|node| (node.name.clone(), node.edge)).collect();
+    pub(super) fn update(&mut self, now: Instant, inventory: &Inventory, live: &SharedSet<NodeName>) {
+        let nodes = inventory.changes_since(&self.inventory).into_iter().map(|change| change.key);
+        let touched: BTreeSet<NodeName> =
+            nodes.chain(live.changes_since(&self.live).into_iter().map(|(node, _)| node)).cloned().collect();
+        self.inventory = inventory.clone();
         let before = std::mem::replace(&mut self.live, live.clone());
-        let mut absent = HashMap::new();
-        for (node, edge) in &self.nodes {
-            if !edge || live.contains(node) {
-                continue;
-            }
-            let absence = self.absent.get(node).copied().unwrap_or_else(|| {
-                let patience = if before.contains(node) { AWAY_GRACE } else { CONNECT_GRACE };
-                let claim = (now + patience).max(self.began + CONNECT_GRACE);
-                Absence { claim, since: Timestamp::now() }
-            });
-            absent.insert(node.clone(), absence);
+        if std::mem::take(&mut self.reread) {
+            self.present.retain(|node, _| inventory.get(node.as_str()).is_some());
+            let all = inventory.iter().map(|node| node.name.clone());
+            all.for_each(|node| self.follow(now, node, &before));
         }
-        self.absent = absent;
-        // A node that is created again under this name is another one, without a condition.
-        self.present.retain(|node, _| self.nodes.contains_key(node));
+        touched.into_iter().for_each(|node| self.follow(now, node, &before));
+    }
+
+    /// Takes over what has changed about a node. `before`: those that had a tunnel.
+    fn follow(&mut self, now: Instant, node: NodeName, before: &SharedSet<NodeName>) {
+        let known = self.inventory.get(node.as_str()).map(|known| known.edge);
+        if known == Some(true) && !self.live.contains(&node) {
+            if !self.absent.contains_key(&node) {
+                let patience = if before.contains(&node) { AWAY_GRACE } else { CONNECT_GRACE };
+                let claim = (now + patience).max(self.began + CONNECT_GRACE);
+                self.claims.insert((claim, node.clone()));
+                self.absent.insert(node.clone(), Absence { claim, since: Timestamp::now() });
+            }
+        } else if let Some(absence) = self.absent.remove(&node) {
+            self.claims.remove(&(absence.claim, node.clone()));
+        }
+        if known.is_none() {
+            // A node that is created again under this name is another one, without a condition.
+            self.present.remove(&node);
+        }
+        self.judge(now, node);
+    }
+
+    fn judge(&mut self, now: Instant, node: NodeName) {
+        if self.want(now, &node).is_some() {
+            self.due.insert(node)
+        } else {
+            self.due.remove(&node)
+        };
     }
 
     /// What to write for `node` now.
     pub(super) fn want(&self, now: Instant, node: &NodeName) -> Option<Want> {
         let present = self.present.get(node).map(String::as_str);
-        let want = if !*self.nodes.get(node)? {
+        let want = if !self.inventory.get(node.as_str())?.edge {
             Want::Gone
         } else if let Some(absence) = self.absent.get(node) {
             if now < absence.claim {
@@ -105,10 +143,12 @@ impl LeaderTerm {
     }
 
     /// The nodes that are to be written now, and when there will be more without any further change.
-    pub(super) fn plan(&self, now: Instant) -> (Vec<NodeName>, Option<Instant>) {
-        let due = self.nodes.keys().filter(|node| self.want(now, node).is_some()).cloned().collect();
-        let claims = self.absent.values().map(|absence| absence.claim);
-        (due, claims.filter(|claim| *claim > now).min())
+    pub(super) fn plan(&mut self, now: Instant) -> (&BTreeSet<NodeName>, Option<Instant>) {
+        while let Some(claim) = self.claims.first().filter(|(claim, _)| *claim <= now).cloned() {
+            self.claims.remove(&claim);
+            self.judge(now, claim.1);
+        }
+        (&self.due, self.claims.first().map(|(claim, _)| *claim))
     }
 
     pub(super) fn wrote(&mut self, node: &NodeName, want: Want) {
@@ -116,13 +156,14 @@ impl LeaderTerm {
             Some(status) => self.present.insert(node.clone(), status.to_owned()),
             None => self.present.remove(node),
         };
+        self.judge(Instant::now(), node.clone());
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{DEFAULT_KUBELET_PORT, InventoryNode};
+    use crate::inventory::InventoryNode;
 
     fn name(name: &str) -> NodeName {
         name.parse().unwrap()
@@ -130,23 +171,24 @@ mod tests {
 
     fn inventory(nodes: &[(&str, bool)]) -> Inventory {
         let node = |(node, edge): &(&str, bool)| InventoryNode {
-            name: name(node),
             edge: *edge,
-            addresses: Vec::new(),
-            left_out: 0,
-            kubelet_port: DEFAULT_KUBELET_PORT,
-            pod_cidrs: Vec::new(),
-            created: None,
+            ..InventoryNode::without_addresses(node)
         };
-        Inventory { nodes: nodes.iter().map(node).collect() }
+        nodes.iter().map(node).collect()
     }
 
-    fn live(nodes: &[&str]) -> HashSet<NodeName> {
+    fn live(nodes: &[&str]) -> SharedSet<NodeName> {
         nodes.iter().map(|node| name(node)).collect()
     }
 
     fn present(nodes: &[(&str, &str)]) -> HashMap<NodeName, String> {
         nodes.iter().map(|(node, status)| (name(node), (*status).to_owned())).collect()
+    }
+
+    /// What is to be written, and when there is more.
+    fn plan(term: &mut LeaderTerm, now: Instant) -> (Vec<NodeName>, Option<Instant>) {
+        let (due, next) = term.plan(now);
+        (due.iter().cloned().collect(), next)
     }
 
     fn seconds(seconds: u64) -> Duration {
@@ -158,11 +200,11 @@ mod tests {
         let start = Instant::now();
         let mut term = LeaderTerm::new(start, HashMap::new());
         term.update(start, &inventory(&[("edge-1", true), ("edge-2", true)]), &live(&["edge-1"]));
-        assert_eq!(term.plan(start), (vec![name("edge-1")], Some(start + CONNECT_GRACE)));
+        assert_eq!(plan(&mut term, start), (vec![name("edge-1")], Some(start + CONNECT_GRACE)));
         assert_eq!(term.want(start, &name("edge-1")), Some(Want::Up));
         term.wrote(&name("edge-1"), Want::Up);
-        assert_eq!(term.plan(start + CONNECT_GRACE - seconds(1)).0, []);
-        assert_eq!(term.plan(start + CONNECT_GRACE), (vec![name("edge-2")], None));
+        assert_eq!(plan(&mut term, start + CONNECT_GRACE - seconds(1)).0, []);
+        assert_eq!(plan(&mut term, start + CONNECT_GRACE), (vec![name("edge-2")], None));
         assert!(matches!(term.want(start + CONNECT_GRACE, &name("edge-2")), Some(Want::Down(_))));
     }
 
@@ -177,9 +219,9 @@ mod tests {
         for (second, part) in [(0, 0), (5, 4_000), (20, 10_000)] {
             let now = start + seconds(second);
             term.update(now, &inventory(&all), &live(&names[..part]));
-            assert_eq!(term.plan(now).0, [], "after {second} s");
+            assert_eq!(plan(&mut term, now).0, [], "after {second} s");
         }
-        assert_eq!(term.plan(start + seconds(3600)), (vec![], None));
+        assert_eq!(plan(&mut term, start + seconds(3600)), (vec![], None));
     }
 
     #[test]
@@ -190,14 +232,14 @@ mod tests {
         term.update(start, &nodes, &live(&["edge-1"]));
         let later = start + seconds(100);
         term.update(later, &nodes, &live(&[]));
-        assert_eq!(term.plan(later), (vec![], Some(later + AWAY_GRACE)));
+        assert_eq!(plan(&mut term, later), (vec![], Some(later + AWAY_GRACE)));
         term.update(later + seconds(2), &nodes, &live(&["edge-1"]));
-        assert_eq!(term.plan(later + seconds(60)), (vec![], None));
+        assert_eq!(plan(&mut term, later + seconds(60)), (vec![], None));
         let end = start + seconds(200);
         term.update(end, &nodes, &live(&[]));
         // Another node's change in between does not restart the time.
         term.update(end + seconds(3), &nodes, &live(&[]));
-        assert_eq!(term.plan(end + AWAY_GRACE).0, [name("edge-1")]);
+        assert_eq!(plan(&mut term, end + AWAY_GRACE).0, [name("edge-1")]);
     }
 
     #[test]
@@ -207,8 +249,11 @@ mod tests {
         let mut term = LeaderTerm::new(start, present(&[("edge-1", "True")]));
         term.update(start, &nodes, &live(&["edge-1"]));
         term.update(start + seconds(1), &nodes, &live(&[]));
-        assert_eq!(term.plan(start + CONNECT_GRACE - seconds(1)), (vec![], Some(start + CONNECT_GRACE)));
-        assert_eq!(term.plan(start + CONNECT_GRACE).0, [name("edge-1")]);
+        assert_eq!(
+            plan(&mut term, start + CONNECT_GRACE - seconds(1)),
+            (vec![], Some(start + CONNECT_GRACE))
+        );
+        assert_eq!(plan(&mut term, start + CONNECT_GRACE).0, [name("edge-1")]);
     }
 
     #[test]
@@ -216,10 +261,10 @@ mod tests {
         let start = Instant::now();
         let mut term = LeaderTerm::new(start, present(&[("was-edge", "True"), ("unknown", "True")]));
         term.update(start, &inventory(&[("was-edge", false), ("cloud-1", false)]), &live(&["was-edge"]));
-        assert_eq!(term.plan(start).0, [name("was-edge")]);
+        assert_eq!(plan(&mut term, start).0, [name("was-edge")]);
         assert_eq!(term.want(start, &name("was-edge")), Some(Want::Gone));
         term.wrote(&name("was-edge"), Want::Gone);
-        assert_eq!(term.plan(start + seconds(3600)), (vec![], None));
+        assert_eq!(plan(&mut term, start + seconds(3600)), (vec![], None));
     }
 
     #[test]
@@ -227,10 +272,10 @@ mod tests {
         let start = Instant::now();
         let mut term = LeaderTerm::new(start, present(&[("edge-1", "True")]));
         term.update(start, &inventory(&[("edge-1", true)]), &live(&["edge-1"]));
-        assert_eq!(term.plan(start).0, []);
+        assert_eq!(plan(&mut term, start).0, []);
         term.update(start, &inventory(&[]), &live(&["edge-1"]));
         term.update(start, &inventory(&[("edge-1", true)]), &live(&["edge-1"]));
-        assert_eq!(term.plan(start).0, [name("edge-1")]);
+        assert_eq!(plan(&mut term, start).0, [name("edge-1")]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec};
 use rustls_pki_types::pem::{PemObject, SectionKind};
-use tunnel_core::identity::{CsrKey, NodeName};
+use tunnel_core::identity::{CsrKey, Holder, NodeName};
 use tunnel_core::text::printable;
 use tunnel_kube::SIGNER;
 
@@ -38,7 +38,9 @@ pub(super) enum Verdict {
 
 #[derive(Debug)]
 pub(super) struct Approved {
-    /// The node, which the requester is.
+    /// Whom of the node the requester is.
+    pub(super) holder: Holder,
+    /// The node, which the requester is on.
     pub(super) node: NodeName,
     /// The key, whose possession the request proves.
     pub(super) key: CsrKey,
@@ -48,21 +50,42 @@ pub(super) struct Approved {
 
 struct Denial(&'static str, String);
 
-/// Judges a request. `namespace` and `account` name the ServiceAccount of agents that run as pods.
-pub(super) fn judge(csr: &CertificateSigningRequest, namespace: &str, account: &str) -> Verdict {
+/// The ServiceAccounts that entitle their pods to a certificate.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Accounts<'a> {
+    pub(super) namespace: &'a str,
+    pub(super) agent: &'a str,
+    pub(super) redirector: &'a str,
+}
+
+impl Accounts<'_> {
+    /// Whom of its node a user is that is one of them.
+    fn holder(&self, user: &str) -> Option<Holder> {
+        let name =
+            user.strip_prefix("system:serviceaccount:")?.strip_prefix(self.namespace)?.strip_prefix(':')?;
+        match name {
+            _ if name == self.agent => Some(Holder::Agent),
+            _ if name == self.redirector => Some(Holder::Redirector),
+            _ => None,
+        }
+    }
+}
+
+/// Judges a request.
+pub(super) fn judge(csr: &CertificateSigningRequest, accounts: Accounts<'_>) -> Verdict {
     let spec = &csr.spec;
     if spec.signer_name != SIGNER {
         return Verdict::NotOurs;
     }
-    match examine(spec, namespace, account) {
+    match examine(spec, accounts) {
         Ok(approved) => Verdict::Approve(approved),
         // Some of it is the requester's text.
         Err(Denial(reason, message)) => Verdict::Deny { reason, message: printable(&message, MAX_MESSAGE) },
     }
 }
 
-fn examine(spec: &CertificateSigningRequestSpec, namespace: &str, account: &str) -> Result<Approved, Denial> {
-    let requester = requester(spec, namespace, account)?;
+fn examine(spec: &CertificateSigningRequestSpec, accounts: Accounts<'_>) -> Result<Approved, Denial> {
+    let (holder, requester) = requester(spec, accounts)?;
     usages(spec)?;
     let life = match spec.expiration_seconds {
         None => None,
@@ -73,41 +96,47 @@ fn examine(spec: &CertificateSigningRequestSpec, namespace: &str, account: &str)
     };
     let der = der_of(&spec.request.0)?;
     let asked = examine_request(&der).map_err(|denial| Denial(denial.reason, denial.message))?;
-    let Some(node) = asked.node else {
-        let message = format!("the subject is empty; want exactly {}", subject_of(&requester));
+    let Some((asked_holder, node)) = asked.subject else {
+        let message = format!("the subject is empty; want exactly {}", subject_of(holder, &requester));
         return Err(Denial("WrongSubject", message));
     };
+    if asked_holder != holder {
+        let message = format!(
+            "the requester is entitled to the certificate of a node's {holder}, not of its {asked_holder}"
+        );
+        return Err(Denial("OtherHolder", message));
+    }
     if node != requester {
         return Err(Denial(
             "OtherNode",
             format!("the requester is node {requester}, but the certificate would be for node {node}"),
         ));
     }
-    Ok(Approved { node, key: asked.key, life })
+    Ok(Approved { holder, node, key: asked.key, life })
 }
 
-/// The node that the requester is, as the API server has authenticated it.
+/// Whom of which node the requester is, as the API server has authenticated it.
 fn requester(
     spec: &CertificateSigningRequestSpec,
-    namespace: &str,
-    account: &str,
-) -> Result<NodeName, Denial> {
+    accounts: Accounts<'_>,
+) -> Result<(Holder, NodeName), Denial> {
     let user = spec.username.as_deref().unwrap_or_default();
     let refuse = |message: String| Err(Denial("NotANode", message));
-    let name = if let Some(name) = user.strip_prefix(NODE_USER) {
+    let (holder, name) = if let Some(name) = user.strip_prefix(NODE_USER) {
         let groups = spec.groups.as_deref().unwrap_or_default();
         if !groups.iter().any(|group| group == NODE_GROUP) {
             return refuse(format!("user {user:?} is not in the group {NODE_GROUP}"));
         }
-        name
-    } else if user == format!("system:serviceaccount:{namespace}:{account}") {
-        match spec.extra.as_ref().and_then(|extra| extra.get(NODE_NAME_EXTRA)).map(Vec::as_slice) {
+        // Whoever has a kubelet's credentials has its node, and no more.
+        (Holder::Agent, name)
+    } else if let Some(holder) = accounts.holder(user) {
+        let name = match spec.extra.as_ref().and_then(|extra| extra.get(NODE_NAME_EXTRA)).map(Vec::as_slice) {
             Some([_]) if spec.extra.as_ref().is_none_or(|extra| !extra.contains_key(POD_NAME_EXTRA)) => {
                 return refuse(format!(
                     "the token of user {user:?} is not bound to a pod: {POD_NAME_EXTRA} is missing"
                 ));
             }
-            Some([name]) => name,
+            Some([name]) => name.as_str(),
             Some(names) => {
                 return refuse(format!("user {user:?} has {} values of {NODE_NAME_EXTRA}", names.len()));
             }
@@ -118,14 +147,17 @@ fn requester(
                      the agent the kubelet's --kubeconfig)"
                 ));
             }
-        }
+        };
+        (holder, name)
     } else {
         return refuse(format!(
             "user {user:?} is neither a node ({NODE_USER}NAME) nor \
-             system:serviceaccount:{namespace}:{account}"
+             system:serviceaccount:{0}:{1} or system:serviceaccount:{0}:{2}",
+            accounts.namespace, accounts.agent, accounts.redirector
         ));
     };
-    name.parse().map_err(|error| Denial("NotANode", format!("user {user:?}: {error}")))
+    let node = name.parse().map_err(|error| Denial("NotANode", format!("user {user:?}: {error}")))?;
+    Ok((holder, node))
 }
 
 fn usages(spec: &CertificateSigningRequestSpec) -> Result<(), Denial> {

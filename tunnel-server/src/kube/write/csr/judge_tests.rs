@@ -11,6 +11,8 @@ use x509_parser::prelude::FromDer as _;
 use super::*;
 
 const SERVICE_ACCOUNT: &str = "system:serviceaccount:kube-system:tunnel-agent";
+const ACCOUNTS: Accounts<'_> =
+    Accounts { namespace: "kube-system", agent: "tunnel-agent", redirector: "tunnel-redirector" };
 
 fn subject(parts: &[(DnType, &str)]) -> DistinguishedName {
     let mut name = DistinguishedName::new();
@@ -84,7 +86,7 @@ fn from_pod(extra: &[(&str, &[&str])]) -> CertificateSigningRequest {
 }
 
 fn verdict(csr: &CertificateSigningRequest) -> Verdict {
-    judge(csr, "kube-system", "tunnel-agent")
+    judge(csr, ACCOUNTS)
 }
 
 fn approved(csr: &CertificateSigningRequest) -> Approved {
@@ -114,6 +116,40 @@ fn a_node_gets_its_own_certificate() {
     approved(&both);
     let short = with(|spec| spec.expiration_seconds = Some(600));
     assert_eq!(approved(&short).life, Some(Duration::from_secs(600)));
+}
+
+/// A kubelet is the agent of its node at most: a redirector reaches every edge node.
+#[test]
+fn a_redirectors_certificate_is_for_its_service_account_only() {
+    let node: NodeName = "cloud-2".parse().unwrap();
+    let request = |holder: Holder| ByteString(pem(&params(holder.distinguished_name(&node))).into_bytes());
+    let from = |user: &str, holder| {
+        let mut csr = from_pod(&[(NODE_NAME_EXTRA, &["cloud-2"])]);
+        csr.spec.username = Some(user.to_owned());
+        csr.spec.request = request(holder);
+        csr
+    };
+    let redirector = "system:serviceaccount:kube-system:tunnel-redirector";
+    let own = approved(&from(redirector, Holder::Redirector));
+    assert_eq!((own.holder, own.node), (Holder::Redirector, node.clone()));
+    assert_eq!(approved(&from(SERVICE_ACCOUNT, Holder::Agent)).holder, Holder::Agent);
+    assert_denied(&from(redirector, Holder::Agent), "OtherHolder", "a node's redirector, not of its agent");
+    assert_denied(
+        &from(SERVICE_ACCOUNT, Holder::Redirector),
+        "OtherHolder",
+        "a node's agent, not of its redirector",
+    );
+    let kubelet = with(|spec| {
+        spec.username = Some("system:node:cloud-2".to_owned());
+        spec.request = request(Holder::Redirector);
+    });
+    assert_denied(&kubelet, "OtherHolder", "not of its redirector");
+    for other in [
+        "system:serviceaccount:other:tunnel-redirector",
+        "system:serviceaccount:kube-system:tunnel-redirector-2",
+    ] {
+        assert_denied(&from(other, Holder::Redirector), "NotANode", "neither a node");
+    }
 }
 
 #[test]
@@ -183,8 +219,8 @@ fn service_account_tokens_that_name_no_node_or_another_one() {
     assert_denied(&unbound, "NotANode", "not bound to a pod: ");
     // The names of both are the operator's to choose.
     let bound = from_pod(&[(NODE_NAME_EXTRA, &["edge-1"])]);
-    assert!(matches!(judge(&bound, "postern", "tunnel-agent"), Verdict::Deny { .. }));
-    assert!(matches!(judge(&bound, "kube-system", "agent"), Verdict::Deny { .. }));
+    assert!(matches!(judge(&bound, Accounts { namespace: "postern", ..ACCOUNTS }), Verdict::Deny { .. }));
+    assert!(matches!(judge(&bound, Accounts { agent: "agent", ..ACCOUNTS }), Verdict::Deny { .. }));
 }
 
 #[test]

@@ -1,17 +1,19 @@
-//! Certificates for agents, by CertificateSigningRequest (certificates.k8s.io/v1) of the signer
+//! Certificates for agents and redirectors, by CertificateSigningRequest (certificates.k8s.io/v1) of the signer
 //! `postern.internal/agent`.
 //!
 //! The signer, in the words of Kubernetes' documentation of signers:
 //! * trust: the certificate is followed by the roots that agents trust, the one that signs first;
 //! * subjects: exactly `O=postern:agents` and `CN=postern:node:NODE`, and the requester must be that node: the user
 //!   `system:node:NODE` in the group `system:nodes`, or the agents' ServiceAccount with a token that is bound to a pod
-//!   on that node;
+//!   on that node; or exactly `O=postern:redirectors` and `CN=postern:redirector:NODE`, for the redirectors' ServiceAccount
+//!   with such a token only;
 //! * extensions: none may be asked for; usages: `client auth`, and optionally `digital signature`;
 //! * life: that of all agents' certificates; `spec.expirationSeconds` can shorten it;
 //! * a node that was revoked (`tunnel-server agent revoke`) gets none until it is readmitted;
 //! * everything else is denied with the reason. Other signers' requests are ignored.
 //!
-//! Requests that are done are removed an hour after they were made, others after a day, as Kubernetes itself does.
+//! Nothing is removed here: kube-controller-manager removes requests of every signer, those that are done after an hour, others
+//! after a day.
 
 mod judge;
 
@@ -25,14 +27,14 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::certificates::v1::{
     CertificateSigningRequest, CertificateSigningRequestCondition, CertificateSigningRequestStatus,
 };
-use kube::api::{DeleteParams, PostParams, Preconditions};
+use kube::api::PostParams;
 use kube::runtime::controller::{Action, Config as ControllerConfig, applier, trigger_self};
 use kube::runtime::{WatchStreamExt, reflector, watcher};
 use kube::{Api, ResourceExt};
 use tokio::sync::watch;
 use tunnel_core::identity::pem_of_certificates;
 
-use judge::{Approved, Verdict, judge};
+use judge::{Accounts, Approved, Verdict, judge};
 use tunnel_kube::{FIELD_MANAGER, SIGNER, reason};
 
 use crate::kube::context::KubeContext;
@@ -43,10 +45,6 @@ const DENIED: &str = "Denied";
 const FAILED: &str = "Failed";
 const TRUE: &str = "True";
 
-/// How long an answered request is kept.
-const KEEP_DONE: Duration = Duration::from_secs(3600);
-/// How long any other is kept.
-const KEEP_PENDING: Duration = Duration::from_secs(86_400);
 /// Requests that are worked on at a time: a fleet that enrols together must not crowd the API server.
 const CONCURRENT: u16 = 16;
 /// Pause before a request is tried again that could not be answered.
@@ -141,37 +139,20 @@ enum Step {
         reason: &'static str,
         message: String,
     },
-    Remove,
-    /// Nothing until then.
-    Wait(Duration),
+    /// Answered, or another signer's.
     Ignore,
 }
 
-/// `age`: since the request was made.
-fn step(
-    csr: &CertificateSigningRequest,
-    age: Duration,
-    namespace: &str,
-    account: &str,
-    standing: &Standing,
-) -> Step {
-    let verdict = match judge(csr, namespace, account) {
+fn step(csr: &CertificateSigningRequest, accounts: Accounts<'_>, standing: &Standing) -> Step {
+    let verdict = match judge(csr, accounts) {
         Verdict::Approve(approved) => match standing.not_revoked(&approved.node) {
             Ok(()) => Verdict::Approve(approved),
             Err(refusal) => Verdict::Deny { reason: "NodeRevoked", message: refusal.to_string() },
         },
         other => other,
     };
-    if matches!(verdict, Verdict::NotOurs) || csr.metadata.deletion_timestamp.is_some() {
-        return Step::Ignore;
-    }
-    let done = is_done(csr);
-    let keep = if done { KEEP_DONE } else { KEEP_PENDING };
-    if age >= keep {
-        return Step::Remove;
-    }
     match verdict {
-        _ if done => Step::Wait(keep - age),
+        _ if is_done(csr) || csr.metadata.deletion_timestamp.is_some() => Step::Ignore,
         Verdict::Approve(approved) if is(csr, APPROVED) => Step::Sign(approved),
         Verdict::Approve(approved) => Step::Approve(approved),
         Verdict::Deny { reason, message } if is(csr, APPROVED) => Step::Fail { reason, message },
@@ -253,11 +234,17 @@ impl CsrReconciler {
         let user = csr.spec.username.clone().unwrap_or_default();
         let uid = csr.uid().unwrap_or_default();
         let write = PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        let names = &self.context.names;
+        let accounts = Accounts {
+            namespace: &self.context.namespace,
+            agent: &names.agent_service_account,
+            redirector: &names.redirector_service_account,
+        };
         loop {
-            let (namespace, account) = (&self.context.namespace, &self.context.names.agent_service_account);
-            match step(&csr, age(&csr), namespace, account, &self.standing) {
+            match step(&csr, accounts, &self.standing) {
                 Step::Approve(approved) => {
-                    let message = format!("the requester is node {}", approved.node);
+                    let message =
+                        format!("the requester is the {} of node {}", approved.holder, approved.node);
                     let approved = with_condition(csr, APPROVED, "RequesterIsNode", message);
                     csr = self.api.replace_subresource("approval", &name, &write, &approved).await?;
                 }
@@ -266,7 +253,7 @@ impl CsrReconciler {
                     csr = self.api.replace_status(&name, &write, &csr).await?;
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "issued");
-                    tracing::info!(call = CALL, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
+                    tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
                 }
                 Step::Deny { reason, message } => {
                     warn(&name, &user, reason, &message, "enrolment refused");
@@ -283,15 +270,6 @@ impl CsrReconciler {
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "failed");
                 }
-                Step::Remove => {
-                    let preconditions =
-                        Preconditions { uid: csr.uid(), resource_version: csr.resource_version() };
-                    let delete = DeleteParams::default().preconditions(preconditions);
-                    self.api.delete(&name, &delete).await?;
-                    tracing::debug!(csr = name, "removed an old certificate request");
-                    return Ok(Action::await_change());
-                }
-                Step::Wait(time) => return Ok(Action::requeue(time)),
                 Step::Ignore => return Ok(Action::await_change()),
             }
         }
@@ -301,8 +279,8 @@ impl CsrReconciler {
     fn sign(&self, csr: &mut CertificateSigningRequest, approved: &Approved) -> Result<Duration, PkiError> {
         let ca = Arc::clone(&self.ca.borrow());
         let life = approved.life.unwrap_or(Duration::MAX);
-        let issued = ca.issue_agent_for(
-            &approved.node,
+        let issued = ca.issue_for(
+            (approved.holder, &approved.node),
             &approved.key,
             life,
             self.standing.issue_after(&approved.node),
@@ -312,13 +290,6 @@ impl CsrReconciler {
         status.certificate = Some(ByteString(pem.into_bytes()));
         Ok(issued.not_after.duration_since(std::time::SystemTime::now()).unwrap_or_default())
     }
-}
-
-/// Zero for a request from the future: clocks differ.
-fn age(csr: &CertificateSigningRequest) -> Duration {
-    let made = csr.metadata.creation_timestamp.as_ref();
-    let age = made.and_then(|made| Duration::try_from(jiff::Timestamp::now().duration_since(made.0)).ok());
-    age.unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -121,7 +121,7 @@ impl Consumer {
                     let (client, _) = options.connect().await.unwrap();
                     let publish = move |inventory: tunnel_server::inventory::Inventory| {
                         published.fetch_add(1, Ordering::SeqCst);
-                        nodes.store(inventory.nodes.len(), Ordering::SeqCst);
+                        nodes.store(inventory.len(), Ordering::SeqCst);
                         std::future::ready(())
                     };
                     tokio::spawn(async move {

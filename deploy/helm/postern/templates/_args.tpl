@@ -1,0 +1,101 @@
+{{/* terminationGracePeriodSeconds: (list DRAIN TIMES); with the default of 10 s it is that of the manifests. */}}
+{{- define "postern.grace" -}}
+{{- $text := index . 0 -}}
+{{- $number := regexFind "^[0-9]+" $text | int -}}
+{{- $seconds := $number -}}
+{{- if hasSuffix "ms" $text -}}
+{{- $seconds = div (add $number 999) 1000 -}}
+{{- else if hasSuffix "m" $text -}}
+{{- $seconds = mul $number 60 -}}
+{{- else if hasSuffix "h" $text -}}
+{{- $seconds = mul $number 3600 -}}
+{{- end -}}
+{{- add (mul $seconds (index . 1)) 10 -}}
+{{- end }}
+
+{{- define "postern.serverArgs" -}}
+- "--drain-timeout={{ .Values.server.drainTimeout }}"
+{{- with .Values.server.bindAddress }}
+- "--bind-address={{ . }}"
+{{- end }}
+{{- $ports := .Values.server.ports }}
+{{- if ne (int $ports.agents) 10262 }}
+- "--agent-port={{ $ports.agents }}"
+{{- end }}
+{{- if ne (int $ports.https) 10263 }}
+- "--secure-port={{ $ports.https }}"
+{{- end }}
+{{- if ne (int $ports.http) 10264 }}
+- "--insecure-port={{ $ports.http }}"
+{{- end }}
+{{- if ne (int $ports.admin) 10265 }}
+- "--admin-address=127.0.0.1:{{ $ports.admin }}"
+{{- end }}
+{{- if ne .Values.server.configMap "tunnel-server-cfg" }}
+- "--configmap={{ .Values.server.configMap }}"
+{{- end }}
+{{- if ne .Values.server.dnsConfigMap "tunnel-nodes" }}
+- "--dns-configmap={{ .Values.server.dnsConfigMap }}"
+{{- end }}
+{{- if .Values.edgeNodes }}
+- {{ printf "--edge-selector=%s" (include "postern.edgeSelector" .) | quote }}
+{{- end }}
+{{- with .Values.server.edgeAddresses }}
+- "--edge-addresses={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.serviceCIDRs }}
+- "--service-cidrs={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.exclude }}
+- "--exclude={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.redirectClients }}
+- "--redirect-clients={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.edgePodRoutes }}
+- "--edge-pod-routes={{ join "," . }}"
+{{- end }}
+{{- if .Values.server.nodeCondition }}
+- --node-condition=on
+{{- end }}
+{{- if .Values.server.httpsCallers.enabled }}
+- --terminate-tls=on
+- --kubelet-client-certificate=/etc/postern/kubelet-client/tls.crt
+- --kubelet-client-key=/etc/postern/kubelet-client/tls.key
+{{- end }}
+{{- if .Values.server.connect.enabled }}
+- "--connect-port={{ $ports.connect }}"
+- --policy=/etc/postern/policy/policy.yaml
+{{- end }}
+{{- if ne (int $ports.plain) 0 }}
+- "--plain-port={{ $ports.plain }}"
+{{- end }}
+{{- with .Values.server.plainClients }}
+- "--plain-clients={{ join "," . }}"
+{{- end }}
+{{- range .Values.server.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "postern.agentArgs" -}}
+- "--drain-timeout={{ .Values.agent.drainTimeout }}"
+{{- if ne (int .Values.agent.adminPort) 10266 }}
+- "--admin-address=127.0.0.1:{{ .Values.agent.adminPort }}"
+{{- end }}
+{{- with .Values.agent.servers }}
+- "--server={{ join "," . }}"
+{{- end }}
+{{- if .Values.server.edgePodRoutes }}
+- --pod-targets=on
+{{- end }}
+{{- range .Values.agent.allowTargets }}
+- {{ printf "--allow-target=%s" . | quote }}
+{{- end }}
+{{- if .Values.agent.kubeletCredentials.enabled }}
+- "--kubeconfig={{ .Values.agent.kubeletCredentials.kubeconfig }}"
+{{- end }}
+{{- range .Values.agent.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,74 @@
+{{/* Labels of every object. */}}
+{{- define "postern.labels" -}}
+app.kubernetes.io/part-of: postern
+{{- end }}
+
+{{/* An image: (list . "tunnel-server"). */}}
+{{- define "postern.image" -}}
+{{- $root := index . 0 -}}
+{{- printf "%s/postern/%s:%s" $root.Values.image.registry (index . 1) ($root.Values.image.tag | default $root.Chart.AppVersion) -}}
+{{- end }}
+
+{{/* The edge nodes' labels, given or not, as a list in JSON. */}}
+{{- define "postern.edgeNodes" -}}
+{{- if .Values.edgeNodes -}}
+{{- toJson .Values.edgeNodes -}}
+{{- else -}}
+[{"key":"openyurt.io/is-edge-worker","values":["true"]},{"key":"superedge.io/edge-node","values":["enable"]},{"key":"node-role.kubernetes.io/edge"}]
+{{- end -}}
+{{- end }}
+
+{{/* The same as a selector, in the form of --edge-selector. */}}
+{{- define "postern.edgeSelector" -}}
+{{- $terms := list -}}
+{{- range .Values.edgeNodes -}}
+{{- if not .values -}}
+{{- $terms = append $terms .key -}}
+{{- else if eq (len .values) 1 -}}
+{{- $terms = append $terms (printf "%s=%s" .key (first .values)) -}}
+{{- else -}}
+{{- $terms = append $terms (printf "%s in (%s)" .key (join "," .values)) -}}
+{{- end -}}
+{{- end -}}
+{{- join " || " $terms -}}
+{{- end }}
+
+{{- define "postern.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Contradictions that a schema cannot express. */}}
+{{- define "postern.check" -}}
+{{- if and .Values.service.externalAddresses (ne .Values.service.type "ClusterIP") -}}
+{{- fail (printf "service.externalAddresses: only with service.type ClusterIP, and it is %s" .Values.service.type) -}}
+{{- end -}}
+{{- if and .Values.service.nodePort (eq .Values.service.type "ClusterIP") -}}
+{{- fail "service.nodePort: a Service of type ClusterIP has none; set service.type to NodePort or LoadBalancer" -}}
+{{- end -}}
+{{- if and .Values.service.externalTrafficPolicy (eq .Values.service.type "ClusterIP") -}}
+{{- fail "service.externalTrafficPolicy: a Service of type ClusterIP has none" -}}
+{{- end -}}
+{{- if and (or .Values.service.loadBalancerSourceRanges .Values.service.loadBalancerClass) (ne .Values.service.type "LoadBalancer") -}}
+{{- fail (printf "service.loadBalancerSourceRanges and loadBalancerClass: only with service.type LoadBalancer, and it is %s" .Values.service.type) -}}
+{{- end -}}
+{{- if and .Values.agent.servers (not .Values.agent.kubeletCredentials.enabled) -}}
+{{- fail "agent.servers: agents that are given their servers enrol with the kubelet's credentials only: set agent.kubeletCredentials.enabled" -}}
+{{- end -}}
+{{- if and .Values.agent.allowTargets .Values.server.edgePodRoutes -}}
+{{- fail "agent.allowTargets: with server.edgePodRoutes agents take the ranges of pods from their Nodes; name the ranges in allowTargets with extraArgs --edge-pod-routes instead" -}}
+{{- end -}}
+{{- if .Values.monitoring.podMonitor -}}
+{{- $tunnelled := false -}}
+{{- range .Values.tunnelledPorts.loopback -}}
+{{- if eq (int .) (int $.Values.agent.adminPort) -}}{{- $tunnelled = true -}}{{- end -}}
+{{- end -}}
+{{- if not $tunnelled -}}
+{{- fail (printf "monitoring.podMonitor: agents answer on their loopback only: add %d to tunnelledPorts.loopback" (int .Values.agent.adminPort)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,149 @@
+//! Clients of every edge by every way, again and again, until they are told to stop.
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use postern_testbed::Testbed;
+use postern_testbed::client::connect_from;
+use postern_testbed::netns::Namespace;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::stream::{Load, Wrong, exchange};
+use crate::https::{KUBELET, client_hello};
+
+/// How long a connect() may take.
+const CONNECT: Duration = Duration::from_secs(3);
+/// Between two connections of a client.
+const PACE: Duration = Duration::from_millis(25);
+
+/// Where the edges are now.
+#[derive(Debug)]
+pub(super) struct Addresses(Vec<AtomicU32>);
+
+impl Addresses {
+    pub(super) fn of(testbed: &Testbed) -> Self {
+        Self(testbed.edges().iter().map(|edge| AtomicU32::new(edge.address.to_bits())).collect())
+    }
+
+    pub(super) fn get(&self, edge: usize) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.0[edge].load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set(&self, edge: usize, address: Ipv4Addr) {
+        self.0[edge].store(address.to_bits(), Ordering::Relaxed);
+    }
+}
+
+/// A way to an edge.
+#[derive(Clone, Debug)]
+pub(super) enum Way {
+    /// By the redirect of the cloud host, to the edge's current IPv4 address.
+    Redirect(Arc<Addresses>),
+    /// The same to an IPv6 address.
+    RedirectV6(IpAddr),
+    /// By the https door of a server, from its own host.
+    Door(Namespace, Ipv4Addr),
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Redirect(_) => f.write_str("the redirect"),
+            Self::RedirectV6(_) => f.write_str("the redirect of IPv6"),
+            Self::Door(_, server) => write!(f, "the https door of {server}"),
+        }
+    }
+}
+
+/// A client's edge, and its way there.
+#[derive(Clone, Debug)]
+pub(super) struct Client {
+    pub(super) edge: usize,
+    pub(super) name: String,
+    pub(super) way: Way,
+}
+
+impl Client {
+    pub(super) async fn run(&self, load: Load, wrong: &Wrong) -> Result<()> {
+        let node = u8::try_from(self.edge).context("the edge's number")?;
+        let (stream, first) = match &self.way {
+            Way::Redirect(addresses) => {
+                (connect(addresses.get(self.edge).into(), KUBELET).await?, Vec::new())
+            }
+            Way::RedirectV6(address) => (connect(*address, KUBELET).await?, Vec::new()),
+            Way::Door(ns, server) => {
+                let (ns, door) = (ns.clone(), SocketAddr::new((*server).into(), 10263));
+                let connecting = tokio::task::spawn_blocking(move || connect_from(&ns, door, CONNECT));
+                (connecting.await.context("connecting")?.context("connecting")?, client_hello(&self.name)?)
+            }
+        };
+        exchange(stream, node, &first, load, wrong).await
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} by {}", self.name, self.way)
+    }
+}
+
+async fn connect(address: IpAddr, port: u16) -> Result<TcpStream> {
+    let connecting = TcpStream::connect(SocketAddr::new(address, port));
+    timeout(CONNECT, connecting).await.context("connect() took too long")?.context("connecting")
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Served {
+    whole: AtomicU64,
+    failed: AtomicU64,
+}
+
+/// Clients that run until they are stopped.
+pub(super) struct Clients {
+    stop: Arc<AtomicBool>,
+    tasks: JoinSet<()>,
+    served: Vec<(Client, Arc<Served>)>,
+}
+
+impl Clients {
+    pub(super) fn start(clients: &[Client], wrong: &Wrong) -> Self {
+        let (stop, mut tasks, mut all) = (Arc::new(AtomicBool::new(false)), JoinSet::new(), Vec::new());
+        for client in clients {
+            let served = Arc::new(Served::default());
+            all.push((client.clone(), served.clone()));
+            let (client, stop, wrong) = (client.clone(), stop.clone(), wrong.clone());
+            tasks.spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    let count = match client.run(Load::any(), &wrong).await {
+                        Ok(()) => &served.whole,
+                        Err(_) => &served.failed,
+                    };
+                    count.fetch_add(1, Ordering::Relaxed);
+                    sleep(PACE).await;
+                }
+            });
+        }
+        Self { stop, tasks, served: all }
+    }
+
+    /// Ends them; how many connections were whole, how many failed, and by which ways none was whole.
+    pub(super) async fn stop(mut self) -> Result<(u64, u64, Vec<String>)> {
+        self.stop.store(true, Ordering::Relaxed);
+        while let Some(ended) = self.tasks.join_next().await {
+            ended.context("a client panicked")?;
+        }
+        let (mut whole, mut failed, mut never) = (0, 0, Vec::new());
+        for (client, served) in &self.served {
+            let here = served.whole.load(Ordering::Relaxed);
+            whole += here;
+            failed += served.failed.load(Ordering::Relaxed);
+            never.extend((here == 0).then(|| client.to_string()));
+        }
+        Ok((whole, failed, never))
+    }
+}

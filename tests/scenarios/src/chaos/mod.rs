@@ -1,0 +1,105 @@
+//! Everything goes wrong, in an order that a seed determines, under load: what is carried is right or fails, and once nothing
+//! is wrong any more every edge is reached by every way, and no program holds more than at the start.
+//! `cargo xtask chaos` runs it for minutes, and for several seeds.
+mod fleet;
+mod load;
+mod nodes;
+mod plan;
+mod rotation;
+mod stream;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::report::{figure, progress};
+
+use self::fleet::{EDGES, Fleet, SERVERS};
+use self::load::Clients;
+use self::plan::Plan;
+use self::stream::{Targets, Wrong};
+use crate::held::growth;
+use crate::https::KUBELET;
+
+scenarios! {
+    nothing_is_wrong_after_everything_went_wrong(edges = 4, limit = 420),
+}
+
+/// How long to go on, in seconds; `cargo xtask chaos` sets it. The runner adds it to the scenario's limit.
+const SECONDS: &str = "POSTERN_CHAOS_SECONDS";
+const DEFAULT: Duration = Duration::from_secs(20);
+/// The sequence of events.
+const SEED: &str = "POSTERN_CHAOS_SEED";
+/// How long the load lasts before what is held is measured.
+const CALM: Duration = Duration::from_secs(5);
+/// What comes and goes: the allocator's pages, threads for blocking calls, a connection of the admin port and its task, and up
+/// to seven additional links of each session with their tasks, for on a machine that is full a path seems long.
+const SLACK: [(&str, f64); 4] = [("memory", 4e6), ("sockets", 32.0), ("tasks", 96.0), ("threads", 8.0)];
+
+/// How long it was asked to take.
+pub(crate) fn asked() -> Option<Duration> {
+    std::env::var(SECONDS).ok()?.parse().ok().map(Duration::from_secs)
+}
+
+fn seed() -> Result<u64> {
+    match std::env::var(SEED) {
+        Ok(text) => text.parse().with_context(|| format!("{SEED}={text}: not a number")),
+        Err(_) => Ok(1),
+    }
+}
+
+async fn nothing_is_wrong_after_everything_went_wrong(testbed: &Testbed) -> Result<()> {
+    let seed = seed()?;
+    let outcome = go_wrong(testbed, seed, asked().unwrap_or(DEFAULT)).await;
+    outcome.with_context(|| format!("seed {seed}: `cargo xtask chaos --seed {seed}` does the same again"))
+}
+
+async fn go_wrong(testbed: &Testbed, seed: u64, length: Duration) -> Result<()> {
+    let (second, third) = (testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", fleet::THIRD)?);
+    let wrong = Wrong::default();
+    let _targets = Targets::start(testbed, KUBELET, &wrong)?;
+    let mut fleet = Fleet::start(testbed, [&second, &third]).await?;
+    fleet.works(&wrong).await.context("before anything went wrong")?;
+    let before = calm(&fleet, &wrong).await?;
+
+    let clients = Clients::start(fleet.clients(), &wrong);
+    let (mut plan, mut rounds, mut longest) = (Plan::new(seed, SERVERS, EDGES), 0, Duration::ZERO);
+    let begin = Instant::now();
+    while rounds == 0 || begin.elapsed() < length {
+        rounds += 1;
+        for step in plan.round() {
+            tokio::time::sleep(step.pause).await;
+            progress(&format!("seed {seed}, round {rounds}: {step}"));
+            fleet.apply(step.change).await?;
+            fleet.supervise()?;
+            wrong.expect_none()?;
+        }
+        let took = fleet.works(&wrong).await.with_context(|| format!("after round {rounds}"))?;
+        progress(&format!("seed {seed}, round {rounds}: all works again after {took:.1?}"));
+        longest = longest.max(took);
+        wrong.expect_none()?;
+    }
+    let (whole, failed, never) = clients.stop().await?;
+    wrong.expect_none()?;
+    ensure!(never.is_empty(), "no connection was whole: {never:?}");
+    let after = calm(&fleet, &wrong).await?;
+    fleet.expect_no_panic()?;
+    figure(&format!(
+        "seed {seed}: {rounds} rounds, all worked again after {longest:.1?} at most; {whole} connections were whole, {failed} failed; {} programs were started again; {}",
+        fleet.restarts,
+        growth(&before, &after, &SLACK)?
+    ));
+    Ok(())
+}
+
+/// What is held after a time of load in which nothing is wrong: no connection may fail.
+async fn calm(fleet: &Fleet<'_>, wrong: &Wrong) -> Result<crate::held::Held> {
+    let clients = Clients::start(fleet.clients(), wrong);
+    tokio::time::sleep(CALM).await;
+    let (whole, failed, never) = clients.stop().await?;
+    ensure!(
+        failed == 0 && never.is_empty(),
+        "{failed} of {whole} connections failed, {never:?}: nothing was wrong"
+    );
+    fleet.held().await
+}

@@ -1,0 +1,113 @@
+//! The chart on a real cluster: installed, upgraded, rolled back and removed.
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::cluster::kubectl::said;
+use postern_testbed::cluster::peers;
+use postern_testbed::cluster::{Cluster, EDGE_NODE};
+use postern_testbed::report::progress;
+use serde_json::json;
+use tokio::process::Command;
+use tokio::time::timeout;
+
+use super::render::chart;
+use super::{NAMESPACE, PATIENCE, PROGRAMS, logs, on_cluster, rolled_out, service_has_port, text};
+
+/// Longer than helm's own `--timeout`, so that helm says what it waits for.
+const LIMIT: Duration = Duration::from_secs(150);
+
+pub(super) async fn chart_is_installed_upgraded_and_removed(testbed: &Testbed) -> Result<()> {
+    on_cluster(testbed, lived).await
+}
+
+async fn lived(cluster: &Cluster<'_>) -> Result<()> {
+    let (kubectl, chart) = (&cluster.kubectl, chart());
+    let chart = text(&chart)?;
+    // A test must not redirect the whole machine, which may have no BPF file system either.
+    let cgroup = cluster.testbed.cloud_cgroup.path();
+    let values = json!({ "server": {
+        "hostPaths": { "bpf": text(&cluster.testbed.bpffs())? },
+        "extraArgs": [format!("--redirect-cgroup={}", cgroup.display())],
+    }});
+    let file = cluster.testbed.dir().join("values.json");
+    std::fs::write(&file, values.to_string()).context("writing the values")?;
+    let values = format!("--values={}", text(&file)?);
+    let notes = helm(cluster, &["install", "postern", chart, &values, "--wait", "--timeout=120s"]).await?;
+    ensure!(notes.contains("kubectl label node NODE"), "helm does not say what is next: {notes}");
+    for (program, _) in PROGRAMS {
+        rolled_out(kubectl, program).await?;
+    }
+    logs(kubectl).await.context("after the installation")?;
+    progress("the chart is installed");
+
+    // What `kubectl edit` has set stays.
+    let edited = json!({ "data": { "localhost-proxy-ports": "10266" } }).to_string();
+    let patch = ["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &edited];
+    kubectl.run(&patch).await?;
+    let change = [
+        "--set=service.nodePort=31008,tunnelledPorts.http={9100},tunnelledPorts.https={9443},server.nodeCondition=true",
+    ];
+    let upgrade = ["upgrade", "postern", chart, &values, "--wait", "--timeout=120s"];
+    helm(cluster, &[&upgrade[..], &change].concat()).await?;
+    for (program, _) in PROGRAMS {
+        rolled_out(kubectl, program).await?;
+    }
+    logs(kubectl).await.context("after the upgrade")?;
+    service_has_port(cluster).await?;
+    let object = |kind: &str, name: &str| format!("/api/v1/namespaces/{NAMESPACE}/{kind}/{name}");
+    let service = cluster.api.get(&object("services", "x-tunnel-server-svc")).await?;
+    ensure!(service["spec"]["ports"][0]["nodePort"] == 31008, "the Service has {}", service["spec"]["ports"]);
+    let config = cluster.api.get(&object("configmaps", "tunnel-server-cfg")).await?;
+    let expected =
+        json!({ "http-proxy-ports": "9100", "https-proxy-ports": "9443", "localhost-proxy-ports": "10266" });
+    ensure!(config["data"] == expected, "the ConfigMap has {}", config["data"]);
+    let node = format!("/api/v1/nodes/{EDGE_NODE}");
+    let up = |node: &serde_json::Value| postern_testbed::cluster::api::is_true(node, "PosternTunnel");
+    cluster.api.wait("the condition that was asked for", &node, PATIENCE, up).await?;
+    // Again, which must change nothing: the server's own ports of the internal Service stay.
+    helm(cluster, &[&upgrade[..], &change].concat()).await?;
+    service_has_port(cluster).await?;
+    progress("the chart is upgraded");
+
+    helm(cluster, &["rollback", "postern", "1", "--wait", "--timeout=120s"]).await?;
+    for (program, _) in PROGRAMS {
+        rolled_out(kubectl, program).await?;
+    }
+    logs(kubectl).await.context("after the rollback")?;
+
+    helm(cluster, &["uninstall", "postern", "--wait", "--timeout=120s"]).await?;
+    nothing_is_left(cluster).await?;
+    let secret = ["get", "secret", "tunnel-server-ca", "--namespace", NAMESPACE, "--output=name"];
+    ensure!(kubectl.run(&secret).await?.contains("tunnel-server-ca"), "helm has removed the CA");
+    progress("the chart is removed; the CA is kept");
+    Ok(())
+}
+
+/// No object of the manifests is left, and no pod.
+pub(super) async fn nothing_is_left(cluster: &Cluster<'_>) -> Result<()> {
+    let kinds = "daemonsets,pods,services,configmaps,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings";
+    let selector = "--selector=app.kubernetes.io/part-of=postern";
+    postern_testbed::wait::wait_until(
+        "the removal of every object",
+        PATIENCE,
+        async || cluster.kubectl.run(&["get", kinds, "--all-namespaces", selector, "--output=name"]).await,
+        |left: &String| left.trim().is_empty(),
+    )
+    .await
+    .map(drop)
+}
+
+async fn helm(cluster: &Cluster<'_>, args: &[&str]) -> Result<String> {
+    let (_, kubeconfig) = cluster.kubectl.files();
+    let home = cluster.testbed.dir().join("helm");
+    let mut command = Command::new(peers::helm()?);
+    command.args(args).args(["--namespace", NAMESPACE]).env("KUBECONFIG", kubeconfig).env("HOME", home);
+    let output = timeout(LIMIT, command.kill_on_drop(true).output()).await;
+    let output = output.with_context(|| format!("helm {args:?} took more than {LIMIT:?}"))?;
+    let output = output.context("running helm")?;
+    if !output.status.success() {
+        bail!("helm {} ended with {}: {}", args.join(" "), output.status, said(&output));
+    }
+    Ok(said(&output))
+}

@@ -1,0 +1,168 @@
+//! The alerts and the dashboard: when alerts fire, and that what both ask exists.
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::cluster::kubectl::said;
+use postern_testbed::cluster::manifests::deploy;
+use serde_json::{Value, json};
+use tokio::process::Command;
+
+use super::text;
+
+/// Every alert fires when it should, and not when it should not; every query of the dashboard can be parsed.
+pub(super) async fn alerts_fire_and_stay_silent(testbed: &Testbed) -> Result<()> {
+    promtool(&["check", "rules", "alerts.yml"]).await?;
+    promtool(&["test", "rules", "alerts_test.yml", "alerts_slow_test.yml"]).await?;
+    let queries = queries(&dashboard()?);
+    ensure!(!queries.is_empty(), "the dashboard asks nothing");
+    let rule =
+        |(at, query): (usize, &String)| json!({ "record": format!("query_{at}"), "expr": filled(query) });
+    let rules: Vec<Value> = queries.iter().enumerate().map(rule).collect();
+    let file = testbed.dir().join("dashboard.yml");
+    // JSON is YAML too.
+    let groups = json!({ "groups": [{ "name": "dashboard", "rules": rules }] });
+    fs::write(&file, groups.to_string()).context("writing the queries")?;
+    promtool(&["check", "rules", text(&file)?]).await
+}
+
+async fn promtool(args: &[&str]) -> Result<()> {
+    let mut command = Command::new("promtool");
+    command.args(args).current_dir(deploy().join("prometheus")).kill_on_drop(true);
+    let output = command.output().await.context("running promtool, of Debian's package prometheus")?;
+    ensure!(output.status.success(), "promtool {}: {}", args.join(" "), said(&output));
+    Ok(())
+}
+
+fn dashboard() -> Result<Value> {
+    let text = fs::read_to_string(deploy().join("prometheus/dashboard.json")).context("dashboard.json")?;
+    serde_json::from_str(&text).context("dashboard.json")
+}
+
+/// What the panels ask.
+fn queries(dashboard: &Value) -> Vec<String> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let targets = list(&dashboard["panels"]).into_iter().flat_map(|panel| list(&panel["targets"]));
+    targets.filter_map(|target| target["expr"].as_str().map(str::to_owned)).collect()
+}
+
+/// A query with values for Grafana's variables.
+fn filled(query: &str) -> String {
+    query.replace("$__rate_interval", "5m").replace("$instance", ".*").replace("$node", ".*")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use super::*;
+    use crate::docs::{METRICS, listed};
+
+    fn read(name: &str) -> String {
+        fs::read_to_string(deploy().join(name)).unwrap()
+    }
+
+    fn yaml(name: &str) -> Value {
+        serde_saphyr::from_str(&read(name)).unwrap()
+    }
+
+    /// Names such as postern_tunnels in a query, each with the labels that it is narrowed by.
+    fn metrics_in(query: &str) -> Vec<(String, Vec<String>)> {
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        let mut found = Vec::new();
+        for prefix in ["postern_", "process_"] {
+            for (at, _) in query.match_indices(prefix) {
+                let name: String = query[at..].chars().take_while(|c| is_name(*c)).collect();
+                let rest = &query[at + name.len()..];
+                let matchers =
+                    rest.strip_prefix('{').and_then(|rest| rest.split('}').next()).unwrap_or_default();
+                let labels = matchers.split(',').filter_map(|matcher| matcher.split(['=', '!']).next());
+                found.push((name, labels.filter(|label| !label.is_empty()).map(str::to_owned).collect()));
+            }
+        }
+        found
+    }
+
+    /// Metrics with their labels as docs/metrics.md has them.
+    fn documented() -> BTreeMap<String, BTreeSet<String>> {
+        let rows = METRICS.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+        rows.map(|(name, _)| {
+            let (name, labels) = name.split_once('{').unwrap_or((name, ""));
+            let labels = labels.trim_end_matches('}').split(',').map(str::to_owned);
+            (name.to_owned(), labels.collect())
+        })
+        .collect()
+    }
+
+    fn alerts() -> Vec<Value> {
+        let file = yaml("prometheus/alerts.yml");
+        let groups = file["groups"].as_array().unwrap().clone();
+        groups.into_iter().flat_map(|group| group["rules"].as_array().unwrap().clone()).collect()
+    }
+
+    #[test]
+    fn alerts_and_panels_ask_for_metrics_and_labels_that_exist() {
+        let documented = documented();
+        assert_eq!(documented.len(), listed(METRICS).len());
+        let expressions = alerts().into_iter().map(|alert| alert["expr"].as_str().unwrap().to_owned());
+        let mut seen = 0;
+        for query in expressions.chain(queries(&dashboard().unwrap())) {
+            for (name, labels) in metrics_in(&query) {
+                let series = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
+                let known = documented.get(&name).or_else(|| series.and_then(|name| documented.get(name)));
+                let known = known.unwrap_or_else(|| panic!("{name} is not in docs/metrics.md: {query}"));
+                for label in labels {
+                    // Those of the scrape, and of a histogram.
+                    let scraped = ["job", "instance", "node", "le"].contains(&label.as_str());
+                    assert!(scraped || known.contains(&label), "{name} has no label {label}: {query}");
+                }
+                seen += 1;
+            }
+        }
+        assert!(seen > 60, "only {seen} metrics were found");
+    }
+
+    #[test]
+    fn every_alert_is_tested_by_firing() {
+        let tests = read("prometheus/alerts_test.yml") + &read("prometheus/alerts_slow_test.yml");
+        for alert in alerts() {
+            let (name, severity) =
+                (alert["alert"].as_str().unwrap(), alert["labels"]["severity"].as_str().unwrap());
+            assert!(["critical", "warning", "info"].contains(&severity), "{name}: {severity}");
+            for text in ["summary", "description"] {
+                assert!(alert["annotations"][text].is_string(), "{name} has no {text}");
+            }
+            let fired = format!("'{{alertname=\"{name}\", severity=\"{severity}\"}}', value: 1");
+            assert_eq!(tests.matches(&fired).count(), 1, "{name} does not fire in a test");
+        }
+    }
+
+    #[test]
+    fn copies_are_the_same() {
+        for (copy, of) in [("alerts.yaml", "alerts.yml"), ("dashboard.json", "dashboard.json")] {
+            let (copy, of) = (format!("helm/postern/files/{copy}"), format!("prometheus/{of}"));
+            assert!(read(&copy) == read(&of), "cp deploy/{of} deploy/{copy}");
+        }
+        let rule = yaml("components/prometheus-operator/rules.yaml");
+        assert_eq!(rule["spec"], yaml("prometheus/alerts.yml"));
+    }
+
+    #[test]
+    fn panels_have_a_place_and_a_query_of_their_own() {
+        let dashboard = dashboard().unwrap();
+        let panels = dashboard["panels"].as_array().unwrap();
+        let mut taken = BTreeSet::new();
+        for panel in panels {
+            let at = |key: &str| panel["gridPos"][key].as_u64().unwrap();
+            assert!(at("x") + at("w") <= 24, "{}", panel["title"]);
+            for row in at("y")..at("y") + at("h") {
+                for column in at("x")..at("x") + at("w") {
+                    assert!(taken.insert((row, column)), "{} lies on another", panel["title"]);
+                }
+            }
+            assert!(panel["type"] == "row" || panel["targets"][0]["expr"].is_string(), "{}", panel["title"]);
+        }
+        let ids: BTreeSet<_> = panels.iter().map(|panel| panel["id"].as_u64()).collect();
+        assert_eq!(ids.len(), panels.len());
+    }
+}

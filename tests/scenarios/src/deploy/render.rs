@@ -1,0 +1,262 @@
+//! The chart against the Kustomize folders: what it renders, without a cluster.
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::cluster::kubectl::said;
+use postern_testbed::cluster::manifests::{deploy, write_overlay};
+use postern_testbed::cluster::peers;
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::report::progress;
+use serde_json::{Value, json};
+use tokio::process::Command;
+
+use super::text;
+
+/// The values' effects, and what is refused.
+const VALUES: &str = include_str!("chart-values.txt");
+const REFUSED: &str = include_str!("chart-refused.txt");
+
+/// Objects by kind and name.
+type Objects = BTreeMap<(String, String), Value>;
+
+/// A folder or a component of deploy/, and the values of the chart with which it renders the same.
+const SAME: [(&str, &[&str], &[&str]); 15] = [
+    ("base", &[], &[]),
+    ("overlays/nodeport", &[], &["--set=service.nodePort=31008"]),
+    ("overlays/loadbalancer", &[], &["--set=service.type=LoadBalancer"]),
+    ("overlays/superedge", &[], &["--values=values-superedge.yaml"]),
+    ("overlays/openyurt-migration", &[], &["--values=values-openyurt-migration.yaml"]),
+    ("base", &["kernel-5.10"], &["--set=server.kernel510=true"]),
+    ("base", &["cri-o"], &["--set=server.seccompProfile=Unconfined"]),
+    ("base", &["ipv6-only"], &["--set=server.bindAddress=::"]),
+    ("base", &["node-condition"], &["--set=server.nodeCondition=true"]),
+    ("base", &["https-callers"], &["--set=server.httpsCallers.enabled=true"]),
+    ("base", &["connect"], &["--set=server.connect.enabled=true"]),
+    ("base", &["kubelet-credentials"], &["--set=agent.kubeletCredentials.enabled=true"]),
+    ("base", &["selinux"], &["--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t"]),
+    (
+        "base",
+        &["public-addresses"],
+        &[
+            "--set=service.type=ClusterIP",
+            "--set=service.externalAddresses={203.0.113.1:10262,203.0.113.2:10262,203.0.113.3:10262}",
+        ],
+    ),
+    (
+        "base",
+        &["prometheus-operator"],
+        &[
+            "--set=monitoring.rules=true,monitoring.podMonitor=true",
+            // What the component leaves to the administrator.
+            "--set=tunnelledPorts.loopback={10266},server.createConfigMap=false",
+        ],
+    ),
+];
+
+pub(super) async fn chart_renders_what_kustomize_does(testbed: &Testbed) -> Result<()> {
+    let lint = helm(&["lint", "--strict", text(&chart())?]).await?;
+    ensure!(lint.contains("0 chart(s) failed"), "{lint}");
+    for (folder, components, values) in SAME {
+        let overlay = testbed.dir().join("same");
+        write_overlay(&overlay, folder, components, &json!([]))?;
+        let mut expected = kustomize(&overlay).await?;
+        let rendered = template(values).await?;
+        if values.iter().any(|value| value.contains("createConfigMap=false")) {
+            expected.retain(|(kind, _), _| kind != "ConfigMap");
+        }
+        same(&expected, &rendered).with_context(|| format!("{folder} {components:?} and {values:?}"))?;
+    }
+    progress(&format!("{} folders and components, and the chart, are the same", SAME.len()));
+    every_value_changes_what_it_should().await?;
+    for row in rows(REFUSED) {
+        let [settings, expected] = row[..] else { bail!("not two columns: {row:?}") };
+        let refused = output(&template_args(&set(settings))?).await?;
+        let said = said(&refused);
+        ensure!(!refused.status.success(), "helm takes {settings}");
+        ensure!(said.contains(expected), "{settings} is refused without {expected:?}: {said}");
+    }
+    Ok(())
+}
+
+async fn every_value_changes_what_it_should() -> Result<()> {
+    let defaults = template(&[""; 0]).await?;
+    let mut covered = BTreeSet::new();
+    for row in rows(VALUES) {
+        let [settings, place, expected] = row[..] else { bail!("not three columns: {row:?}") };
+        let [kind, name, pointer] = place.split(' ').collect::<Vec<_>>()[..] else {
+            bail!("not a place: {place}")
+        };
+        let pointer = pointer_of(pointer);
+        let expected: Value = serde_json::from_str(expected).with_context(|| expected.to_owned())?;
+        let at = |objects: &Objects| {
+            let object = objects.get(&(kind.to_owned(), name.to_owned()))?;
+            object.pointer(&pointer).cloned()
+        };
+        let found = at(&template(&set(settings)).await?).unwrap_or_default();
+        ensure!(found == expected, "{settings}: {place} is {found}, not {expected}");
+        ensure!(at(&defaults).unwrap_or_default() != expected, "{settings}: {place} is that by default");
+        covered.extend(settings.split("; ").map(|setting| {
+            let setting = setting.trim_start_matches("string:");
+            setting.split_once('=').map_or(setting, |(key, _)| key).to_owned()
+        }));
+    }
+    let values = fs::read_to_string(chart().join("values.yaml")).context("values.yaml")?;
+    let values: Value = serde_saphyr::from_str(&values).context("values.yaml")?;
+    let mut all = Vec::new();
+    leaves(&values, "", &mut all);
+    let is_covered = |leaf: &String| {
+        let mut rests = covered.iter().filter_map(|key| key.strip_prefix(leaf.as_str()));
+        rests.any(|rest| rest.is_empty() || rest.starts_with(['[', '.']))
+    };
+    let untested: Vec<_> = all.iter().filter(|leaf| !is_covered(leaf)).collect();
+    ensure!(untested.is_empty(), "values whose effect is not tested: {untested:?}");
+    progress(&format!("each of {} values changes what it should", all.len()));
+    Ok(())
+}
+
+/// The columns of a table's rows.
+fn rows(table: &str) -> impl Iterator<Item = Vec<&str>> {
+    let lines = table.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+    lines.map(|line| line.split(" | ").collect())
+}
+
+/// The arguments of helm.
+fn set(settings: &str) -> Vec<String> {
+    let flag = |setting: &str| match setting.strip_prefix("string:") {
+        Some(text) => format!("--set-string={text}"),
+        None => format!("--set={setting}"),
+    };
+    settings.split("; ").map(flag).collect()
+}
+
+/// A JSON pointer; `/` alone is the object itself.
+fn pointer_of(place: &str) -> String {
+    const LONG: [(&str, &str); 3] = [
+        ("$container", "/spec/template/spec/containers/0"),
+        ("$pod", "/spec/template/spec"),
+        ("$template", "/spec/template"),
+    ];
+    let found = LONG.iter().find_map(|(short, long)| Some(format!("{long}{}", place.strip_prefix(short)?)));
+    found.unwrap_or_else(|| place.to_owned()).trim_end_matches('/').to_owned()
+}
+
+/// The paths of values that are no maps; empty maps count.
+fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
+    match value.as_object() {
+        Some(map) if !map.is_empty() => {
+            for (key, value) in map {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                leaves(value, &path, found);
+            }
+        }
+        _ => found.push(path.to_owned()),
+    }
+}
+
+fn same(expected: &Objects, rendered: &Objects) -> Result<()> {
+    for (key, object) in expected {
+        let (kind, name) = key;
+        let found = rendered.get(key).with_context(|| format!("the chart has no {kind} {name}"))?;
+        if let Some(difference) = difference(object, found, "") {
+            bail!("{kind} {name}{difference}");
+        }
+    }
+    let more: Vec<_> = rendered.keys().filter(|key| !expected.contains_key(*key)).collect();
+    ensure!(more.is_empty(), "only the chart has {more:?}");
+    Ok(())
+}
+
+/// The first place where two values differ.
+fn difference(expected: &Value, found: &Value, path: &str) -> Option<String> {
+    match (expected, found) {
+        (Value::Object(one), Value::Object(other)) => {
+            let keys: BTreeSet<_> = one.keys().chain(other.keys()).collect();
+            keys.into_iter().find_map(|key| {
+                let empty = Value::Null;
+                let (one, other) = (one.get(key).unwrap_or(&empty), other.get(key).unwrap_or(&empty));
+                difference(one, other, &format!("{path}/{key}"))
+            })
+        }
+        (Value::Array(one), Value::Array(other)) if one.len() == other.len() => {
+            let pairs = one.iter().zip(other).enumerate();
+            pairs.into_iter().find_map(|(at, (one, other))| difference(one, other, &format!("{path}/{at}")))
+        }
+        _ => (expected != found).then(|| format!("{path}: Kustomize has {expected}, the chart {found}")),
+    }
+}
+
+pub(super) fn chart() -> PathBuf {
+    deploy().join("helm/postern")
+}
+
+fn template_args(values: &[impl AsRef<str>]) -> Result<Vec<String>> {
+    // Built without a linker flag, helm takes the cluster for an old one when it asks none.
+    let chart = chart();
+    let fixed = ["template", "postern", text(&chart)?, "--namespace", NAMESPACE, "--kube-version=1.34.0"];
+    let folder = deploy().join("helm");
+    let values = values.iter().map(|value| match value.as_ref().strip_prefix("--values=") {
+        Some(file) => Ok(format!("--values={}", text(&folder.join(file))?)),
+        None => Ok(value.as_ref().to_owned()),
+    });
+    fixed.into_iter().map(|arg| Ok(arg.to_owned())).chain(values).collect()
+}
+
+async fn template(values: &[impl AsRef<str>]) -> Result<Objects> {
+    let args = template_args(values)?;
+    let rendered = output(&args).await?;
+    ensure!(rendered.status.success(), "helm {}: {}", args.join(" "), said(&rendered));
+    objects(&String::from_utf8_lossy(&rendered.stdout))
+}
+
+async fn helm(args: &[&str]) -> Result<String> {
+    let output = output(args).await?;
+    ensure!(output.status.success(), "helm {}: {}", args.join(" "), said(&output));
+    Ok(said(&output))
+}
+
+async fn output<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Result<std::process::Output> {
+    let mut command = Command::new(peers::helm()?);
+    command.args(args).kill_on_drop(true).output().await.context("running helm")
+}
+
+async fn kustomize(folder: &Path) -> Result<Objects> {
+    let mut command = Command::new(peers::kubernetes("kubectl")?);
+    let output = command.arg("kustomize").arg(folder).kill_on_drop(true).output().await;
+    let output = output.context("running kubectl kustomize")?;
+    ensure!(output.status.success(), "kubectl kustomize {}: {}", folder.display(), said(&output));
+    objects(&String::from_utf8_lossy(&output.stdout))
+}
+
+fn objects(yaml: &str) -> Result<Objects> {
+    let documents: Vec<Option<Value>> = serde_saphyr::from_multiple(yaml).context("what was rendered")?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let objects = documents.into_iter().flatten().filter(|object| !object.is_null());
+    Ok(objects.map(|object| ((text(&object["kind"]), text(&object["metadata"]["name"])), object)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let one = json!({"spec": {"ports": [{"port": 1}, {"port": 2}], "type": "A"}});
+        let mut other = one.clone();
+        assert_eq!(difference(&one, &other, ""), None);
+        other["spec"]["ports"][1]["port"] = json!(3);
+        let found = difference(&one, &other, "").unwrap();
+        assert_eq!(found, "/spec/ports/1/port: Kustomize has 2, the chart 3");
+        other["spec"]["ports"] = json!([]);
+        assert!(difference(&one, &other, "").unwrap().starts_with("/spec/ports: "));
+    }
+
+    #[test]
+    fn leaves_are_lists_scalars_and_empty_maps() {
+        let mut found = Vec::new();
+        leaves(&json!({"a": {"b": 1, "c": [1]}, "d": {}, "e": ""}), "", &mut found);
+        assert_eq!(found, ["a.b", "a.c", "d", "e"]);
+    }
+}

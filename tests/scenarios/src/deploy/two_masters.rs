@@ -1,0 +1,101 @@
+//! The shipped manifests and images on two masters: a rolling update of the servers, which nobody notices.
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::client::visit;
+use postern_testbed::cluster::kubectl::Kubectl;
+use postern_testbed::cluster::pods::{self, TALK, shell};
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
+use postern_testbed::prometheus;
+use postern_testbed::report::progress;
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{NEIGHBOUR, Testbed};
+use serde_json::json;
+
+use super::{
+    PATIENCE, archive, explained, logs, of_servers, overlay_in, plugin, ready, restart, running, text,
+};
+use crate::common::target;
+
+const SECOND: &str = "cloud-2";
+/// An echo on the edge, beside the node exporter.
+const ECHO: u16 = 9102;
+
+pub(super) async fn two_masters_are_updated(testbed: &Testbed) -> Result<()> {
+    let second = testbed.add_cloud_host(SECOND, NEIGHBOUR)?;
+    let mut cluster = Cluster::start(testbed).await?;
+    cluster.join(SECOND, "control-plane", &second, "10.71.1.0/24").await?;
+    for (program, node) in
+        [("tunnel-server", CLOUD_NODE), ("tunnel-server", SECOND), ("tunnel-agent", EDGE_NODE)]
+    {
+        cluster.host_mut(node)?.import(&archive(program)?).await?;
+    }
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    explained(&cluster, updated).await
+}
+
+async fn updated(cluster: &Cluster<'_>) -> Result<()> {
+    let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
+    // Before the redirect, which would take this process's connections too.
+    let echo = target(testbed, 1, ECHO, Behaviour::Echo)?;
+    let _exporter = prometheus::start_exporter(testbed, 1)?;
+    install(cluster).await?;
+    both_have_the_edge(kubectl).await?;
+    logs(kubectl).await?;
+    plugin::every_command(kubectl, 2).await?;
+    let ports = json!({ "data": { "http-proxy-ports": format!("9100, {ECHO}") } }).to_string();
+    kubectl
+        .run(&["patch", "configmap", "tunnel-server-cfg", "--namespace", NAMESPACE, "--patch", &ports])
+        .await?;
+    wait_for("the ports to be redirected", PATIENCE, async || Ok(visit(echo.address).await.ok())).await?;
+    let configuration = format!(
+        "global: {{scrape_interval: 1s}}\nscrape_configs:\n- job_name: edge\n  static_configs: [{{targets: ['{}:9100']}}]\n",
+        testbed.edge(1).address
+    );
+    let _prometheus = prometheus::start(testbed, &configuration)?;
+    prometheus::samples("up{job=\"edge\"} == 1").await?;
+    progress("both masters reach the edge; the update begins");
+
+    restart(cluster, "tunnel-server", 2, echo.address).await?;
+    both_have_the_edge(kubectl).await?;
+    let failed =
+        prometheus::samples("count_over_time(up{job=\"edge\"}[10m]) - sum_over_time(up{job=\"edge\"}[10m])");
+    let failed = failed.await?.first().context("no series of the edge")?.number();
+    ensure!(failed == 0.0, "{failed} scrapes failed");
+    Ok(())
+}
+
+/// The base, on hosts that share one machine: each has a cgroup and a folder of the BPF file system of its own.
+async fn install(cluster: &Cluster<'_>) -> Result<()> {
+    let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
+    let cgroups = testbed.cloud_cgroup.path().parent().context("the cloud's cgroup has no parent")?;
+    let cgroup = format!("{}/$(NODE_NAME)", cgroups.display());
+    let folder = of_servers(&json!([
+        { "op": "add", "path": "/spec/template/spec/containers/0/volumeMounts/2/subPathExpr", "value": "$(NODE_NAME)" },
+    ]));
+    let dir = overlay_in(testbed, "overlays/nodeport", &[], &cgroup, vec![folder])?;
+    kubectl.run(&["apply", "-k", text(&dir)?]).await?;
+    ready(kubectl, "tunnel-server", 2).await?;
+    ready(kubectl, "tunnel-agent", 1).await
+}
+
+/// Each of the two servers has a session with the edge node.
+async fn both_have_the_edge(kubectl: &Kubectl) -> Result<()> {
+    let sessions = async || {
+        let mut sessions = Vec::new();
+        for pod in running(kubectl, "tunnel-server").await? {
+            let status =
+                ["exec", "--namespace", NAMESPACE, &pod, "--", "/tunnel-server", "status", "--output=json"];
+            // A pod that is ending may be gone meanwhile.
+            let Ok(status) = kubectl.run(&status).await else { continue };
+            let status: serde_json::Value = serde_json::from_str(&status)?;
+            sessions.push(status["nodes"].as_array().is_some_and(|nodes| {
+                nodes.iter().any(|node| node["name"] == EDGE_NODE && node["connected"] == true)
+            }));
+        }
+        Ok(sessions)
+    };
+    wait_until("a session at each master", PATIENCE, sessions, |sessions| sessions == &[true, true])
+        .await
+        .map(drop)
+}

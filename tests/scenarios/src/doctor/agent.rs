@@ -1,0 +1,223 @@
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::process::{Process, program};
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
+use rustls::pki_types::PrivatePkcs8KeyDer;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
+
+use super::{Said, run};
+use crate::common::{server, server_and_agent, target};
+
+scenarios! {
+    a_healthy_agent_is_fine(quick),
+    what_answers_instead_of_a_server_is_told,
+    large_packets_that_are_lost_are_found,
+    a_proxy_in_the_way_is_told,
+    an_identity_that_is_of_no_use_is_found,
+    a_session_that_is_refused_or_lost_is_told,
+}
+
+/// `tunnel-agent doctor` on edge 1.
+fn command(testbed: &Testbed, args: &[&str]) -> Result<Command> {
+    let mut command = testbed.on_edge(1).command(&program("tunnel-agent")?);
+    for name in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"] {
+        command.env_remove(name);
+    }
+    command.args(["doctor", "-o", "json"]).args(args);
+    Ok(command)
+}
+
+async fn doctor(testbed: &Testbed, args: &[&str]) -> Result<Said> {
+    run(command(testbed, args)?).await
+}
+
+/// The doctor of an agent that has enrolled and does not run, for this server.
+async fn towards(agent: &Agent<'_>, testbed: &Testbed, server: &str) -> Result<Said> {
+    let state = format!("--state-dir={}", agent.state_dir().display());
+    doctor(testbed, &[&state, "--node-name=edge-1", &format!("--server={server}")]).await
+}
+
+/// An agent that has enrolled and was stopped.
+async fn enrolled<'a>(server: &Server<'a>) -> Result<Agent<'a>> {
+    let mut agent = Agent::enrol(server, 1).await?;
+    agent.process.stop().await?;
+    Ok(agent)
+}
+
+async fn a_healthy_agent_is_fine(testbed: &Testbed) -> Result<()> {
+    let (_server, agent) = server_and_agent(testbed).await?;
+    let ready = async || Ok(agent.get("/readyz").await?.0);
+    wait_until("the agent to be ready", agent::START, ready, |status| *status == 200).await?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&["kubelet-silent"])?;
+    ensure!(said.exit == 1, "{:#}", said.report);
+    let _kubelet = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&[])?;
+    for check in [
+        "running",
+        "ready",
+        "state directory",
+        "certificate",
+        "names",
+        "servers",
+        "attached",
+        "policy",
+        "kubelet",
+    ] {
+        ensure!(said.state(check)? == "ok", "{check}: {:#}", said.report);
+    }
+    Ok(())
+}
+
+/// A listener of the cloud host, where this process is.
+async fn listener() -> Result<(TcpListener, String)> {
+    let listener = TcpListener::bind((CLOUD, 0)).await?;
+    let address = listener.local_addr()?.to_string();
+    Ok((listener, address))
+}
+
+async fn what_answers_instead_of_a_server_is_told(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let agent = enrolled(&server).await?;
+    let said = towards(&agent, testbed, &server.agent_address()).await?;
+    said.expect_only(&["not-running", "kubelet-silent"])?;
+
+    let (free, address) = listener().await?;
+    drop(free);
+    towards(&agent, testbed, &address).await?.expect("server-unreachable", "refused")?;
+
+    let (plain, address) = listener().await?;
+    let said = tokio::select! {
+        end = greet(plain) => return end,
+        said = towards(&agent, testbed, &address) => said?,
+    };
+    said.expect("not-a-tunnel-server", &address)?;
+
+    let (silent, address) = listener().await?;
+    towards(&agent, testbed, &address).await?.expect("handshake-silent", "no answer in the handshake")?;
+    drop(silent);
+
+    let (open, address) = listener().await?;
+    let said = tokio::select! {
+        end = intercept(open) => return end,
+        said = towards(&agent, testbed, &address) => said?,
+    };
+    said.expect("tls-intercepted", "issued by \"O=Inspection Ltd\"")?;
+
+    // Another installation.
+    let neighbour = testbed.add_neighbour()?;
+    let other = Builder::alone_on_neighbour(testbed, &neighbour).start().await?;
+    towards(&agent, testbed, &other.agent_address())
+        .await?
+        .expect("ca-mismatch", &format!("{NEIGHBOUR}:10262"))
+}
+
+/// Speaks first, and no TLS.
+async fn greet(listener: TcpListener) -> Result<()> {
+    loop {
+        let (mut stream, _) = listener.accept().await?;
+        stream.write_all(b"SSH-2.0-OpenSSH_9.2\r\n").await?;
+    }
+}
+
+/// Speaks TLS with a certificate of its own.
+async fn intercept(listener: TcpListener) -> Result<()> {
+    let key = rcgen::KeyPair::generate()?;
+    let mut params = rcgen::CertificateParams::new(vec!["tunnel.example.org".to_owned()])?;
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(rcgen::DnType::OrganizationName, "Inspection Ltd");
+    let certificate = params.self_signed(&key)?;
+    let config =
+        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(
+                vec![certificate.der().clone()],
+                PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+            )?;
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    loop {
+        let (stream, _) = listener.accept().await?;
+        let acceptor = acceptor.clone();
+        tokio::spawn(async move { acceptor.accept(stream).await.map(drop) });
+    }
+}
+
+async fn large_packets_that_are_lost_are_found(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let agent = enrolled(&server).await?;
+    // The site's line takes less than its ends believe, and no ICMP message says so.
+    testbed.router.ip(&format!("link set dev {} mtu 700", testbed.edge(1).router_port))?;
+    testbed.router.iptables("-I OUTPUT -p icmp -j DROP")?;
+    let said = towards(&agent, testbed, &server.agent_address()).await?;
+    said.expect("mtu-black-hole", "segments of 536 bytes")
+}
+
+async fn a_proxy_in_the_way_is_told(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let agent = enrolled(&server).await?;
+    let state = format!("--state-dir={}", agent.state_dir().display());
+    let to = format!("--server={}", server.agent_address());
+    let through = async |proxy: &str| {
+        let mut command = command(testbed, &[&state, "--node-name=edge-1", &to])?;
+        command.env("HTTPS_PROXY", proxy);
+        run(command).await
+    };
+    through("http://192.168.50.1:3128").await?.expect("proxy-unreachable", "192.168.50.1:3128")?;
+    let path = testbed.dir().join("tinyproxy.conf");
+    fs::write(&path, "User root\nPort 3128\nLogLevel Connect\nConnectPort 443\n")
+        .context("its configuration")?;
+    let mut tinyproxy = testbed.router.command("tinyproxy");
+    tinyproxy.args(["-d", "-c"]).arg(&path);
+    let _proxy = Process::spawn(testbed.dir(), "tinyproxy", tinyproxy)?;
+    let refused = async || Ok(through("http://192.168.50.1:3128").await?.codes().contains(&"proxy-refuses"));
+    wait_until("the proxy's refusal", agent::START, refused, |refused| *refused).await?;
+    Ok(())
+}
+
+async fn an_identity_that_is_of_no_use_is_found(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let none = format!("--state-dir={}", testbed.dir().join("nothing").display());
+    let to = format!("--server={}", server.agent_address());
+    doctor(testbed, &[&none, &to, "--node-name=edge-1"]).await?.expect("not-enrolled", "no --token")?;
+    doctor(testbed, &["--server=x"]).await?.expect_only(&["bad-flags"])?;
+    let agent = enrolled(&server).await?;
+    let dir = agent.state_dir();
+    let state = format!("--state-dir={}", dir.display());
+    let said = doctor(testbed, &[&state, &to, "--node-name=edge-9"]).await?;
+    said.expect("identity-of-another-node", "for edge-1")?;
+    let rules = doctor(testbed, &[&state, &to, "--node-name=edge-1", "--allow-target=node:22"]).await?;
+    rules.expect("kubelet-not-allowed", "node:22")?;
+    let mode = |mode| fs::set_permissions(dir.join("agent.key"), fs::Permissions::from_mode(mode));
+    mode(0o640)?;
+    let readable = doctor(testbed, &[&state, &to, "--node-name=edge-1"]).await?;
+    readable.expect("key-readable-by-others", "mode 0640")?;
+    mode(0o600)?;
+    fs::write(dir.join("agent.key"), "nothing")?;
+    let said = doctor(testbed, &[&state, &to, "--node-name=edge-1"]).await?;
+    said.expect("identity-unusable", "agent.key")
+}
+
+async fn a_session_that_is_refused_or_lost_is_told(testbed: &Testbed) -> Result<()> {
+    let (mut server, _agent) = server_and_agent(testbed).await?;
+    server.run(&["agent", "revoke", "edge-1"])?;
+    let told = async |code: &str| {
+        let found = async || Ok(doctor(testbed, &[]).await?.codes().contains(&code));
+        wait_until(code, agent::START, found, |found| *found).await
+    };
+    told("session-refused").await?;
+    server.process.crash().await?;
+    told("server-unreachable").await?;
+    Ok(())
+}

@@ -1,0 +1,233 @@
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::inventory::Inventory;
+use postern_testbed::process::program;
+use postern_testbed::server::Builder;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed, agent, server};
+
+use super::{Said, run};
+
+scenarios! {
+    a_healthy_server_is_fine(quick),
+    rules_of_other_programs_are_named(quick),
+    a_lost_token_route_is_found,
+    a_failed_self_test_is_found,
+    closed_listeners_are_found,
+    what_a_killed_server_leaves_is_found,
+    damaged_files_are_found,
+    a_host_that_cannot_redirect_is_found,
+}
+
+/// `tunnel-server doctor` on the cloud host.
+async fn doctor(testbed: &Testbed, args: &[&str]) -> Result<Said> {
+    let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
+    command.args(["doctor", "-o", "json"]).args(args);
+    run(command).await
+}
+
+/// The flags of a server that does not run.
+fn flags(testbed: &Testbed) -> Vec<String> {
+    vec![
+        format!("--inventory={}", testbed.dir().join("nodes.yaml").display()),
+        format!("--state-dir={}", testbed.dir().join("server").display()),
+        format!("--redirect-cgroup={}", testbed.cloud_cgroup.path().display()),
+        format!("--bpffs={}", testbed.bpffs().display()),
+    ]
+}
+
+/// Runs the doctor of a server that does not run, with more flags.
+async fn without_server(testbed: &Testbed, more: &[&str]) -> Result<Said> {
+    let flags = flags(testbed);
+    let replaced = |flag: &&String| {
+        let name = flag.split('=').next().unwrap_or_default();
+        !more.iter().any(|other| other.split('=').next() == Some(name))
+    };
+    let mut args: Vec<&str> = flags.iter().filter(replaced).map(String::as_str).collect();
+    args.extend(more);
+    doctor(testbed, &args).await
+}
+
+async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    // The server says its own flags: its state directory is not the default one.
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&[])?;
+    ensure!(said.exit == 0, "{:#}", said.report);
+    for check in [
+        "running",
+        "ready",
+        "kernel",
+        "cgroup",
+        "sk_lookup",
+        "token route",
+        "maps",
+        "self-test",
+        "rules",
+        "firewall",
+        "listeners",
+        "state directory",
+        "CA",
+        "server certificate",
+        "inventory",
+    ] {
+        ensure!(said.state(check)? == "ok", "{check}: {:#}", said.report);
+    }
+    let text = server::run(testbed, &["doctor"])?;
+    let text = String::from_utf8_lossy(&text.stdout).into_owned();
+    ensure!(text.contains("ok       self-test") && text.contains(" 0 broken"), "{text}");
+    drop(server);
+    Ok(())
+}
+
+async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    let rules = |rules: &[&str]| rules.iter().try_for_each(|rule| testbed.cloud.iptables(rule));
+    // YurtTunnel's, as it writes them.
+    rules(&[
+        "-t nat -N TUNNEL-PORT",
+        "-t nat -N TUNNEL-PORT-10250",
+        "-t nat -A OUTPUT -p tcp -j TUNNEL-PORT",
+        "-t nat -A TUNNEL-PORT -p tcp --dport 10250 -j TUNNEL-PORT-10250",
+        "-t nat -A TUNNEL-PORT-10250 -d 127.0.0.1/32 -j RETURN",
+        "-t nat -A TUNNEL-PORT-10250 -p tcp -j DNAT --to-destination 10.70.0.1:10263",
+    ])?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect("yurttunnel-rules", "10250")?;
+    ensure!(said.exit == 2, "{:#}", said.report);
+    // CloudCore's.
+    rules(&[
+        "-t nat -F TUNNEL-PORT-10250",
+        "-t nat -F TUNNEL-PORT",
+        "-t nat -A TUNNEL-PORT -p tcp --dport 9100 -j DNAT --to-destination 10.70.0.1:10003",
+    ])?;
+    doctor(testbed, &[]).await?.expect("kubeedge-rules", "9100")?;
+    // A NodePort of kube-proxy's, and a hostPort.
+    rules(&[
+        "-t nat -F TUNNEL-PORT",
+        "-t nat -N KUBE-NODEPORTS",
+        "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS",
+        "-t nat -A KUBE-NODEPORTS -p tcp --dport 10255 -j DNAT --to-destination 10.71.0.9:80",
+        "-t nat -N CNI-HOSTPORT-DNAT",
+        "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
+        "-t nat -A CNI-HOSTPORT-DNAT -p tcp --dport 9101 -j DNAT --to-destination 10.71.0.9:9101",
+    ])?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect("kube-proxy-rules", "10255")?;
+    said.expect("foreign-rules", "9101")?;
+    // As it is done for a pod without iptables.
+    let saved = testbed.dir().join("rules");
+    fs::write(&saved, testbed.cloud.output("iptables-save", "")?)?;
+    rules(&["-t nat -F OUTPUT"])?;
+    let from_file = format!("--rules={}", saved.display());
+    doctor(testbed, &[&from_file]).await?.expect("foreign-rules", "9101")?;
+    doctor(testbed, &[]).await?.expect_only(&[])?;
+    drop(server);
+    Ok(())
+}
+
+async fn a_lost_token_route_is_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    // The server restores it: every 30 s, and a verification may come in between.
+    let lost = async || {
+        testbed.cloud.ip("route del local 198.18.0.0/15 dev lo table local").ok();
+        Ok(doctor(testbed, &[]).await?.codes().contains(&"token-route-missing"))
+    };
+    wait_until("the lost route to be found", agent::START, lost, |found| *found).await?;
+    drop(server);
+    Ok(())
+}
+
+async fn a_failed_self_test_is_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    testbed.cloud.iptables("-I INPUT -i lo -d 198.18.0.0/15 -p tcp -j DROP")?;
+    let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
+    wait_until("the self-test to fail", std::time::Duration::from_secs(60), degraded, |degraded| *degraded)
+        .await?;
+    doctor(testbed, &[]).await?.expect("redirect-degraded", "did not reach the listener")
+}
+
+async fn closed_listeners_are_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    testbed.cloud.iptables("-I INPUT -p tcp --dport 10263 -j REJECT --reject-with tcp-reset")?;
+    doctor(testbed, &[]).await?.expect("listener-silent", ":10263")?;
+    testbed.cloud.iptables("-F INPUT")?;
+    testbed.cloud.iptables("-A INPUT -i lo -j ACCEPT")?;
+    testbed.cloud.iptables("-A INPUT -m conntrack --ctstate ESTABLISHED -j ACCEPT")?;
+    testbed.cloud.iptables("-A INPUT -p tcp --dport 22 -j ACCEPT")?;
+    testbed.cloud.iptables("-P INPUT DROP")?;
+    doctor(testbed, &[]).await?.expect("agent-port-filtered", "policy DROP")?;
+    testbed.cloud.iptables("-A INPUT -p tcp --dport 10262 -j ACCEPT")?;
+    doctor(testbed, &[]).await?.expect_only(&[])?;
+    drop(server);
+    Ok(())
+}
+
+async fn what_a_killed_server_leaves_is_found(testbed: &Testbed) -> Result<()> {
+    let mut server = Builder::new(testbed).start().await?;
+    server.process.crash().await?;
+    let said = without_server(testbed, &[]).await?;
+    said.expect("not-running", "Connection refused")?;
+    said.expect("programs-left-behind", "postern")?;
+    ensure!(
+        said.state("self-test")? == "skipped" && said.state("token route")? == "skipped",
+        "{:#}",
+        said.report
+    );
+    let other = TcpListener::bind((CLOUD, 10262)).context("another program")?;
+    without_server(testbed, &[]).await?.expect("port-taken", "10262")?;
+    drop(other);
+    let bpffs = format!("--bpffs={}", testbed.bpffs().display());
+    ensure!(server::run(testbed, &["cleanup", &bpffs])?.status.success(), "cleanup");
+    without_server(testbed, &[]).await?.expect_only(&["not-running"])
+}
+
+async fn damaged_files_are_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    let state = testbed.dir().join("server");
+    for entry in fs::read_dir(state.join("ca"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "key") {
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o644))?;
+        }
+    }
+    doctor(testbed, &[]).await?.expect("key-readable-by-others", "0644")?;
+    fs::write(testbed.dir().join("nodes.yaml"), "kind: NodeList\nitems: 7\n")?;
+    let refused = async || Ok(!server.status().await?["inventory"]["last_error"].is_null());
+    wait_until("the file to be refused", agent::START, refused, |refused| *refused).await?;
+    doctor(testbed, &[]).await?.expect("inventory-unusable", "items")?;
+    fs::write(state.join("ca/ca.crt"), "nothing")?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect("ca-unusable", "ca.crt")?;
+    ensure!(said.state("server certificate")? == "skipped", "{:#}", said.report);
+    Ok(())
+}
+
+async fn a_host_that_cannot_redirect_is_found(testbed: &Testbed) -> Result<()> {
+    Inventory::of(testbed)?;
+    without_server(testbed, &["--redirect-ports=x"]).await?.expect_only(&["bad-flags"])?;
+    without_server(testbed, &["--edge-selector=nobody=has"]).await?.expect("no-edge-nodes", "none of")?;
+    let cgroup = format!("--redirect-cgroup={}", testbed.dir().display());
+    without_server(testbed, &[&cgroup]).await?.expect("cgroup-unusable", "not on a cgroup v2 file system")?;
+    let file = testbed.dir().join("nodes.yaml");
+    let state = format!("--state-dir={}", file.display());
+    without_server(testbed, &[&state]).await?.expect("state-directory-unusable", "not a directory")?;
+    let peers = without_server(testbed, &["--peers=tunnel.invalid:10262"]).await?;
+    peers.expect("name-does-not-resolve", "tunnel.invalid")?;
+    let kubeconfig = format!("--kubeconfig={}", file.display());
+    let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
+    command.args(["doctor", "-o", "json", "--redirect=off"]).arg(kubeconfig);
+    run(command).await?.expect("api-server-unreachable", "--kubeconfig=")?;
+    // Without its capabilities.
+    let mut command = testbed.on_cloud().command(Path::new("setpriv"));
+    command.args(["--bounding-set=-all", "--inh-caps=-all"]).arg(program("tunnel-server")?);
+    command.args(["doctor", "-o", "json"]).args(flags(testbed));
+    let said = run(command).await?;
+    said.expect("capability-missing", "CAP_BPF")?;
+    ensure!(said.state("sk_lookup")? == "skipped", "{:#}", said.report);
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! What a program holds, and that it does not grow.
+use std::collections::BTreeMap;
+
+use anyhow::{Result, ensure};
+use postern_testbed::metrics::Metrics;
+
+/// What is resident is to be what is held: glibc's allocator keeps what was freed, for each thread (mallopt(3)).
+pub(crate) const ALLOCATOR: [(&str, &str); 4] = [
+    ("MALLOC_ARENA_MAX", "1"),
+    ("MALLOC_TRIM_THRESHOLD_", "65536"),
+    ("MALLOC_TOP_PAD_", "0"),
+    ("MALLOC_MMAP_THRESHOLD_", "65536"),
+];
+
+/// By what it is.
+pub(crate) type Held = BTreeMap<String, f64>;
+
+/// What a program says about itself.
+pub(crate) fn of_process<'a>(program: &'a str, metrics: &'a Metrics) -> impl Iterator<Item = (String, f64)> {
+    [
+        ("memory", "process_resident_memory_bytes"),
+        ("sockets", "process_open_fds"),
+        ("threads", "process_threads"),
+        ("tasks", "postern_tasks"),
+    ]
+    .into_iter()
+    .map(move |(what, metric)| (format!("{program}'s {what}"), metrics.sum(metric, &[])))
+}
+
+/// How much more is held; an error when it is more than 5 % and the slack for what comes and goes, which is by the end of
+/// the name.
+pub(crate) fn growth(before: &Held, after: &Held, slack: &[(&str, f64)]) -> Result<String> {
+    let mut changes = Vec::new();
+    for (what, before) in before {
+        let after = after.get(what).copied().unwrap_or_default();
+        let slack = slack.iter().find(|(name, _)| what.ends_with(name)).map_or(0.0, |(_, slack)| *slack);
+        ensure!(after <= before * 1.05 + slack, "{what} grew from {before:.0} to {after:.0}");
+        changes.push(format!("{what} {before:.0} -> {after:.0}"));
+    }
+    Ok(changes.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_a_twentieth_and_the_slack_is_growth() {
+        let held = |value: f64| Held::from([("server's sockets".to_owned(), value)]);
+        assert!(growth(&held(100.0), &held(105.0), &[]).is_ok());
+        assert!(growth(&held(100.0), &held(106.0), &[]).is_err());
+        assert!(growth(&held(100.0), &held(115.0), &[("sockets", 10.0)]).is_ok());
+        assert!(growth(&held(100.0), &held(116.0), &[("sockets", 10.0)]).is_err());
+    }
+}

@@ -1,0 +1,167 @@
+//! The https door for callers that address the server itself, without a cluster: a certificate is what they show.
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::Agent;
+use postern_testbed::server::Builder;
+use postern_testbed::{CLOUD, Testbed};
+use rcgen::SanType;
+
+use crate::web::{Answer, Authority, Web, curl, shown};
+
+scenarios! {
+    callers_reach_nodes_with_the_servers_certificate(edges = 2, quick),
+    http_2_reaches_nodes,
+    nobody_without_a_certificate,
+    a_target_with_anothers_certificate_is_refused,
+    certificates_are_reloaded,
+}
+
+const KUBELET: u16 = 10250;
+const DOOR: &str = "https://10.70.0.1:10263";
+
+/// The CAs of a run: callers', and nodes'.
+struct Cas {
+    callers: Authority,
+    nodes: Authority,
+}
+
+impl Cas {
+    fn new(testbed: &Testbed) -> Result<Self> {
+        Ok(Self { callers: Authority::new(testbed, "callers")?, nodes: Authority::new(testbed, "nodes")? })
+    }
+
+    fn server<'a>(&self, testbed: &'a Testbed) -> Result<Builder<'a>> {
+        let (certificate, key) = self.nodes.client("postern-kubelet-client")?;
+        Ok(Builder::new(testbed)
+            .flag(format!("--client-ca-file={}", shown(&self.callers.file())))
+            .flag(format!("--kubelet-certificate-authority={}", shown(&self.nodes.file())))
+            .flag(format!("--kubelet-client-certificate={}", shown(&certificate)))
+            .flag(format!("--kubelet-client-key={}", shown(&key)))
+            .flag("--http-ports=9100"))
+    }
+}
+
+/// curl with a caller's certificate, and the server's verified.
+async fn call(testbed: &Testbed, cas: &Cas, args: &[&str]) -> Result<Answer> {
+    let (certificate, key) = cas.callers.client("prometheus")?;
+    let own = testbed.dir().join("server/ca/ca.crt");
+    let (certificate, key, own) = (shown(&certificate), shown(&key), shown(&own));
+    curl(testbed, &[&["--cacert", &own, "--cert", &certificate, "--key", &key][..], args].concat()).await
+}
+
+async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> Result<()> {
+    ensure!(DOOR.contains(&CLOUD.to_string()), "the cloud has another address");
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let edge = testbed.edge(1).address;
+    // A kubelet's certificate has its node's address, or its name.
+    let names = [SanType::IpAddress(edge.into())];
+    let kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?;
+    let metrics = Web::start(testbed, 1, 9100)?;
+    let by_address = format!("Host: {edge}:10250");
+    for host in ["Host: edge-1:10250", &by_address] {
+        let answer = call(testbed, &cas, &["--http1.1", &format!("{DOOR}/pods"), "-H", host]).await?;
+        answer.expect(200, "GET /pods HTTP/1.1 client=certificate")?;
+    }
+    let named = ["-H", "X-Tunnel-Proxy-Host: edge-1", "-H", "Host: x:10250"];
+    call(testbed, &cas, &[&[DOOR][..], &named].concat()).await?.expect(200, "client=certificate")?;
+    // A port that is plain is spoken to as such.
+    call(testbed, &cas, &[DOOR, "-H", "Host: edge-1:9100"]).await?.expect(200, "HTTP/1.1 client=")?;
+    ensure!(kubelet.connections() == 3 && metrics.connections() == 1, "connections at the edge");
+    let line = server.wait_access("of a caller", |line| line.text("door") == "https").await?;
+    ensure!(line.text("caller") == "prometheus" && line.text("node") == "edge-1", "access line {line:?}");
+    // By the name of a node it is the kubelet's own TLS.
+    let to = "edge-1:10250:10.70.0.1:10263";
+    let answer = curl(testbed, &["--connect-to", to, "--insecure", "https://edge-1:10250/pods"]).await?;
+    answer.expect(200, "client=none").context("passed through by SNI")?;
+    Ok(())
+}
+
+async fn http_2_reaches_nodes(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let names = [SanType::DnsName("edge-1".try_into()?)];
+    let _kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?;
+    let _metrics = Web::start(testbed, 1, 9100)?;
+    let answer = call(testbed, &cas, &["--http2", DOOR, "-H", "Host: edge-1:10250"]).await?;
+    answer.expect(200, "HTTP/2.0 client=certificate")?;
+    let answer = call(testbed, &cas, &["--http2", DOOR, "-H", "Host: edge-1:9100"]).await?;
+    answer.expect(200, "HTTP/1.1 client=").context("to a target that speaks HTTP/1.1 only")?;
+    let url = format!("{DOOR}/trailers");
+    let answer = call(testbed, &cas, &["--http2", "--include", &url, "-H", "Host: edge-1:10250"]).await?;
+    answer.expect(200, "x-sum: 42").context("trailers")?;
+    let url = format!("{DOOR}/large");
+    let answer = call(testbed, &cas, &["--http2", &url, "-H", "Host: edge-1:10250"]).await?;
+    ensure!(answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());
+    Ok(())
+}
+
+async fn nobody_without_a_certificate(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let web = Web::start(testbed, 1, 9100)?;
+    let own = shown(&testbed.dir().join("server/ca/ca.crt"));
+    let asked = ["--cacert", &own, DOOR, "-H", "Host: edge-1:9100"];
+    let answer = curl(testbed, &asked).await?;
+    answer.expect(401, "a client certificate or a bearer token is needed")?;
+    let answer = curl(testbed, &[&asked[..], &["-H", "Authorization: Bearer secret"]].concat()).await?;
+    answer.expect(401, "without a cluster there is nobody who knows bearer tokens")?;
+    ensure!(!answer.body.contains("secret"), "{answer:?}");
+    // Not even which nodes there are.
+    let answer = curl(testbed, &["--cacert", &own, DOOR, "-H", "Host: edge-9:9100"]).await?;
+    answer.expect(401, "a client certificate")?;
+    // A stranger's certificate.
+    let (certificate, key) = cas.nodes.client("stranger")?;
+    let (certificate, key) = (shown(&certificate), shown(&key));
+    let answer = curl(testbed, &[&asked[..], &["--cert", &certificate, "--key", &key]].concat()).await?;
+    ensure!(!answer.ok && answer.status == 0, "a stranger's certificate was taken: {answer:?}");
+    ensure!(web.connections() == 0, "a stranger reached the edge");
+    let log = server.process.output()?;
+    ensure!(!log.contains("secret"), "a token is in the log");
+    // Without TLS of its own: only the names of nodes and of the server itself are known.
+    let answer =
+        curl(testbed, &["--insecure", "--connect-to", "edge-9:443:10.70.0.1:10263", "https://edge-9/"])
+            .await?;
+    ensure!(!answer.ok && answer.said.contains("unrecognized name"), "{answer:?}");
+    Ok(())
+}
+
+async fn a_target_with_anothers_certificate_is_refused(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let strangers = Authority::new(testbed, "strangers")?;
+    let edge = testbed.edge(1).address;
+    let others = [SanType::DnsName("edge-2".try_into()?)];
+    let _kubelet = Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &others)?;
+    let _strange = Web::with_tls(testbed, 1, 9101, &strangers, &[SanType::IpAddress(edge.into())])?;
+    for host in ["Host: edge-1:10250", "Host: edge-1:9101"] {
+        let answer = call(testbed, &cas, &[DOOR, "-H", host]).await?;
+        answer.expect(502, "TLS to edge-1 at")?;
+        ensure!(answer.body.contains("certificate"), "{answer:?}");
+    }
+    Ok(())
+}
+
+async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let later = Authority::new(testbed, "later")?;
+    let names = [SanType::DnsName("edge-1".try_into()?)];
+    let _kubelet = Web::with_tls(testbed, 1, KUBELET, &later, &names)?;
+    let asked = [DOOR, "-H", "Host: edge-1:10250"];
+    call(testbed, &cas, &asked).await?.expect(502, "TLS to edge-1 at")?;
+    // Broken meanwhile: the last ones stay.
+    let file = cas.nodes.file();
+    std::fs::write(&file, "broken")?;
+    server.wait_log("TLS to nodes goes on with the certificates known so far").await?;
+    // Both at once: the kubelet takes certificates of the same CA only.
+    later.client("postern-kubelet-client")?;
+    std::fs::copy(later.file(), &file)?;
+    server.wait_log("the certificates for TLS to nodes are in effect").await?;
+    call(testbed, &cas, &asked).await?.expect(200, "client=certificate")?;
+    Ok(())
+}

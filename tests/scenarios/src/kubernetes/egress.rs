@@ -1,0 +1,167 @@
+//! kube-apiserver reaches nodes and pods through the egress door by its EgressSelector, with nothing redirected.
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::cluster::pods::{IDLE, TALK, shell};
+use postern_testbed::cluster::webhook::{FORBIDDEN, Webhook};
+use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, pods, postern};
+use postern_testbed::server::Server;
+use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{CLOUD, POD_CIDR, Testbed};
+use serde_json::{Value, json};
+
+use super::checks::Checks;
+use super::{commands, forward, konnectivity, redirect, views};
+
+const PORT: u16 = 8132;
+
+/// The ways that kube-apiserver knows.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    GrpcOverUnix,
+    ConnectOverUnix,
+    ConnectOverTls,
+}
+
+impl Kind {
+    fn connection(self, testbed: &Testbed, cluster: &Cluster<'_>) -> Result<Value> {
+        let unix = json!({ "uds": { "udsName": socket(testbed) } });
+        Ok(match self {
+            Self::GrpcOverUnix => json!({ "proxyProtocol": "GRPC", "transport": unix }),
+            Self::ConnectOverUnix => json!({ "proxyProtocol": "HTTPConnect", "transport": unix }),
+            Self::ConnectOverTls => {
+                let pair = cluster.pki.client("egress", "kube-apiserver-egress", &[])?;
+                let tls = json!({
+                    "caBundle": testbed.dir().join("server/ca/ca.crt"),
+                    "clientKey": pair.key,
+                    "clientCert": pair.certificate,
+                });
+                let url = format!("https://{CLOUD}:{PORT}");
+                json!({ "proxyProtocol": "HTTPConnect", "transport": { "tcp": { "url": url, "tlsConfig": tls } } })
+            }
+        })
+    }
+}
+
+fn socket(testbed: &Testbed) -> PathBuf {
+    testbed.dir().join("egress.sock")
+}
+
+fn write_selection(path: &Path, connection: &Value) -> Result<()> {
+    let configuration = json!({
+        "apiVersion": "apiserver.k8s.io/v1beta1",
+        "kind": "EgressSelectorConfiguration",
+        "egressSelections": [{ "name": "cluster", "connection": connection }],
+    });
+    std::fs::write(path, configuration.to_string()).with_context(|| format!("writing {}", path.display()))
+}
+
+pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
+    let mut cluster = Cluster::start(testbed).await?;
+    let mut all = [commands::pods(EDGE_NODE), forward::pods(EDGE_NODE), views::pods(EDGE_NODE)].concat();
+    all.extend([shell("cloud-talker", CLOUD_NODE, TALK), shell("cloud-idle", CLOUD_NODE, IDLE)]);
+    pods::run(&cluster.api, &all).await?;
+    let mut checks = Checks::new();
+    checks.run("without Postern, logs of an edge pod fail", redirect::nothing_works_yet(&cluster)).await;
+    let manifests = postern::install(&cluster, "base").await?;
+    let server = postern::server(&cluster, &manifests)
+        .await?
+        .flag("--redirect=off")
+        .flag("--edge-pod-routes=10.72.0.0/16")
+        .flag(format!("--egress-socket={}", socket(testbed).display()))
+        .flag(format!("--egress-port={PORT}"))
+        .flag(format!("--egress-client-ca={}", cluster.pki.file("ca.crt").display()))
+        .flag("--egress-clients=kube-apiserver-egress")
+        .flag(format!("--egress-direct={CLOUD}/32,{POD_CIDR}"))
+        .flag(format!("--konnectivity-agent-port={}", konnectivity::PORT))
+        .flag(format!("--konnectivity-service-account={}", konnectivity::ACCOUNT))
+        .start()
+        .await?;
+    let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
+    let mut webhook = None;
+    for kind in [Kind::GrpcOverUnix, Kind::ConnectOverUnix, Kind::ConnectOverTls] {
+        let file = testbed.dir().join("egress-selector.json");
+        write_selection(&file, &kind.connection(testbed, &cluster)?)?;
+        cluster.control_plane.kill_apiserver().await?;
+        cluster.control_plane.set_flags(vec![
+            format!("--egress-selector-config-file={}", file.display()),
+            // Services lead to their endpoints, as some are on edge nodes.
+            "--enable-aggregator-routing=true".to_owned(),
+        ]);
+        cluster.restart_apiserver().await?;
+        let name = |what: &str| format!("{kind:?}: {what}");
+        checks.run(&name("an edge's logs go through the door"), through_the_door(&cluster, &server)).await;
+        checks.run(&name("the cloud's node is dialled directly"), cloud(&cluster, &server)).await;
+        checks.run(&name("statistics"), views::summary(&cluster)).await;
+        let webhook = match &webhook {
+            Some(webhook) => webhook,
+            None => webhook.insert(Webhook::start(&cluster).await?),
+        };
+        checks.run(&name("an admission webhook on an edge node"), admission(&cluster, webhook)).await;
+        commands::run(&mut checks, &cluster).await;
+        forward::run(&mut checks, &cluster).await;
+        if matches!(kind, Kind::GrpcOverUnix) {
+            views::run(&mut checks, &cluster).await;
+        }
+    }
+    let name = "konnectivity's agent by its pod's token: not beside a tunnel-agent";
+    konnectivity::prepare(&cluster).await?;
+    checks.run(name, konnectivity::refused_beside_a_tunnel_agent(testbed, &cluster)).await;
+    drop(agent);
+    let socket = socket(testbed);
+    let attaches = konnectivity::attaches_by_its_token(testbed, &cluster, &server, &socket);
+    checks.run("konnectivity's agent by its pod's token", attaches).await;
+    checks.finish()
+}
+
+async fn through_the_door(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+    let before = connections(server, EDGE_NODE)?;
+    commands::logs(&cluster.kubectl).await?;
+    commands::exec(&cluster.kubectl).await?;
+    server
+        .wait_access("of the edge at the egress door", |line| {
+            line.text("door") == "egress" && line.text("node") == EDGE_NODE
+        })
+        .await?;
+    let after = connections(server, EDGE_NODE)?;
+    ensure!(after > before, "{before} connections of the edge before, {after} after");
+    Ok(())
+}
+
+async fn admission(cluster: &Cluster<'_>, webhook: &Webhook) -> Result<()> {
+    let before = webhook.asked();
+    let object = |name: &str| json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name, "labels": { "webhook": "" } } });
+    let path = "/api/v1/namespaces/default/configmaps";
+    // The API server learns of the webhook a moment after it was made.
+    wait_for("the webhook to refuse an object", Duration::from_secs(30), async || {
+        match cluster.api.create(path, &object(FORBIDDEN)).await {
+            Ok(_) => cluster.api.delete(&format!("{path}/{FORBIDDEN}")).await.map(|()| None),
+            Err(error) => {
+                let error = format!("{error:#}");
+                ensure!(error.contains("an edge node does not want it"), "it was refused with {error}");
+                Ok(Some(()))
+            }
+        }
+    })
+    .await?;
+    cluster.api.create(path, &object("welcome")).await?;
+    cluster.api.delete(&format!("{path}/welcome")).await?;
+    ensure!(webhook.asked() >= before + 2, "it was asked {} times", webhook.asked() - before);
+    Ok(())
+}
+
+async fn cloud(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
+    let before = connections(server, "")?;
+    let printed = cluster.kubectl.run(&["exec", "cloud-idle", "--", "hostname"]).await?;
+    ensure!(printed == "cloud-idle\n", "hostname printed {printed:?}");
+    let more = async || Ok(connections(server, "")?);
+    let limit = Duration::from_secs(10);
+    wait_until("an access line of the cloud's node", limit, more, |now| *now > before).await.map(drop)
+}
+
+/// Connections of the egress door to this node that have ended; none: those that the server has dialled itself.
+fn connections(server: &Server<'_>, node: &str) -> Result<usize> {
+    let lines = server.access_log()?;
+    Ok(lines.iter().filter(|line| line.text("door") == "egress" && line.text("node") == node).count())
+}

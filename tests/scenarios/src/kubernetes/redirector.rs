@@ -1,0 +1,134 @@
+//! A cloud host that is not a master, with a redirector as the overlay `everywhere` runs it.
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use postern_testbed::cluster::manifests::Manifests;
+use postern_testbed::cluster::pods::{self, IDLE, TALK, shell};
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::cluster::{Cluster, EDGE_NODE, postern};
+use postern_testbed::process::{Placement, Process};
+use postern_testbed::prometheus;
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CloudHost, NEIGHBOUR, Testbed};
+use serde_json::{Value, json};
+
+use super::checks::Checks;
+
+pub(super) const WORKER: &str = "cloud-2";
+const SCRAPED: Duration = Duration::from_secs(40);
+
+pub(super) async fn redirector(testbed: &Testbed) -> Result<()> {
+    let worker = testbed.add_cloud_host("worker", NEIGHBOUR)?;
+    let mut cluster = Cluster::start(testbed).await?;
+    cluster.join(WORKER, "worker", &worker, "10.71.1.0/24").await?;
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK), shell("worker-idle", WORKER, IDLE)]).await?;
+    let manifests = postern::install(&cluster, "overlays/everywhere").await?;
+    let server = postern::server(&cluster, &manifests).await?.start().await?;
+    let _agent = postern::agent(&cluster, &server, &manifests, 1).await?;
+    let kubelet = format!("http://{}:10255", testbed.edge(1).address);
+
+    let mut checks = Checks::new();
+    let before = async {
+        let Err(error) = fetch(&worker, &format!("{kubelet}/healthz")) else { bail!("the edge was reached") };
+        ensure!(format!("{error:#}").contains("timed out"), "{error:#}");
+        Ok(())
+    };
+    checks.run("without a redirector the host does not reach the edge", before).await;
+    let redirector = start(&cluster, &manifests, &worker).await?;
+    checks.run("its certificate came by a request of its own", requested(&cluster)).await;
+    checks
+        .run("programs and pods of the host reach the edge", reached(&cluster, &worker, &server, &kubelet))
+        .await;
+    checks.run("Prometheus on the host scrapes the edge", scraped(testbed, &worker)).await;
+    let cloud = async {
+        let status = redirector.status().await?;
+        ensure!(status["role"] == "redirector" && status["redirect"]["routes_down"] == 0, "{status}");
+        Ok(())
+    };
+    checks.run("its status says what it is", cloud).await;
+    checks.finish()
+}
+
+/// As its DaemonSet starts it, with a token of its ServiceAccount that is bound to a pod of the host.
+pub(super) async fn start<'a>(
+    cluster: &Cluster<'a>,
+    manifests: &Manifests,
+    worker: &'a CloudHost,
+) -> Result<Server<'a>> {
+    let mut pod = shell("tunnel-redirector", WORKER, IDLE);
+    pod["spec"]["serviceAccountName"] = json!("tunnel-redirector");
+    let path = format!("/api/v1/namespaces/{NAMESPACE}/pods");
+    let pod = cluster.api.create(&path, &pod).await?;
+    let uid = pod["metadata"]["uid"].as_str().context("the pod's uid")?;
+    let token = ["create", "token", "tunnel-redirector", "--namespace", NAMESPACE, "--duration=2h"];
+    let bound =
+        ["--bound-object-kind=Pod", "--bound-object-name=tunnel-redirector", "--bound-object-uid", uid];
+    let token = cluster.kubectl.run(&[&token[..], &bound[..]].concat()).await?;
+    let kubeconfig = cluster.pki.kubeconfig_with_token("tunnel-redirector", &cluster.server, token.trim())?;
+    let builder = Builder::in_cluster_on(cluster.testbed, worker, "redirector", kubeconfig);
+    // Its state is in the run's folder.
+    let arguments = manifests.arguments("tunnel-redirector")?.into_iter();
+    let arguments = arguments.filter(|argument| !argument.starts_with("--state-dir"));
+    arguments.fold(builder, Builder::flag).flag(format!("--node-name={WORKER}")).start().await
+}
+
+/// What a program on the host gets.
+fn fetch(host: &CloudHost, url: &str) -> Result<String> {
+    let place = Placement { ns: &host.ns, cgroup: &host.cgroup };
+    let mut command = place.command(Path::new("curl"));
+    command.args(["--silent", "--show-error", "--fail", "--noproxy", "*", "--max-time", "3", url]);
+    let output = command.output().context("running curl")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "curl {url} ended with {}: {said}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+async fn requested(cluster: &Cluster<'_>) -> Result<()> {
+    let list = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
+    let user = format!("system:serviceaccount:{NAMESPACE}:tunnel-redirector");
+    let requests = list["items"].as_array().context("no list")?;
+    let own = requests.iter().find(|request| request["spec"]["username"] == user.as_str());
+    let own = own.with_context(|| format!("no request of {user} among {}", requests.len()))?;
+    ensure!(own["status"]["conditions"][0]["type"] == "Approved", "{own}");
+    Ok(())
+}
+
+async fn reached(
+    cluster: &Cluster<'_>,
+    worker: &CloudHost,
+    server: &Server<'_>,
+    kubelet: &str,
+) -> Result<()> {
+    let url = format!("{kubelet}/healthz");
+    ensure!(fetch(worker, &url)? == "ok", "the kubelet answered something else");
+    let of_redirector = |line: &postern_testbed::access_log::AccessLine| {
+        line.text("door") == "peer"
+            && line.text("via") == format!("redirector of {WORKER}")
+            && line.text("node") == EDGE_NODE
+    };
+    server.wait_access("of the redirector", of_redirector).await?;
+    let printed = cluster.kubectl.run(&["exec", "worker-idle", "--", "wget", "-q", "-O-", &url]).await?;
+    ensure!(printed == "ok", "a pod was answered {printed:?}");
+    Ok(())
+}
+
+/// A real one, which knows the node's own address.
+async fn scraped(testbed: &Testbed, worker: &CloudHost) -> Result<()> {
+    let target = format!("{}:10255", testbed.edge(1).address);
+    let configuration = json!({
+        "global": { "scrape_interval": "1s", "scrape_timeout": "1s" },
+        "scrape_configs": [{ "job_name": "kubelet", "static_configs": [{ "targets": [target] }] }],
+    });
+    let place = Placement { ns: &worker.ns, cgroup: &worker.cgroup };
+    let command = place.command(Path::new("prometheus"));
+    // JSON is YAML too.
+    let _running: Process = prometheus::start_as(testbed, command, &configuration.to_string())?;
+    let samples = async || {
+        let query = "http://127.0.0.1:9090/api/v1/query?query=kubelet_node_name";
+        let answer: Value = serde_json::from_str(&fetch(worker, query)?).context("Prometheus' answer")?;
+        Ok(answer["data"]["result"][0]["metric"]["node"].as_str().unwrap_or_default().to_owned())
+    };
+    wait_until("a sample of the edge's kubelet", SCRAPED, samples, |node| node == EDGE_NODE).await.map(drop)
+}

@@ -1,0 +1,288 @@
+//! Two masters, each with an API server (of one etcd) and a tunnel-server, and an edge behind NAT: first behind one address, so
+//! that the agent has a session with one of them only, then attached to both.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::cluster::kubectl::Kubectl;
+use postern_testbed::cluster::manifests::Manifests;
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, pods, postern};
+use postern_testbed::process::Process;
+use postern_testbed::report::figure;
+use postern_testbed::server::Server;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, CloudHost, NEIGHBOUR, ROUTER, Testbed};
+use serde_json::json;
+
+use super::checks::Checks;
+use super::following::Following;
+use super::{commands, forward, views};
+
+/// The second master.
+const SECOND: &str = "cloud-2";
+/// How soon servers and agents notice that a path is dead, or works again.
+const NOTICED: Duration = Duration::from_secs(45);
+/// How long what is to go on is watched while something is wrong.
+const WATCHED: Duration = Duration::from_secs(8);
+/// A Lease of a dead server ends after 15 s.
+const LEADS: Duration = Duration::from_secs(40);
+
+struct Masters<'a> {
+    cluster: Cluster<'a>,
+    second: &'a CloudHost,
+    /// Of the second master; the first one's belongs to the cluster.
+    apiserver: Process,
+    servers: [Server<'a>; 2],
+    /// With the API server of each.
+    kubectl: [Kubectl; 2],
+}
+
+pub(super) async fn two_masters(testbed: &Testbed) -> Result<()> {
+    let second = testbed.add_cloud_host("second", NEIGHBOUR)?;
+    let mut cluster = Cluster::start_balanced(testbed).await?;
+    cluster.join(SECOND, "control-plane", &second, "10.71.1.0/24").await?;
+    let apiserver = cluster.add_apiserver("kube-apiserver-second", &second).await?;
+    let all = [commands::pods(EDGE_NODE), forward::pods(EDGE_NODE), views::pods(EDGE_NODE)].concat();
+    pods::run(&cluster.api, &all).await?;
+    let masters = [(CLOUD, CLOUD_NODE), (NEIGHBOUR, SECOND)];
+    let manifests = postern::install_for(&cluster, "overlays/loadbalancer", &masters).await?;
+    let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc/status");
+    // A proxy's address: kube-proxy leaves it alone.
+    let ingress =
+        json!({ "status": { "loadBalancer": { "ingress": [{ "ip": ROUTER, "ipMode": "Proxy" }] } } });
+    cluster.api.patch(&service, &ingress).await.context("the load balancer's address")?;
+    let pods_too = "--edge-pod-routes=10.72.0.0/16";
+    let first = postern::server(&cluster, &manifests).await?.flag(pods_too).start().await?;
+    let other = postern::server_on(&cluster, &manifests, &second, "second").await?;
+    let other = other.flag(pods_too).start().await?;
+    let kubectl = [cluster.kubectl_at(CLOUD)?, cluster.kubectl_at(NEIGHBOUR)?];
+    let mut masters = Masters { cluster, second: &second, apiserver, servers: [first, other], kubectl };
+    masters.wait_peers(1).await?;
+
+    let mut checks = Checks::new();
+    let agent = masters.behind_one_address(&mut checks, &manifests).await?;
+    let _agent = masters.attach_to_both(agent, &manifests).await?;
+    checks.run("both API servers reach the edge by their own server", masters.each_by_its_own()).await;
+    checks.run("a master is killed, and is back", masters.killed()).await;
+    checks.run("a server is replaced, and its successor dies", masters.replaced()).await;
+    checks.run("a master and the agent do not reach each other", masters.apart_from_the_agent()).await;
+    checks.run("the masters' servers do not reach each other", masters.apart()).await;
+    checks.finish()
+}
+
+impl<'a> Masters<'a> {
+    async fn wait_peers(&self, count: usize) -> Result<()> {
+        for server in &self.servers {
+            let peers = async || {
+                let status = server.status().await?;
+                Ok(status["peers"].as_array().with_context(|| format!("no peers in {status}"))?.len())
+            };
+            wait_until(&format!("{count} peers"), NOTICED, peers, |peers| *peers == count).await?;
+        }
+        Ok(())
+    }
+
+    /// The server that has the agent's session.
+    async fn attached(&self) -> Result<Vec<usize>> {
+        let mut attached = Vec::new();
+        for (at, server) in self.servers.iter().enumerate() {
+            // One that is dead has none.
+            if server.is_connected(EDGE_NODE).await.unwrap_or(false) {
+                attached.push(at);
+            }
+        }
+        Ok(attached)
+    }
+
+    async fn wait_attached(&self, wanted: &[usize]) -> Result<()> {
+        let what = format!("the agent to be attached to {wanted:?}");
+        let attached = async || self.attached().await;
+        wait_until(&what, NOTICED, attached, |now| now == wanted).await.map(drop)
+    }
+
+    /// An agent that knows the load balancer's address only: every command of the other master is passed on.
+    async fn behind_one_address(&mut self, checks: &mut Checks, manifests: &Manifests) -> Result<Agent<'a>> {
+        let agent = postern::agent_builder(&self.cluster, manifests, 1)?.spawn()?;
+        let attached = async || self.attached().await;
+        let near =
+            wait_until("a session by the balancer", agent::START, attached, |now| now.len() == 1).await?[0];
+        let far = 1 - near;
+        self.cluster.kubectl = self.kubectl[far].clone();
+        commands::run(checks, &self.cluster).await;
+        forward::run(checks, &self.cluster).await;
+        views::run(checks, &self.cluster).await;
+        checks.run("every connection was passed on", self.all_passed_on(near)).await;
+        checks.run("the API server beside the session reaches the edge", works(&self.kubectl[near])).await;
+        checks.run("the session's server dies behind its one address", self.dies(near)).await;
+        Ok(agent)
+    }
+
+    async fn all_passed_on(&self, near: usize) -> Result<()> {
+        let far = &self.servers[1 - near];
+        let lines = far.access_log()?;
+        ensure!(!lines.is_empty(), "the server without the session carried nothing");
+        for line in &lines {
+            ensure!(line.text("door") == "redirect" && !line.text("via").is_empty(), "{line:?}");
+        }
+        ensure!(self.attached().await? == [near], "the agent is attached elsewhere too");
+        figure(&format!("{} connections were passed on", lines.len()));
+        Ok(())
+    }
+
+    /// The agent comes to the other one by the same address.
+    async fn dies(&mut self, near: usize) -> Result<()> {
+        self.servers[near].process.crash().await?;
+        let start = Instant::now();
+        self.wait_attached(&[1 - near]).await?;
+        figure(&format!("the agent has another session {:.1?} after its server was killed", start.elapsed()));
+        works(&self.kubectl[1 - near]).await?;
+        self.servers[near].start_again().await?;
+        self.wait_peers(1).await?;
+        works(&self.kubectl[near]).await
+    }
+
+    async fn attach_to_both(&self, mut agent: Agent<'a>, manifests: &Manifests) -> Result<Agent<'a>> {
+        agent.process.stop().await?;
+        let builder = postern::agent_builder(&self.cluster, manifests, 1)?;
+        let servers = self.servers.iter().map(|server| format!("--server={}", server.agent_address()));
+        let agent = servers.fold(builder, agent::Builder::flag).spawn()?;
+        self.wait_attached(&[0, 1]).await?;
+        Ok(agent)
+    }
+
+    async fn each_by_its_own(&self) -> Result<()> {
+        for (server, kubectl) in self.servers.iter().zip(&self.kubectl) {
+            let before = server.access_log()?.len();
+            works(kubectl).await?;
+            let lines = server.access_log()?.split_off(before);
+            ensure!(lines.iter().all(|line| line.text("via").is_empty()), "passed on: {lines:?}");
+        }
+        Ok(())
+    }
+
+    /// Its API server and its tunnel-server: the other master's go on.
+    async fn killed(&mut self) -> Result<()> {
+        let mut following = Following::start(&self.kubectl[1]).await?;
+        self.cluster.control_plane.kill_apiserver().await?;
+        self.servers[0].process.crash().await?;
+        goes_on(&[&self.kubectl[1]], WATCHED).await.context("at the other master")?;
+        following.next(15).await.context("at the other master")?;
+        ensure!(self.attached().await? == [1], "the other server has lost the agent");
+        self.cluster.restart_apiserver().await?;
+        let ready = async || self.kubectl[0].run(&["get", "--raw", "/readyz"]).await;
+        wait_until("the first API server", NOTICED, ready, |text| text == "ok").await?;
+        self.servers[0].start_again().await?;
+        self.wait_attached(&[0, 1]).await?;
+        self.wait_peers(1).await?;
+        ensure!(self.apiserver.ended()?.is_none(), "the second API server has ended");
+        works(&self.kubectl[0]).await
+    }
+
+    /// A rolling update as pods do it: nobody notices, and who is taken over from goes on should its successor die.
+    async fn replaced(&mut self) -> Result<()> {
+        // The only one that may write to the cluster.
+        self.servers[1].process.crash().await?;
+        let first = id(&self.servers[0]).await?;
+        self.wait_leads(&first).await?;
+        let mut following = Following::start(&self.kubectl[0]).await?;
+        let kubectl = [self.kubectl[0].clone()];
+        let (mut second, ()) = tokio::try_join!(self.servers[0].take_over(), async {
+            goes_on(&[&kubectl[0]], WATCHED).await.context("during the takeover")
+        })?;
+        following.next(15).await.context("what the first one carries")?;
+        let successor = id(&second).await?;
+        ensure!(successor != first, "the first server still answers");
+        self.wait_leads(&successor).await?;
+        second.process.crash().await?;
+        self.servers[0].wait_log("the successor has ended: this server goes on").await?;
+        self.servers[0].wait_connected(EDGE_NODE, true, agent::START).await?;
+        works(&self.kubectl[0]).await.context("after the successor's death")?;
+        self.wait_leads(&first).await.context("after the successor's death")?;
+        self.servers[1].start_again().await?;
+        self.wait_attached(&[0, 1]).await?;
+        self.wait_peers(1).await?;
+        following.next(15).await.context("what the first one carries")
+    }
+
+    async fn wait_leads(&self, id: &str) -> Result<()> {
+        let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tunnel-server");
+        let holds = |lease: &serde_json::Value| lease["spec"]["holderIdentity"] == id;
+        self.cluster.api.wait(&format!("{id} to hold the Lease"), &path, LEADS, holds).await.map(drop)
+    }
+
+    /// What the first master's clients open is passed on meanwhile.
+    async fn apart_from_the_agent(&mut self) -> Result<()> {
+        let router = self.cluster.testbed.router.clone();
+        let rules = [
+            format!("FORWARD -i edge1 -d {CLOUD} -p tcp --dport 10262 -j DROP"),
+            format!("FORWARD -o edge1 -s {CLOUD} -p tcp --sport 10262 -j DROP"),
+        ];
+        rules.iter().try_for_each(|rule| router.iptables(&format!("-I {rule}")))?;
+        let meanwhile = self.passes_on().await;
+        rules.iter().try_for_each(|rule| router.iptables(&format!("-D {rule}")))?;
+        meanwhile?;
+        self.wait_attached(&[0, 1]).await?;
+        works(&self.kubectl[0]).await
+    }
+
+    async fn passes_on(&self) -> Result<()> {
+        let start = Instant::now();
+        self.wait_attached(&[1]).await?;
+        figure(&format!("a session that is cut off ends after {:.1?}", start.elapsed()));
+        let before = self.servers[0].access_log()?.len();
+        goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await?;
+        let lines = self.servers[0].access_log()?.split_off(before);
+        let passed_on = lines.iter().filter(|line| !line.text("via").is_empty()).count();
+        ensure!(passed_on > 0, "nothing was passed on: {lines:?}");
+        Ok(())
+    }
+
+    /// Each serves its own session.
+    async fn apart(&mut self) -> Result<()> {
+        let hosts = [(&self.cluster.testbed.cloud, NEIGHBOUR), (&self.second.ns, CLOUD)];
+        let change = |change: &str| {
+            hosts.iter().try_for_each(|(ns, other)| {
+                ns.iptables(&format!("{change} INPUT -s {other} -p tcp --dport 10262 -j DROP"))?;
+                ns.iptables(&format!("{change} INPUT -s {other} -p tcp --sport 10262 -j DROP"))
+            })
+        };
+        change("-I")?;
+        let meanwhile = async {
+            goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await?;
+            self.wait_peers(0).await?;
+            goes_on(&[&self.kubectl[0], &self.kubectl[1]], WATCHED).await
+        };
+        let meanwhile = meanwhile.await;
+        change("-D")?;
+        meanwhile?;
+        self.wait_peers(1).await?;
+        ensure!(self.attached().await? == [0, 1], "the agent has lost a session");
+        Ok(())
+    }
+}
+
+/// logs and exec, once.
+async fn works(kubectl: &Kubectl) -> Result<()> {
+    commands::logs(kubectl).await?;
+    commands::exec(kubectl).await
+}
+
+/// Opens connections, one after the other, none of which may fail.
+async fn goes_on(all: &[&Kubectl], span: Duration) -> Result<()> {
+    let (end, mut count) = (Instant::now() + span, 0);
+    while count == 0 || Instant::now() < end {
+        for kubectl in all {
+            let printed = kubectl.run(&["exec", "idle", "--", "hostname"]).await?;
+            ensure!(printed == "idle\n", "hostname printed {printed:?}");
+            count += 1;
+        }
+    }
+    figure(&format!("{count} commands without a failure"));
+    Ok(())
+}
+
+async fn id(server: &Server<'_>) -> Result<String> {
+    let status = server.status().await?;
+    Ok(status["server_id"].as_str().with_context(|| format!("no server_id in {status}"))?.to_owned())
+}

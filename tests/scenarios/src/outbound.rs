@@ -1,0 +1,181 @@
+//! Workloads on edge nodes reach the cloud and each other through the server, as far as its policy permits.
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::access_log::AccessLine;
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::{self, Pattern};
+use postern_testbed::netns::Namespace;
+use postern_testbed::server::{Builder, Server};
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+use crate::common::target;
+
+scenarios! {
+    workloads_reach_what_their_node_may(edges = 2),
+    workloads_find_the_next_server,
+}
+
+const SOON: Duration = Duration::from_secs(30);
+const PROXY: u16 = 10281;
+const MAP: u16 = 9090;
+
+const POLICY: &str = r#"
+rules:
+- name: the first edge
+  from: [{node: edge-1}]
+  to:
+  - addresses: [10.70.0.1]
+    ports: [9300, 9302]
+  - node: edge-2
+    ports: [9101]
+  - service: grafana.monitoring
+    ports: [9300]
+"#;
+
+/// The connect door on an edge's loopback, as a workload there has it.
+async fn ask(ns: &Namespace, request: &str) -> Result<(TcpStream, String)> {
+    let mut stream = client::connect_from(ns, (([127, 0, 0, 1]), PROXY).into(), SOON)?;
+    stream.write_all(request.as_bytes()).await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let byte = tokio::time::timeout(SOON, stream.read_u8()).await.context("no whole answer")?;
+        head.push(byte.with_context(|| format!("after {:?}", String::from_utf8_lossy(&head)))?);
+    }
+    Ok((stream, String::from_utf8_lossy(&head).into_owned()))
+}
+
+async fn connect(ns: &Namespace, to: &str) -> Result<(TcpStream, String)> {
+    ask(ns, &format!("CONNECT {to} HTTP/1.1\r\nHost: {to}\r\n\r\n")).await
+}
+
+fn server(testbed: &Testbed) -> Result<Builder<'_>> {
+    let policy = testbed.dir().join("policy.yaml");
+    fs::write(&policy, POLICY).with_context(|| format!("writing {}", policy.display()))?;
+    Ok(Builder::new(testbed).flag(format!("--policy={}", policy.display())))
+}
+
+async fn edge<'a>(server: &Server<'a>, n: usize) -> Result<Agent<'a>> {
+    let name = format!("edge-{n}");
+    let agent = agent::Builder::new(server, n)
+        .token(server.token(&name)?)
+        .flag(format!("--connect-address=127.0.0.1:{PROXY}"))
+        .flag(format!("--map=127.0.0.1:{MAP}={CLOUD}:9300"))
+        .spawn()?;
+    server.wait_connected(&name, true, agent::START).await?;
+    Ok(agent)
+}
+
+async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
+    const BYTES: u64 = 8 << 20;
+    let server = server(testbed)?.start().await?;
+    let (_first, _second) = (edge(&server, 1).await?, edge(&server, 2).await?);
+    let (one, two) = (&testbed.edge(1).ns, &testbed.edge(2).ns);
+    let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    let _source = Target::start(&testbed.cloud, CLOUD, 9302, Behaviour::Source(7, BYTES))?;
+    let _on_edge = target(testbed, 2, 9101, Behaviour::Echo)?;
+
+    // An address in the cloud, a whole transfer with its end, another edge node, and a static map.
+    let cloud = format!("{CLOUD}:9300");
+    let (mut stream, head) = connect(one, &cloud).await?;
+    ensure!(head.starts_with("HTTP/1.1 200 "), "CONNECT {cloud}: {head:?}");
+    client::echo(&mut stream, b"from the edge").await?;
+    stream.shutdown().await?;
+    let end = client::end_of(&mut stream, SOON).await?;
+    ensure!(end == client::End::Eof(0), "after a half-close: {end:?}");
+    let (mut stream, _) = connect(one, &format!("{CLOUD}:9302")).await?;
+    let mut whole = Vec::new();
+    tokio::time::timeout(SOON, stream.read_to_end(&mut whole))
+        .await
+        .context("the transfer stands still")??;
+    let mut expected = Vec::new();
+    Pattern::new(7, BYTES).write_to(&mut expected).await?;
+    ensure!(whole == expected, "{} bytes came, or changed ones", whole.len());
+    let (mut stream, head) = connect(one, "edge-2:9101").await?;
+    ensure!(head.starts_with("HTTP/1.1 200 "), "CONNECT edge-2:9101: {head:?}");
+    client::echo(&mut stream, b"from edge to edge").await?;
+    let local = SocketAddr::from(([127, 0, 0, 1], MAP));
+    let mut mapped = client::connect_from(one, local, SOON)?;
+    client::echo(&mut mapped, b"through a map").await?;
+
+    // What no rule permits, and what is not there.
+    for (ns, to, status) in [
+        (one, "edge-2:22", "403"),
+        (one, "10.70.0.1:22", "403"),
+        (one, "10.70.0.2:9300", "403"),
+        (one, "edge-1:9101", "403"),
+        (two, cloud.as_str(), "403"),
+        (two, "edge-1:9101", "403"),
+        (one, "grafana.monitoring:9300", "502"),
+        (one, "nonsense", "400"),
+    ] {
+        let (_, head) = connect(ns, to).await.context(to.to_owned())?;
+        ensure!(head.starts_with(&format!("HTTP/1.1 {status} ")), "CONNECT {to}: {head:?}");
+    }
+    let mut denied = client::connect_from(two, local, SOON)?;
+    let end = client::end_of(&mut denied, SOON).await?;
+    ensure!(end == client::End::Reset, "a map that the policy does not permit ended with {end:?}");
+
+    // curl, as a workload would use it.
+    let _http = Target::start(&testbed.cloud, CLOUD, 9301, Behaviour::Echo)?;
+    let mut curl = testbed.on_edge(1).command(Path::new("curl"));
+    curl.args([
+        "-sS",
+        "-m",
+        "15",
+        "-p",
+        "-x",
+        &format!("http://127.0.0.1:{PROXY}"),
+        &format!("http://{CLOUD}:9301/"),
+    ]);
+    let output = tokio::task::spawn_blocking(move || curl.output()).await??;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(said.contains("403"), "curl said {said:?}");
+
+    let line = |node: &'static str, outcome: &'static str| {
+        move |line: &AccessLine| {
+            line.text("door") == "edge"
+                && line.text("caller") == "node edge-1 by the first edge"
+                && line.text("node") == node
+                && line.text("outcome") == outcome
+        }
+    };
+    server.wait_access("into the cloud", line("", "ok")).await?;
+    drop(stream);
+    server.wait_access("to another edge", line("edge-2", "ok")).await?;
+
+    // A revoked node's workloads reach nothing any more.
+    server.run(&["agent", "revoke", "edge-1"])?;
+    let revoked = async || {
+        let mut stream = client::connect_from(one, local, SOON)?;
+        Ok(client::echo(&mut stream, b"still there?").await.is_err())
+    };
+    wait_until("a revoked node to reach nothing", SOON, revoked, |refused| *refused).await?;
+    Ok(())
+}
+
+async fn workloads_find_the_next_server(testbed: &Testbed) -> Result<()> {
+    let first = server(testbed)?.start().await?;
+    let _agent = edge(&first, 1).await?;
+    let one = &testbed.edge(1).ns;
+    let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    let local = SocketAddr::from(([127, 0, 0, 1], MAP));
+    let mut held = client::connect_from(one, local, SOON)?;
+    client::echo(&mut held, b"before").await?;
+    // One that takes over on the same host, while a connection lasts.
+    let _second = first.take_over().await?;
+    let reached = async || {
+        let mut stream = client::connect_from(one, local, SOON)?;
+        Ok(client::echo(&mut stream, b"after").await.is_ok())
+    };
+    wait_until("a workload to reach the cloud through the new server", SOON, reached, |reached| *reached)
+        .await?;
+    Ok(())
+}

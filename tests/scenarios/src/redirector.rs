@@ -1,0 +1,129 @@
+//! A host that only redirects: the servers are elsewhere, and so are the agents' sessions.
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::{self, expect_unreachable, visit};
+use postern_testbed::netns::Namespace;
+use postern_testbed::server::{self, Builder, Server, Token};
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{NEIGHBOUR, Testbed};
+use tokio::io::AsyncReadExt as _;
+
+use crate::common::{alongside, target};
+use crate::hostile_peer::Credentials;
+use crate::path;
+
+scenarios! {
+    a_redirector_has_connections_passed_on(limit = 180),
+    a_redirectors_certificate_is_good_for_nothing_else,
+}
+
+/// How soon a change at the server takes effect at the redirector.
+const TOLD: Duration = Duration::from_secs(10);
+
+/// The server and its agent are elsewhere; the redirector is on the cloud host.
+struct Fleet<'a> {
+    server: Server<'a>,
+    redirector: Server<'a>,
+    agent: Agent<'a>,
+}
+
+impl<'a> Fleet<'a> {
+    async fn start(testbed: &'a Testbed, neighbour: &'a Namespace) -> Result<Self> {
+        let server = Builder::alone_on_neighbour(testbed, neighbour).start().await?;
+        let agent = Agent::enrol(&server, 1).await?;
+        let token: Token = serde_json::from_str(&server.run(&[
+            "token",
+            "create",
+            "--redirector",
+            "cloud-1",
+            "-o",
+            "json",
+        ])?)
+        .context("a redirector's token")?;
+        ensure!(token.command.contains("--role redirector"), "the printed command is {:?}", token.command);
+        let redirector = Builder::new(testbed)
+            .flag("--role=redirector")
+            .flag("--node-name=cloud-1")
+            .flag(format!("--peers={NEIGHBOUR}:10262"))
+            .flag(format!("--token={}", token.token))
+            .flag(format!("--ca-hash={}", token.ca_hash))
+            .start()
+            .await?;
+        let fleet = Self { server, redirector, agent };
+        fleet.wait_told(true).await?;
+        Ok(fleet)
+    }
+
+    /// Until the redirector knows that the server has the node, or no more.
+    async fn wait_told(&self, has: bool) -> Result<()> {
+        let what =
+            format!("the redirector to know that the server {} the node", if has { "has" } else { "lost" });
+        let via = async || {
+            let status = self.redirector.status().await?;
+            let via =
+                status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
+            Ok(via.len())
+        };
+        wait_until(&what, TOLD, via, |servers| *servers == usize::from(has)).await?;
+        Ok(())
+    }
+}
+
+async fn a_redirector_has_connections_passed_on(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let mut fleet = Fleet::start(testbed, &neighbour).await?;
+    path::half_closes(testbed).await.context("half-closes")?;
+    path::small_writes(testbed).await.context("small writes")?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let line = fleet.redirector.wait_access("of the redirect", |line| line.text("outcome") == "ok").await?;
+    ensure!(line.text("door") == "redirect" && !line.text("via").is_empty(), "{line:?}");
+    let line = fleet.server.wait_access("of the redirector", |line| line.text("door") == "peer").await?;
+    ensure!(line.text("via") == "redirector of cloud-1", "{line:?}");
+
+    let status = fleet.redirector.status().await?;
+    ensure!(status["role"] == "redirector", "its role in {status}");
+    let doors: Vec<_> = status["doors"].as_array().into_iter().flatten().map(|door| &door["name"]).collect();
+    ensure!(doors.iter().all(|door| *door == "redirect"), "the redirector's doors are {doors:?}");
+    let text = server::run(testbed, &["status"])?;
+    let text = String::from_utf8_lossy(&text.stdout);
+    ensure!(text.starts_with("tunnel-redirector "), "its status:\n{text}");
+    fleet.redirector.metrics().await?.expect("postern_role", &[("role", "redirector")], 1.0)?;
+    fleet.server.metrics().await?.expect("postern_role", &[("role", "server")], 1.0)?;
+
+    // The server dies: connects fail at once. It comes back, and its agent with it.
+    fleet.server.process.crash().await?;
+    fleet.wait_told(false).await?;
+    expect_unreachable((testbed.edge(1).address, 9100)).await?;
+    fleet.server.start_again().await?;
+    fleet.server.wait_connected("edge-1", true, agent::START).await?;
+    fleet.wait_told(true).await?;
+    visit(on_edge.address).await?;
+
+    // A redirector is upgraded as a server is: nobody notices.
+    let taken_over = fleet.redirector.take_over();
+    let second = alongside("a second redirector", on_edge.address, taken_over).await?;
+    ensure!(second.status().await?["role"] == "redirector", "the second redirector is another thing");
+    ensure!(fleet.agent.process.ended()?.is_none(), "the agent ended");
+    Ok(())
+}
+
+async fn a_redirectors_certificate_is_good_for_nothing_else(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let fleet = Fleet::start(testbed, &neighbour).await?;
+    let own = Credentials::of_redirector(&testbed.dir().join("server"))?;
+    let address = fleet.server.agent_address().parse()?;
+    let mut stream = own.dial(&testbed.cloud, address).await?;
+    let mut bytes = Vec::new();
+    let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut bytes)).await;
+    let read = read.context("not closed")?;
+    ensure!(read.is_err() || bytes.is_empty(), "the server talked to a redirector as to an agent: {bytes:?}");
+    fleet.server.wait_log("an agent's link needs").await?;
+    // Revoked, it is not served any more.
+    fleet.server.run(&["agent", "revoke", "cloud-1"])?;
+    fleet.wait_told(false).await?;
+    expect_unreachable((testbed.edge(1).address, 9100)).await
+}

@@ -1,0 +1,221 @@
+//! The status page in a real browser.
+mod browser;
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::Testbed;
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::{self, expect_unreachable, visit};
+use postern_testbed::inventory::{Inventory, node};
+use postern_testbed::report::figure;
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use tokio::net::TcpStream;
+
+use self::browser::Browser;
+use crate::common::{expect_reset, server, target};
+
+scenarios! {
+    it_shows_what_runs(edges = 3),
+    it_is_used_with_the_keyboard(edges = 2),
+    what_comes_from_elsewhere_is_text,
+    ten_thousand_nodes_stay_quick,
+}
+
+const PAGE: &str = "http://127.0.0.1:10265/";
+/// Where the pictures of the documentation go, if they are wanted.
+const PICTURES: &str = "POSTERN_PICTURES";
+
+/// The browser shows the status.
+async fn opened(testbed: &Testbed, fragment: &str) -> Result<Browser> {
+    let mut browser = Browser::start(testbed).await?;
+    browser.open(&format!("{PAGE}{fragment}")).await?;
+    browser.until("Number(document.documentElement.dataset.answers) > 0").await?;
+    Ok(browser)
+}
+
+/// Cells of a node's row.
+async fn row(browser: &mut Browser, node: &str) -> Result<String> {
+    browser.text(&format!("#rows tr[data-node={node}]")).await
+}
+
+async fn it_shows_what_runs(testbed: &Testbed) -> Result<()> {
+    let mut server = server(testbed).await?;
+    let (_one, mut two) = (Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?);
+    let _echo = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let _source = target(testbed, 1, 9102, Behaviour::Source(7, 1 << 40))?;
+    visit((testbed.edge(1).ip(), 9100).into()).await?;
+    expect_unreachable((testbed.edge(3).ip(), 9100)).await?;
+    expect_reset((testbed.edge(1).ip(), 9101).into()).await?;
+    two.process.stop().await?;
+    server.wait_connected("edge-2", false, agent::START).await?;
+
+    let mut browser = opened(testbed, "").await?;
+    ensure!(browser.value("location.pathname").await? == "/ui/", "not led to the page");
+    browser.shows("#state", "ready").await?;
+    browser.shows("#title", "tunnel-server").await?;
+    browser.shows("#facts", "1 of 3").await?;
+    let cells = row(&mut browser, "edge-1").await?;
+    ensure!(cells.contains("connected") && cells.contains("192.168.50.2"), "{cells}");
+    let cells = row(&mut browser, "edge-2").await?;
+    ensure!(cells.contains("away") && cells.contains("ago: "), "{cells}");
+    // What needs attention comes first.
+    let first = browser.value("document.querySelector('#rows tr').dataset.node").await?;
+    ensure!(first == "edge-2", "{first}");
+    browser.shows("#doors", "redirect").await?;
+    browser.shows("#redirect", "connect4/").await?;
+    browser.shows("#failures", "target: 1 since the start").await?;
+    browser.shows("#failures", "connection refused by 192.168.50.2:9101").await?;
+
+    // What flows now.
+    let stream = client::connect((testbed.edge(1).ip(), 9102)).await?;
+    let reading = tokio::spawn(drain(stream));
+    let flowing = async || browser.text("#rows tr[data-node=edge-1] td:nth-child(9)").await;
+    wait_until("a throughput", client::PATIENCE, flowing, |text| text.contains("MB/s")).await?;
+    reading.abort();
+
+    // Its links.
+    browser.click("#rows tr[data-node=edge-1]").await?;
+    browser.shows("#detail-name", "edge-1").await?;
+    browser.shows("#detail-links", "Window of a stream").await?;
+    browser.until("document.querySelectorAll('#detail-links tbody tr').length >= 1").await?;
+    browser.shows("#detail-failures", "refused").await?;
+    browser.click("#measure").await?;
+    browser.shows("#measured", "round trip").await?;
+
+    for (dark, back) in [(false, "rgb(255, 255, 255)"), (true, "rgb(15, 19, 24)")] {
+        browser.dark(dark).await?;
+        let colour = browser.value("getComputedStyle(document.body).backgroundColor").await?;
+        ensure!(colour == back, "{colour}");
+        browser.value("scrollTo(0, 0)").await?;
+        let picture = browser.picture().await?;
+        ensure!(picture.starts_with(b"\x89PNG") && picture.len() > 20_000, "{} bytes", picture.len());
+        let name = if dark { "status-page-dark.png" } else { "status-page.png" };
+        let dir = std::env::var_os(PICTURES).map_or_else(|| testbed.dir().to_owned(), PathBuf::from);
+        fs::write(dir.join(name), picture).with_context(|| format!("writing {name} to {}", dir.display()))?;
+    }
+    ensure!(browser.faults.is_empty(), "{:?}", browser.faults);
+
+    // It says when nobody answers any more.
+    server.process.crash().await?;
+    browser.shows("#state", "what is shown is old").await
+}
+
+async fn drain(mut stream: TcpStream) -> Result<()> {
+    client::digest(&mut stream).await.map(drop)
+}
+
+async fn it_is_used_with_the_keyboard(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let mut browser = opened(testbed, "").await?;
+    browser.press("/").await?;
+    ensure!(browser.value("document.activeElement.id").await? == "search", "the search has no focus");
+    browser.write("EDGE-1 192.168").await?;
+    browser.shows("#count", "1 of 2 nodes").await?;
+    browser.until("location.hash === '#q=EDGE-1+192.168'").await?;
+    // From the search to the table, and into the node.
+    browser.press("Enter").await?;
+    browser.until("document.activeElement.id === 'scroll'").await?;
+    browser
+        .until("document.querySelector('#rows tr[aria-selected=true]')?.dataset.node === 'edge-1'")
+        .await?;
+    browser.press("Enter").await?;
+    browser.shows("#detail-name", "edge-1").await?;
+    browser.press("Escape").await?;
+    browser.until("document.querySelector('#detail').hidden").await?;
+    browser.until("document.activeElement.id === 'scroll'").await?;
+
+    // A view can be passed on.
+    let mut other = opened(testbed, "ui/#show=away&sort=-name&node=edge-2").await?;
+    other.shows("#count", "1 of 2 nodes").await?;
+    other.shows("#detail-facts", "away").await?;
+    other.until("document.querySelector('#columns th').getAttribute('aria-sort') === 'descending'").await?;
+    for browser in [&browser, &other] {
+        ensure!(browser.faults.is_empty(), "{:?}", browser.faults);
+    }
+    Ok(())
+}
+
+/// The reason why a file is not in effect has what was in it.
+async fn what_comes_from_elsewhere_is_text(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed).await?;
+    let inventory = Inventory::of(testbed)?;
+    let mut bad = node("edge-9", true, &["192.168.90.2".parse()?], &[]);
+    bad["status"]["addresses"][0]["address"] = "<img src=x onerror=\"window.hostile=1\">".into();
+    inventory.write_raw(&serde_json::json!({"kind": "List", "items": [bad]}).to_string())?;
+    let error = async || Ok(server.status().await?["inventory"]["last_error"].to_string());
+    wait_until("the refused file", agent::START, error, |error| error.contains("<img")).await?;
+    let mut browser = opened(testbed, "").await?;
+    browser.shows("#problems", "<img src=x onerror=").await?;
+    ensure!(browser.value("document.images.length").await? == 0, "an image was made");
+    ensure!(browser.value("window.hostile ?? 0").await? == 0, "a script ran");
+
+    // And what got in nevertheless would not run, nor be seen elsewhere.
+    browser
+        .value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hostile=1\">')")
+        .await?;
+    let asked = async || {
+        browser.value("0").await?;
+        Ok(browser.faults.join(" ").contains("Content Security Policy"))
+    };
+    wait_until("the policy's refusal", client::PATIENCE, asked, |refused| *refused).await?;
+    ensure!(browser.value("window.hostile ?? 0").await? == 0, "a script ran");
+    Ok(())
+}
+
+async fn ten_thousand_nodes_stay_quick(testbed: &Testbed) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    for number in 0..10_000_u32 {
+        let address = std::net::Ipv4Addr::from(0x0a80_0000 + number);
+        inventory.nodes.push(node(&format!("site-{number:05}"), true, &[address.into()], &[]));
+    }
+    inventory.write()?;
+    let server = server(testbed).await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let mut browser = opened(testbed, "").await?;
+    browser.shows("#count", "10001 of 10001 nodes").await?;
+    let rows = browser.value("document.querySelectorAll('#rows tr').length").await?;
+    ensure!(rows.as_u64().is_some_and(|rows| rows < 100), "{rows} rows were made");
+
+    // From a letter to what is drawn.
+    let search = "(async () => { const box = document.querySelector('#search'); const times = []; \
+        for (const text of ['s', 'si', 'site-0999', 'site-09999', '10.128.39.15', '']) { \
+          const begun = performance.now(); box.value = text; \
+          box.dispatchEvent(new Event('input', {bubbles: true})); \
+          document.body.offsetHeight; times.push(performance.now() - begun); \
+        } return Math.max(...times); })()";
+    let slowest = browser.value(search).await?.as_f64().context("no time")?;
+    figure(&format!("the status page filters 10,000 nodes in {slowest:.0} ms at most"));
+    ensure!(slowest < 300.0, "a letter took {slowest} ms");
+    browser
+        .value(
+            "document.querySelector('#search').value = 'site-09999'; \
+        document.querySelector('#search').dispatchEvent(new Event('input', {bubbles: true}))",
+        )
+        .await?;
+    browser.shows("#count", "1 of 10001 nodes").await?;
+    let cells = row(&mut browser, "site-09999").await?;
+    ensure!(cells.contains("10.128.39.15"), "{cells}");
+    browser
+        .value(
+            "document.querySelector('#search').value = ''; \
+        document.querySelector('#search').dispatchEvent(new Event('input', {bubbles: true}))",
+        )
+        .await?;
+
+    // The last one, by key.
+    browser.value("document.querySelector('#scroll').focus()").await?;
+    browser.press("End").await?;
+    browser
+        .until("document.querySelector('#rows tr[aria-selected=true]')?.dataset.node === 'edge-1'")
+        .await?;
+    let seen = "(() => { const row = document.querySelector('#rows tr[aria-selected=true]').getBoundingClientRect(); \
+        const box = document.querySelector('#scroll').getBoundingClientRect(); \
+        return row.top >= box.top && row.bottom <= box.bottom + 1; })()";
+    browser.until(seen).await?;
+    ensure!(browser.faults.is_empty(), "{:?}", browser.faults);
+    Ok(())
+}

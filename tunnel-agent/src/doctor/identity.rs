@@ -1,0 +1,171 @@
+//! Key, certificate and roots on disk.
+
+use std::path::Path;
+use std::time::SystemTime;
+
+use tunnel_core::doctor::{Checkup, Finding, Outcome, codes, private_file, validity_of};
+use tunnel_core::identity::{AgentIdentity, IdentityError, NodeName, TrustBundle, files};
+
+use crate::config::Config;
+
+/// What of the certificate has to be over before a renewal counts as overdue. The agent renews after 80 %.
+const OVERDUE_PERCENT: u32 = 90;
+const AGAIN: &str =
+    "tunnel-server token create --node NAME, and start the agent once with the command that it prints";
+
+/// Returns the identity, if there is a usable one.
+pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTime) -> Option<AgentIdentity> {
+    let mut held = None;
+    let dir = &config.state_dir;
+    checkup
+        .run("certificate", &["state directory"], async || match load(dir) {
+            Ok(None) => not_enrolled(config),
+            Ok(Some(identity)) => {
+                let outcome = judge(&identity, &config.node_name, now);
+                held = Some(identity);
+                outcome
+            }
+            Err(error) => unusable(dir, &error).into(),
+        })
+        .await;
+    held
+}
+
+fn unusable(dir: &Path, error: &IdentityError) -> Finding {
+    // A key that others may read is not used.
+    if let Some(readable) = private_file(&dir.join("agent.key")) {
+        return readable;
+    }
+    let fix = format!(
+        "restore the file from a backup; else move agent.key, agent.crt and ca.crt out of {} and enrol again: {AGAIN}",
+        dir.display()
+    );
+    Finding::new(&codes::IDENTITY_UNUSABLE, error.to_string(), fix)
+}
+
+fn not_enrolled(config: &Config) -> Outcome {
+    if config.kube.is_some() {
+        return Outcome::fine("none yet: the API server's CertificateSigningRequests give one");
+    }
+    if config.token.is_some() {
+        return Outcome::fine("none yet: the token gives one");
+    }
+    let found = format!("no certificate in {}, and no --token", config.state_dir.display());
+    Finding::new(&codes::NOT_ENROLLED, found, AGAIN.replace("NAME", config.node_name.as_str())).into()
+}
+
+/// Reads without changing anything; the key of a renewal that a crash cut short counts too.
+fn load(dir: &Path) -> Result<Option<AgentIdentity>, IdentityError> {
+    let certificate = dir.join("agent.crt");
+    let Some(chain) = files::read_optional(&certificate)? else { return Ok(None) };
+    let roots = TrustBundle::from_file(&dir.join("ca.crt"))?;
+    let mut last = IdentityError::file(&dir.join("agent.key"), &"there is no such file", "restore it");
+    for name in ["agent.key.next", "agent.key"] {
+        let path = dir.join(name);
+        let Some(key) = files::read_optional_private(&path)? else { continue };
+        match AgentIdentity::from_pem(&chain, &key, roots.clone()) {
+            Ok(identity) => return Ok(Some(identity)),
+            Err(error) => last = IdentityError::file(&path, &error, "it does not fit agent.crt"),
+        }
+    }
+    Err(last)
+}
+
+fn judge(identity: &AgentIdentity, node: &NodeName, now: SystemTime) -> Outcome {
+    let mut faults = Vec::new();
+    if identity.node != *node {
+        let found = format!("the certificate is for {}, and this node is {node}", identity.node);
+        let fix = format!(
+            "if the name is right, give this node a state directory of its own; a copied one must be removed: \
+             --node-name={}, or {AGAIN}",
+            identity.node
+        );
+        faults.push(Finding::new(&codes::IDENTITY_OF_ANOTHER_NODE, found, fix));
+    }
+    let validity = identity.validity();
+    if let Some(reason) = validity_of(&validity, now) {
+        let (code, fix) = if validity.is_over(now) {
+            (
+                &codes::CERTIFICATE_EXPIRED,
+                format!("if `date -u` is right: {}", AGAIN.replace("NAME", node.as_str())),
+            )
+        } else {
+            (&codes::CLOCK_SKEW, "timedatectl set-ntp true: this host's clock is behind".to_owned())
+        };
+        faults.push(Finding::new(code, format!("the certificate is {reason}"), fix));
+    } else if now > validity.issued() + validity.life() * OVERDUE_PERCENT / 100 {
+        let found = format!(
+            "more than {OVERDUE_PERCENT} % of the certificate's life are over; it is renewed after 80 %"
+        );
+        let fix =
+            "the agent's log says why no server renews it: `journalctl -u postern-agent@a | grep -i renew`";
+        faults.push(Finding::new(&codes::RENEWAL_OVERDUE, found, fix));
+    }
+    let left = validity.not_after.duration_since(now).unwrap_or_default().as_secs();
+    Outcome::of(faults, format!("of {}, expires in {}", identity.node, tunnel_core::text::age(left)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::time::Duration;
+
+    use super::super::tests_support::{Ca, agent};
+    use super::*;
+
+    fn codes_of(outcome: Outcome) -> Vec<&'static str> {
+        match outcome {
+            Outcome::Faults(findings) => findings.iter().map(|finding| finding.code).collect(),
+            Outcome::Fine(_) => Vec::new(),
+            Outcome::Skipped(_) => vec!["skipped"],
+        }
+    }
+
+    #[test]
+    fn an_identity_is_judged_by_its_node_and_its_time() {
+        let (ca, now) = (Ca::new(), SystemTime::now());
+        let day = Duration::from_secs(86_400);
+        let node = |name: &str| name.parse::<NodeName>().unwrap();
+        let identity = agent(&ca, "edge-1", now, now + 30 * day);
+        let judged = |name: &str, at: SystemTime| codes_of(judge(&identity, &node(name), at));
+        assert_eq!(judged("edge-1", now + day), [""; 0]);
+        assert_eq!(judged("edge-2", now + day), ["identity-of-another-node"]);
+        assert_eq!(judged("edge-1", now + 28 * day), ["renewal-overdue"]);
+        assert_eq!(judged("edge-1", now + 31 * day), ["certificate-expired"]);
+        assert_eq!(judged("edge-1", now - day), ["clock-skew"]);
+    }
+
+    #[test]
+    fn files_that_do_not_fit_are_named() {
+        let (ca, now) = (Ca::new(), SystemTime::now());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path();
+        assert!(load(path).unwrap().is_none());
+        let write = |identity: &AgentIdentity| {
+            fs::write(path.join("agent.crt"), tunnel_core::identity::pem_of_certificates(&identity.chain))
+                .unwrap();
+            fs::write(path.join("ca.crt"), identity.bundle.to_pem()).unwrap();
+            let key = tunnel_core::identity::PrivateKey::from_der(&identity.key).unwrap();
+            let file = path.join("agent.key");
+            fs::write(&file, key.to_pem().as_bytes()).unwrap();
+            fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        };
+        let life = Duration::from_secs(9 * 86_400);
+        write(&agent(&ca, "edge-1", now, now + life));
+        assert_eq!(load(path).unwrap().unwrap().node.as_str(), "edge-1");
+        fs::set_permissions(path.join("agent.key"), fs::Permissions::from_mode(0o640)).unwrap();
+        assert_eq!(unusable(path, &load(path).unwrap_err()).code, "key-readable-by-others");
+        fs::set_permissions(path.join("agent.key"), fs::Permissions::from_mode(0o600)).unwrap();
+        let other = agent(&ca, "edge-1", now, now + life);
+        fs::write(path.join("agent.crt"), tunnel_core::identity::pem_of_certificates(&other.chain)).unwrap();
+        let error = load(path).unwrap_err();
+        assert_eq!(unusable(path, &error).code, "identity-unusable");
+        let error = error.to_string();
+        assert!(error.contains("agent.key") && error.contains("does not fit"), "{error}");
+        fs::remove_file(path.join("agent.key")).unwrap();
+        assert!(load(path).unwrap_err().to_string().contains("no such file"));
+        fs::write(path.join("ca.crt"), "nothing").unwrap();
+        assert!(load(path).unwrap_err().to_string().contains("ca.crt"));
+    }
+}

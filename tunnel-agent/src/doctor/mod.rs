@@ -1,0 +1,89 @@
+//! `tunnel-agent doctor`: what is wrong with this agent, its node and the way to the servers.
+
+mod identity;
+mod node;
+mod sessions;
+#[cfg(test)]
+mod tests_support;
+mod way;
+
+use std::time::SystemTime;
+
+use tunnel_core::doctor::{
+    Checkup, Finding, Outcome, Report, Running, codes, judge_running, state_directory,
+};
+use tunnel_kube::ClientSettings;
+use tunnel_kube::doctor::{Right, answers, rights};
+
+use crate::config::Config;
+use crate::kube::KubeOptions;
+use crate::status::AgentStatus;
+
+/// Examines the agent with this configuration. `running` is its own answer, or why there is none.
+pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, String>) -> Report {
+    let now = SystemTime::now();
+    let mut checkup = Checkup::default();
+    let start = "start it: `systemctl start postern-agent@a`, or see `kubectl -n kube-system get pods --selector app.kubernetes.io/name=tunnel-agent --output wide`";
+    let version = |status: &AgentStatus| format!("version {}, node {}", status.version, status.node);
+    let (is_running, is_ready) = judge_running(&running, start, version);
+    checkup.add("running", is_running);
+    checkup.add("ready", is_ready);
+    let running = running.ok();
+
+    checkup
+        .run("state directory", &[], async || {
+            let dir = &config.state_dir;
+            Outcome::of(state_directory(dir).into_iter().collect(), dir.display().to_string())
+        })
+        .await;
+    let held = identity::check(&mut checkup, config, now).await;
+    match &config.kube {
+        Some(kube) => cluster(&mut checkup, kube, config.pod_targets).await,
+        None => checkup.add("API server", Outcome::Skipped("this agent enrols without one".to_owned())),
+    }
+    let own = way::check(&mut checkup, config, running.as_ref(), held.as_ref(), now).await;
+    match &running {
+        Some(running) => checkup.run("attached", &[], async || sessions::judge(&running.status)).await,
+        None => checkup.add("attached", Outcome::Skipped("the agent does not run".to_owned())),
+    }
+    node::check(&mut checkup, config, own).await;
+    checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"))
+}
+
+/// The report when the flags are wrong: nothing else can be examined then.
+pub fn bad_flags(reason: &str) -> Report {
+    let mut checkup = Checkup::default();
+    let fix = "correct the flag: `tunnel-agent --help` has its form";
+    checkup.add("flags", Finding::new(&codes::BAD_FLAGS, reason, fix).into());
+    checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"))
+}
+
+async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, pods: bool) {
+    let connected =
+        tunnel_kube::connect(kube.kubeconfig.as_deref(), kube.namespace.as_deref(), &ClientSettings::AGENT)
+            .await;
+    let (client, namespace) = match connected {
+        Ok(connected) => connected,
+        Err(error) => {
+            let fix = "name the kubelet's kubeconfig with --kubeconfig, or enrol with --server, --token and --ca-hash";
+            checkup.add(
+                "API server",
+                Finding::new(&codes::API_SERVER_UNREACHABLE, error.to_string(), fix).into(),
+            );
+            return;
+        }
+    };
+    checkup.run("API server", &[], async || answers(&client).await).await;
+    let mut wanted = vec![
+        Right::everywhere("certificates.k8s.io", "certificatesigningrequests", &["create", "get"]),
+        Right::here("", "services", &["list", "watch"]).named(&kube.service),
+        Right::here("discovery.k8s.io", "endpointslices", &["list", "watch"]),
+    ];
+    if pods {
+        wanted.push(Right::everywhere("", "nodes", &["get"]));
+    }
+    let fix = "kubectl apply -k deploy/base (its Role and ClusterRole tunnel-agent)";
+    checkup
+        .run("API rights", &["API server"], async || rights(&client, &namespace, &wanted, fix).await)
+        .await;
+}

@@ -1,0 +1,106 @@
+//! The running agent's sessions.
+
+use tunnel_core::doctor::{Finding, Outcome, codes};
+use tunnel_core::text::age;
+
+use crate::session::LinkPhase;
+use crate::status::AgentStatus;
+
+/// How [`crate::session`] begins the text of a session that a server refuses.
+const REFUSED: [&str; 3] = [
+    "the server refused this session",
+    "the server takes no session under this certificate",
+    "another agent of this node has taken over",
+];
+
+pub(super) fn judge(status: &AgentStatus) -> Outcome {
+    let mut faults = Vec::new();
+    for link in &status.servers {
+        let Some(error) = link.last_error.as_deref().filter(|_| link.phase != LinkPhase::Attached) else {
+            continue;
+        };
+        if REFUSED.iter().any(|begin| error.contains(begin)) {
+            let found = format!("{}: {error}", link.address);
+            let fix = format!(
+                "on the server: `tunnel-server status`, `tunnel-server agent list`; `tunnel-server agent readmit {0}` if it was \
+                 revoked, and {0} has to be in the inventory (`kubectl get node {0}`)",
+                status.node
+            );
+            faults.push(Finding::new(&codes::SESSION_REFUSED, found, fix));
+        }
+    }
+    let attached: Vec<_> = status.servers.iter().filter(|link| link.phase == LinkPhase::Attached).collect();
+    if attached.is_empty() && faults.is_empty() {
+        let reason = |link: &crate::session::LinkStatus| {
+            let ago = link.last_error_s.map(|seconds| format!(" {} ago", age(seconds))).unwrap_or_default();
+            format!("{}: {}{ago}", link.address, link.last_error.as_deref().unwrap_or("no answer yet"))
+        };
+        let mut found: Vec<String> = status.servers.iter().map(reason).collect();
+        if found.is_empty() {
+            found
+                .push(status.api_server_error.clone().unwrap_or_else(|| "no server is known yet".to_owned()));
+        }
+        let fix = "correct what the checks above have found; the agent tries again by itself";
+        faults.push(Finding::new(&codes::NOT_ATTACHED, found.join("; "), fix));
+    }
+    let shown = attached
+        .iter()
+        .map(|link| format!("to {} ({})", link.server_id.as_deref().unwrap_or("?"), link.address));
+    Outcome::of(faults, shown.collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::session::{LinkStatus, SessionEnd};
+
+    fn status(links: &[(LinkPhase, Option<String>)]) -> AgentStatus {
+        let link = |(phase, error): &(LinkPhase, Option<String>)| LinkStatus {
+            address: "tunnel:10262".to_owned(),
+            phase: *phase,
+            server_id: Some("cloud-1".to_owned()),
+            attached_for_s: None,
+            epoch: 1,
+            rtt_ms: None,
+            links: 1,
+            connections: 0,
+            delivery_rate: None,
+            retransmits: None,
+            window_limited: None,
+            buffer_limited: None,
+            last_error: error.clone(),
+            last_error_s: Some(7),
+        };
+        let node = "edge-1".parse().unwrap();
+        AgentStatus::new(&node, SystemTime::now(), links.iter().map(link).collect(), None, &[], &[])
+    }
+
+    fn codes_of(links: &[(LinkPhase, Option<String>)]) -> Vec<&'static str> {
+        match judge(&status(links)) {
+            Outcome::Faults(findings) => findings.iter().map(|finding| finding.code).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_told_from_a_server_that_is_not_reached() {
+        let lost = Some("cannot connect: Connection refused".to_owned());
+        assert_eq!(codes_of(&[(LinkPhase::Attached, lost.clone())]), [""; 0]);
+        assert_eq!(codes_of(&[(LinkPhase::Waiting, lost.clone())]), ["not-attached"]);
+        assert_eq!(codes_of(&[]), ["not-attached"]);
+        assert_eq!(codes_of(&[(LinkPhase::Waiting, lost), (LinkPhase::Attached, None)]), [""; 0]);
+        for end in [
+            SessionEnd::Refused("revoked".into()),
+            SessionEnd::RefusedForNow("not in the inventory".into()),
+            SessionEnd::CertificateRefused("revoked".into()),
+        ] {
+            assert_eq!(
+                codes_of(&[(LinkPhase::Waiting, Some(end.to_string()))]),
+                ["session-refused"],
+                "{end}"
+            );
+        }
+    }
+}

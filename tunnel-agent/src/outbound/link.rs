@@ -1,0 +1,194 @@
+//! The connection with a server over which this agent opens streams. There is one at a time, made when it is needed.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use h2::client::SendRequest;
+use h2::{RecvStream, SendStream};
+use http::{HeaderValue, Method, Request, StatusCode, Version, header};
+use tokio::sync::{Mutex, watch};
+use tokio_rustls::TlsConnector;
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tunnel_core::carry::{RelayError, StallBound, TARGET_HEADER};
+use tunnel_core::config::HostPort;
+use tunnel_core::identity::{ALPN_EDGE, AgentIdentity, agent_tls, server_name};
+use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_core::outcome::Outcome;
+use tunnel_core::text::printable;
+
+use crate::reach::{Reach, Server};
+
+/// How long a server may take to accept a stream.
+const ANSWER: Duration = Duration::from_secs(10);
+/// A link that turns out to be of no use is replaced this often for one connection.
+const ATTEMPTS: usize = 3;
+
+/// A connection with a server.
+pub(super) struct Link {
+    send: SendRequest<Bytes>,
+    pub(super) flow: Arc<Flow>,
+    pub(super) stalls: StallBound,
+    /// Cancelled when it has ended.
+    pub(super) over: CancellationToken,
+    /// Nothing new goes over it.
+    used_up: CancellationToken,
+}
+
+/// A stream for one connection.
+pub(super) struct Stream {
+    pub(super) link: Arc<Link>,
+    pub(super) send: SendStream<Bytes>,
+    pub(super) answer: BoxFuture<'static, Result<RecvStream, RelayError>>,
+}
+
+pub(super) struct Links {
+    reach: Reach,
+    identity: watch::Receiver<Arc<AgentIdentity>>,
+    servers: watch::Receiver<Arc<Vec<HostPort>>>,
+    current: Mutex<Option<Arc<Link>>>,
+}
+
+impl Links {
+    pub(super) fn new(
+        reach: Reach,
+        identity: watch::Receiver<Arc<AgentIdentity>>,
+        servers: watch::Receiver<Arc<Vec<HostPort>>>,
+    ) -> Self {
+        Self { reach, identity, servers, current: Mutex::default() }
+    }
+
+    /// Opens a stream. Without a target, what is carried says it.
+    ///
+    /// # Errors
+    /// No server can be reached.
+    pub(super) async fn open(&self, target: Option<&HostPort>) -> Result<Stream, String> {
+        let mut last = String::new();
+        for _ in 0..ATTEMPTS {
+            let link = self.link().await?;
+            match ask(&link, target).await {
+                Ok(stream) => return Ok(stream),
+                Err(error) => {
+                    // The server stops, or has gone: another one, or the next one at its address, takes over.
+                    link.used_up.cancel();
+                    last = link::reason(&error);
+                }
+            }
+        }
+        Err(last)
+    }
+
+    async fn link(&self) -> Result<Arc<Link>, String> {
+        let mut current = self.current.lock().await;
+        if let Some(link) = current.as_ref().filter(|link| !link.used_up.is_cancelled()) {
+            return Ok(link.clone());
+        }
+        *current = None;
+        let servers = self.servers.borrow().clone();
+        let mut reasons = Vec::new();
+        for server in servers.iter() {
+            match tokio::time::timeout(2 * HANDSHAKE_TIMEOUT, self.connect(server)).await {
+                Ok(Ok(link)) => return Ok(current.insert(link).clone()),
+                Ok(Err(error)) => reasons.push(format!("{server}: {error}")),
+                Err(_) => reasons.push(format!("{server}: no answer")),
+            }
+        }
+        Err(format!("no server can be reached: {}", reasons.join("; ")))
+    }
+
+    async fn connect(&self, server: &HostPort) -> io::Result<Arc<Link>> {
+        let tls = agent_tls(&self.identity.borrow(), ALPN_EDGE).map_err(io::Error::other)?;
+        let reached = self.reach.connect(&Server::Named(server.to_string())).await?;
+        link::tune_link(&reached.stream)?;
+        let stream = TlsConnector::from(tls).connect(server_name(), reached.stream).await?;
+        let io = LinkIo::new(stream);
+        let flow = io.flow();
+        let (send, mut connection) =
+            link::client_builder().handshake::<_, Bytes>(io).await.map_err(io::Error::other)?;
+        let pings = connection.ping_pong();
+        let (over, used_up) = (CancellationToken::new(), CancellationToken::new());
+        let stalls = StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize);
+        let link =
+            Arc::new(Link { send, flow: flow.clone(), stalls, over: over.clone(), used_up: used_up.clone() });
+        let ended = over.drop_guard();
+        let shared = flow.clone();
+        let driven = std::future::poll_fn(move |cx| {
+            shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
+            Pin::new(&mut connection).poll(cx)
+        });
+        let weak = Arc::downgrade(&link);
+        let server = server.clone();
+        // It ends with the connection, which ends when the last stream and the link are dropped.
+        tokio::spawn(async move {
+            let alive = async {
+                let Some(pings) = pings else { return std::future::pending().await };
+                let tick = || {
+                    if let Some(link) = weak.upgrade() {
+                        link.stalls.sweep();
+                    }
+                };
+                link::keep_alive(pings, &flow, tick).await
+            };
+            let reason = tokio::select! {
+                ended = driven => ended.err().map(|error| link::reason(&error)),
+                dead = alive => Some(dead.to_string()),
+            };
+            used_up.cancel();
+            drop(ended);
+            tracing::debug!(%server, reason, "the link for connections to the cloud has ended");
+        });
+        Ok(link)
+    }
+}
+
+async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::Error> {
+    let mut send = link.send.clone();
+    std::future::poll_fn(|cx| send.poll_ready(cx)).await?;
+    let mut request = Request::new(());
+    *request.method_mut() = Method::POST;
+    *request.version_mut() = Version::HTTP_2;
+    *request.uri_mut() = http::Uri::from_static(EDGE_CARRY_URI);
+    let headers = request.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(header::TE, HeaderValue::from_static("trailers"));
+    if let Some(target) = target.and_then(|target| HeaderValue::from_str(&target.to_string()).ok()) {
+        headers.insert(TARGET_HEADER, target);
+    }
+    let (response, stream) = send.send_request(request, false)?;
+    let answer = Box::pin(async move {
+        let response = tokio::time::timeout(ANSWER, response)
+            .await
+            .map_err(|_| RelayError::Dial(Outcome::TimedOut, "the server did not answer".to_owned()))??;
+        if response.status() != StatusCode::OK {
+            let reason = format!("the server answered with HTTP status {}", response.status());
+            return Err(RelayError::Dial(Outcome::Protocol, reason));
+        }
+        match Status::from_header_map(response.headers()) {
+            None => Ok(response.into_body()),
+            Some(status) => {
+                let reason = format!("the server refused: {}", printable(status.message(), 300));
+                Err(RelayError::Dial(Outcome::from_code(status.code()), reason))
+            }
+        }
+    });
+    Ok(Stream { link: link.clone(), send: stream, answer })
+}
+
+/// Where the streams go.
+const EDGE_CARRY_URI: &str = "https://server/postern.tunnel.v1.Edge/Carry";
+
+#[cfg(test)]
+mod tests {
+    use tunnel_core::carry::EDGE_CARRY_PATH;
+
+    use super::*;
+
+    #[test]
+    fn the_uri_has_the_path() {
+        assert_eq!(http::Uri::from_static(EDGE_CARRY_URI).path(), EDGE_CARRY_PATH);
+    }
+}

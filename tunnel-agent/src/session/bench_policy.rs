@@ -1,0 +1,84 @@
+//! Which measurements this agent takes part in: if at all, one at a time, and only so often.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tonic::Status;
+
+/// A server's `bench` takes three; so many may begin in a [`SPAN`].
+const AT_MOST: usize = 12;
+const SPAN: Duration = Duration::from_secs(60);
+/// How long one waits for the end of another.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Which measurements this agent takes part in.
+#[derive(Debug)]
+pub struct BenchPolicy {
+    allowed: bool,
+    one: Arc<Semaphore>,
+    /// When the last ones began.
+    begun: Mutex<VecDeque<Instant>>,
+}
+
+impl BenchPolicy {
+    pub fn new(allowed: bool) -> Self {
+        Self { allowed, one: Arc::new(Semaphore::new(1)), begun: Mutex::default() }
+    }
+
+    pub(super) async fn admit(&self, now: Instant) -> Result<OwnedSemaphorePermit, Status> {
+        if !self.allowed {
+            return Err(Status::permission_denied("this agent takes part in no measurements (--bench=off)"));
+        }
+        // The server may begin its next one before the end of the last one has arrived here.
+        let permit = tokio::time::timeout(PATIENCE, self.one.clone().acquire_owned()).await;
+        let Ok(Ok(permit)) = permit else {
+            return Err(Status::resource_exhausted("another measurement is under way"));
+        };
+        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        while begun.front().is_some_and(|at| now.duration_since(*at) >= SPAN) {
+            begun.pop_front();
+        }
+        if begun.len() >= AT_MOST {
+            return Err(Status::resource_exhausted(format!(
+                "{AT_MOST} measurements have begun within a minute"
+            )));
+        }
+        begun.push_back(now);
+        Ok(permit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn one_at_a_time_and_only_so_often() {
+        let (policy, now) = (BenchPolicy::new(true), Instant::now());
+        let first = policy.admit(now).await.unwrap();
+        assert_eq!(policy.admit(now).await.unwrap_err().code(), Code::ResourceExhausted);
+        // The next one is there before the first has ended.
+        let (second, ()) = tokio::join!(policy.admit(now), async {
+            tokio::time::sleep(PATIENCE / 2).await;
+            drop(first);
+        });
+        drop(second.unwrap());
+        for _ in 2..AT_MOST {
+            drop(policy.admit(now).await.unwrap());
+        }
+        let error = policy.admit(now + SPAN / 2).await.unwrap_err();
+        assert!(error.message().contains("12 measurements"), "{error}");
+        assert!(policy.admit(now + SPAN).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_policy_that_says_no_is_obeyed() {
+        let error = BenchPolicy::new(false).admit(Instant::now()).await.unwrap_err();
+        assert_eq!(error.code(), Code::PermissionDenied);
+        assert!(error.message().contains("--bench=off"), "{error}");
+    }
+}

@@ -1,0 +1,168 @@
+//! What the sessions know of another agent of this node: one that takes over from this one, or one that this takes over from.
+
+use std::collections::BTreeSet;
+use std::future::pending;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+/// How long the news of a session that the other agent had may be under way.
+const NEWS: Duration = Duration::from_secs(30);
+
+/// How far another agent of this node has taken over from this one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// There is none.
+    #[default]
+    Alone,
+    /// One is taking over, and is attached at these addresses.
+    Passing(BTreeSet<String>),
+    /// One has taken over.
+    Passed,
+}
+
+impl Phase {
+    /// Whether this agent keeps sessions with the server at this address.
+    fn leaves_to_us(&self, server: &str) -> bool {
+        match self {
+            Self::Alone => true,
+            Self::Passing(attached) => !attached.contains(server),
+            Self::Passed => false,
+        }
+    }
+}
+
+/// The takeovers of an agent; clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Handover(Arc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    phase: watch::Sender<Phase>,
+    /// When the last successor died.
+    died: Mutex<Option<Instant>>,
+    successor: AtomicBool,
+    /// When this agent had taken over.
+    succeeded: Mutex<Option<Instant>>,
+}
+
+/// Whether that was a moment ago.
+fn is_news(event: &Mutex<Option<Instant>>) -> bool {
+    event.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|event| event.elapsed() < NEWS)
+}
+
+impl Handover {
+    pub fn set(&self, phase: Phase) {
+        if phase == Phase::Alone {
+            *self.0.died.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        }
+        self.0.phase.send_replace(phase);
+    }
+
+    /// The addresses at which the successor is attached. Changes nothing once it has taken over.
+    pub fn set_attached(&self, servers: BTreeSet<String>) {
+        self.0.phase.send_if_modified(|phase| {
+            let passing = matches!(phase, Phase::Passing(_));
+            if passing {
+                *phase = Phase::Passing(servers);
+            }
+            passing
+        });
+    }
+
+    /// Whether this agent is taking over from another one: its sessions may replace those of that one.
+    pub fn set_successor(&self, successor: bool) {
+        let was = self.0.successor.swap(successor, Ordering::Relaxed);
+        if was && !successor {
+            *self.0.succeeded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        }
+    }
+
+    /// Also a moment after it has taken over: the other one may have attached once more at the last moment, when its link was
+    /// lost, and a server says so only now.
+    pub fn is_successor(&self) -> bool {
+        self.0.successor.load(Ordering::Relaxed) || is_news(&self.0.succeeded)
+    }
+
+    pub fn is_alone(&self) -> bool {
+        *self.0.phase.borrow() == Phase::Alone
+    }
+
+    pub fn has_passed(&self) -> bool {
+        *self.0.phase.borrow() == Phase::Passed
+    }
+
+    /// Whether a server may speak of a successor: there is one, or was a moment ago.
+    pub(super) fn knows_successor(&self) -> bool {
+        !self.is_alone() || is_news(&self.0.died)
+    }
+
+    async fn until(&self, reached: impl FnMut(&Phase) -> bool) {
+        // It holds the sender itself.
+        if self.0.phase.subscribe().wait_for(reached).await.is_err() {
+            pending::<()>().await;
+        }
+    }
+
+    /// Waits until there is no successor, or it has died.
+    pub(super) async fn alone(&self) {
+        self.until(|phase| *phase == Phase::Alone).await;
+    }
+
+    /// Waits until the server at this address is this agent's to dial.
+    pub(super) async fn ours(&self, server: &str) {
+        self.until(|phase| phase.leaves_to_us(server)).await;
+    }
+
+    /// Waits until a successor has taken over.
+    pub async fn passed(&self) {
+        self.until(|phase| *phase == Phase::Passed).await;
+    }
+
+    /// Waits until no successor is half-way.
+    pub async fn settled(&self) {
+        self.until(|phase| !matches!(phase, Phase::Passing(_))).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[test]
+    fn an_agent_keeps_what_its_successor_does_not_have_yet() {
+        let handover = Handover::default();
+        let dials = |server: &str| handover.ours(server).now_or_never().is_some();
+        let states = || (dials("a:1"), dials("b:1"), handover.settled().now_or_never().is_some());
+        assert_eq!((states(), handover.is_alone()), ((true, true, true), true));
+        handover.set(Phase::Passing(BTreeSet::new()));
+        assert_eq!(states(), (true, true, false), "it may not come that far");
+        handover.set_attached(BTreeSet::from(["a:1".to_owned()]));
+        assert_eq!((states(), handover.is_alone()), ((false, true, false), false));
+        handover.set(Phase::Passed);
+        handover.set_attached(BTreeSet::new());
+        assert_eq!(states(), (false, false, true));
+        assert!(handover.passed().now_or_never().is_some());
+        handover.set(Phase::Alone);
+        assert_eq!(states(), (true, true, true), "it has died");
+        assert!(handover.alone().now_or_never().is_some() && handover.knows_successor());
+        assert!(!Handover::default().knows_successor());
+    }
+
+    #[test]
+    fn what_the_agent_before_did_last_may_be_told_after_it_was_taken_over_from() {
+        let handover = Handover::default();
+        handover.set_successor(false);
+        assert!(!handover.is_successor(), "it has never taken over");
+        handover.set_successor(true);
+        assert!(handover.is_successor());
+        handover.set_successor(false);
+        assert!(handover.is_successor(), "the news may be under way");
+        let before = Instant::now().checked_sub(NEWS);
+        assert!(!is_news(&Mutex::new(before)), "it is none for ever");
+    }
+}

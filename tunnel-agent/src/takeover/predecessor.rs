@@ -1,0 +1,87 @@
+//! The side of the second agent: takes over from the first one.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use tunnel_core::lifecycle::ReadyGuard;
+use tunnel_core::takeover;
+
+use super::message::{Answer, Ask, Hello};
+use super::successor::Succession;
+use crate::session::{Handover, LinkSet};
+
+/// How long no server may have attached before those that are missing are not waited for.
+const QUIET: Duration = Duration::from_secs(3);
+/// How often to look.
+const CHECK: Duration = Duration::from_millis(20);
+
+/// The agent that runs on this node with the same state directory.
+pub(crate) type Predecessor = takeover::Predecessor<Hello>;
+
+/// Takes over from `before` once the servers have attached. Then keeps the connection open: as long as it is, that one knows
+/// that this agent lives.
+pub(crate) async fn take_over(
+    mut before: Predecessor,
+    links: Arc<LinkSet>,
+    handover: Handover,
+    succession: Arc<Succession>,
+    pending: ReadyGuard,
+) {
+    let (started, pid) = (Instant::now(), before.pid());
+    match hand_over(&mut before, &links).await {
+        Ok(servers) => tracing::info!(
+            pid,
+            servers,
+            took_ms = started.elapsed().as_millis(),
+            "took over from the agent before: it finishes what it carries"
+        ),
+        Err(error) => tracing::warn!(pid, %error, "the agent before ended meanwhile"),
+    }
+    handover.set_successor(false);
+    pending.ready();
+    succession.open();
+    before.ended().await;
+}
+
+/// At how many servers this agent is attached. As long as there is none, the agent before goes on.
+async fn hand_over(before: &mut Predecessor, links: &LinkSet) -> io::Result<usize> {
+    let wanted = before.own().attached.clone();
+    let (mut told, mut since) = (BTreeSet::new(), Instant::now());
+    loop {
+        let attached = links.attached_at();
+        if attached != told {
+            let Answer::Done = before.ask(&Ask::Attached(attached.clone())).await?;
+            (told, since) = (attached, Instant::now());
+        }
+        if is_enough(&wanted, &told, since.elapsed()) {
+            break;
+        }
+        sleep(CHECK).await;
+    }
+    let Answer::Done = before.ask(&Ask::Finish).await?;
+    Ok(told.len())
+}
+
+/// Whether nothing more is to be waited for.
+fn is_enough(wanted: &BTreeSet<String>, attached: &BTreeSet<String>, unchanged: Duration) -> bool {
+    wanted.is_subset(attached) || (!attached.is_empty() && unchanged > QUIET)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agent_before_is_needed_until_another_has_its_servers() {
+        let set = |servers: &[&str]| servers.iter().map(ToString::to_string).collect::<BTreeSet<_>>();
+        let (now, later) = (Duration::ZERO, QUIET * 100);
+        assert!(is_enough(&set(&[]), &set(&[]), now), "it has none itself");
+        assert!(!is_enough(&set(&["a:1"]), &set(&[]), later), "the line may be out, or this agent wrong");
+        assert!(!is_enough(&set(&["a:1", "b:1"]), &set(&["a:1"]), now));
+        assert!(is_enough(&set(&["a:1", "b:1"]), &set(&["a:1"]), later), "the other may be dead");
+        assert!(is_enough(&set(&["a:1"]), &set(&["a:1", "b:1"]), now));
+    }
+}

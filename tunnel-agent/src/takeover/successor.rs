@@ -1,0 +1,160 @@
+//! The side of the first agent: lets a second one take over, and goes on should that one die.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::admin::Accepting;
+use tunnel_core::identity::files::create_private_directory;
+use tunnel_core::lifecycle::Shutdown;
+use tunnel_core::log_once::LogOnce;
+use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
+
+use super::message::{Answer, Ask, Hello};
+use crate::identity::IdentityKeeper;
+use crate::session::{Handover, LinkSet, Phase};
+
+/// How long a renewal of the certificate that is under way is waited for.
+const RENEWAL: Duration = Duration::from_secs(1);
+/// How often to try to make the socket where the disk is full or read-only, or to accept.
+const RETRY: Duration = Duration::from_secs(10);
+
+/// Passes this agent's place on to a successor.
+pub(crate) struct Succession {
+    socket: PathBuf,
+    /// The admin port's.
+    copies: Copies,
+    admin: Option<Accepting>,
+    handover: Handover,
+    running: OnceLock<(Arc<LinkSet>, Arc<IdentityKeeper>)>,
+    /// Ends this agent once a successor has taken over.
+    ends: Option<Shutdown>,
+    open: CancellationToken,
+}
+
+impl Succession {
+    pub(crate) fn new(
+        state_dir: &Path,
+        copies: Copies,
+        admin: Option<Accepting>,
+        handover: Handover,
+        ends: Option<Shutdown>,
+    ) -> Self {
+        Self {
+            socket: socket_path(state_dir),
+            copies,
+            admin,
+            handover,
+            running: OnceLock::new(),
+            ends,
+            open: CancellationToken::new(),
+        }
+    }
+
+    /// There is something to pass on.
+    pub(crate) fn open(&self) {
+        self.open.cancel();
+    }
+
+    /// Only the first call counts.
+    pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
+        let _ = self.running.set((links, keeper));
+    }
+
+    /// Waits for successors once this agent has something to pass on. Never ends.
+    pub(crate) async fn run(self: Arc<Self>) {
+        self.open.cancelled().await;
+        let mut listener = self.listen().await;
+        loop {
+            match listener.accept().await {
+                Ok(stream) => {
+                    self.serve(stream).await;
+                    if !listener.is_found() {
+                        listener = self.listen().await;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a successor");
+                    tokio::time::sleep(RETRY).await;
+                }
+            }
+        }
+    }
+
+    async fn listen(&self) -> Listener {
+        let mut failing = LogOnce::default();
+        loop {
+            if let Some(directory) = self.socket.parent() {
+                // Before the first enrolment there is none; an error is the next one's, too.
+                let _ = create_private_directory(directory);
+            }
+            match Listener::bind(&self.socket) {
+                Ok(listener) => return listener,
+                Err(error) if failing.is_new(error.kind()) => {
+                    let path = self.socket.display();
+                    tracing::warn!(%path, %error, "no other agent can take over from this one; it is tried again");
+                }
+                Err(_) => {}
+            }
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    async fn serve(&self, mut stream: UnixStream) {
+        match self.pass(&mut stream).await {
+            Ok(()) => tracing::warn!("the successor has ended: this agent goes on"),
+            Err(error) => tracing::warn!(%error, "the successor is not understood: this agent goes on"),
+        }
+        if let Some(admin) = &self.admin {
+            admin.set(true);
+        }
+        self.handover.set(Phase::Alone);
+    }
+
+    /// Ends when the successor does.
+    async fn pass(&self, stream: &mut UnixStream) -> io::Result<()> {
+        let pid = takeover::successor(stream)?;
+        // Both would write the same files.
+        let renewals = match self.running.get() {
+            Some((_, keeper)) => tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await.ok(),
+            None => None,
+        };
+        let attached = self.running.get().map(|(links, _)| links.attached_at()).unwrap_or_default();
+        self.handover.set(Phase::Passing(BTreeSet::new()));
+        self.copies.greet(stream, env!("CARGO_PKG_VERSION"), Hello { attached }).await?;
+        if let Some(admin) = &self.admin {
+            admin.set(false);
+        }
+        tracing::info!(pid, "another agent takes over from this one");
+        while let Some(ask) = receive(stream).await? {
+            match ask {
+                Ask::Attached(servers) => {
+                    self.handover.set_attached(servers);
+                    send(stream, &Answer::Done).await?;
+                }
+                Ask::Finish => {
+                    self.handover.set(Phase::Passed);
+                    send(stream, &Answer::Done).await?;
+                    tracing::info!("the other agent has taken over: this one finishes what it carries");
+                    if let Some(shutdown) = &self.ends {
+                        shutdown.begin();
+                    }
+                }
+            }
+        }
+        drop(renewals);
+        Ok(())
+    }
+
+    /// Removes the socket, unless a successor has its own there.
+    pub(crate) fn close(&self) {
+        self.copies.close();
+        if self.open.is_cancelled() && self.handover.is_alone() {
+            let _ = std::fs::remove_file(&self.socket);
+        }
+    }
+}

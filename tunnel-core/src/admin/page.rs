@@ -1,0 +1,43 @@
+//! Pages for browsers.
+
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+
+/// Nothing but the program's own files and answers; no other page may show this one in a frame.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; \
+    form-action 'none'; frame-ancestors 'none'";
+
+/// A file that is in the program.
+#[derive(Clone, Copy, Debug)]
+pub struct Page {
+    pub path: &'static str,
+    pub content_type: &'static str,
+    pub body: &'static str,
+}
+
+impl Page {
+    pub(super) fn answer(self) -> Response {
+        let headers = [
+            (header::CONTENT_TYPE, self.content_type),
+            (header::CONTENT_SECURITY_POLICY, POLICY),
+            (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+            (header::REFERRER_POLICY, "no-referrer"),
+            // An upgraded program has others.
+            (header::CACHE_CONTROL, "no-cache"),
+        ];
+        (headers, self.body).into_response()
+    }
+}
+
+/// Leads on to another page. Relative, so that it is right behind `kubectl proxy` too.
+pub(super) fn lead_to(location: &'static str) -> Response {
+    (StatusCode::SEE_OTHER, [(header::LOCATION, location)]).into_response()
+}
+
+/// Whether a browser asks, and not curl or a script.
+pub(super) fn is_browser(headers: &HeaderMap) -> bool {
+    headers
+        .get(header::ACCEPT)
+        .and_then(|accept| accept.to_str().ok())
+        .is_some_and(|accept| accept.split(',').any(|kind| kind.trim().starts_with("text/html")))
+}

@@ -1,0 +1,144 @@
+//! What a bundle says of the host.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::process::Command;
+
+use super::archive::{Bundle, BundleError};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+/// Lines of the journal.
+const LINES: &str = "20000";
+
+const FILES: [&str; 16] = [
+    "/proc/version",
+    "/etc/os-release",
+    "/proc/uptime",
+    "/proc/loadavg",
+    "/proc/meminfo",
+    "/proc/self/limits",
+    "/proc/self/cgroup",
+    "/proc/self/mountinfo",
+    "/proc/net/dev",
+    "/proc/net/sockstat",
+    "/proc/net/snmp",
+    "/proc/net/netstat",
+    "/proc/sys/net/ipv4/tcp_rmem",
+    "/proc/sys/net/ipv4/tcp_wmem",
+    "/proc/sys/net/ipv4/tcp_allowed_congestion_control",
+    "/proc/sys/net/ipv4/tcp_mtu_probing",
+];
+
+/// Commands that an image may lack.
+const COMMANDS: [(&str, &[&str]); 7] = [
+    ("ip", &["address"]),
+    ("ip", &["route", "show", "table", "all"]),
+    ("ss", &["-tlnp"]),
+    ("iptables-save", &[]),
+    ("nft", &["list", "ruleset"]),
+    ("bpftool", &["net"]),
+    ("timedatectl", &[]),
+];
+
+/// Adds facts of kernel and network.
+///
+/// # Errors
+/// The bundle cannot be written.
+pub(super) async fn add_host(bundle: &mut Bundle) -> Result<(), BundleError> {
+    let mut text = String::new();
+    for path in FILES {
+        // Writing to a String does not fail.
+        let _ = match fs::read_to_string(path) {
+            Ok(content) => writeln!(text, "==> {path}\n{content}"),
+            Err(error) => writeln!(text, "==> {path}\n({error})\n"),
+        };
+    }
+    bundle.add("kernel.txt", "kernel, limits, mounts, network counters", Ok(text))?;
+    let mut text = String::new();
+    for (program, args) in COMMANDS {
+        let shown = [&[program][..], args].concat().join(" ");
+        let _ = match output(program, args).await {
+            Ok(out) => writeln!(text, "==> {shown}\n{out}"),
+            Err(reason) => writeln!(text, "==> {shown}\n({reason})\n"),
+        };
+    }
+    bundle.add("network.txt", "addresses, routes, listeners and rules of this host", Ok(text))
+}
+
+/// Adds the ends of these log files, or of the journal of these systemd units.
+///
+/// # Errors
+/// The bundle cannot be written.
+pub(super) async fn add_logs(
+    bundle: &mut Bundle,
+    files: &[PathBuf],
+    units: &str,
+    pods: &str,
+) -> Result<(), BundleError> {
+    for (number, file) in files.iter().enumerate() {
+        let text = fs::read(file).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let text = text.map_err(|error| format!("--log={}: {error}", file.display()));
+        bundle.add(&format!("log-{}.txt", number + 1), &format!("the end of {}", file.display()), text)?;
+    }
+    if !files.is_empty() {
+        return Ok(());
+    }
+    let args = ["--no-pager", "--output=short-iso", "--lines", LINES, "--unit", units];
+    let journal = match output("journalctl", &args).await {
+        Ok(text) if text.lines().all(|line| line.starts_with("-- ")) => {
+            Err(format!("the journal has nothing of {units}; {pods}, or name a file with --log"))
+        }
+        Ok(text) => Ok(text),
+        Err(reason) => Err(format!("{reason}; {pods}, or name a file with --log")),
+    };
+    bundle.add("log.txt", &format!("the journal of {units}"), journal)
+}
+
+/// Adds the names, sizes and modes of what is in the state directory; none of its content.
+///
+/// # Errors
+/// The bundle cannot be written.
+pub(super) fn add_state_directory(bundle: &mut Bundle, dir: &Path) -> Result<(), BundleError> {
+    let mut text = String::new();
+    let listed = list(dir, &mut text);
+    let listed = listed.map_err(|error| format!("--state-dir={}: {error}", dir.display()));
+    bundle.add(
+        "state-directory.txt",
+        "names, modes and sizes of the files in the state directory",
+        listed.map(|()| text),
+    )
+}
+
+fn list(dir: &Path, text: &mut String) -> io::Result<()> {
+    let mut entries = fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
+    entries.sort_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        let metadata = entry.metadata()?;
+        let mode = metadata.permissions().mode() & 0o7777;
+        let _ = writeln!(text, "{mode:04o} {:>10} {}", metadata.len(), entry.path().display());
+        if metadata.is_dir() {
+            list(&entry.path(), text)?;
+        }
+    }
+    Ok(())
+}
+
+async fn output(program: &str, args: &[&str]) -> Result<String, String> {
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null()).kill_on_drop(true);
+    match tokio::time::timeout(DEADLINE, command.output()).await {
+        Ok(Ok(output)) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        Ok(Ok(output)) => {
+            let said = String::from_utf8_lossy(&output.stderr);
+            Err(format!("{program}: {}", said.lines().next().unwrap_or("it failed")))
+        }
+        Ok(Err(error)) => Err(format!("{program}: {error}")),
+        Err(_) => Err(format!("{program}: no end within {} s", DEADLINE.as_secs())),
+    }
+}

@@ -1,0 +1,169 @@
+//! Takes secrets out of text: keys, tokens and passwords. Nothing here should have any; this is the second lock.
+
+const HIDDEN: &str = "***";
+/// Keys whose values are secrets, in flags, environment, headers, JSON and YAML.
+const KEYS: [&str; 9] = [
+    "token",
+    "password",
+    "passwd",
+    "secret",
+    "authorization",
+    "client-key-data",
+    "private-key",
+    "privatekey",
+    "cookie",
+];
+/// An enrolment token: an id, a dot, a secret.
+const ID: usize = 6;
+const SECRET: usize = 26;
+/// A JSON web token, as service accounts have: three parts of base64url, the first of which begins so.
+const JWT: &str = "eyJ";
+
+/// The text without what has the form of a secret, or stands where one would.
+pub fn redacted(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut in_key = false;
+    for line in text.split_inclusive('\n') {
+        let begins = line.contains("-----BEGIN") && line.contains("PRIVATE KEY");
+        let ends = line.contains("-----END") && line.contains("PRIVATE KEY");
+        if begins && !in_key {
+            out += "*** a private key was here ***\n";
+        }
+        if begins || in_key {
+            // One that was written on one line, as in JSON, begins and ends in it.
+            in_key = !ends;
+            continue;
+        }
+        out += &line_without_secrets(line);
+    }
+    out
+}
+
+fn line_without_secrets(line: &str) -> String {
+    let line = without_passwords(line);
+    let line = without_values(&line);
+    let mut out = String::with_capacity(line.len());
+    let mut rest = line.as_str();
+    while let Some(start) = rest.find(is_word) {
+        out += &rest[..start];
+        let word = &rest[start..];
+        let end = word.find(|letter| !is_word(letter)).unwrap_or(word.len());
+        out += if is_secret(&word[..end]) { HIDDEN } else { &word[..end] };
+        rest = &word[end..];
+    }
+    out + rest
+}
+
+fn is_word(letter: char) -> bool {
+    letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_')
+}
+
+fn is_secret(word: &str) -> bool {
+    let lower = |text: &str| text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
+    let enrolment = word
+        .split('.')
+        .collect::<Vec<_>>()
+        .windows(2)
+        .any(|pair| pair[0].len() == ID && pair[1].len() == SECRET && lower(pair[0]) && lower(pair[1]));
+    enrolment || word.starts_with(JWT) && word.matches('.').count() == 2
+}
+
+/// `http://USER:PASSWORD@HOST` without the password.
+fn without_passwords(line: &str) -> String {
+    let mut out = String::with_capacity(line.len());
+    let mut rest = line;
+    while let Some(at) = rest.find("://") {
+        let (before, after) = rest.split_at(at + 3);
+        out += before;
+        let end = after
+            .find(|letter: char| letter.is_whitespace() || "/\"'<>".contains(letter))
+            .unwrap_or(after.len());
+        match after[..end].rfind('@') {
+            Some(host) => {
+                out += HIDDEN;
+                rest = &after[host..];
+            }
+            None => rest = after,
+        }
+    }
+    out + rest
+}
+
+/// `key: value` and `key=value` without the values of secret keys.
+fn without_values(line: &str) -> String {
+    let lower = line.to_ascii_lowercase();
+    let mut hide = Vec::new();
+    for key in KEYS {
+        for (at, _) in lower.match_indices(key) {
+            let after = &lower[at + key.len()..];
+            let quote = after.len() - after.trim_start_matches(['"', '\'', '\\']).len();
+            let Some(sign) = after[quote..].strip_prefix([':', '=']) else { continue };
+            let blank = sign.len() - sign.trim_start_matches([' ', '"', '\'', '\\']).len();
+            let from = at + key.len() + quote + 1 + blank;
+            let value = &lower[from..];
+            // A header's value may have blanks: "Bearer …".
+            let words = if key == "authorization" || key == "cookie" { "\r\n\"'" } else { " \t\r\n\"',}\\" };
+            let end = value.find(|letter: char| words.contains(letter)).unwrap_or(value.len());
+            if end > 0 {
+                hide.push((from, from + end));
+            }
+        }
+    }
+    hide.sort_unstable();
+    let (mut out, mut done) = (String::with_capacity(line.len()), 0);
+    for (from, to) in hide {
+        if from < done {
+            continue;
+        }
+        out += &line[done..from];
+        out += HIDDEN;
+        done = to;
+    }
+    out + &line[done..]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn secrets_go_and_the_rest_stays() {
+        let token = format!("abc123.{}", "x".repeat(SECRET));
+        for (text, expected) in [
+            ("up 3 hours, session 7\n", "up 3 hours, session 7\n"),
+            ("--ca-hash=sha256:0011 --server=a:1\n", "--ca-hash=sha256:0011 --server=a:1\n"),
+            (&*format!("enrolled with {token}, then\n"), "enrolled with ***, then\n"),
+            (&format!("--token={token} --node=a\n"), "--token=*** --node=a\n"),
+            ("proxy http://user:pa%40ss@proxy:3128/ answers\n", "proxy http://***@proxy:3128/ answers\n"),
+            ("https://a.example/b@c stays\n", "https://a.example/b@c stays\n"),
+            ("{\"password\": \"hunter2\", \"a\": 1}\n", "{\"password\": \"***\", \"a\": 1}\n"),
+            ("Authorization: Bearer abc def\n", "Authorization: ***\n"),
+            ("bearer eyJhbGciOi.eyJpc3Mi.c2ln-_x end\n", "bearer *** end\n"),
+            ("token range 198.18.0.0/15\n", "token range 198.18.0.0/15\n"),
+            ("token-range=198.18.0.0/15\n", "token-range=198.18.0.0/15\n"),
+            ("token-file=/run/t\n", "token-file=/run/t\n"),
+            (
+                "a\n-----BEGIN PRIVATE KEY-----\nMIGH\n-----END PRIVATE KEY-----\nb\n",
+                "a\n*** a private key was here ***\nb\n",
+            ),
+            (
+                "x: \"-----BEGIN EC PRIVATE KEY-----\\nMIGH\\n-----END EC PRIVATE KEY-----\"\nb",
+                "*** a private key was here ***\nb",
+            ),
+        ] {
+            assert_eq!(redacted(text), expected);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_taken(text in "\\PC{0,200}", around in "[ -~\n]{0,40}") {
+            let token = format!("q7w8e9.{}", "0a1b2c3d4e5f6g7h8i9j0k1l2m");
+            let shown = redacted(&format!("{text}{around} {token}\n{around}"));
+            prop_assert!(!shown.contains("0a1b2c3d4e5f6g7h8i9j0k1l2m"));
+            redacted(&text);
+        }
+    }
+}

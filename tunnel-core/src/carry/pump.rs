@@ -1,0 +1,206 @@
+//! Relays bytes between one HTTP/2 stream of a link and a client that is not a plain TCP socket: TLS, a Unix socket, or the
+//! packets of another protocol. For sockets there is [`super::Relay`], which copies less.
+//!
+//! As there, flow control is returned to the sender only for bytes that the client has taken, so a client that does not
+//! read stops its own stream and no other.
+
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use h2::{Reason, RecvStream, SendStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_util::io::poll_read_buf;
+
+use super::error::{RelayError, Side};
+use super::forward::Held;
+use super::frame::{Deframer, FrameError, HEADER_LEN, header};
+use super::outward::{SMALL_READ, next_size, send_error, stream_reset};
+use super::stall::{Abort, StallBound};
+use super::traffic::Traffic;
+use super::{GRPC_STATUS, TARGET_RESET};
+use crate::link::{Bulk, Flow};
+use crate::text::printable;
+
+/// What relaying needs besides the client and the stream, on the server's end.
+#[derive(Debug)]
+pub struct Pump<'a> {
+    /// What is known about the link's path.
+    pub flow: &'a Flow,
+    /// The link's bound on receivers that do not read.
+    pub stalls: &'a StallBound,
+    /// Ends this connection from outside.
+    pub abort: &'a Arc<Abort>,
+    /// Counts the bytes.
+    pub traffic: &'a Traffic,
+}
+
+impl Pump<'_> {
+    /// Relays both ways until both directions have ended: an end of file of the client passes as the stream's end, and the
+    /// stream's end as a shutdown of the client's writing half.
+    ///
+    /// # Errors
+    /// Whatever ended the connection early. The stream is then reset; the client is not told anything.
+    pub async fn run(
+        &self,
+        read: &mut (impl AsyncRead + Unpin),
+        write: &mut (impl AsyncWrite + Unpin),
+        send: &mut SendStream<Bytes>,
+        mut stream: RecvStream,
+    ) -> Result<(), RelayError> {
+        let ended = tokio::select! {
+            biased;
+            (outcome, reason) = self.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
+            both = async { tokio::try_join!(self.outward(read, send), self.inward(&mut stream, write)) } => {
+                both.map(drop)
+            }
+        };
+        if let Err(error) = &ended {
+            send.send_reset(error.outcome(Side::Server).reset_reason());
+        }
+        ended
+    }
+
+    /// From the client to the stream, up to the client's end of file.
+    async fn outward(
+        &self,
+        client: &mut (impl AsyncRead + Unpin),
+        send: &mut SendStream<Bytes>,
+    ) -> Result<(), RelayError> {
+        let mut size = SMALL_READ;
+        let mut bulk = Bulk::new(self.flow);
+        loop {
+            let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
+            segment.put_bytes(0, HEADER_LEN);
+            let read = tokio::select! {
+                biased;
+                reset = poll_fn(|cx| send.poll_reset(cx)) => {
+                    return unless_unwanted(reset.map_or_else(RelayError::from, RelayError::Reset));
+                }
+                read = poll_fn(|cx| poll_read_buf(Pin::new(&mut *client), cx, &mut segment)) => {
+                    read.map_err(RelayError::Socket)?
+                }
+            };
+            if read == 0 {
+                return match send.send_data(Bytes::new(), true) {
+                    Ok(()) => Ok(()),
+                    Err(error) => unless_unwanted(send_error(send, error).await),
+                };
+            }
+            size = next_size(size, read, self.flow.piece());
+            bulk.set(size > SMALL_READ);
+            let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
+            segment[..HEADER_LEN].copy_from_slice(&head);
+            if let Err(error) = send_all(send, segment.freeze()).await {
+                return unless_unwanted(error);
+            }
+            self.traffic.count_from_socket(read);
+        }
+    }
+
+    /// From the stream to the client, with the stream's end.
+    async fn inward(
+        &self,
+        stream: &mut RecvStream,
+        client: &mut (impl AsyncWrite + Unpin),
+    ) -> Result<(), RelayError> {
+        let (mut deframer, mut held) = (Deframer::default(), Held::default());
+        loop {
+            let mut chunk = match held.next() {
+                Some(chunk) => chunk,
+                None if held.ended => break,
+                None => match stream.data().await.transpose()? {
+                    Some(chunk) => chunk,
+                    None => break,
+                },
+            };
+            let length = chunk.len();
+            while let Some(mut data) = deframer.next(&mut chunk)? {
+                while !data.is_empty() {
+                    let write = |cx: &mut Context<'_>| Pin::new(&mut *client).poll_write(cx, &data);
+                    let written = self.patiently(stream, &mut held, write).await?;
+                    if written == 0 {
+                        return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
+                    }
+                    let _ = data.split_to(written);
+                    self.traffic.count_to_socket(written);
+                }
+            }
+            self.patiently(stream, &mut held, |cx| Pin::new(&mut *client).poll_flush(cx)).await?;
+            stream.flow_control().release_capacity(length)?;
+        }
+        deframer.finish()?;
+        let trailers = stream.trailers().await?.unwrap_or_default();
+        match trailers.get(GRPC_STATUS) {
+            Some(status) if status == "0" => {}
+            Some(status) if status == TARGET_RESET => return Err(RelayError::TargetReset),
+            Some(status) => {
+                return Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32)));
+            }
+            None => return Err(RelayError::Status("no grpc-status".to_owned())),
+        }
+        match poll_fn(|cx| Pin::new(&mut *client).poll_shutdown(cx)).await {
+            // It has gone already, as it may.
+            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for the client to take something. What comes meanwhile is gathered, and counts as held for it.
+    async fn patiently<T>(
+        &self,
+        stream: &mut RecvStream,
+        held: &mut Held,
+        mut poll: impl FnMut(&mut Context<'_>) -> Poll<io::Result<T>>,
+    ) -> Result<T, RelayError> {
+        let mut blocked = None;
+        poll_fn(|cx| match poll(cx) {
+            Poll::Ready(done) => Poll::Ready(done.map_err(RelayError::Socket)),
+            Poll::Pending => {
+                if let Err(error) = held.gather(stream, cx) {
+                    return Poll::Ready(Err(error.into()));
+                }
+                let bytes = stream.flow_control().used_capacity();
+                match &mut blocked {
+                    None => {
+                        let ticket = self.stalls.enter(self.abort, cx.waker(), bytes);
+                        blocked = Some((ticket, Instant::now()));
+                    }
+                    Some((ticket, since)) => ticket.update(cx.waker(), bytes, || Some(since.elapsed())),
+                }
+                Poll::Pending
+            }
+        })
+        .await
+    }
+}
+
+/// A target that has answered in full may take no more (RFC 9113 section 8.1); the answer has the reason.
+fn unless_unwanted(error: RelayError) -> Result<(), RelayError> {
+    match error {
+        RelayError::Reset(Reason::NO_ERROR) => Ok(()),
+        error => Err(error),
+    }
+}
+
+async fn send_all(send: &mut SendStream<Bytes>, mut rest: Bytes) -> Result<(), RelayError> {
+    send.reserve_capacity(rest.len());
+    while !rest.is_empty() {
+        let capacity = send.capacity();
+        if capacity == 0 {
+            match poll_fn(|cx| send.poll_capacity(cx)).await {
+                Some(capacity) => capacity.map(drop)?,
+                None => return Err(RelayError::Reset(stream_reset(send).await)),
+            }
+            continue;
+        }
+        if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {
+            return Err(send_error(send, error).await);
+        }
+    }
+    Ok(())
+}

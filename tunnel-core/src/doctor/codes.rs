@@ -1,0 +1,142 @@
+//! Every code. docs/troubleshooting.md has a section for each, and a test compares the two.
+
+use super::code::{Code, Severity};
+
+macro_rules! codes {
+    ($($name:ident = $id:literal $severity:ident $meaning:literal;)*) => {
+        $(pub static $name: Code = Code { id: $id, severity: Severity::$severity, meaning: $meaning };)*
+
+        /// All of them, in the order of the checks.
+        pub static ALL: &[&Code] = &[$(&$name),*];
+    };
+}
+
+codes! {
+    // Both programs.
+    BAD_FLAGS = "bad-flags" Broken "the program does not start with these flags";
+    NOT_RUNNING = "not-running" Broken "no program answers on the admin address, so what follows is checked from outside only";
+    NOT_READY = "not-ready" Broken "the program runs, but waits for something before it can serve";
+    STATE_DIRECTORY_UNUSABLE = "state-directory-unusable" Broken "keys, certificates and tokens cannot be kept";
+    KEY_READABLE_BY_OTHERS = "key-readable-by-others" Warning "another user of this host can act in this program's name";
+    NAME_DOES_NOT_RESOLVE = "name-does-not-resolve" Broken "whoever is behind this name is not reached";
+    API_SERVER_UNREACHABLE = "api-server-unreachable" Broken "nodes, certificates and settings stay as they were last known";
+    API_RIGHT_MISSING = "api-right-missing" Broken "the API server refuses what this program has to read or write";
+    CLOCK_SKEW = "clock-skew" Broken "certificates of the other end count as not yet valid, or as expired";
+
+    // The server's host.
+    NO_PROGRAMS = "no-programs" Broken "this binary was built without its eBPF programs and cannot redirect";
+    KERNEL_LACKS_FEATURE = "kernel-lacks-feature" Broken "the redirect does not start on this kernel";
+    KERNEL_OLD = "kernel-old" Warning "connects to a node without a tunnel are accepted and then reset, instead of failing";
+    CAPABILITY_MISSING = "capability-missing" Broken "programs, maps and routes can neither be loaded nor examined";
+    CGROUP_UNUSABLE = "cgroup-unusable" Broken "the redirect has no cgroup to attach to";
+    FOREIGN_EXCLUSIVE_PROGRAM = "foreign-exclusive-program" Broken "another program forbids every further one at this hook";
+    FOREIGN_SK_LOOKUP = "foreign-sk-lookup" Warning "another program may take or drop redirected connections";
+    YURTTUNNEL_RULES = "yurttunnel-rules" Broken "YurtTunnel's rules still take the tunnelled ports";
+    KUBEEDGE_RULES = "kubeedge-rules" Broken "KubeEdge's rules take the tunnelled ports";
+    KUBE_PROXY_RULES = "kube-proxy-rules" Broken "kube-proxy takes a tunnelled port for a Service's";
+    FOREIGN_RULES = "foreign-rules" Broken "rules of another program take the tunnelled ports";
+    AGENT_PORT_FILTERED = "agent-port-filtered" Broken "agents do not get through to this server";
+    TOKEN_ROUTE_MISSING = "token-route-missing" Broken "redirected connects leave this host instead of reaching the server";
+    REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";
+    MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
+    PROGRAMS_LEFT_BEHIND = "programs-left-behind" Warning "programs of a server that was killed are still in the kernel";
+    PORT_TAKEN = "port-taken" Broken "the server cannot listen where its flags say";
+    LISTENER_SILENT = "listener-silent" Broken "a door that the server has opened is not reached from this host";
+    CA_UNUSABLE = "ca-unusable" Broken "no certificate can be issued or verified";
+    CA_EXPIRES = "ca-expires" Warning "when the root has expired no agent trusts any server";
+    SERVER_CERTIFICATE_UNTRUSTED = "server-certificate-untrusted" Broken "agents refuse this server";
+    INVENTORY_UNUSABLE = "inventory-unusable" Broken "the server has no nodes, or only earlier ones";
+    NO_EDGE_NODES = "no-edge-nodes" Warning "nothing is redirected: no node is taken for an edge node";
+    INVENTORY_CONFLICT = "inventory-conflict" Warning "some addresses do not lead to the node that names them";
+
+    // The agent's node.
+    NOT_ENROLLED = "not-enrolled" Broken "the agent has no certificate and nothing to get one with";
+    IDENTITY_UNUSABLE = "identity-unusable" Broken "the agent cannot use the certificate that it has";
+    IDENTITY_OF_ANOTHER_NODE = "identity-of-another-node" Broken "the certificate names another node than this one";
+    CERTIFICATE_EXPIRED = "certificate-expired" Broken "servers refuse this agent";
+    RENEWAL_OVERDUE = "renewal-overdue" Warning "the certificate should have been renewed and was not";
+    PROXY_UNREACHABLE = "proxy-unreachable" Broken "the HTTP proxy on the way to the servers does not answer";
+    PROXY_REFUSES = "proxy-refuses" Broken "the HTTP proxy does not pass the connection on";
+    SERVER_UNREACHABLE = "server-unreachable" Broken "no connection with this server";
+    HANDSHAKE_SILENT = "handshake-silent" Broken "the connection is accepted and then nobody answers";
+    MTU_BLACK_HOLE = "mtu-black-hole" Broken "large packets are lost on the way, and small ones pass";
+    NOT_A_TUNNEL_SERVER = "not-a-tunnel-server" Broken "something else answers at the server's address";
+    TLS_INTERCEPTED = "tls-intercepted" Broken "something on the way opens TLS and shows a certificate of its own";
+    CA_MISMATCH = "ca-mismatch" Broken "a tunnel-server answers, but of another CA than the one that this agent trusts";
+    NOT_ATTACHED = "not-attached" Broken "the agent runs, and no server has it attached";
+    SESSION_REFUSED = "session-refused" Broken "a server refuses this agent";
+    KUBELET_SILENT = "kubelet-silent" Warning "the tunnel leads to a node whose kubelet does not answer";
+    KUBELET_NOT_ALLOWED = "kubelet-not-allowed" Warning "this agent's policy does not let the servers reach the kubelet";
+
+    // The way to a node, by `tunnel-server test NODE`.
+    NODE_UNKNOWN = "node-unknown" Broken "connects to this node are not redirected, and its agent is refused";
+    NODE_WITHOUT_TUNNEL = "node-without-tunnel" Broken "connects to this node fail at once";
+    KUBELET_UNEXPECTED = "kubelet-unexpected" Broken "kubectl logs and exec fail, or whoever answers is not this node's kubelet";
+    PORT_NOT_REACHED = "port-not-reached" Warning "a tunnelled port of this node is not reached";
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+    use std::path::Path;
+
+    use super::ALL;
+
+    fn repository() -> &'static Path {
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+    }
+
+    #[test]
+    fn each_code_has_its_section_in_the_docs_and_each_section_its_code() {
+        let text = fs::read_to_string(repository().join("docs/troubleshooting.md")).unwrap();
+        let sections: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("### ")).collect();
+        let codes: Vec<&str> = ALL.iter().map(|code| code.id).collect();
+        assert_eq!(sections, codes, "the same codes in the same order");
+        assert_eq!(codes.iter().collect::<BTreeSet<_>>().len(), codes.len(), "a code is there twice");
+        for section in text.split("\n### ").skip(1) {
+            let body = section.lines().skip(1).take_while(|line| !line.starts_with('#'));
+            assert!(body.map(str::len).sum::<usize>() > 80, "too little is said about {section}");
+        }
+        for code in &codes {
+            assert!(code.bytes().all(|b| b.is_ascii_lowercase() || b == b'-'), "{code} is no anchor");
+        }
+    }
+
+    /// Where the tests put faults in.
+    const TESTS: [&str; 6] = [
+        "tests/scenarios/src/doctor",
+        "tunnel-server/tests/redirect_kernel",
+        "tunnel-kube/src",
+        "tunnel-server/src/doctor",
+        "tunnel-agent/src/doctor",
+        "tunnel-core/src/doctor",
+    ];
+
+    /// The text of tests below a directory: whole files of tests, and what follows `#[cfg(test)]`.
+    fn tests_below(dir: &Path, text: &mut String) {
+        for entry in fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display())) {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                tests_below(&path, text);
+            } else if path.file_name().is_some_and(|name| name != "codes.rs") {
+                let source = fs::read_to_string(&path).unwrap();
+                let whole =
+                    path.components().any(|part| part.as_os_str() == "tests") || path.ends_with("tests.rs");
+                let from = if whole { 0 } else { source.find("#[cfg(test)]").unwrap_or(source.len()) };
+                *text += &source[from..];
+            }
+        }
+    }
+
+    #[test]
+    fn a_test_injects_each_fault() {
+        let mut text = String::new();
+        for dir in TESTS {
+            tests_below(&repository().join(dir), &mut text);
+        }
+        let untested: Vec<&str> =
+            ALL.iter().map(|code| code.id).filter(|id| !text.contains(&format!("\"{id}\""))).collect();
+        assert!(untested.is_empty(), "no test expects {untested:?}");
+    }
+}

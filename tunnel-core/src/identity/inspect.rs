@@ -1,0 +1,167 @@
+//! What a server presents in a TLS handshake, whoever it is. For diagnosis only: nothing secret is sent on
+//! such a connection.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme, version};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+use super::certificate::{SERVER_NAME, alternative_names, parse, server_names_of_certificate};
+use super::tls::server_name;
+use crate::text::printable;
+
+/// Of an answer so much is read.
+const MAX_HEAD: u64 = 4 << 10;
+
+/// Shakes hands and closes the connection. Returns the chain, the server's certificate first. The server has the key of
+/// that certificate; nothing else about it is checked.
+///
+/// # Errors
+/// There is no TLS, or the server refuses.
+pub async fn presented_chain(stream: TcpStream, alpn: &[u8]) -> io::Result<Vec<CertificateDer<'static>>> {
+    let (chain, shaken) = shake_hands(stream, server_name(), alpn).await?;
+    match shaken {
+        // What was presented counts, also if the rest of the handshake fails.
+        Err(error) if chain.is_empty() => Err(error),
+        _ => Ok(chain),
+    }
+}
+
+/// An HTTPS server's certificates and the first line of its answer.
+#[derive(Clone, Debug)]
+pub struct HttpsAnswer {
+    /// The server's own certificate first.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// The DNS names and addresses in it.
+    pub names: Vec<String>,
+    pub status: Option<u16>,
+    line: String,
+}
+
+impl HttpsAnswer {
+    pub fn status_line(&self) -> &str {
+        &self.line
+    }
+}
+
+/// GETs a path without credentials, from a server whose certificate is not verified: nothing secret may be in the path.
+///
+/// # Errors
+/// There is no TLS, or no answer.
+pub async fn ask_https(stream: TcpStream, name: ServerName<'static>, path: &str) -> io::Result<HttpsAnswer> {
+    let host = name.to_str().into_owned();
+    let (chain, shaken) = shake_hands(stream, name, b"http/1.1").await?;
+    let mut stream = shaken?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await?;
+    let mut head = Vec::new();
+    // The end may lack TLS' close_notify.
+    if let Err(error) = stream.take(MAX_HEAD).read_to_end(&mut head).await
+        && head.is_empty()
+    {
+        return Err(error);
+    }
+    let head = String::from_utf8_lossy(&head);
+    let line = printable(head.lines().next().unwrap_or_default(), 100);
+    let status = line.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let names = chain.first().and_then(|leaf| alternative_names(&parse(leaf).ok()?).ok()).unwrap_or_default();
+    Ok(HttpsAnswer { chain, names, status, line })
+}
+
+type Shaken = io::Result<TlsStream<TcpStream>>;
+
+async fn shake_hands(
+    stream: TcpStream,
+    name: ServerName<'static>,
+    alpn: &[u8],
+) -> io::Result<(Vec<CertificateDer<'static>>, Shaken)> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let seen = Arc::new(Seen { chain: Mutex::default(), provider: Arc::clone(&provider) });
+    // Also the older version: an interceptor may know of no other.
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&version::TLS13, &version::TLS12])
+        .map_err(io::Error::other)?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::clone(&seen) as Arc<dyn ServerCertVerifier>)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![alpn.to_vec()];
+    let shaken = TlsConnector::from(Arc::new(config)).connect(name, stream).await;
+    let chain = std::mem::take(&mut *seen.chain.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok((chain, shaken))
+}
+
+/// What a foreign certificate says of itself: whom it is for and who issued it.
+pub fn describe_certificate(certificate: &CertificateDer<'_>) -> String {
+    match parse(certificate) {
+        Ok(parsed) => {
+            format!("a certificate for \"{}\", issued by \"{}\"", parsed.subject(), parsed.issuer())
+        }
+        Err(error) => format!("a certificate that cannot be read ({error})"),
+    }
+}
+
+/// Whether this could be a tunnel-server's certificate, of whichever CA.
+pub fn names_a_tunnel_server(certificate: &CertificateDer<'_>) -> bool {
+    server_names_of_certificate(certificate).is_ok_and(|names| names.iter().any(|name| name == SERVER_NAME))
+}
+
+#[derive(Debug)]
+struct Seen {
+    chain: Mutex<Vec<CertificateDer<'static>>>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Seen {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let chain = std::iter::once(end_entity).chain(intermediates);
+        let chain = chain.map(|certificate| certificate.clone().into_owned()).collect();
+        *self.chain.lock().unwrap_or_else(PoisonError::into_inner) = chain;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(
+            message,
+            certificate,
+            signature,
+            &self.provider.signature_verification_algorithms,
+        )
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(
+            message,
+            certificate,
+            signature,
+            &self.provider.signature_verification_algorithms,
+        )
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}

@@ -1,0 +1,362 @@
+//! How a program takes over from one of its kind that runs on the same host with the same state directory.
+//!
+//! The first one listens on a Unix socket in the state directory. The second connects there and is greeted with the
+//! listening sockets, whatever waits in them included. What the two say then is theirs: JSON behind a length of four bytes.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
+
+/// The socket's name in the state directory.
+const SOCKET: &str = "takeover";
+/// How long the first program may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
+/// The longest message, in bytes: a hundred thousand nodes need a twentieth.
+const LONGEST: usize = 128 << 20;
+/// Sockets that one program may pass on.
+const MOST_SOCKETS: usize = 160;
+/// Sent with the sockets, so that there is something to send them with.
+const MAGIC: [u8; 8] = *b"postern1";
+
+/// Where a program with this state directory waits for its successor.
+pub fn socket_path(state_dir: &Path) -> PathBuf {
+    state_dir.join(SOCKET)
+}
+
+/// The socket at which a program waits for its successor.
+#[derive(Debug)]
+pub struct Listener {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Its file's device and inode.
+    file: (u64, u64),
+}
+
+impl Listener {
+    /// Waits for successors at `path`, in place of whoever did so before.
+    ///
+    /// # Errors
+    /// The directory cannot be written, or is on a file system without sockets.
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        // Nobody listens there any more, or the program from which this one has taken over.
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        Ok(Self { listener, path: path.to_owned(), file: file(path)? })
+    }
+
+    /// The next successor.
+    ///
+    /// # Errors
+    /// Too many open files.
+    pub async fn accept(&self) -> io::Result<UnixStream> {
+        Ok(self.listener.accept().await?.0)
+    }
+
+    /// Whether it is still found. A successor that had taken over has its own in its place, also once it has died.
+    pub fn is_found(&self) -> bool {
+        file(&self.path).is_ok_and(|now| now == self.file)
+    }
+}
+
+fn file(path: &Path) -> io::Result<(u64, u64)> {
+    let metadata = std::fs::metadata(path)?;
+    Ok((metadata.dev(), metadata.ino()))
+}
+
+/// The process id of a successor.
+///
+/// # Errors
+/// It runs as a user that may not take over.
+pub fn successor(stream: &UnixStream) -> io::Result<Option<i32>> {
+    let peer = stream.peer_cred()?;
+    if peer.uid() != 0 && peer.uid() != nix::unistd::geteuid().as_raw() {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("user {}", peer.uid())));
+    }
+    Ok(peer.pid())
+}
+
+/// What the first program is, and what it has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Greeting<H> {
+    version: String,
+    pid: u32,
+    /// The listening sockets that come with this message, in their order: the name, and where it listens.
+    listeners: Vec<(String, SocketAddr)>,
+    own: H,
+}
+
+/// Listening sockets for a successor: the name of each, and where it listens.
+#[derive(Debug, Default)]
+pub struct Copies(Mutex<Vec<(String, SocketAddr, OwnedFd)>>);
+
+impl Copies {
+    pub fn new(copies: Vec<(String, SocketAddr, OwnedFd)>) -> Self {
+        Self(Mutex::new(copies))
+    }
+
+    /// Greets a successor: gives it the sockets, and says what is this kind of program's `own`.
+    ///
+    /// # Errors
+    /// Too many open files, or the successor is gone.
+    pub async fn greet<H: Serialize>(
+        &self,
+        stream: &mut UnixStream,
+        version: &str,
+        own: H,
+    ) -> io::Result<()> {
+        let (listeners, copies) = {
+            let sockets = self.lock();
+            let listeners: Vec<_> = sockets.iter().map(|(name, at, _)| (name.clone(), *at)).collect();
+            let copies = sockets.iter().map(|(_, _, socket)| socket.try_clone());
+            (listeners, copies.collect::<io::Result<Vec<_>>>()?)
+        };
+        let borrowed: Vec<_> = copies.iter().map(|socket| socket.as_fd()).collect();
+        send_sockets(stream, &borrowed).await?;
+        let greeting = Greeting { version: version.to_owned(), pid: std::process::id(), listeners, own };
+        send(stream, &greeting).await
+    }
+
+    /// One more.
+    pub fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
+        self.lock().push((name.to_owned(), at, socket));
+    }
+
+    /// Closes one that is of no use any more.
+    pub fn remove(&self, name: &str, at: SocketAddr) {
+        self.lock().retain(|(other, address, _)| other != name || *address != at);
+    }
+
+    /// Closes them, so that nothing waits in them once this program accepts no more.
+    pub fn close(&self) {
+        self.lock().clear();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(String, SocketAddr, OwnedFd)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The program that runs on this host with the same state directory, and says `H` of itself.
+#[derive(Debug)]
+pub struct Predecessor<H> {
+    stream: UnixStream,
+    greeting: Greeting<H>,
+    sockets: Vec<Option<OwnedFd>>,
+}
+
+impl<H: DeserializeOwned> Predecessor<H> {
+    /// None: there is none, or none that answers. In that case it has the ports, and binding them fails.
+    pub async fn find(state_dir: &Path) -> Option<Self> {
+        let path = socket_path(state_dir);
+        let stream = UnixStream::connect(&path).await.ok()?;
+        match timeout(ANSWER, Self::greeted(stream)).await {
+            Ok(Ok(found)) => {
+                let Greeting { version, pid, .. } = &found.greeting;
+                tracing::info!(version, pid, "taking over from the one that runs here");
+                Some(found)
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(path = %path.display(), %error, "the one that runs here cannot be taken over from");
+                None
+            }
+            Err(_) => {
+                tracing::warn!(path = %path.display(), "the one that runs here does not answer within 5 s");
+                None
+            }
+        }
+    }
+
+    async fn greeted(mut stream: UnixStream) -> io::Result<Self> {
+        let sockets = receive_sockets(&stream).await?;
+        let greeting: Greeting<H> = receive(&mut stream).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        if greeting.listeners.len() != sockets.len() {
+            let reason = format!("{} sockets came for {} listeners", sockets.len(), greeting.listeners.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        }
+        Ok(Self { stream, greeting, sockets: sockets.into_iter().map(Some).collect() })
+    }
+
+    pub fn own(&self) -> &H {
+        &self.greeting.own
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.greeting.pid
+    }
+
+    /// Its listening socket of this name at an address that `fits`.
+    pub fn listener(&mut self, name: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<TcpListener> {
+        let listener = TcpListener::from(self.socket(name, fits)?);
+        listener.set_nonblocking(true).ok()?;
+        Some(listener)
+    }
+
+    /// The same, of whatever kind it is.
+    pub fn socket(&mut self, name: &str, fits: impl Fn(SocketAddr) -> bool) -> Option<OwnedFd> {
+        let index = self.greeting.listeners.iter().position(|(other, at)| other == name && fits(*at))?;
+        self.sockets.get_mut(index)?.take()
+    }
+
+    /// Asks it for something.
+    ///
+    /// # Errors
+    /// It has ended, does not answer in time, or answers something else.
+    pub async fn ask<Q: Serialize, A: DeserializeOwned>(&mut self, ask: &Q) -> io::Result<A> {
+        let answered = async {
+            send(&mut self.stream, ask).await?;
+            receive(&mut self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+        };
+        timeout(ANSWER, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    }
+
+    /// Waits for its end. Until this is dropped it knows that its successor lives.
+    pub async fn ended(mut self) {
+        // It says nothing more.
+        let _ = self.stream.read_u8().await;
+    }
+}
+
+/// Sends one message.
+///
+/// # Errors
+/// The other one is gone.
+pub async fn send<T: Serialize>(stream: &mut UnixStream, message: &T) -> io::Result<()> {
+    let text = serde_json::to_vec(message)?;
+    let length = u32::try_from(text.len()).map_err(io::Error::other)?;
+    stream.write_all(&length.to_be_bytes()).await?;
+    stream.write_all(&text).await
+}
+
+/// The next message. None: the other one has closed the connection.
+///
+/// # Errors
+/// It is no such message.
+pub async fn receive<T: DeserializeOwned>(stream: &mut UnixStream) -> io::Result<Option<T>> {
+    let length = match stream.read_u32().await {
+        Ok(length) => length as usize,
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    if length > LONGEST {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("a message of {length} bytes")));
+    }
+    let mut text = vec![0; length];
+    stream.read_exact(&mut text).await?;
+    serde_json::from_slice(&text).map(Some).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+async fn send_sockets(stream: &UnixStream, sockets: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if sockets.len() > MOST_SOCKETS {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many listening sockets"));
+    }
+    let send = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_SOCKETS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !sockets.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(sockets));
+        }
+        Ok(sendmsg(stream.as_fd(), &[IoSlice::new(&MAGIC)], &mut control, SendFlags::NOSIGNAL)?)
+    };
+    // Eight bytes are sent as a whole: the buffer is empty.
+    let sent = stream.async_io(Interest::WRITABLE, send).await?;
+    if sent == MAGIC.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+}
+
+async fn receive_sockets(stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let mut magic = [0; MAGIC.len()];
+    let mut sockets = Vec::new();
+    let receive = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_SOCKETS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let slices = &mut [IoSliceMut::new(&mut magic)];
+        let received = recvmsg(stream.as_fd(), slices, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(passed) = message {
+                sockets.extend(passed);
+            }
+        }
+        Ok(received.bytes)
+    };
+    let received = stream.async_io(Interest::READABLE, receive).await?;
+    if received != MAGIC.len() || magic != MAGIC {
+        let reason = "it is not one of ours, or one of another kind";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+    }
+    Ok(sockets)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(listener: &TcpListener) -> (String, SocketAddr, OwnedFd) {
+        ("door".to_owned(), listener.local_addr().unwrap(), listener.try_clone().unwrap().into())
+    }
+
+    #[tokio::test]
+    async fn a_successor_gets_sockets_and_answers() {
+        let state = tempfile::tempdir().unwrap();
+        assert!(Predecessor::<Vec<u8>>::find(state.path()).await.is_none());
+        let path = socket_path(state.path());
+        // As a killed program leaves it.
+        drop(Listener::bind(&path).unwrap());
+        assert!(Predecessor::<Vec<u8>>::find(state.path()).await.is_none());
+        let replaced = Listener::bind(&path).unwrap();
+        assert!(replaced.is_found());
+        let waiting = Listener::bind(&path).unwrap();
+        assert!(waiting.is_found() && !replaced.is_found());
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+
+        let doors = ["127.0.0.1:0", "[::1]:0"].map(|at| TcpListener::bind(at).unwrap());
+        let addresses = doors.each_ref().map(|door| door.local_addr().unwrap());
+        let copies = Copies::new(doors.iter().map(copy).collect());
+        let first = tokio::spawn(async move {
+            let mut stream = waiting.accept().await.unwrap();
+            assert!(successor(&stream).unwrap().is_some());
+            copies.greet(&mut stream, "1.2.3", vec![7u8]).await.unwrap();
+            let asked: Option<String> = receive(&mut stream).await.unwrap();
+            send(&mut stream, &asked.map(|asked| asked.len())).await.unwrap();
+            // Its end is that of the connection.
+            assert_eq!(receive::<String>(&mut stream).await.unwrap(), None);
+        });
+        let mut second = Predecessor::<Vec<u8>>::find(state.path()).await.unwrap();
+        assert_eq!((second.own(), second.pid()), (&vec![7], std::process::id()));
+        assert!(second.listener("other", |_| true).is_none());
+        for at in addresses.iter().rev() {
+            let taken = second.listener("door", |other| other == *at).unwrap();
+            assert_eq!(taken.local_addr().unwrap(), *at);
+        }
+        assert!(second.listener("door", |_| true).is_none(), "each is given once");
+        assert_eq!(second.ask::<_, Option<usize>>(&"question").await.unwrap(), Some(8));
+        drop(second);
+        first.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_is_not_ours_is_refused() {
+        let (mut first, mut second) = UnixStream::pair().unwrap();
+        first.write_all(b"GET / HTTP/1.1").await.unwrap();
+        assert!(receive_sockets(&second).await.is_err());
+        first.write_all(&[0xff; 8]).await.unwrap();
+        assert!(receive::<String>(&mut second).await.is_err());
+    }
+}

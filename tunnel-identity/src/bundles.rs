@@ -1,0 +1,64 @@
+//! Installs the trust bundles that servers announce.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use rustls_pki_types::CertificateDer;
+use tokio::sync::mpsc;
+use tunnel_core::identity::{ALPN_GRPC, agent_tls};
+
+use crate::IdentityKeeper;
+use crate::enrollment::fetch_chain;
+use crate::reach::Reach;
+
+/// A trust bundle that a server announced over its link.
+#[derive(Debug)]
+pub struct Announced {
+    /// PEM.
+    pub bundle: String,
+    /// The server's address as configured.
+    pub server: String,
+    /// What the server presented in its TLS handshake, leaf first.
+    pub server_chain: Arc<[CertificateDer<'static>]>,
+}
+
+/// Installs what sessions announce, until none is left that could.
+pub async fn install_bundles(
+    keeper: Arc<IdentityKeeper>,
+    reach: Reach,
+    mut announced: mpsc::Receiver<Announced>,
+) {
+    while let Some(announced) = announced.recv().await {
+        match install_bundle(&keeper, &reach, &announced).await {
+            Ok(true) => {
+                tracing::info!(server = announced.server, "trusting the roots that the server announced");
+            }
+            Ok(false) => {}
+            Err(error) => {
+                tracing::error!(
+                    server = announced.server,
+                    error = format!("{error:#}"),
+                    "the roots that the server announced are refused; the present ones stay"
+                );
+            }
+        }
+    }
+}
+
+/// Roots are accepted only if they verify the server that announces them. A session may be older than the server's
+/// certificate, so the certificate that the server presents now counts too.
+async fn install_bundle(
+    keeper: &IdentityKeeper,
+    reach: &Reach,
+    announced: &Announced,
+) -> anyhow::Result<bool> {
+    if let Ok(installed) = keeper.install_bundle(&announced.bundle, &announced.server_chain).await {
+        return Ok(installed);
+    }
+    let tls = agent_tls(&keeper.current(), ALPN_GRPC)?;
+    let chain = fetch_chain(reach, &announced.server, &tls)
+        .await
+        .map_err(|error| anyhow::anyhow!("{}", error.reason()))
+        .context("fetching the server's present certificate")?;
+    Ok(keeper.install_bundle(&announced.bundle, &chain).await?)
+}

@@ -1,0 +1,45 @@
+//! Why there is no identity, for the operator.
+
+use std::path::PathBuf;
+
+use tunnel_core::identity::{Holder, IdentityError, NodeName};
+
+/// Why there is no identity, where trying again would not help.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnrollError {
+    /// A certificate, a key, a CA hash or a file.
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    /// Nothing on disk and nothing to enrol with.
+    #[error(
+        "there is no identity in {dir} and no --token to enrol with: run `tunnel-server token create {flag} {node}` \
+         on the server and start this {holder} once with the --token and --ca-hash that it prints",
+        dir = .state_dir.display(), flag = .holder.token_flag()
+    )]
+    NoToken { state_dir: PathBuf, holder: Holder, node: NodeName },
+    /// A token, but nothing to recognise the server by.
+    #[error(
+        "--token needs --ca-hash, without which the server cannot be known from an impostor: \
+         `tunnel-server token create {flag} {node}` prints both",
+        flag = .holder.token_flag()
+    )]
+    NoCaHash { holder: Holder, node: NodeName },
+    /// The identity on disk is another node's.
+    #[error(
+        "{path}: the identity is node {found}'s, but this is for node {expected}: fix --node-name, or give \
+         another --state-dir",
+        path = .path.display()
+    )]
+    OtherNode { path: PathBuf, found: NodeName, expected: NodeName },
+    /// A server refused, or this agent refused the server; asking again would not change it.
+    #[error(
+        "{server} refused the enrolment: {reason} (`tunnel-server token create {flag} {node}` makes a new token and \
+         prints the CA hash)",
+        flag = .holder.token_flag()
+    )]
+    Refused { server: String, reason: String, holder: Holder, node: NodeName },
+    /// No server to enrol at.
+    #[error("there is no server to enrol at; give --server HOST:PORT")]
+    NoServers,
+}

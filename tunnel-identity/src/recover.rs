@@ -1,0 +1,78 @@
+//! Enrolling again through the API server when renewing at a server can no longer help.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use tunnel_core::backoff::jittered;
+
+use crate::csr::CsrEnrolment;
+use crate::renew::IdentityKeeper;
+
+/// How often to re-check that enrolment is needed.
+const RECHECK: Duration = Duration::from_secs(1);
+/// The longest random delay when a server asks for another enrolment: it asks this agent alone.
+const ASKED_SPREAD: Duration = Duration::from_secs(2);
+
+/// How servers and this agent refuse each other's certificate; the stronger reason to enrol is the greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Refused {
+    /// From the first refusal to the last.
+    For(Duration),
+    /// A server, which this agent has verified, asks for another enrolment.
+    EnrollAgain,
+}
+
+/// Enrols again once the certificate has expired, the servers and this agent have refused each other's certificate for
+/// long enough, or a server asks for it. Runs until stopped.
+pub async fn recover(
+    enrolment: Arc<CsrEnrolment>,
+    keeper: Arc<IdentityKeeper>,
+    refused: impl Fn() -> Option<Refused>,
+) {
+    let pace = enrolment.pace;
+    // Why, and the longest random wait.
+    let needed = || {
+        if keeper.current().validity().is_over(SystemTime::now()) {
+            return Some(("the certificate has expired", pace.spread));
+        }
+        match refused() {
+            Some(Refused::EnrollAgain) => Some((
+                "a server asks for it: the Node was created again, or is readmitted",
+                pace.spread.min(ASKED_SPREAD),
+            )),
+            Some(Refused::For(time)) if time >= pace.patience => Some((
+                "no server takes the certificate or is verified by the roots: the CA may have been replaced",
+                pace.spread,
+            )),
+            _ => None,
+        }
+    };
+    loop {
+        tokio::time::sleep((pace.patience / 10).min(Duration::from_secs(5))).await;
+        let Some((_, spread)) = needed() else { continue };
+        tokio::time::sleep(jittered(spread, 1.0)).await;
+        // Renewals use the same pending key.
+        let pending_key = keeper.hold_pending_key().await;
+        let Some((reason, spread)) = needed() else { continue };
+        tracing::warn!(node = %enrolment.node, reason, "enrolling again");
+        let not_needed = async {
+            while needed().is_some() {
+                tokio::time::sleep((pace.patience / 10).min(RECHECK)).await;
+            }
+        };
+        let obtained = tokio::select! {
+            obtained = enrolment.obtain(spread) => obtained,
+            () = not_needed => {
+                tracing::info!(node = %enrolment.node, reason, "no need to enrol again any more");
+                continue;
+            }
+        };
+        // Not part of the select: files and memory must change together.
+        match obtained {
+            Ok(identity) => keeper.replace(identity).await,
+            Err(error) => tracing::error!(%error, "cannot enrol again"),
+        }
+        drop(pending_key);
+        tokio::time::sleep(pace.again).await;
+    }
+}

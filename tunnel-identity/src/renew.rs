@@ -1,0 +1,318 @@
+//! Renewing the certificate at a server over gRPC, with the present one, and following the roots that servers announce.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rustls_pki_types::CertificateDer;
+use tokio::sync::{Mutex as AsyncMutex, MutexGuard, watch};
+use tokio_util::task::AbortOnDropHandle;
+use tunnel_core::backoff::jittered;
+use tunnel_core::config::HostPort;
+use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, agent_tls, create_csr};
+use tunnel_core::proto::RenewRequest;
+
+use crate::attempt::{AttemptError, RETRIES, is_orphaned};
+use crate::enrollment::Connection;
+use crate::files::IdentityFiles;
+use crate::{EnrollConfig, EnrollError, IdentityMetrics};
+
+/// Sleeps are cut to this, so that a clock that was set, or a machine that slept, is noticed.
+const LONGEST_SLEEP: Duration = Duration::from_secs(600);
+/// Agents of one installation spread their renewals over this share of a life: 1/20 of it.
+const JITTER_SHARE: u32 = 20;
+/// After a rotation every agent renews soon; this spreads them.
+const ROTATION_JITTER: Duration = Duration::from_secs(60);
+/// How often to try to store what a full or read-only disk did not take.
+const STORE_RETRY: Duration = Duration::from_secs(10);
+/// When a renewal did not bring a certificate of the newest root: no sooner again than this.
+const ROTATION_RETRY: Duration = Duration::from_secs(300);
+
+/// Keeps the identity: renews the certificate at 80 % of its life, or early when another root signs now,
+/// and installs the roots that servers announce. Open sessions go on; new connections use the identity published last.
+pub struct IdentityKeeper {
+    renewer: Arc<Renewer>,
+    _tasks: [AbortOnDropHandle<()>; 2],
+}
+
+/// How an agent gets out when its certificate cannot be used any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recovery {
+    /// The operator starts it with a new token.
+    Token,
+    /// It enrols again through the API server.
+    ApiServer,
+}
+
+struct Renewer {
+    config: EnrollConfig,
+    recovery: Recovery,
+    servers: Mutex<Vec<String>>,
+    files: IdentityFiles,
+    current: watch::Sender<Arc<AgentIdentity>>,
+    /// Held while files and `current` change together. Whether the files are older than `current`, because the disk is
+    /// full or read-only: then that alone is in use.
+    storing: AsyncMutex<bool>,
+    /// Held from reading the pending key until what was issued for it is stored. Taken before `storing`.
+    pending_key: AsyncMutex<()>,
+    metrics: IdentityMetrics,
+}
+
+impl IdentityKeeper {
+    /// Starts to keep an identity that [`super::ensure_identity`] returned for this configuration. Needs a tokio
+    /// runtime; stops when dropped.
+    pub fn start(config: EnrollConfig, identity: AgentIdentity, metrics: IdentityMetrics) -> Self {
+        Self::with_recovery(config, identity, metrics, Recovery::Token)
+    }
+
+    /// [`IdentityKeeper::start`] for an identity that came from elsewhere.
+    pub fn with_recovery(
+        config: EnrollConfig,
+        identity: AgentIdentity,
+        metrics: IdentityMetrics,
+        recovery: Recovery,
+    ) -> Self {
+        metrics.set_not_after(identity.not_after());
+        let renewer = Arc::new(Renewer {
+            servers: Mutex::new(config.servers.clone()),
+            files: IdentityFiles::new(&config.state_dir, config.holder),
+            current: watch::Sender::new(Arc::new(identity)),
+            storing: AsyncMutex::default(),
+            pending_key: AsyncMutex::default(),
+            config,
+            recovery,
+            metrics,
+        });
+        let tasks =
+            [tokio::spawn(Arc::clone(&renewer).run()), tokio::spawn(Arc::clone(&renewer).store_again())];
+        Self { renewer, _tasks: tasks.map(AbortOnDropHandle::new) }
+    }
+
+    /// The identity to use for the next connection.
+    pub fn current(&self) -> Arc<AgentIdentity> {
+        Arc::clone(&self.renewer.current.borrow())
+    }
+
+    pub fn subscribe(&self) -> watch::Receiver<Arc<AgentIdentity>> {
+        self.renewer.current.subscribe()
+    }
+
+    /// Renews at these servers (`host:port`) from now on.
+    pub fn set_servers(&self, servers: Vec<String>) {
+        *self.renewer.servers.lock().unwrap_or_else(PoisonError::into_inner) = servers;
+    }
+
+    /// Renews at the servers known at each moment. Until some are known the earlier ones stay.
+    pub async fn follow_servers(self: Arc<Self>, mut known: watch::Receiver<Arc<Vec<HostPort>>>) {
+        loop {
+            let servers: Vec<_> = known.borrow_and_update().iter().map(ToString::to_string).collect();
+            if !servers.is_empty() {
+                self.set_servers(servers);
+            }
+            if known.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Trusts other roots from now on, as announced by a server that this agent has verified; false when they are the
+    /// present ones. `server_chain` is what that server presented in its TLS handshake, leaf first.
+    ///
+    /// # Errors
+    /// The text is no bundle, or does not verify the very server that sent it. The present roots stay then.
+    pub async fn install_bundle(
+        &self,
+        pem: &str,
+        server_chain: &[CertificateDer<'_>],
+    ) -> Result<bool, EnrollError> {
+        let bundle = TrustBundle::from_pem(pem)?;
+        let mut unsaved = self.renewer.storing.lock().await;
+        let current = self.current();
+        if current.bundle == bundle {
+            return Ok(false);
+        }
+        bundle.verify_server(server_chain)?;
+        let identity = current.with_bundle(bundle);
+        if !*unsaved {
+            let (files, bundle) = (self.renewer.files.clone(), identity.bundle.clone());
+            *unsaved = is_unsaved(&run_blocking(move || files.store_bundle(&bundle)).await);
+        }
+        tracing::info!(roots = ?identity.bundle.hashes(), "the server's trusted roots have changed");
+        if is_orphaned(&identity) && self.renewer.recovery == Recovery::Token {
+            tracing::error!(
+                node = %identity.node,
+                "the root that signed this certificate is no longer trusted: new connections will be refused until the \
+                 {} is started once with the --token and --ca-hash that `tunnel-server token create {} {}` prints",
+                identity.holder, identity.holder.token_flag(), identity.node
+            );
+        }
+        self.renewer.current.send_replace(Arc::new(identity));
+        Ok(true)
+    }
+
+    /// Stops renewals until the guard is dropped: the pending key is the holder's.
+    pub async fn hold_pending_key(&self) -> MutexGuard<'_, ()> {
+        self.renewer.pending_key.lock().await
+    }
+
+    /// Switches to the identity, and the roots, of a new enrolment. [`IdentityKeeper::hold_pending_key`] must have been
+    /// held since the pending key was read.
+    pub async fn replace(&self, identity: AgentIdentity) {
+        let mut unsaved = self.renewer.storing.lock().await;
+        self.renewer.store(identity, &mut unsaved).await;
+    }
+}
+
+/// Whether storing failed, which is logged.
+fn is_unsaved(stored: &Result<(), IdentityError>) -> bool {
+    if let Err(error) = stored {
+        tracing::error!(
+            %error,
+            "the new certificate or roots are in use but not stored, and a restart would use the old ones: make the \
+             state directory writable (disk full or read-only?); it is tried again"
+        );
+    }
+    stored.is_err()
+}
+
+/// An edge's disk may be slow to sync.
+async fn run_blocking(
+    work: impl FnOnce() -> Result<(), IdentityError> + Send + 'static,
+) -> Result<(), IdentityError> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|stopped| {
+        // The write panicked, or the runtime is being shut down.
+        Err(IdentityError::Key(format!("writing the identity was interrupted: {stopped}")))
+    })
+}
+
+/// Why a renewal is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Due {
+    Life,
+    Rotation,
+}
+
+impl Renewer {
+    async fn run(self: Arc<Self>) {
+        let mut identities = self.current.subscribe();
+        let mut futile = false;
+        loop {
+            let identity = Arc::clone(&identities.borrow_and_update());
+            let (at, due) = due(&identity, futile);
+            tokio::select! {
+                () = sleep_until(at) => {}
+                // An announced bundle may call for an early renewal.
+                changed = identities.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    continue;
+                }
+            }
+            tracing::info!(node = %identity.node, due = ?due, "renewing the certificate");
+            let renewed = self.renew_until_done().await;
+            futile = due == Due::Rotation && !renewed.is_signed_by_newest_root();
+        }
+    }
+
+    /// Tries for as long as it takes: even after the certificate expired, because the clock may be what is wrong.
+    async fn renew_until_done(&self) -> Arc<AgentIdentity> {
+        let mut backoff = RETRIES;
+        loop {
+            let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            for server in &servers {
+                let renewed = self.renew_from(server).await;
+                self.metrics.count(renewed.is_ok());
+                match renewed {
+                    Ok(identity) => {
+                        tracing::info!(node = %identity.node, server, "certificate renewed");
+                        return identity;
+                    }
+                    Err(error) => {
+                        tracing::warn!(server, reason = error.reason(), "renewal failed, will try again");
+                    }
+                }
+            }
+            let identity = Arc::clone(&self.current.borrow());
+            if identity.validity().is_over(SystemTime::now()) && self.recovery == Recovery::Token {
+                tracing::error!(
+                    node = %identity.node,
+                    "the certificate has expired: start the {} again with the --token and --ca-hash that \
+                     `tunnel-server token create {} {}` prints",
+                    identity.holder, identity.holder.token_flag(), identity.node
+                );
+            }
+            tokio::time::sleep(backoff.next_delay()).await;
+        }
+    }
+
+    async fn renew_from(&self, server: &str) -> Result<Arc<AgentIdentity>, AttemptError> {
+        let _pending_key = self.pending_key.lock().await;
+        let old = Arc::clone(&self.current.borrow());
+        let tls = agent_tls(&old, ALPN_GRPC).map_err(AttemptError::transient)?;
+        let key = self.files.pending_key_or_unsaved().map_err(AttemptError::transient)?;
+        let csr = create_csr(&key).map_err(AttemptError::transient)?;
+        let mut connection = Connection::open(&self.config.reach, server, &tls).await?;
+        let response = connection.client.renew(RenewRequest { csr }).await?;
+        let mut identity = connection.issued_identity(
+            &response.into_inner(),
+            &key,
+            (self.config.holder, &self.config.node),
+        )?;
+        let mut unsaved = self.storing.lock().await;
+        // Roots that were announced meanwhile are newer than the answer's.
+        let present = self.current.borrow().bundle.clone();
+        if present != old.bundle {
+            identity = identity.with_bundle(present);
+        }
+        Ok(self.store(identity, &mut unsaved).await)
+    }
+
+    /// Uses the identity from now on. `unsaved` is that of `storing`.
+    async fn store(&self, identity: AgentIdentity, unsaved: &mut bool) -> Arc<AgentIdentity> {
+        let identity = Arc::new(identity);
+        *unsaved = is_unsaved(&self.write(&identity).await);
+        self.metrics.set_not_after(identity.not_after());
+        self.current.send_replace(Arc::clone(&identity));
+        identity
+    }
+
+    async fn store_again(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(STORE_RETRY).await;
+            let mut unsaved = self.storing.lock().await;
+            let identity = Arc::clone(&self.current.borrow());
+            if *unsaved && self.write(&identity).await.is_ok() {
+                *unsaved = false;
+                tracing::info!("the certificate and the roots are stored");
+            }
+        }
+    }
+
+    async fn write(&self, identity: &Arc<AgentIdentity>) -> Result<(), IdentityError> {
+        let (files, identity) = (self.files.clone(), Arc::clone(identity));
+        run_blocking(move || files.store(&identity)).await
+    }
+}
+
+/// When to renew, and why. `futile`: the last renewal for a rotation still brought the old root's certificate.
+fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
+    let now = SystemTime::now();
+    let life = identity.validity().life();
+    let at = identity.renew_at() + jittered(life / JITTER_SHARE, 1.0);
+    if identity.is_signed_by_newest_root() {
+        return (at, Due::Life);
+    }
+    let soon = jittered(ROTATION_JITTER.min(life / JITTER_SHARE), 1.0);
+    let early = now + if futile { ROTATION_RETRY } else { Duration::ZERO } + soon;
+    if early < at { (early, Due::Rotation) } else { (at, Due::Life) }
+}
+
+/// By the wall clock, which is what certificates go by.
+async fn sleep_until(at: SystemTime) {
+    while let Ok(left) = at.duration_since(SystemTime::now()) {
+        if left.is_zero() {
+            return;
+        }
+        tokio::time::sleep(left.min(LONGEST_SLEEP)).await;
+    }
+}

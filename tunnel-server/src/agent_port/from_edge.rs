@@ -1,0 +1,160 @@
+//! A link over which an agent opens streams, for workloads on its node that are to reach something in the cloud or on another
+//! node. What they may reach is the policy's to say.
+
+use std::future::ready;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use h2::RecvStream;
+use h2::server::SendResponse;
+use http::Request;
+use tokio::net::TcpStream;
+use tokio_rustls::server::TlsStream;
+use tonic::Code;
+use tunnel_core::carry::{
+    Abort, EDGE_CARRY_PATH, Relay, Side, StallBound, TARGET_HEADER, Traffic, prepare_socket,
+};
+use tunnel_core::grpc::response;
+use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
+use tunnel_core::outcome::Outcome;
+
+use super::link::LinkContext;
+use super::passed_on::refuse;
+use super::peer::accept;
+use super::redirectors::Redirector as Standing;
+use crate::admission::{Share, Shares};
+use crate::door::{self, EDGE, Reception, Workload, WorkloadMap, pair};
+
+/// Longer targets are no host and port.
+const MAX_TARGET: usize = 300;
+
+/// What such links lead to.
+#[derive(Clone)]
+pub struct FromEdge {
+    pub(crate) reception: Reception,
+    /// Of the connections, and of the links.
+    pub(crate) shares: Shares,
+}
+
+/// An agent, as its certificate shows it.
+pub(super) struct Agent {
+    pub(super) standing: Standing,
+    pub(super) peer: SocketAddr,
+}
+
+/// Serves the link until it ends, or the agent may have none any more.
+pub(super) async fn serve(
+    context: Arc<LinkContext>,
+    from_edge: FromEdge,
+    stream: Box<TlsStream<TcpStream>>,
+    agent: Agent,
+    place: Share,
+) {
+    let io = LinkIo::new(*stream);
+    let flow = io.flow();
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::server_builder().handshake(io));
+    let Ok(Ok(mut link)) = handshake.await else {
+        return tracing::debug!(peer = %agent.peer, "no HTTP/2 from the agent");
+    };
+    let Some(pings) = link.ping_pong() else { return };
+    context.metrics.handshake("outbound");
+    let node = agent.standing.node.clone();
+    tracing::debug!(peer = %agent.peer, %node, "an agent has linked for its node's workloads");
+    let stalls = StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize);
+    let on_link = Arc::new(OnLink { from_edge, flow: flow.clone(), stalls, agent });
+    let mut dead = std::pin::pin!(link::keep_alive(pings, &flow, || on_link.stalls.sweep()));
+    let mut refused = std::pin::pin!(on_link.agent.standing.refused());
+    let mut draining = false;
+    let end = loop {
+        tokio::select! {
+            biased;
+            dead = &mut dead => break dead.to_string(),
+            refusal = &mut refused => break refusal.to_string(),
+            () = context.draining.cancelled(), if !draining => {
+                // The agent goes to another server with what is new.
+                draining = true;
+                link.graceful_shutdown();
+            }
+            accepted = accept(&mut link, &flow) => match accepted {
+                Some(Ok((request, respond))) => {
+                    tokio::spawn(on_link.clone().carry(request, respond));
+                }
+                Some(Err(error)) => break link::reason(&error),
+                None => break "the agent closed it".to_owned(),
+            },
+        }
+    };
+    drop(place);
+    tracing::debug!(%node, end, "an agent's link for its node's workloads has ended");
+}
+
+struct OnLink {
+    from_edge: FromEdge,
+    flow: Arc<Flow>,
+    stalls: StallBound,
+    agent: Agent,
+}
+
+impl OnLink {
+    /// Makes the stream one of a pair of sockets, and the other one a door's client.
+    async fn carry(self: Arc<Self>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+        if request.uri().path() != EDGE_CARRY_PATH {
+            return refuse(&mut respond, Code::Unimplemented, "no such method".to_owned());
+        }
+        let FromEdge { reception, shares } = &self.from_edge;
+        let place = match shares.admit(self.agent.peer.ip()) {
+            Ok(place) => place,
+            Err(full) => {
+                reception.context.metrics.over_limit(EDGE, &full);
+                return refuse(&mut respond, Code::ResourceExhausted, full.to_string());
+            }
+        };
+        let target = request.headers().get(TARGET_HEADER).map(|target| target.to_str().unwrap_or_default());
+        let target = target.map(|target| target.chars().take(MAX_TARGET).collect::<String>());
+        let paired =
+            pair().await.and_then(|(client, other)| prepare_socket(&other).map(|()| (client, other)));
+        let (client, mut other) = match paired {
+            Ok(pair) => pair,
+            Err(error) => return refuse(&mut respond, Code::ResourceExhausted, error.to_string()),
+        };
+        let workload = Workload {
+            reception: reception.clone(),
+            node: self.agent.standing.node.clone(),
+            agent: self.agent.peer,
+        };
+        let (context, shares, peer) = (reception.context.clone(), shares.clone(), self.agent.peer);
+        let drain = context.drain.clone();
+        match target {
+            Some(target) => {
+                let door = Arc::new(WorkloadMap { workload, target });
+                drain.spawn(door::receive(door, client, peer, context, shares, Some(place)));
+            }
+            None => {
+                let door = Arc::new(workload);
+                drain.spawn(door::receive(door, client, peer, context, shares, Some(place)));
+            }
+        }
+        let Ok(mut send) = respond.send_response(response(), false) else { return };
+        let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+        let relay = Relay {
+            side: Side::Agent,
+            flow: &self.flow,
+            stalls: &self.stalls,
+            abort: &abort,
+            traffic: &traffic,
+        };
+        let body = ready(Ok(request.into_body()));
+        let mut running = std::pin::pin!(relay.run(&mut other, Bytes::new(), &mut send, body));
+        let ended = tokio::select! {
+            ended = &mut running => ended,
+            () = drain.shutdown().forced() => {
+                abort.trigger(Outcome::Shutdown);
+                running.await
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(node = %self.agent.standing.node, %error, "a workload's connection ended");
+        }
+    }
+}

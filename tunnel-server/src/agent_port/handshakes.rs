@@ -1,0 +1,134 @@
+//! What the ports of agents do with a connection before it is known whose it is.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::runtime::Handle;
+use tokio_rustls::server::TlsStream;
+use tokio_util::task::TaskTracker;
+use tunnel_core::identity::ServerTls;
+use tunnel_core::link::{HANDSHAKE_TIMEOUT, tune_link};
+
+use super::gate::Gate;
+use super::link::LinkContext;
+use crate::accept::Gated;
+use crate::admission::Place;
+use crate::session::Workers;
+
+/// How long a client may take to send its first byte. An agent sends it at once.
+const SILENCE: Duration = Duration::from_secs(3);
+
+/// A connection without its handshake, on the worker that serves it.
+pub(super) struct Connection {
+    pub(super) socket: std::net::TcpStream,
+    pub(super) peer: SocketAddr,
+    pub(super) place: Place<IpAddr>,
+    pub(super) worker: Handle,
+}
+
+/// Accepts connections, and does their handshakes.
+#[derive(Clone)]
+pub(super) struct Handshakes {
+    /// Read at each of them.
+    pub(super) tls: Arc<ServerTls>,
+    pub(super) workers: Arc<Workers>,
+    pub(super) context: Arc<LinkContext>,
+    pub(super) gate: Arc<Gate>,
+    /// What has been accepted.
+    pub(super) links: TaskTracker,
+}
+
+impl Handshakes {
+    /// Accepts connections of `port` until the drain starts, and has each served on a worker. Counts and logs those that fail.
+    pub(super) async fn accept<F>(
+        &self,
+        port: &'static str,
+        mut listener: Gated,
+        serve: impl Fn(Connection) -> F,
+    ) where
+        F: Future<Output = Result<(), Error>> + Send + 'static,
+    {
+        loop {
+            let (socket, peer) = tokio::select! {
+                accepted = listener.accept(port) => accepted,
+                () = self.context.draining.cancelled() => return,
+            };
+            let Some(place) = self.gate.handshake(peer.ip()) else {
+                self.context.metrics.handshake("turned_away");
+                continue;
+            };
+            let socket = match socket.into_std() {
+                Ok(socket) => socket,
+                Err(error) => {
+                    tracing::debug!(%peer, %error, "connection lost before its handshake");
+                    continue;
+                }
+            };
+            let (worker, context) = (self.workers.next(), self.context.clone());
+            let served = serve(Connection { socket, peer, place, worker: worker.clone() });
+            worker.spawn(self.links.track_future(async move {
+                if let Some(Err(error)) = context.stop.run_until_cancelled(served).await {
+                    context.metrics.handshake(error.label());
+                    match error {
+                        Error::Failed(_) => {
+                            tracing::info!(%peer, port, %error, "handshake failed on the agent port");
+                        }
+                        // Strangers can have as many of these as they like.
+                        _ => tracing::debug!(%peer, port, %error, "connection to the agent port closed"),
+                    }
+                }
+            }));
+        }
+    }
+
+    /// The handshake of one, unless its place is needed for another.
+    pub(super) async fn shake(
+        &self,
+        socket: std::net::TcpStream,
+        place: &Place<IpAddr>,
+    ) -> Result<TlsStream<TcpStream>, Error> {
+        let shaken = async {
+            let socket = TcpStream::from_std(socket)?;
+            tune_link(&socket)?;
+            self.context.congestion.set(&socket)?;
+            tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
+            place.spoke();
+            let stream =
+                tokio::time::timeout(HANDSHAKE_TIMEOUT, self.tls.acceptor().accept(socket))
+                    .await
+                    .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "TLS handshake took too long"))??;
+            Ok(stream)
+        };
+        tokio::select! {
+            shaken = shaken => shaken,
+            () = place.evicted() => Err(Error::Evicted),
+        }
+    }
+}
+
+/// Why a connection got no further than its handshake.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("nothing was sent within {} s", SILENCE.as_secs())]
+    Silent,
+    #[error("it made room for another one")]
+    Evicted,
+    #[error("too many connections with this node's certificate, or with any, are not attached yet")]
+    Busy,
+    #[error(transparent)]
+    Failed(#[from] io::Error),
+}
+
+impl Error {
+    pub(super) const fn label(&self) -> &'static str {
+        match self {
+            Self::Silent => "silent",
+            Self::Evicted => "evicted",
+            Self::Busy => "turned_away",
+            Self::Failed(_) => "failed",
+        }
+    }
+}

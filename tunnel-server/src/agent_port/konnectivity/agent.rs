@@ -1,0 +1,58 @@
+//! The agent's end of a session's link, in this process.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::io::DuplexStream;
+use tokio::task::JoinSet;
+use tonic::{Status, Streaming};
+use tunnel_core::bench::BENCH_PATH;
+use tunnel_core::carry::CARRY_PATH;
+use tunnel_core::konnectivity::Packet;
+use tunnel_core::link::HANDSHAKE_TIMEOUT;
+use tunnel_core::proto::agent_server::AgentServer;
+use tunnel_core::{grpc, link};
+
+use super::carry::carry;
+use super::control::Control;
+use super::state::Agent;
+
+/// Serves the link until it or the agent's stream ends.
+///
+/// # Errors
+/// What the agent is to know of the end.
+pub(super) async fn serve(
+    agent: Arc<Agent>,
+    io: DuplexStream,
+    packets: Streaming<Packet>,
+) -> Result<(), Status> {
+    let handshake = link::server_builder().handshake::<_, Bytes>(io);
+    let Ok(Ok(mut link)) = tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await else {
+        return Err(Status::internal("no session was made"));
+    };
+    let service = AgentServer::new(Control(agent.clone()));
+    let mut reading = std::pin::pin!(agent.read(packets));
+    let mut left = std::pin::pin!(agent.left());
+    let mut under_way = JoinSet::new();
+    loop {
+        tokio::select! {
+            biased;
+            ended = &mut reading => return ended,
+            status = agent.refused.wait() => return Err(status.clone()),
+            () = &mut left => return Ok(()),
+            Some(_) = under_way.join_next() => {}
+            accepted = link.accept() => match accepted {
+                Some(Ok((request, mut respond))) => match request.uri().path() {
+                    CARRY_PATH => drop(under_way.spawn(carry(agent.clone(), request, respond))),
+                    BENCH_PATH => {
+                        let reason = "konnectivity's agents cannot be measured";
+                        grpc::refuse(&mut respond, &Status::permission_denied(reason));
+                    }
+                    _ => drop(under_way.spawn(grpc::serve(service.clone(), request, respond))),
+                },
+                Some(Err(error)) => return Err(Status::unavailable(link::reason(&error))),
+                None => return Ok(()),
+            },
+        }
+    }
+}

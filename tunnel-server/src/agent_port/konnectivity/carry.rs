@@ -1,0 +1,250 @@
+//! One connection: the stream that the session opens for it, and the packets that carry it to the agent.
+
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::{HeaderMap, HeaderValue, Request, header};
+use tokio::sync::mpsc;
+use tonic::Status;
+use tunnel_core::carry::{Deframer, HEADER_LEN, TARGET_HEADER, header as segment_header};
+use tunnel_core::grpc::{refuse, response};
+use tunnel_core::konnectivity::Packet;
+use tunnel_core::text::printable;
+
+use super::connections::{Arrived, Connections, Opened};
+use super::state::Agent;
+
+/// How long an agent may take to answer a dial: its own dial takes up to 5 s.
+const DIAL: Duration = Duration::from_secs(10);
+/// How long a target that sends nothing may go on after its client has ended its direction: this protocol has no half-close.
+const LINGER: Duration = Duration::from_secs(2);
+/// What one packet carries at most.
+const PACKET: usize = 32 << 10;
+const GRPC_STATUS: &str = "grpc-status";
+/// ABORTED: the target has reset the connection.
+const TARGET_RESET: &str = "10";
+
+/// Why a connection has ended early.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error(transparent)]
+    Stream(#[from] h2::Error),
+    #[error("the session's bytes are no segments")]
+    Frame,
+    #[error("the agent is gone")]
+    Gone,
+}
+
+/// Answers one Carry stream, from the request to the end of the connection.
+pub(super) async fn carry(agent: Arc<Agent>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+    let connections = &agent.connections;
+    let opened = match dial(connections, request.headers(), &mut respond).await {
+        Ok(Some(opened)) => opened,
+        Ok(None) => return,
+        Err(status) => return refuse(&mut respond, &status),
+    };
+    let connect_id = opened.connect_id;
+    match respond.send_response(response(), false) {
+        Ok(send) => relay(connections, opened, send, request.into_body()).await,
+        Err(error) => tracing::debug!(%error, "the session ended while the agent dialled"),
+    }
+    connections.close(connect_id).await;
+}
+
+/// None: the client gave up.
+async fn dial(
+    connections: &Connections,
+    headers: &HeaderMap,
+    respond: &mut SendResponse<Bytes>,
+) -> Result<Option<Opened>, Status> {
+    let target = headers.get(TARGET_HEADER).and_then(|value| value.to_str().ok());
+    let target: SocketAddr = target
+        .and_then(|text| text.parse().ok())
+        .ok_or_else(|| Status::invalid_argument(format!("{TARGET_HEADER} is not an IP address and port")))?;
+    let (random, answer) = connections.dial();
+    let given_up = async |status: Option<Status>| {
+        connections.forget_dial(random);
+        connections.send(Packet::close_dial(random)).await?;
+        status.map_or(Ok(None), Err)
+    };
+    connections.send(Packet::dial_request(target.to_string(), random)).await?;
+    tokio::select! {
+        biased;
+        answer = answer => match answer {
+            Ok(Ok(opened)) => Ok(Some(opened)),
+            Ok(Err(error)) => Err(status_of(target, &error)),
+            Err(_) => Err(Status::unavailable("the agent is gone")),
+        },
+        _ = poll_fn(|cx| respond.poll_reset(cx)) => given_up(None).await,
+        () = tokio::time::sleep(DIAL) => {
+            let reason = format!("the agent did not answer the dial of {target} within {} s", DIAL.as_secs());
+            given_up(Some(Status::deadline_exceeded(reason))).await
+        }
+    }
+}
+
+/// The status that tells a session what an agent's words do.
+fn status_of(target: SocketAddr, error: &str) -> Status {
+    let reason = format!("{target}: {}", printable(error, 300));
+    if error.contains("connection refused") || error.contains("connection reset") {
+        Status::unavailable(reason)
+    } else if error.contains("timeout") || error.contains("deadline exceeded") {
+        Status::deadline_exceeded(reason)
+    } else {
+        Status::not_found(reason)
+    }
+}
+
+async fn relay(
+    connections: &Connections,
+    Opened { connect_id, mut arrived }: Opened,
+    mut send: SendStream<Bytes>,
+    inbound: RecvStream,
+) {
+    let (taken, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let ended = {
+        let mut up = std::pin::pin!(up(connections, connect_id, inbound, &over));
+        let mut down = std::pin::pin!(down(&mut arrived, &mut send, &taken));
+        tokio::select! {
+            biased;
+            ended = &mut down => {
+                if ended.is_ok() {
+                    // What the client still sends goes nowhere, as after a close; it is told by the end of the stream.
+                    over.store(true, Ordering::Relaxed);
+                    let _ = tokio::time::timeout(LINGER, up).await;
+                }
+                ended
+            }
+            ended = &mut up => match ended {
+                Err(broken) => Err(broken),
+                Ok(()) => half_closed(connections, connect_id, &taken, down).await,
+            },
+        }
+    };
+    if let Err(broken) = ended {
+        tracing::debug!(connect_id, %broken, "a connection through a konnectivity agent ended early");
+        send.send_reset(Reason::CANCEL);
+    }
+}
+
+/// The client has ended its direction, and this protocol cannot say so. Its target may go on while it sends; then it is closed.
+async fn half_closed(
+    connections: &Connections,
+    connect_id: i64,
+    taken: &AtomicU64,
+    mut down: Pin<&mut impl Future<Output = Result<(), Broken>>>,
+) -> Result<(), Broken> {
+    let mut closing = false;
+    loop {
+        let before = taken.load(Ordering::Relaxed);
+        match tokio::time::timeout(LINGER, &mut down).await {
+            Ok(ended) => return ended,
+            Err(_) if taken.load(Ordering::Relaxed) != before => {}
+            Err(_) if closing => return Err(Broken::Gone),
+            Err(_) => {
+                closing = true;
+                // The answer ends `down`.
+                connections.send(Packet::close_request(connect_id)).await.map_err(|_| Broken::Gone)?;
+            }
+        }
+    }
+}
+
+/// From the session to the agent, up to the client's end. What comes after the connection is `over` is dropped.
+async fn up(
+    connections: &Connections,
+    connect_id: i64,
+    mut inbound: RecvStream,
+    over: &AtomicBool,
+) -> Result<(), Broken> {
+    let mut deframer = Deframer::default();
+    while let Some(chunk) = inbound.data().await {
+        let mut chunk = chunk?;
+        let length = chunk.len();
+        while let Some(mut data) = deframer.next(&mut chunk).map_err(|_| Broken::Frame)? {
+            while !data.is_empty() && !over.load(Ordering::Relaxed) {
+                let piece = data.split_to(data.len().min(PACKET));
+                connections.send(Packet::data(connect_id, piece)).await.map_err(|_| Broken::Gone)?;
+            }
+        }
+        inbound.flow_control().release_capacity(length)?;
+    }
+    Ok(())
+}
+
+/// From the agent to the session, with the target's end. Counts what was taken.
+async fn down(
+    arrived: &mut mpsc::UnboundedReceiver<Arrived>,
+    send: &mut SendStream<Bytes>,
+    taken: &AtomicU64,
+) -> Result<(), Broken> {
+    loop {
+        let next = tokio::select! {
+            biased;
+            next = arrived.recv() => next,
+            reset = poll_fn(|cx| send.poll_reset(cx)) => {
+                return Err(reset.map_or_else(Broken::from, |reason| Broken::Stream(reason.into())));
+            }
+        };
+        match next {
+            Some(Arrived::Data(data, room)) => {
+                let Some(head) = segment_header(data.len()) else { return Err(Broken::Frame) };
+                let mut segment = BytesMut::with_capacity(HEADER_LEN + data.len());
+                segment.put_slice(&head);
+                segment.put_slice(&data);
+                send_all(send, segment.freeze()).await?;
+                taken.fetch_add(data.len() as u64, Ordering::Relaxed);
+                drop(room);
+            }
+            Some(Arrived::Closed(error)) => {
+                let status = if error.is_empty() { "0" } else { TARGET_RESET };
+                let trailers = HeaderMap::from_iter([(
+                    header::HeaderName::from_static(GRPC_STATUS),
+                    HeaderValue::from_static(status),
+                )]);
+                send.send_trailers(trailers)?;
+                return Ok(());
+            }
+            None => return Err(Broken::Gone),
+        }
+    }
+}
+
+async fn send_all(send: &mut SendStream<Bytes>, mut rest: Bytes) -> Result<(), Broken> {
+    while !rest.is_empty() {
+        send.reserve_capacity(rest.len());
+        let capacity = match poll_fn(|cx| send.poll_capacity(cx)).await {
+            Some(capacity) => capacity?,
+            None => return Err(Broken::Gone),
+        };
+        send.send_data(rest.split_to(capacity.min(rest.len())), false)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+
+    #[test]
+    fn an_agents_words_become_a_status() {
+        let target = "192.168.50.2:10250".parse().unwrap();
+        for (error, code) in [
+            ("dial tcp 192.168.50.2:10250: connect: connection refused", Code::Unavailable),
+            ("dial tcp 192.168.50.2:10250: i/o timeout", Code::DeadlineExceeded),
+            ("context deadline exceeded", Code::DeadlineExceeded),
+            ("dial tcp 192.168.50.2:10250: connect: no route to host", Code::NotFound),
+        ] {
+            assert_eq!(status_of(target, error).code(), code, "{error}");
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! The dials and connections of one agent's stream, and what becomes of each packet.
+//!
+//! This protocol has no flow control of a single connection. What waits for a client is bounded: beyond that the stream is not
+//! read, for a while. A client that takes nothing meanwhile loses its connection, unless it has the only one: the others
+//! are not to wait for it any longer.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tonic::Status;
+use tunnel_core::konnectivity::packet::Payload;
+use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet};
+
+/// Bytes of one connection that may wait for its client.
+const WAITING: u32 = 4 << 20;
+/// How long the stream is not read for one client's sake, if others use it.
+const STALL: Duration = Duration::from_secs(2);
+const STALLED: &str =
+    "its client took nothing of the 4 MiB that waited for it, and others use the same agent";
+
+/// Packets to an agent; a failed one ends its stream.
+pub(super) type Packets = mpsc::Sender<Result<Packet, Status>>;
+
+/// What an agent has sent for a connection.
+#[derive(Debug)]
+pub(super) enum Arrived {
+    /// Dropping the permit makes room for more.
+    Data(Bytes, OwnedSemaphorePermit),
+    /// The target has ended, or failed with this.
+    Closed(String),
+}
+
+/// A connection that the agent has made.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) connect_id: i64,
+    pub(super) arrived: mpsc::UnboundedReceiver<Arrived>,
+}
+
+#[derive(Clone, Debug)]
+struct Inlet {
+    sender: mpsc::UnboundedSender<Arrived>,
+    room: Arc<Semaphore>,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    dials: HashMap<i64, oneshot::Sender<Result<Opened, String>>>,
+    open: HashMap<i64, Inlet>,
+}
+
+/// One stream's dials and connections.
+#[derive(Debug)]
+pub(super) struct Connections {
+    tables: Mutex<Tables>,
+    last_dial: AtomicI64,
+    packets: Packets,
+}
+
+impl Connections {
+    pub(super) fn new(packets: Packets) -> Self {
+        Self { tables: Mutex::default(), last_dial: AtomicI64::new(0), packets }
+    }
+
+    /// Sends a packet to the agent.
+    ///
+    /// # Errors
+    /// Its stream has ended.
+    pub(super) async fn send(&self, packet: Packet) -> Result<(), Status> {
+        self.packets.send(Ok(packet)).await.map_err(|_| Status::unavailable("the agent is gone"))
+    }
+
+    /// Ends once the agent's stream does.
+    pub(super) async fn ended(&self) {
+        self.packets.closed().await;
+    }
+
+    /// The number of a new dial, and its answer.
+    pub(super) fn dial(&self) -> (i64, oneshot::Receiver<Result<Opened, String>>) {
+        let (sender, answer) = oneshot::channel();
+        let random = self.last_dial.fetch_add(1, Ordering::Relaxed) + 1;
+        self.tables().dials.insert(random, sender);
+        (random, answer)
+    }
+
+    /// Forgets a dial whose answer nobody waits for.
+    pub(super) fn forget_dial(&self, random: i64) {
+        self.tables().dials.remove(&random);
+    }
+
+    /// Closes a connection, unless the agent has.
+    pub(super) async fn close(&self, connect_id: i64) {
+        let open = self.tables().open.remove(&connect_id);
+        if open.is_some() {
+            let _ = self.send(Packet::close_request(connect_id)).await;
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        let tables = self.tables();
+        tables.open.is_empty() && tables.dials.is_empty()
+    }
+
+    /// Takes a packet of the agent's.
+    pub(super) async fn take(&self, packet: Packet) {
+        match packet.payload {
+            Some(Payload::DialResponse(answer)) => self.dialled(answer),
+            Some(Payload::Data(data)) => self.data(data).await,
+            Some(Payload::CloseResponse(CloseResponse { error, connect_id })) => {
+                if let Some(inlet) = self.tables().open.remove(&connect_id) {
+                    let _ = inlet.sender.send(Arrived::Closed(error));
+                }
+            }
+            other => tracing::debug!(?other, "a packet that agents do not send was ignored"),
+        }
+    }
+
+    fn dialled(&self, DialResponse { error, connect_id, random }: DialResponse) {
+        let asker = self.tables().dials.remove(&random);
+        if !error.is_empty() {
+            if let Some(asker) = asker {
+                let _ = asker.send(Err(error));
+            }
+            return;
+        }
+        // Before anyone is told: the target's first bytes are right behind.
+        let (sender, arrived) = mpsc::unbounded_channel();
+        let room = Arc::new(Semaphore::new(WAITING as usize));
+        self.tables().open.insert(connect_id, Inlet { sender, room });
+        let told = asker.map(|asker| asker.send(Ok(Opened { connect_id, arrived })));
+        if !matches!(told, Some(Ok(()))) {
+            self.cut(connect_id);
+        }
+    }
+
+    async fn data(&self, Data { connect_id, data, .. }: Data) {
+        let inlet = self.tables().open.get(&connect_id).cloned();
+        // What was under way when a connection was closed.
+        let Some(inlet) = inlet else { return };
+        let length = u32::try_from(data.len()).unwrap_or(WAITING).min(WAITING);
+        match self.room(&inlet, length).await {
+            Some(permit) => {
+                let _ = inlet.sender.send(Arrived::Data(data, permit));
+            }
+            None => {
+                let _ = inlet.sender.send(Arrived::Closed(STALLED.to_owned()));
+                self.cut(connect_id);
+            }
+        }
+    }
+
+    /// None: the client takes too long, or has gone.
+    async fn room(&self, inlet: &Inlet, length: u32) -> Option<OwnedSemaphorePermit> {
+        loop {
+            let room = inlet.room.clone().acquire_many_owned(length);
+            tokio::select! {
+                biased;
+                room = tokio::time::timeout(STALL, room) => match room {
+                    Ok(permit) => return permit.ok(),
+                    Err(_) if self.tables().open.len() > 1 => return None,
+                    Err(_) => {}
+                },
+                () = inlet.sender.closed() => return None,
+            }
+        }
+    }
+
+    /// Ends a connection without waiting for the agent to take the packet.
+    fn cut(&self, connect_id: i64) {
+        let open = self.tables().open.remove(&connect_id);
+        if open.is_some() {
+            let packets = self.packets.clone();
+            tokio::spawn(async move { packets.send(Ok(Packet::close_request(connect_id))).await });
+        }
+    }
+
+    // Whole after every statement, so the panic of another holder does no harm.
+    fn tables(&self) -> MutexGuard<'_, Tables> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+
+    type Sent = mpsc::Receiver<Result<Packet, Status>>;
+
+    fn connections() -> (Connections, Sent) {
+        let (packets, sent) = mpsc::channel(8);
+        (Connections::new(packets), sent)
+    }
+
+    async fn open(connections: &Connections, connect_id: i64) -> Opened {
+        let (random, answer) = connections.dial();
+        connections.take(Packet::dial_response(random, Ok(connect_id))).await;
+        answer.await.unwrap().unwrap()
+    }
+
+    async fn closed(sent: &mut Sent) -> i64 {
+        match sent.recv().await.unwrap().unwrap().payload {
+            Some(Payload::CloseRequest(request)) => request.connect_id,
+            other => panic!("{other:?} instead of CLOSE_REQ"),
+        }
+    }
+
+    #[tokio::test]
+    async fn what_comes_right_behind_an_answer_is_kept() {
+        let (connections, mut sent) = connections();
+        let (random, answer) = connections.dial();
+        connections.take(Packet::dial_response(random, Ok(1))).await;
+        connections.take(Packet::data(1, Bytes::from_static(b"banner"))).await;
+        connections.take(Packet::close_response(1, String::new())).await;
+        let mut opened = answer.await.unwrap().unwrap();
+        assert!(matches!(opened.arrived.recv().await, Some(Arrived::Data(data, _)) if data == "banner"));
+        assert!(matches!(opened.arrived.recv().await, Some(Arrived::Closed(error)) if error.is_empty()));
+        assert!(connections.is_empty());
+        // Given up meanwhile.
+        let (random, answer) = connections.dial();
+        drop(answer);
+        connections.take(Packet::dial_response(random, Ok(2))).await;
+        assert_eq!(closed(&mut sent).await, 2);
+        let (random, answer) = connections.dial();
+        connections.forget_dial(random);
+        connections.take(Packet::dial_response(random, Ok(3))).await;
+        assert_eq!(closed(&mut sent).await, 3);
+        assert!(answer.await.is_err() && connections.is_empty());
+        let (random, answer) = connections.dial();
+        connections.take(Packet::dial_response(random, Err("connection refused".to_owned()))).await;
+        assert_eq!(answer.await.unwrap().unwrap_err(), "connection refused");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
+        let (connections, mut sent) = connections();
+        let mut stalled = open(&connections, 1).await;
+        let piece = Bytes::from(vec![0; 1 << 20]);
+        for _ in 0..4 {
+            connections.take(Packet::data(1, piece.clone())).await;
+        }
+        let more = || connections.take(Packet::data(1, piece.clone()));
+        // Alone, it has the agent wait.
+        assert!(timeout(STALL * 10, more()).await.is_err());
+        let mut other = open(&connections, 2).await;
+        // One that takes a piece gets the next.
+        assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Data(..))));
+        more().await;
+        let started = Instant::now();
+        more().await;
+        assert_eq!(started.elapsed(), STALL);
+        assert_eq!(closed(&mut sent).await, 1);
+        for _ in 0..4 {
+            assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Data(..))));
+        }
+        assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Closed(error)) if error == STALLED));
+        connections.take(Packet::data(2, Bytes::from_static(b"goes on"))).await;
+        assert!(matches!(other.arrived.recv().await, Some(Arrived::Data(data, _)) if data == "goes on"));
+    }
+}

@@ -1,0 +1,120 @@
+//! konnectivity's agents, on a port of their own: its AgentService, over TLS.
+//!
+//! Each stream becomes the session of its node, as if a tunnel-agent had attached: an agent's end of a link runs in this
+//! process ([`agent`]), and translates what the session asks for to packets. So every door, the access log, the bounds and
+//! other servers treat these nodes as any other.
+
+mod agent;
+mod carry;
+mod connections;
+mod context;
+mod control;
+mod identity;
+mod service;
+mod state;
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::config::HostPort;
+use tunnel_core::identity::{Client, client_of_certificate, validity};
+use tunnel_core::konnectivity::LARGEST_MESSAGE;
+use tunnel_core::konnectivity::agent_service_server::AgentServiceServer;
+use tunnel_core::link::{PING_INTERVAL, PING_TIMEOUT};
+
+use super::attach::Presented;
+use super::handshakes::{Connection, Error, Handshakes};
+use crate::accept::Gated;
+use context::Context;
+use service::Service;
+
+pub(crate) use context::Tokens;
+
+/// The listener's name in logs, and for a successor.
+pub(crate) const NAME: &str = "konnectivity";
+/// How long an agent may take from its handshake to its stream.
+const ATTACH: Duration = Duration::from_secs(30);
+/// An agent has one stream on a connection.
+const MOST_STREAMS: u32 = 4;
+/// Bytes that an agent may send before it has to wait for them to be taken.
+const STREAM_WINDOW: u32 = 1 << 20;
+/// The same of one connection.
+const CONNECTION_WINDOW: u32 = 4 << 20;
+
+/// The port.
+pub(crate) struct KonnectivityPort {
+    handshakes: Handshakes,
+    context: Arc<Context>,
+}
+
+impl KonnectivityPort {
+    /// `peers`: the other servers.
+    pub(super) fn new(
+        handshakes: Handshakes,
+        tokens: Tokens,
+        peers: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+    ) -> Self {
+        let Handshakes { context: link, gate, links, .. } = handshakes.clone();
+        Self { handshakes, context: Arc::new(Context { link, gate, links, tokens, peers }) }
+    }
+
+    /// Accepts connections until the drain starts.
+    pub(crate) async fn serve(self: Arc<Self>, listener: Gated) {
+        let serve = |connection| {
+            let port = self.clone();
+            async move { port.serve_one(connection).await }
+        };
+        self.handshakes.accept(NAME, listener, serve).await;
+    }
+
+    async fn serve_one(&self, Connection { socket, peer, place, worker }: Connection) -> Result<(), Error> {
+        let stream = self.handshakes.shake(socket, &place).await?;
+        let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()).cloned();
+        let denied = |why: &dyn ToString| io::Error::new(io::ErrorKind::PermissionDenied, why.to_string());
+        let certified = match &certificate {
+            Some(certificate) => match client_of_certificate(certificate).map_err(|error| denied(&error))? {
+                Client::Agent(node) => {
+                    let issued = validity(certificate).map_err(|error| denied(&error))?.issued();
+                    Some(Presented { node, issued })
+                }
+                _ => return Err(denied(&"its certificate is not an agent's").into()),
+            },
+            None => None,
+        };
+        let attached = CancellationToken::new();
+        let service =
+            Service { context: self.context.clone(), peer, certified, worker, attached: attached.clone() };
+        let service = AgentServiceServer::new(service).max_decoding_message_size(LARGEST_MESSAGE);
+        let served = http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_concurrent_streams(MOST_STREAMS)
+            .keep_alive_interval(PING_INTERVAL)
+            .keep_alive_timeout(PING_TIMEOUT)
+            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
+        let mut served = std::pin::pin!(served);
+        let ended = tokio::select! {
+            ended = &mut served => ended,
+            () = attached.cancelled() => {
+                drop(place);
+                served.await
+            }
+            () = place.evicted() => return Err(Error::Evicted),
+            () = tokio::time::sleep(ATTACH) => {
+                return Err(io::Error::other(format!("it called nothing within {} s", ATTACH.as_secs())).into());
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(%peer, %error, "a konnectivity agent's connection ended");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,163 @@
+//! AgentService: one call is one agent's stream.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::konnectivity::Packet;
+use tunnel_core::konnectivity::agent_service_server::AgentService;
+use tunnel_core::link::Flow;
+use tunnel_core::proto::Hello;
+use tunnel_core::text::printable;
+
+use super::agent;
+use super::connections::Packets;
+use super::context::Context;
+use super::identity::node_by_token;
+use super::state::Agent;
+use crate::agent_port::attach::{self, Presented};
+use crate::agent_port::gate::Certified;
+
+/// What such an agent is shown as.
+const VERSION: &str = "konnectivity";
+/// Packets to an agent that wait for it to read, of at most 32 KiB each.
+const PACKETS: usize = 64;
+/// Bytes between the session and the agent's end of it, each way.
+const PIPE: usize = 256 << 10;
+/// How long an agent's second stream waits for the end of its first: an agent closes one with a server that it has already.
+const OLDER: Duration = Duration::from_secs(5);
+
+/// The service of one connection.
+pub(super) struct Service {
+    pub(super) context: Arc<Context>,
+    pub(super) peer: SocketAddr,
+    /// By its certificate.
+    pub(super) certified: Option<Presented>,
+    pub(super) worker: Handle,
+    /// Cancelled by the first call that is let in.
+    pub(super) attached: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl AgentService for Service {
+    type ConnectStream = ReceiverStream<Result<Packet, Status>>;
+
+    async fn connect(
+        &self,
+        request: Request<Streaming<Packet>>,
+    ) -> Result<Response<Self::ConnectStream>, Status> {
+        let (metadata, peer) = (request.metadata(), self.peer);
+        let turned_away = |status: Status| {
+            tracing::warn!(%peer, reason = printable(status.message(), 300), "a konnectivity agent is not let in");
+            self.context.link.metrics.handshake("failed");
+            status
+        };
+        let agent_id = single(metadata, "agentid").map_err(turned_away)?;
+        let presented = match &self.certified {
+            Some(presented) => presented.clone(),
+            None => {
+                let node = node_by_token(&self.context.tokens, metadata).await.map_err(turned_away)?;
+                // The API server takes no token of a node that was deleted.
+                Presented { node, issued: SystemTime::now() }
+            }
+        };
+        let node = presented.node.clone();
+        let identifiers = single(metadata, "agentidentifiers").unwrap_or_default();
+        tracing::info!(
+            %node, %peer,
+            agent_id = printable(&agent_id, 100),
+            identifiers = printable(&identifiers, 300),
+            "a konnectivity agent calls; its node is that of its certificate or token"
+        );
+        if let Some(live) = self.context.link.sessions.get(&node)
+            && live.agent_version != VERSION
+        {
+            let reason = format!("node {node} has a tunnel-agent, which is attached");
+            return Err(turned_away(Status::failed_precondition(reason)));
+        }
+        let Some(place) = self.context.gate.certified(&node, peer.ip()) else {
+            return Err(turned_away(Status::resource_exhausted("too many connections of this node")));
+        };
+        self.attached.cancel();
+        let (packets, answers) = mpsc::channel(PACKETS);
+        let servers = self.context.peers.borrow().len() + 1;
+        let mut response = Response::new(ReceiverStream::new(answers));
+        let server_id = MetadataValue::try_from(&self.context.link.server_id);
+        let server_id = server_id.map_err(|error| Status::internal(error.to_string()))?;
+        response.metadata_mut().insert("serverid", server_id);
+        response.metadata_mut().insert("servercount", servers.into());
+        let stream = Stream {
+            context: self.context.clone(),
+            peer,
+            presented,
+            place,
+            worker: self.worker.clone(),
+            packets: packets.clone(),
+        };
+        let stop = self.context.link.stop.clone();
+        tokio::spawn(self.context.links.track_future(async move {
+            let Some(Err(status)) = stop.run_until_cancelled(stream.run(request.into_inner())).await else {
+                return;
+            };
+            tracing::debug!(%peer, %status, "a konnectivity agent's stream ended");
+            let _ = packets.try_send(Err(status));
+        }));
+        Ok(response)
+    }
+}
+
+/// The only value of a key.
+fn single(metadata: &MetadataMap, key: &str) -> Result<String, Status> {
+    let mut values = metadata.get_all(key).iter();
+    match (values.next().and_then(|value| value.to_str().ok()), values.next()) {
+        (Some(value), None) => Ok(value.to_owned()),
+        _ => Err(Status::invalid_argument(format!("one {key} is needed in the call's metadata"))),
+    }
+}
+
+/// A stream that is let in.
+struct Stream {
+    context: Arc<Context>,
+    peer: SocketAddr,
+    presented: Presented,
+    place: Certified,
+    worker: Handle,
+    packets: Packets,
+}
+
+impl Stream {
+    /// Attaches, and carries until either end has ended the session.
+    async fn run(self, incoming: Streaming<Packet>) -> Result<(), Status> {
+        let Self { context, peer, presented, place, worker, packets } = self;
+        let older = context.link.sessions.get(&presented.node);
+        if let Some(older) = &older {
+            tokio::select! {
+                () = older.closed.cancelled() => {}
+                () = tokio::time::sleep(OLDER) => {}
+                () = packets.closed() => return Ok(()),
+            }
+        }
+        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        let hello = Hello {
+            node: presented.node.to_string(),
+            epoch: u64::try_from(epoch).unwrap_or(u64::MAX),
+            agent_version: VERSION.to_owned(),
+            max_links: 1,
+            // The older one, which may be draining, finishes what it carries.
+            successor: older.is_some(),
+            ..Hello::default()
+        };
+        let (near, far) = tokio::io::duplex(PIPE);
+        let link = (near, Arc::<Flow>::default());
+        let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
+        let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
+        tokio::spawn(context.links.track_future(session));
+        agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming).await
+    }
+}

@@ -1,0 +1,92 @@
+//! What an agent's stream and the link of its session share.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{SetOnce, mpsc};
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, Streaming};
+use tunnel_core::konnectivity::{Packet, PacketType};
+use tunnel_core::proto::{AgentEvent, Hello, agent_event};
+
+use super::connections::{Connections, Packets};
+
+/// How long nothing must be carried before an agent is sent to another server.
+const QUIET: Duration = Duration::from_millis(100);
+/// How long the session may take to end after that.
+const CLOSE: Duration = Duration::from_secs(5);
+
+type Events = mpsc::Receiver<Result<AgentEvent, Status>>;
+
+/// One agent.
+#[derive(Debug)]
+pub(super) struct Agent {
+    pub(super) connections: Connections,
+    /// None once the session is to end.
+    events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
+    /// None once the session has it.
+    event_stream: Mutex<Option<Events>>,
+    leaving: CancellationToken,
+    pub(super) refused: SetOnce<Status>,
+}
+
+impl Agent {
+    pub(super) fn new(hello: Hello, packets: Packets) -> Self {
+        let (events, event_stream) = mpsc::channel(1);
+        // The channel is new and has room.
+        let _ = events.try_send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }));
+        Self {
+            connections: Connections::new(packets),
+            events: Mutex::new(Some(events)),
+            event_stream: Mutex::new(Some(event_stream)),
+            leaving: CancellationToken::new(),
+            refused: SetOnce::new(),
+        }
+    }
+
+    /// The events for the session.
+    pub(super) fn take_events(&self) -> Option<Events> {
+        self.event_stream.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Ends the session once nothing is carried.
+    pub(super) fn leave(&self) {
+        self.leaving.cancel();
+    }
+
+    /// Ends the agent's stream with this.
+    pub(super) fn refuse(&self, status: Status) {
+        // The first reason is as good as the next.
+        let _ = self.refused.set(status);
+    }
+
+    /// Waits until it is to leave and nothing is carried, and has the session end.
+    pub(super) async fn left(&self) {
+        self.leaving.cancelled().await;
+        let mut tick = tokio::time::interval(QUIET / 4);
+        let mut quiet = 0;
+        while quiet < 4 {
+            tick.tick().await;
+            quiet = if self.connections.is_empty() { quiet + 1 } else { 0 };
+        }
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).take();
+        tokio::time::sleep(CLOSE).await;
+    }
+
+    /// Takes the agent's packets, to the end of its stream.
+    pub(super) async fn read(&self, mut packets: Streaming<Packet>) -> Result<(), Status> {
+        loop {
+            let packet = tokio::select! {
+                packet = packets.message() => packet?,
+                () = self.connections.ended() => return Ok(()),
+            };
+            let Some(packet) = packet else { return Ok(()) };
+            if packet.r#type() == PacketType::Drain {
+                // There is no other agent of the node to be preferred; the next one takes over.
+                tracing::info!("a konnectivity agent drains: it goes on until its stream ends");
+            } else {
+                self.connections.take(packet).await;
+            }
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Answers that stay true for a while.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// More are not kept: callers choose what is asked.
+const MOST: usize = 4096;
+
+/// Answers by what was asked, each until its time is up.
+#[derive(Debug)]
+pub(crate) struct AnswerCache<K, V>(Mutex<HashMap<K, (V, Instant)>>);
+
+impl<K, V> Default for AnswerCache<K, V> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<K: Eq + Hash, V: Clone> AnswerCache<K, V> {
+    pub(crate) fn get(&self, key: &K) -> Option<V> {
+        self.get_at(key, Instant::now())
+    }
+
+    fn get_at(&self, key: &K, now: Instant) -> Option<V> {
+        let entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.get(key).filter(|(_, until)| now < *until).map(|(value, _)| value.clone())
+    }
+
+    pub(crate) fn put(&self, key: K, value: V, lasts: Duration) {
+        self.put_at(key, value, lasts, Instant::now());
+    }
+
+    fn put_at(&self, key: K, value: V, lasts: Duration, now: Instant) {
+        let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() >= MOST {
+            entries.retain(|_, (_, until)| now < *until);
+            if entries.len() >= MOST {
+                entries.clear();
+            }
+        }
+        entries.insert(key, (value, now + lasts));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_expires() {
+        let (cache, now) = (AnswerCache::default(), Instant::now());
+        cache.put_at("a", 1, Duration::from_secs(5), now);
+        assert_eq!(cache.get_at(&"a", now + Duration::from_secs(4)), Some(1));
+        assert_eq!(cache.get_at(&"a", now + Duration::from_secs(5)), None);
+        assert_eq!(cache.get_at(&"b", now), None);
+    }
+
+    #[test]
+    fn it_does_not_grow_beyond_its_bound() {
+        let (cache, now) = (AnswerCache::default(), Instant::now());
+        for n in 0..3 * MOST {
+            cache.put_at(n, (), Duration::from_secs(5), now);
+            assert!(cache.0.lock().unwrap().len() <= MOST);
+        }
+        assert_eq!(cache.get_at(&(3 * MOST - 1), now), Some(()));
+    }
+}

@@ -1,0 +1,38 @@
+//! What this process shows to others: a server's certificate, or a redirector's.
+
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rustls::ClientConfig;
+use tokio::sync::watch;
+
+use crate::config::Config;
+use crate::door::EgressTls;
+use crate::pki::{Revocations, ServerCertificate};
+use crate::redirector::Redirector;
+
+/// What this process shows to others.
+pub(crate) enum Authority {
+    /// The CA is its own, or its fleet's.
+    Server(Arc<ServerCertificate>, watch::Sender<Arc<Revocations>>),
+    Redirector(Redirector),
+}
+
+impl Authority {
+    /// None: the egress door has no port.
+    pub(crate) fn egress_tls(&self, config: &Config) -> anyhow::Result<Option<EgressTls>> {
+        match (self, &config.egress.port) {
+            (Self::Server(certificate, _), Some((_, tls))) => {
+                Ok(Some(EgressTls::new(tls.clone(), certificate.tls())?))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    pub(crate) fn peer_tls(&self) -> Arc<ArcSwap<ClientConfig>> {
+        match self {
+            Self::Server(certificate, _) => certificate.peer_tls(),
+            Self::Redirector(redirector) => redirector.tls(),
+        }
+    }
+}

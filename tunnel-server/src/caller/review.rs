@@ -1,0 +1,293 @@
+//! The questions that only the API server answers: whose token is this, and may it do that. Answers are kept briefly.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use kube::Api;
+use kube::api::PostParams;
+use sha2::{Digest as _, Sha256};
+use tokio::sync::Semaphore;
+use tunnel_core::identity::NodeName;
+use tunnel_kube::request;
+
+use super::access::Access;
+use super::identity::{Caller, Refusal};
+use crate::answer_cache::AnswerCache;
+
+/// How long a yes is remembered, which is also how long a deleted token or a withdrawn right still works here.
+const YES: Duration = Duration::from_secs(30);
+/// How long a no is remembered: a right that was just given is looked for again soon.
+const NO: Duration = Duration::from_secs(5);
+const DEADLINE: Duration = Duration::from_secs(4);
+/// Questions that may be open at the API server.
+const AT_A_TIME: usize = 32;
+
+/// Asks the API server about callers.
+pub struct Reviewer {
+    client: kube::Client,
+    /// Whom the tokens must be for, if not the API server.
+    audience: Option<String>,
+    /// By the token's hash: tokens themselves are not kept.
+    tokens: AnswerCache<[u8; 32], Result<Caller, String>>,
+    rights: AnswerCache<(Caller, Access, NodeName), Result<(), String>>,
+    open: Semaphore,
+}
+
+impl Reviewer {
+    pub fn new(client: kube::Client) -> Self {
+        Self {
+            client,
+            audience: None,
+            tokens: AnswerCache::default(),
+            rights: AnswerCache::default(),
+            open: Semaphore::new(AT_A_TIME),
+        }
+    }
+
+    /// Takes tokens for this audience only.
+    pub(crate) fn for_audience(self, audience: &str) -> Self {
+        Self { audience: Some(audience.to_owned()), ..self }
+    }
+
+    /// Whose token this is (TokenReview).
+    ///
+    /// # Errors
+    /// Nobody's, or the API server does not say.
+    pub async fn caller_of_token(&self, token: &str) -> Result<Caller, Refusal> {
+        let key: [u8; 32] = Sha256::digest(token).into();
+        let known = match self.tokens.get(&key) {
+            Some(known) => known,
+            None => {
+                let answer = self.review_token(token).await?;
+                self.tokens.put(key, answer.clone(), if answer.is_ok() { YES } else { NO });
+                answer
+            }
+        };
+        known.map_err(Refusal::Unauthenticated)
+    }
+
+    async fn review_token(&self, token: &str) -> Result<Result<Caller, String>, Refusal> {
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                token: Some(token.to_owned()),
+                audiences: self.audience.clone().map(|audience| vec![audience]),
+            },
+            ..TokenReview::default()
+        };
+        let status = self.ask(review).await?.status.unwrap_or_default();
+        // An authenticator that knows no audiences names none.
+        let for_us = |audience| status.audiences.iter().flatten().any(|one| one == audience);
+        if status.authenticated == Some(true) && !self.audience.as_ref().is_none_or(for_us) {
+            return Ok(Err(format!("the token is not for {}", self.audience.as_deref().unwrap_or_default())));
+        }
+        let user = status.user.unwrap_or_default();
+        match user.username.filter(|name| !name.is_empty()) {
+            Some(name) if status.authenticated == Some(true) => Ok(Ok(Caller {
+                name,
+                groups: user.groups.unwrap_or_default(),
+                uid: user.uid,
+                extra: user.extra.unwrap_or_default(),
+            })),
+            _ => Ok(Err(match status.error.filter(|error| !error.is_empty()) {
+                Some(error) => format!("the API server does not accept the bearer token: {error}"),
+                None => "the API server does not accept the bearer token".to_owned(),
+            })),
+        }
+    }
+
+    /// Whether the caller may do one of these to the node (SubjectAccessReview). They are asked in turn.
+    ///
+    /// # Errors
+    /// It may do none of them, or the API server does not say.
+    pub async fn allow(&self, caller: &Caller, accesses: &[Access], node: &NodeName) -> Result<(), Refusal> {
+        let mut reasons = Vec::new();
+        for access in accesses {
+            let key = (caller.clone(), access.clone(), node.clone());
+            let known = match self.rights.get(&key) {
+                Some(known) => known,
+                None => {
+                    let answer = self.review_access(caller, access, node).await?;
+                    self.rights.put(key, answer.clone(), if answer.is_ok() { YES } else { NO });
+                    answer
+                }
+            };
+            match known {
+                Ok(()) => return Ok(()),
+                Err(reason) => reasons.push(reason),
+            }
+        }
+        Err(Refusal::Forbidden(reasons.join("; ")))
+    }
+
+    async fn review_access(
+        &self,
+        caller: &Caller,
+        access: &Access,
+        node: &NodeName,
+    ) -> Result<Result<(), String>, Refusal> {
+        let extra: BTreeMap<_, _> = caller.extra.clone();
+        let review = SubjectAccessReview {
+            spec: SubjectAccessReviewSpec {
+                user: Some(caller.name.clone()),
+                groups: Some(caller.groups.clone()),
+                uid: caller.uid.clone(),
+                extra: (!extra.is_empty()).then_some(extra),
+                resource_attributes: Some(ResourceAttributes {
+                    verb: Some(access.verb.to_owned()),
+                    group: Some(String::new()),
+                    version: Some("v1".to_owned()),
+                    resource: Some("nodes".to_owned()),
+                    subresource: Some(access.subresource.to_owned()),
+                    name: Some(node.to_string()),
+                    ..ResourceAttributes::default()
+                }),
+                ..SubjectAccessReviewSpec::default()
+            },
+            ..SubjectAccessReview::default()
+        };
+        let status = self.ask(review).await?.status.unwrap_or_default();
+        if status.allowed && status.denied != Some(true) {
+            return Ok(Ok(()));
+        }
+        let why = status.reason.filter(|reason| !reason.is_empty());
+        Ok(Err(format!(
+            "{caller} cannot {} nodes/{} of {node}{}",
+            if access.verb.is_empty() { "use this method on" } else { access.verb },
+            access.subresource,
+            why.map(|why| format!(": {why}")).unwrap_or_default(),
+        )))
+    }
+
+    async fn ask<K>(&self, review: K) -> Result<K, Refusal>
+    where
+        K: kube::Resource<DynamicType = ()>
+            + Clone
+            + std::fmt::Debug
+            + serde::Serialize
+            + serde::de::DeserializeOwned,
+    {
+        let api = Api::<K>::all(self.client.clone());
+        // It is never closed.
+        let _place = self.open.acquire().await;
+        request(DEADLINE, api.create(&PostParams::default(), &review)).await.map_err(|error| {
+            Refusal::Unavailable(format!("the API server cannot be asked about the caller: {error}"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::Method;
+    use postern_fake_kube::ApiServer;
+    use serde_json::{Value, json};
+    use tunnel_kube::ClientSettings;
+
+    use super::*;
+    use crate::caller::kubelet_accesses;
+
+    const TOKENS: &str = "/apis/authentication.k8s.io/v1/tokenreviews";
+    const RIGHTS: &str = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
+
+    /// Knows one token, whose user may read metrics of edge-1 and do everything to edge-2.
+    async fn reviewer() -> (ApiServer, Reviewer) {
+        let server = ApiServer::start();
+        server.review("tokenreviews", |review| {
+            let mut answer = review.clone();
+            answer["status"] = match review["spec"]["token"].as_str() {
+                Some("good") => json!({"authenticated": true, "user": {
+                    "username": "prometheus", "uid": "7", "groups": ["monitoring"],
+                    "extra": {"authentication.kubernetes.io/pod-name": ["p"]},
+                }}),
+                _ => json!({"authenticated": false, "error": "it has expired"}),
+            };
+            answer
+        });
+        server.review("subjectaccessreviews", |review| {
+            let spec = &review["spec"];
+            let known = spec["user"] == "prometheus"
+                && spec["uid"] == "7"
+                && spec["groups"] == json!(["monitoring"])
+                && spec["extra"] == json!({"authentication.kubernetes.io/pod-name": ["p"]});
+            let asked = &spec["resourceAttributes"];
+            let plain = asked["resource"] == "nodes" && asked["version"] == "v1" && asked["group"] == "";
+            let metrics = asked["subresource"] == "metrics" && asked["verb"] == "get";
+            let allowed =
+                known && plain && (asked["name"] == "edge-2" || asked["name"] == "edge-1" && metrics);
+            let mut answer: Value = review.clone();
+            answer["status"] = json!({"allowed": allowed, "reason": "RBAC"});
+            answer
+        });
+        let kubeconfig = server.kubeconfig();
+        let connected = tunnel_kube::connect(Some(&kubeconfig), None, &ClientSettings::SERVER).await;
+        (server, Reviewer::new(connected.unwrap().0))
+    }
+
+    fn node(name: &str) -> NodeName {
+        name.parse().unwrap()
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn the_api_server_knows_whose_token_it_is() {
+        let (server, reviewer) = reviewer().await;
+        for _ in 0..3 {
+            let caller = reviewer.caller_of_token("good").await.unwrap();
+            assert_eq!(
+                (caller.name.as_str(), &caller.groups[..]),
+                ("prometheus", &["monitoring".to_owned()][..])
+            );
+            assert_eq!(caller.uid.as_deref(), Some("7"));
+            let refused = reviewer.caller_of_token("bad").await.unwrap_err();
+            assert!(
+                matches!(&refused, Refusal::Unauthenticated(why) if why.contains("expired")),
+                "{refused}"
+            );
+        }
+        assert_eq!(server.requests("create", TOKENS), 2, "each is asked once");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn the_clusters_rules_decide() {
+        let (server, reviewer) = reviewer().await;
+        let caller = reviewer.caller_of_token("good").await.unwrap();
+        for (node_name, method, path, allowed) in [
+            ("edge-1", Method::GET, "/metrics", true),
+            ("edge-1", Method::GET, "/metrics/cadvisor", true),
+            ("edge-1", Method::POST, "/metrics", false),
+            ("edge-1", Method::GET, "/exec/a/b/c", false),
+            ("edge-1", Method::GET, "/pods", false),
+            ("edge-2", Method::POST, "/exec/a/b/c", true),
+            ("edge-2", Method::GET, "/pods", true),
+        ] {
+            let accesses = kubelet_accesses(&method, path);
+            let answer = reviewer.allow(&caller, &accesses, &node(node_name)).await;
+            assert_eq!(answer.is_ok(), allowed, "{method} {path} at {node_name}: {answer:?}");
+            if let Err(refused) = answer {
+                let text = refused.to_string();
+                assert!(matches!(refused, Refusal::Forbidden(_)), "{text}");
+                assert!(text.contains("prometheus cannot") && text.contains("of edge-1: RBAC"), "{text}");
+            }
+        }
+        let asked = server.requests("create", RIGHTS);
+        reviewer.allow(&caller, &kubelet_accesses(&Method::GET, "/metrics"), &node("edge-1")).await.unwrap();
+        assert_eq!(server.requests("create", RIGHTS), asked, "a yes is remembered");
+    }
+
+    /// Whoever asks meanwhile is not let in, and those who are known are.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn while_the_api_server_is_away_nobody_new_is_let_in() {
+        let (server, reviewer) = reviewer().await;
+        let caller = reviewer.caller_of_token("good").await.unwrap();
+        let metrics = kubelet_accesses(&Method::GET, "/metrics");
+        reviewer.allow(&caller, &metrics, &node("edge-1")).await.unwrap();
+        server.down();
+        assert!(matches!(reviewer.caller_of_token("other").await, Err(Refusal::Unavailable(_))));
+        assert!(matches!(
+            reviewer.allow(&caller, &metrics, &node("edge-2")).await,
+            Err(Refusal::Unavailable(_))
+        ));
+        assert_eq!(reviewer.caller_of_token("good").await, Ok(caller.clone()));
+        assert_eq!(reviewer.allow(&caller, &metrics, &node("edge-1")).await, Ok(()));
+    }
+}

@@ -1,0 +1,80 @@
+//! The certificates that sign callers' certificates in a cluster: those that kube-apiserver itself accepts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::Api;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::TrustBundle;
+use tunnel_core::log_once::LogOnce;
+use tunnel_kube::request;
+
+use super::tls::CallerTls;
+
+/// Where kube-apiserver publishes its --client-ca-file (for aggregated API servers).
+const NAMESPACE: &str = "kube-system";
+const CONFIGMAP: &str = "extension-apiserver-authentication";
+const KEY: &str = "client-ca-file";
+/// How often the ConfigMap is looked at again, and how soon after a failure.
+const EVERY: Duration = Duration::from_secs(300);
+const AGAIN: Duration = Duration::from_secs(10);
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Keeps the roots that a [`CallerTls`] accepts current.
+pub struct ClientRoots {
+    client: kube::Client,
+    tls: Arc<CallerTls>,
+    known: Option<TrustBundle>,
+    failing: LogOnce,
+}
+
+impl ClientRoots {
+    pub fn new(client: kube::Client, tls: Arc<CallerTls>) -> Self {
+        Self { client, tls, known: None, failing: LogOnce::default() }
+    }
+
+    /// Follows the ConfigMap until the stop. Roots that cannot be read leave the last ones in effect.
+    pub async fn follow(mut self, stop: CancellationToken) {
+        loop {
+            let pause = match self.refresh().await {
+                Ok(()) => {
+                    self.failing.clear();
+                    EVERY
+                }
+                Err(error) => {
+                    if self.failing.is_new(&error) {
+                        tracing::warn!(%error, "callers' certificates are checked against the roots known so far");
+                    }
+                    AGAIN
+                }
+            };
+            if stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
+                return;
+            }
+        }
+    }
+
+    async fn refresh(&mut self) -> Result<(), String> {
+        let bundle = published(&self.client).await?;
+        if self.known.as_ref() == Some(&bundle) {
+            return Ok(());
+        }
+        self.tls.accept_roots(&bundle).map_err(|error| error.to_string())?;
+        tracing::info!(roots = bundle.roots().len(), "the roots of callers' certificates are in effect");
+        self.known = Some(bundle);
+        Ok(())
+    }
+}
+
+async fn published(client: &kube::Client) -> Result<TrustBundle, String> {
+    let api = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
+    let object = request(DEADLINE, api.get(CONFIGMAP)).await.map_err(|error| error.to_string())?;
+    let pem = object.data.unwrap_or_default().remove(KEY).ok_or_else(|| {
+        format!(
+            "ConfigMap {NAMESPACE}/{CONFIGMAP} has no key {KEY}: kube-apiserver runs without --client-ca-file"
+        )
+    })?;
+    TrustBundle::from_pem(&pem)
+        .map_err(|error| format!("ConfigMap {NAMESPACE}/{CONFIGMAP}, key {KEY}: {error}"))
+}

@@ -1,0 +1,52 @@
+//! The program's commands.
+
+use clap::{Parser, Subcommand};
+
+use super::agent::AgentCommand;
+use super::args::RunArgs;
+use super::bench::BenchCommand;
+use super::bundle::BundleCommand;
+use super::ca::CaCommand;
+use super::cleanup::CleanupCommand;
+use super::doctor::DoctorCommand;
+use super::import::ImportCommand;
+use super::policy::PolicyCommand;
+use super::status::StatusCommand;
+use super::test_node::TestCommand;
+use super::token::TokenCommand;
+
+/// Lets cloud components reach edge nodes that only dial out.
+#[derive(Debug, Parser)]
+#[command(name = "tunnel-server", version, args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show the running server's nodes, tunnels, doors, redirect and inventory.
+    Status(StatusCommand),
+    /// Examine this server and its host, and say how to fix what is wrong. Exit code: 0 fine, 1 warnings, 2 broken.
+    Doctor(Box<DoctorCommand>),
+    /// Follow the way to a node: its tunnel, its kubelet and each tunnelled port. Exit code as of doctor.
+    Test(TestCommand),
+    /// Write a support bundle: state, metrics, flags, log, facts of the host, and doctor's report; no keys and no tokens.
+    Bundle(Box<BundleCommand>),
+    /// Measure the way to a node's agent: round trip, loss, throughput each way, and what limits it.
+    Bench(BenchCommand),
+    /// Remove the programs and token routes that a killed server left behind.
+    Cleanup(CleanupCommand),
+    /// Create, list and revoke the tokens with which agents and redirectors enrol.
+    Token(TokenCommand),
+    /// Revoke agents' identities, readmit nodes, and list both.
+    Agent(AgentCommand),
+    /// Show and rotate the CA.
+    Ca(CaCommand),
+    /// Check the file of --policy.
+    Policy(PolicyCommand),
+    /// Print the maps of another system's configuration as --maps reads them.
+    Import(ImportCommand),
+}

@@ -1,0 +1,36 @@
+//! `tunnel-server policy`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use tunnel_core::config::ConfigError;
+
+use crate::policy::Policy;
+use crate::reloaded::read;
+
+#[derive(Args, Clone, Debug)]
+pub struct PolicyCommand {
+    #[command(subcommand)]
+    action: PolicyAction,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum PolicyAction {
+    /// Read a file as --policy does, and say what is wrong with it.
+    Check {
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+}
+
+impl PolicyCommand {
+    /// # Errors
+    /// The file cannot be used: where and why.
+    pub fn run(&self) -> Result<(), ConfigError> {
+        let PolicyAction::Check { file } = &self.action;
+        let policy = read(file).and_then(|text| Policy::parse(&text));
+        let wrong = |reason| ConfigError::new("policy check", file.display().to_string(), reason);
+        println!("{}: {} rules", file.display(), policy.map_err(wrong)?.len());
+        Ok(())
+    }
+}

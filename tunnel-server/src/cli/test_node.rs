@@ -1,0 +1,38 @@
+//! `tunnel-server test NODE`.
+
+use clap::Args;
+use tunnel_core::config::{parse_ports, parse_with};
+use tunnel_core::doctor::DoctorOutput;
+use tunnel_core::identity::NodeName;
+
+use super::running::AskArgs;
+use crate::doctor;
+
+#[derive(Args, Clone, Debug)]
+pub struct TestCommand {
+    /// The edge node.
+    #[arg(value_name = "NODE")]
+    node: String,
+    #[command(flatten)]
+    output: DoctorOutput,
+    #[command(flatten)]
+    ask: AskArgs,
+    /// Ports to test, comma-separated [default: the server's --redirect-ports].
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
+    port: String,
+}
+
+impl TestCommand {
+    /// Tests and prints. Returns the exit code: 0 fine, 1 warnings, 2 broken.
+    ///
+    /// # Errors
+    /// The server does not run, or standard output fails.
+    pub async fn run(&self) -> anyhow::Result<u8> {
+        let node: NodeName = parse_with("NODE", &self.node)?;
+        let ports: Vec<u16> = parse_ports("--port", &self.port)?.into_iter().collect();
+        let (config, running) = self.ask.configured().await?;
+        let report = doctor::test(&config, &running, node.as_str(), &ports).await;
+        self.output.print(&report)?;
+        Ok(report.exit_code())
+    }
+}

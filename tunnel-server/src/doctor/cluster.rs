@@ -1,0 +1,137 @@
+//! The API server: whether it answers, whether its clock is ours, and what it permits.
+
+use kube::Client;
+use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
+use tunnel_kube::doctor::{Right, answers, rights};
+
+use crate::kube::{KubeOptions, ObjectNames};
+use crate::role::Role;
+
+pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, role: Role) {
+    let (client, namespace) = match options.connect().await {
+        Ok(connected) => connected,
+        Err(error) => {
+            let fix =
+                "name a file with which `kubectl get nodes` works with --kubeconfig, or run it as a pod";
+            checkup.add(
+                "API server",
+                Finding::new(&codes::API_SERVER_UNREACHABLE, error.to_string(), fix).into(),
+            );
+            return;
+        }
+    };
+    checkup.run("API server", &[], async || answers(&client).await).await;
+    checkup
+        .run("API rights", &["API server"], async || judge(&client, &namespace, &options.names, role).await)
+        .await;
+}
+
+async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role) -> Outcome {
+    let wanted = match role {
+        Role::Server => of_server(names),
+        Role::Redirector => of_redirector(names),
+    };
+    let account = match role {
+        Role::Server => "tunnel-server",
+        Role::Redirector => "tunnel-redirector",
+    };
+    let fix = format!(
+        "kubectl apply -k deploy/base (its Role and ClusterRole), then `kubectl auth can-i --list --as \
+         system:serviceaccount:{namespace}:{account} -n {namespace}`"
+    );
+    rights(client, namespace, &wanted, &fix).await
+}
+
+/// deploy/base/server-rbac.yaml; a test compares.
+fn of_server(names: &ObjectNames) -> Vec<Right> {
+    let all = |group, resource, verbs| Right::everywhere(group, resource, verbs);
+    let here = |group, resource, verbs| Right::here(group, resource, verbs);
+    vec![
+        all("", "nodes", &["list", "watch"]),
+        all("networking.k8s.io", "servicecidrs", &["list", "watch"]),
+        all("events.k8s.io", "events", &["create", "patch"]),
+        all("certificates.k8s.io", "certificatesigningrequests", &["list", "watch"]),
+        all("certificates.k8s.io", "certificatesigningrequests/approval", &["update"]),
+        all("certificates.k8s.io", "certificatesigningrequests/status", &["update"]),
+        all("certificates.k8s.io", "signers", &["approve", "sign"]).named(tunnel_kube::SIGNER),
+        here("", "configmaps", &["list", "watch"]).named(&names.configmap),
+        here("", "configmaps", &["list", "watch", "patch", "create"]).named(&names.dns_configmap),
+        here("", "configmaps", &["get", "list", "watch", "patch", "create"]).named(&names.revocations),
+        here("", "services", &["list", "watch"]).named(&names.service),
+        here("", "services", &["list", "watch", "patch"]).named(&names.internal_service),
+        here("discovery.k8s.io", "endpointslices", &["list", "watch"]),
+        here("", "secrets", &["get", "list", "watch", "update", "patch", "create"]).named(&names.ca_secret),
+        here("coordination.k8s.io", "leases", &["get", "patch"]).named(&names.lease),
+        here("coordination.k8s.io", "leases", &["create"]),
+    ]
+}
+
+/// deploy/components/everywhere/redirector-rbac.yaml.
+fn of_redirector(names: &ObjectNames) -> Vec<Right> {
+    vec![
+        Right::everywhere("", "nodes", &["list", "watch"]),
+        Right::everywhere("certificates.k8s.io", "certificatesigningrequests", &["create", "get"]),
+        Right::here("", "configmaps", &["list", "watch"]).named(&names.configmap),
+        Right::here("discovery.k8s.io", "endpointslices", &["list", "watch"]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    /// group, resource, name, verb.
+    type Flat = BTreeSet<(String, String, String, String)>;
+
+    fn of_manifest(text: &str) -> Flat {
+        let mut flat = Flat::new();
+        for document in text.split("\n---\n") {
+            let document: Value = serde_saphyr::from_str(document).unwrap();
+            for rule in document["rules"].as_array().into_iter().flatten() {
+                let list = |key: &str| -> Vec<String> {
+                    let values = rule[key].as_array().into_iter().flatten();
+                    values.map(|value| value.as_str().unwrap().to_owned()).collect()
+                };
+                let names = list("resourceNames");
+                let names = if names.is_empty() { vec![String::new()] } else { names };
+                for group in list("apiGroups") {
+                    for resource in list("resources") {
+                        for name in &names {
+                            for verb in list("verbs") {
+                                flat.insert((group.clone(), resource.clone(), name.clone(), verb));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        flat
+    }
+
+    fn flat(rights: &[Right]) -> Flat {
+        let of = |right: &Right| -> Vec<_> {
+            let name = right.name.clone().unwrap_or_default();
+            let verbs = right.verbs.iter();
+            verbs
+                .map(|verb| (right.group.into(), right.resource.into(), name.clone(), (*verb).into()))
+                .collect()
+        };
+        rights.iter().flat_map(of).collect()
+    }
+
+    #[test]
+    fn what_is_asked_for_is_what_the_manifests_give() {
+        let names = ObjectNames::default();
+        let server = include_str!("../../../deploy/base/server-rbac.yaml");
+        assert_eq!(flat(&of_server(&names)), of_manifest(server));
+        let redirector =
+            of_manifest(include_str!("../../../deploy/components/everywhere/redirector-rbac.yaml"));
+        for right in flat(&of_redirector(&names)) {
+            assert!(redirector.contains(&right), "{right:?} is not in {redirector:?}");
+        }
+    }
+}

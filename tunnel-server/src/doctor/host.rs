@@ -1,0 +1,209 @@
+//! What the redirect needs of this host, and whether it works.
+
+use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes, metric};
+
+use crate::config::Config;
+use crate::redirect::{self, RedirectConfig, RedirectError};
+use crate::status::{RedirectState, StatusReport};
+
+pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Option<&Running<StatusReport>>) {
+    let Some(options) = &config.redirect else {
+        checkup.add("redirect", Outcome::Skipped("--redirect=off".to_owned()));
+        return;
+    };
+    for check in redirect::host_checks(options) {
+        // Without capabilities none is seen.
+        let blocked = checkup.blocked(&["kernel"]).filter(|_| check.name == "other programs");
+        checkup.add(check.name, blocked.map_or_else(|| judge(check.name, check.outcome), Outcome::Skipped));
+    }
+    checkup.run("sk_lookup", &["kernel"], async || judge_lookups(redirect::foreign_lookups())).await;
+    checkup.run("token route", &["running", "kernel"], async || token_route(options)).await;
+    checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
+    checkup.run("self-test", &["running"], async || running.map_or_else(unknown, self_test)).await;
+    checkup.run("left behind", &["kernel"], async || left_behind(options)).await;
+}
+
+fn unknown() -> Outcome {
+    Outcome::Skipped("the server does not run".to_owned())
+}
+
+/// The finding that an error of the redirect stands for.
+fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
+    let error = match outcome {
+        Ok(found) if name == "kernel" && !redirect::fails_at_connect(&found) => {
+            let fix =
+                "upgrade to Linux 5.18 or newer if clients have to see that a node is away at connect()";
+            return Finding::new(&codes::KERNEL_OLD, found, fix).into();
+        }
+        Ok(found) => return Outcome::Fine(found),
+        // The doctor need not run in the server's cgroup.
+        Err(RedirectError::Outside { path, .. }) => return Outcome::Fine(path.display().to_string()),
+        Err(error) => error,
+    };
+    let (code, fix): (&'static Code, String) = match &error {
+        RedirectError::NoObject { .. } => (
+            &codes::NO_PROGRAMS,
+            "cargo xtask build-ebpf && cargo build --release, and install that binary".into(),
+        ),
+        RedirectError::Capabilities { .. } => (
+            &codes::CAPABILITY_MISSING,
+            "sudo tunnel-server doctor; of the server: AmbientCapabilities=CAP_BPF CAP_NET_ADMIN".into(),
+        ),
+        RedirectError::NoCgroup | RedirectError::NotCgroup { .. } | RedirectError::NotRoot { .. } => (
+            &codes::CGROUP_UNUSABLE,
+            "mount -t cgroup2 none /sys/fs/cgroup/unified, or name the host's with --redirect-cgroup".into(),
+        ),
+        RedirectError::Foreign { id, hook, path, .. } => (
+            &codes::FOREIGN_EXCLUSIVE_PROGRAM,
+            format!("bpftool cgroup detach {} {hook} id {id}, or upgrade what attached it", path.display()),
+        ),
+        _ => (
+            &codes::KERNEL_LACKS_FEATURE,
+            "upgrade to Linux 5.10 or newer, or start with --redirect=off".into(),
+        ),
+    };
+    Finding::new(code, error.to_string(), fix).into()
+}
+
+fn judge_lookups(foreign: Result<Vec<String>, RedirectError>) -> Outcome {
+    match foreign {
+        Ok(foreign) if foreign.is_empty() => Outcome::fine("no other program"),
+        Ok(foreign) => {
+            let fix = "find its owner with `bpftool link show`; one that selects sockets for the token range has to leave it out";
+            let found = format!("also attached to this network namespace: {}", foreign.join(", "));
+            Finding::new(&codes::FOREIGN_SK_LOOKUP, found, fix).into()
+        }
+        Err(error) => Outcome::Skipped(error.to_string()),
+    }
+}
+
+fn token_route(options: &RedirectConfig) -> Outcome {
+    match redirect::missing_token_routes(options) {
+        Ok(missing) => {
+            let faults = missing.iter().map(|range| {
+                let family = if range.addr().is_ipv6() { "-6 " } else { "" };
+                let fix = format!(
+                    "ip {family}route add local {range} dev lo table local (the server does so within 30 s; look for what removes it)"
+                );
+                Finding::new(&codes::TOKEN_ROUTE_MISSING, format!("no route `local {range} dev lo`"), fix)
+            });
+            Outcome::of(faults.collect(), "every token range leads to this host")
+        }
+        Err(error) => Outcome::Skipped(error.to_string()),
+    }
+}
+
+fn maps(running: &Running<StatusReport>) -> Outcome {
+    if metric(&running.metrics, "postern_redirect_current") == Some(0.0) {
+        let reason = running.status.redirect.reason.as_deref().unwrap_or("the last write failed");
+        let fix =
+            "the server's log has the error of each write; `tunnel-server status` shows when it is over";
+        return Finding::new(&codes::MAPS_NOT_CURRENT, reason, fix).into();
+    }
+    let redirect = &running.status.redirect;
+    Outcome::fine(format!("{} routes, {} of them down", redirect.routes, redirect.routes_down))
+}
+
+fn self_test(running: &Running<StatusReport>) -> Outcome {
+    let redirect = &running.status.redirect;
+    match redirect.state {
+        RedirectState::Off => Outcome::Skipped("the running server has --redirect=off".to_owned()),
+        RedirectState::On => {
+            Outcome::fine(format!("passed; {} times something was restored", redirect.mended))
+        }
+        RedirectState::Degraded => {
+            let reason = redirect.reason.as_deref().unwrap_or("no reason is known");
+            let fix = "what the reason names; the server verifies again every 30 s, so no restart is needed";
+            Finding::new(&codes::REDIRECT_DEGRADED, reason, fix).into()
+        }
+    }
+}
+
+fn left_behind(options: &RedirectConfig) -> Outcome {
+    match redirect::left_behind(options) {
+        Ok(folders) => {
+            let found = |folder: &std::path::PathBuf| {
+                Finding::new(
+                    &codes::PROGRAMS_LEFT_BEHIND,
+                    folder.display().to_string(),
+                    "tunnel-server cleanup",
+                )
+            };
+            Outcome::of(folders.iter().map(found).collect(), "nothing")
+        }
+        Err(error) => Outcome::Skipped(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn code(name: &str, outcome: Result<String, RedirectError>) -> &'static str {
+        match judge(name, outcome) {
+            Outcome::Faults(findings) => findings[0].code,
+            _ => "",
+        }
+    }
+
+    #[test]
+    fn each_error_of_the_redirect_has_its_code() {
+        for (error, expected) in [
+            (RedirectError::NoObject { reason: "no toolchain" }, "no-programs"),
+            (RedirectError::Kernel { release: "4.19".into(), feature: "sk_lookup" }, "kernel-lacks-feature"),
+            (RedirectError::Capabilities { missing: vec!["CAP_BPF"] }, "capability-missing"),
+            (RedirectError::NoCgroup, "cgroup-unusable"),
+            (RedirectError::NotRoot { path: "/sys/fs/cgroup".into() }, "cgroup-unusable"),
+            (
+                RedirectError::Foreign { hook: "connect4", program: "old".into(), id: 7, path: "/c".into() },
+                "foreign-exclusive-program",
+            ),
+            (RedirectError::Outside { path: "/a".into(), own: "/b".into() }, ""),
+        ] {
+            assert_eq!(code("cgroup", Err(error)), expected);
+        }
+        let kernel =
+            |text: &str| code("kernel", Ok(format!("6.1; a connect to a node without a tunnel {text}")));
+        assert_eq!(kernel("is accepted and reset"), "kernel-old");
+        assert_eq!(kernel("fails at connect()"), "");
+    }
+
+    #[test]
+    fn another_sk_lookup_program_is_a_warning() {
+        let code = |foreign: &[&str]| match judge_lookups(Ok(foreign
+            .iter()
+            .map(|name| (*name).to_owned())
+            .collect()))
+        {
+            Outcome::Faults(findings) => (findings[0].code, findings[0].found.clone()),
+            _ => ("", String::new()),
+        };
+        assert_eq!(code(&[]).0, "");
+        let (found, text) = code(&["tubular (id 7)"]);
+        assert_eq!(found, "foreign-sk-lookup");
+        assert!(text.contains("tubular (id 7)"), "{text}");
+    }
+
+    #[test]
+    fn stale_maps_and_a_failed_self_test_are_told() {
+        let status = serde_json::json!({
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": false, "pending": [], "nodes": [], "doors": [],
+            "redirect": {"state": "degraded", "reason": "map routes: E2BIG", "mended": 0, "counters": {}, "routes": 1,
+                         "routes_down": 0, "excluded": 0, "programs": []},
+            "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
+        });
+        let running = |current: u8| Running {
+            status: serde_json::from_value::<StatusReport>(status.clone()).unwrap(),
+            pending: None,
+            metrics: format!("# HELP\npostern_redirect_current {current}\n"),
+            flags: None,
+        };
+        let code = |outcome| match outcome {
+            Outcome::Faults(findings) => (findings[0].code, findings[0].found.clone()),
+            _ => ("", String::new()),
+        };
+        assert_eq!(code(maps(&running(0))), ("maps-not-current", "map routes: E2BIG".to_owned()));
+        assert_eq!(code(maps(&running(1))).0, "");
+        assert_eq!(code(self_test(&running(1))), ("redirect-degraded", "map routes: E2BIG".to_owned()));
+    }
+}

@@ -1,0 +1,91 @@
+//! `tunnel-server doctor`: what is wrong with this server and its host. ARCHITECTURE.md says what it examines how.
+
+mod cluster;
+mod host;
+mod node;
+mod pki;
+mod rules;
+mod service;
+
+pub use node::test;
+
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use ipnet::IpNet;
+use tunnel_core::doctor::{Checkup, Finding, Outcome, Report, Running, codes, judge_running, resolves};
+
+use crate::config::{Config, NodeSource};
+use crate::status::StatusReport;
+
+/// Examines the server with this configuration. `running` is its own answer, or why there is none; `rules` are files with the
+/// output of iptables-save or `nft list ruleset`, for want of these programs.
+pub async fn examine(
+    config: &Config,
+    running: Result<Running<StatusReport>, String>,
+    rules: &[PathBuf],
+) -> Report {
+    let mut checkup = Checkup::default();
+    let start = "start it: `systemctl start postern-server@a`, or see `kubectl -n kube-system get pods --selector app.kubernetes.io/name=tunnel-server --output wide`";
+    let version = |status: &StatusReport| format!("version {}, id {}", status.version, status.server_id);
+    let (is_running, is_ready) = judge_running(&running, start, version);
+    checkup.add("running", is_running);
+    checkup.add("ready", is_ready);
+    let running = running.ok();
+    let running = running.as_ref();
+
+    host::check(&mut checkup, config, running).await;
+    check_rules(&mut checkup, config, rules).await;
+    service::check_listeners(&mut checkup, config, running).await;
+    pki::check(&mut checkup, config, SystemTime::now()).await;
+    match &config.source {
+        NodeSource::Kubernetes(options) => cluster::check(&mut checkup, options, config.role()).await,
+        NodeSource::File(_) => checkup.add("API server", Outcome::Skipped("not in a cluster".to_owned())),
+    }
+    checkup.run("names", &[], async || names(config).await).await;
+    checkup.add("inventory", service::inventory(config, running));
+    checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
+}
+
+async fn check_rules(checkup: &mut Checkup, config: &Config, files: &[PathBuf]) {
+    let read = rules::read(files).await;
+    let judged = |judge: &dyn Fn(&rules::Ruleset) -> Vec<Finding>, fine: &str| match &read {
+        Err(reason) => Outcome::Skipped(reason.clone()),
+        Ok(rules) => {
+            let found = rules.all.iter().flat_map(judge).collect();
+            Outcome::of(found, format!("{fine} (read with {})", rules.with.join(", ")))
+        }
+    };
+    let ports: Vec<u16> = config.redirect_ports.iter().copied().collect();
+    let tokens: [IpNet; 2] = [config.token_range.into(), config.token_range_v6.into()];
+    let redirect = if config.redirect.is_some() {
+        judged(&|rules| rules::taken(rules, &tokens, &ports), "none takes the tunnelled ports")
+    } else {
+        Outcome::Skipped("--redirect=off".to_owned())
+    };
+    checkup.add("rules", redirect);
+    let firewall = match config.agent_port {
+        Some(port) => {
+            judged(&|rules| rules::filtered(rules, port).into_iter().collect(), "the agent port is open")
+        }
+        None => Outcome::Skipped("there is no agent port".to_owned()),
+    };
+    checkup.add("firewall", firewall);
+}
+
+async fn names(config: &Config) -> Outcome {
+    let mut faults = Vec::new();
+    for peer in &config.peers {
+        faults.extend(resolves("--peers", &peer.to_string()).await);
+    }
+    let fine = if config.peers.is_empty() { "no --peers" } else { "every one of --peers has an address" };
+    Outcome::of(faults, fine)
+}
+
+/// The report when the flags are wrong: nothing else can be examined then.
+pub fn bad_flags(reason: &str) -> Report {
+    let mut checkup = Checkup::default();
+    let fix = "correct the flag: `tunnel-server --help` has its form";
+    checkup.add("flags", Finding::new(&codes::BAD_FLAGS, reason, fix).into());
+    checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
+}

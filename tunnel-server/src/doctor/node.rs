@@ -1,0 +1,276 @@
+//! `tunnel-server test NODE`: the way to a node, station by station, as this server's host has it.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::{Duration, SystemTime};
+
+use rustls_pki_types::ServerName;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tunnel_core::doctor::{Checkup, Finding, Outcome, Report, Running, codes, validity_of};
+use tunnel_core::identity::{HttpsAnswer, ask_https, describe_certificate, validity};
+use tunnel_core::link::limited_by;
+use tunnel_core::outcome::{OUTCOME_HEADER, Outcome as TunnelOutcome};
+
+use crate::config::Config;
+use crate::inventory::DEFAULT_KUBELET_PORT;
+use crate::status::{NodeStatus, RedirectState, StatusReport};
+
+const CONNECT: Duration = Duration::from_secs(5);
+/// An agent may take 5 s for its dial, and the tunnel some time for the answer.
+const ANSWER: Duration = Duration::from_secs(10);
+/// How long a connection has to stay open to count as connected, and twice the round-trip time: a refusal arrives after one.
+const OPEN: Duration = Duration::from_millis(500);
+const HTTP_DOOR: &str = "http";
+const HTTPS_DOOR: &str = "https";
+
+/// Tests the way to `name`. `ports` are those to test; the tunnelled ones if there are none.
+pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, ports: &[u16]) -> Report {
+    let mut checkup = Checkup::default();
+    let status = &running.status;
+    let node = status.nodes.iter().find(|node| node.name.as_str() == name);
+    checkup.run("node", &[], async || judge_node(name, node)).await;
+    let rtt = node.and_then(|node| node.session.as_ref()?.rtt_ms).unwrap_or(200.0);
+    let patience = OPEN + Duration::from_secs_f64(rtt.clamp(0.0, 10_000.0) / 500.0);
+    checkup
+        .run("tunnel", &["node"], async || node.map_or(Outcome::Skipped(String::new()), judge_tunnel))
+        .await;
+    let way = Way::of(status, name, node.and_then(|node| node.addresses.first().copied()), patience);
+    checkup
+        .run("kubelet", &["tunnel"], async || {
+            way.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
+        })
+        .await;
+    let all: Vec<u16> =
+        if ports.is_empty() { config.redirect_ports.iter().copied().collect() } else { ports.to_vec() };
+    checkup
+        .run("ports", &["tunnel"], async || {
+            let (mut open, mut faults) = (Vec::new(), Vec::new());
+            for port in all {
+                match way.port(port).await {
+                    Ok(()) => open.push(port.to_string()),
+                    Err(finding) => faults.push(finding),
+                }
+            }
+            Outcome::of(faults, format!("open: {}", open.join(", ")))
+        })
+        .await;
+    checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
+}
+
+fn judge_node(name: &str, node: Option<&NodeStatus>) -> Outcome {
+    match node {
+        Some(node) if node.in_inventory => {
+            let addresses: Vec<String> = node.addresses.iter().map(ToString::to_string).collect();
+            Outcome::fine(format!("{name}, {}", addresses.join(", ")))
+        }
+        _ => {
+            let fix = format!(
+                "kubectl get node {name} --show-labels: it needs a label of --edge-selector, and an address"
+            );
+            Finding::new(&codes::NODE_UNKNOWN, format!("the inventory has no edge node {name}"), fix).into()
+        }
+    }
+}
+
+fn judge_tunnel(node: &NodeStatus) -> Outcome {
+    if let Some(session) = &node.session {
+        let rtt = session.rtt_ms.map(|rtt| format!(", round trip {rtt:.1} ms")).unwrap_or_default();
+        let limited = session
+            .links
+            .iter()
+            .find_map(|link| limited_by(link.window_limited?, link.buffer_limited?))
+            .map(|by| format!(", limited by {by}"))
+            .unwrap_or_default();
+        let found = format!(
+            "agent {} from {}, {} links{rtt}{limited}",
+            session.agent_version,
+            session.peer,
+            session.links.len()
+        );
+        return Outcome::Fine(found);
+    }
+    if !node.via.is_empty() {
+        return Outcome::fine(format!("attached to {}, which passes connections on", node.via.join(", ")));
+    }
+    let seen = match (node.last_seen_s, &node.last_end) {
+        (Some(seconds), end) => format!(
+            "last seen {} ago{}",
+            tunnel_core::text::age(seconds),
+            end.as_ref().map(|end| format!(": {end}")).unwrap_or_default()
+        ),
+        (None, _) => "not seen since this server started".to_owned(),
+    };
+    let fix = format!("on {}: `tunnel-agent doctor`", node.name);
+    Finding::new(&codes::NODE_WITHOUT_TUNNEL, seen, fix).into()
+}
+
+/// How this host reaches a node's ports.
+struct Way<'a> {
+    name: &'a str,
+    /// Through the redirect.
+    address: Option<IpAddr>,
+    http: Option<SocketAddr>,
+    https: Option<SocketAddr>,
+    patience: Duration,
+}
+
+impl<'a> Way<'a> {
+    fn of(status: &StatusReport, name: &'a str, address: Option<IpAddr>, patience: Duration) -> Self {
+        let door = |name: &str| {
+            let door = status.doors.iter().find(|door| door.name == name)?;
+            let mut address = door.address;
+            if address.ip().is_unspecified() {
+                let any = address.is_ipv4();
+                address.set_ip(if any {
+                    Ipv4Addr::LOCALHOST.into()
+                } else {
+                    std::net::Ipv6Addr::LOCALHOST.into()
+                });
+            }
+            Some(address)
+        };
+        let redirect = status.redirect.state != RedirectState::Off;
+        Self {
+            name,
+            address: address.filter(|_| redirect),
+            http: door(HTTP_DOOR),
+            https: door(HTTPS_DOOR),
+            patience,
+        }
+    }
+
+    /// The kubelet's TLS, and that it asks for credentials.
+    async fn kubelet(&self, addresses: &[IpAddr]) -> Outcome {
+        let (to, shown) = match (self.https, self.address) {
+            (Some(door), _) => (door, format!("https door {door}")),
+            (None, Some(address)) => (SocketAddr::new(address, DEFAULT_KUBELET_PORT), "redirect".to_owned()),
+            (None, None) => {
+                return Outcome::Skipped("there is neither an https door nor the redirect".to_owned());
+            }
+        };
+        let Ok(name) = ServerName::try_from(self.name.to_owned()) else {
+            return Outcome::Skipped(format!("{} is no DNS name", self.name));
+        };
+        let ask = async {
+            let stream = TcpStream::connect(to).await?;
+            ask_https(stream, name, "/healthz").await
+        };
+        let fault = |reason: String| {
+            let fix = format!(
+                "on {}: `systemctl status kubelet`, and `curl -k https://127.0.0.1:10250/healthz`",
+                self.name
+            );
+            Finding::new(&codes::KUBELET_UNEXPECTED, format!("through the {shown}: {reason}"), fix).into()
+        };
+        match tokio::time::timeout(ANSWER, ask).await {
+            Ok(Ok(answer)) => judge_kubelet(&answer, self.name, addresses).unwrap_or_else(fault),
+            Ok(Err(error)) => fault(error.to_string()),
+            Err(_) => fault(format!("no answer within {} s", ANSWER.as_secs())),
+        }
+    }
+
+    /// Whether a connection to a port is carried and stays open.
+    async fn port(&self, port: u16) -> Result<(), Finding> {
+        let reason = match self.address {
+            Some(address) => match self.stays_open(SocketAddr::new(address, port)).await {
+                Ok(()) => return Ok(()),
+                // The http door says why.
+                Err(error) => self.ask_door(port).await.err().unwrap_or_else(|| error.to_string()),
+            },
+            None => match self.ask_door(port).await {
+                Ok(()) => return Ok(()),
+                Err(reason) => reason,
+            },
+        };
+        let fix = format!(
+            "on {}: does something listen there (`ss -ltn sport = :{port}`), and does `tunnel-agent status` allow it? If not \
+             wanted, leave it out of --redirect-ports",
+            self.name
+        );
+        Err(Finding::new(&codes::PORT_NOT_REACHED, format!("port {port}: {reason}"), fix))
+    }
+
+    async fn stays_open(&self, to: SocketAddr) -> io::Result<()> {
+        let timed_out = || io::Error::new(io::ErrorKind::TimedOut, "connect() has no answer");
+        let mut stream =
+            tokio::time::timeout(CONNECT, TcpStream::connect(to)).await.map_err(|_| timed_out())??;
+        // A dial that fails resets it; what the service says first, or nothing, is a success.
+        match tokio::time::timeout(self.patience, stream.read_u8()).await {
+            Ok(Err(error)) if error.kind() != io::ErrorKind::UnexpectedEof => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Asks the http door for the port: it tells in words why it fails.
+    async fn ask_door(&self, port: u16) -> Result<(), String> {
+        let Some(door) = self.http else { return Err("there is no http door that could say why".to_owned()) };
+        let request = format!("GET / HTTP/1.1\r\nHost: {}:{port}\r\nConnection: close\r\n\r\n", self.name);
+        let ask = async {
+            let mut stream = TcpStream::connect(door).await?;
+            stream.write_all(request.as_bytes()).await?;
+            let mut answer = Vec::new();
+            stream.take(4 << 10).read_to_end(&mut answer).await.map(|_| answer)
+        };
+        match tokio::time::timeout(ANSWER, ask).await {
+            Ok(Ok(answer)) => failure_of(&String::from_utf8_lossy(&answer)),
+            Ok(Err(error)) => Err(error.to_string()),
+            // It has the request and thinks.
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+/// Why a door has answered itself.
+fn failure_of(answer: &str) -> Result<(), String> {
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
+    let outcome = head.lines().find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        name.eq_ignore_ascii_case(OUTCOME_HEADER).then(|| value.trim())
+    });
+    // A target that was reached, and breaks off or does not speak HTTP, is not the tunnel's concern.
+    match outcome {
+        None => Ok(()),
+        Some(outcome) if outcome == TunnelOutcome::TargetReset.as_str() => Ok(()),
+        Some(_) => Err(body.trim().trim_start_matches("tunnel-server: ").to_owned()),
+    }
+}
+
+/// What was found, or what is wrong with it.
+fn judge_kubelet(answer: &HttpsAnswer, name: &str, addresses: &[IpAddr]) -> Result<Outcome, String> {
+    let Some(leaf) = answer.chain.first() else { return Err("it shows no certificate".to_owned()) };
+    let shown = describe_certificate(leaf);
+    if let Some(reason) = validity(leaf).ok().and_then(|validity| validity_of(&validity, SystemTime::now())) {
+        return Err(format!("{shown} is {reason}"));
+    }
+    let names = &answer.names;
+    let is_named =
+        names.iter().any(|own| own == name || addresses.iter().any(|address| *own == address.to_string()));
+    if !is_named {
+        return Err(format!("{shown} names {}, neither the node nor its addresses", names.join(", ")));
+    }
+    match answer.status {
+        Some(401 | 403) => {
+            Ok(Outcome::fine(format!("{shown}; it asks for credentials ({})", answer.status_line())))
+        }
+        Some(200) => {
+            Err("it answers /healthz without credentials: switch `authentication.anonymous` off".to_owned())
+        }
+        _ => Err(format!("it answers {:?} instead of 401", answer.status_line())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_target_that_was_reached_counts_whatever_it_speaks() {
+        let of = |head: &str| failure_of(&format!("{head}\r\n\r\ntunnel-server: because\n"));
+        assert_eq!(of("HTTP/1.1 200 OK"), Ok(()));
+        assert_eq!(of("HTTP/1.1 502 Bad Gateway\r\npostern-outcome: target_reset"), Ok(()));
+        assert_eq!(of("HTTP/1.1 502 Bad Gateway\r\nPostern-Outcome: refused"), Err("because".to_owned()));
+        assert_eq!(of("HTTP/1.1 403 Forbidden\r\npostern-outcome: denied"), Err("because".to_owned()));
+        assert_eq!(failure_of("\x15\x03\x03"), Ok(()));
+    }
+}

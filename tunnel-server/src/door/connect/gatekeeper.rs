@@ -1,0 +1,184 @@
+//! What a caller reaches: the destination that a host and a port mean, if the policy permits it.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use rand::seq::IndexedRandom as _;
+use tunnel_core::identity::NodeName;
+use tunnel_core::text::printable;
+
+use crate::caller::Authenticator;
+use crate::inventory::InventoryNode;
+use crate::kube::ServiceEndpoints;
+use crate::policy::{Destination, Identity, Origin, Policy};
+use crate::route::{ByAddress, Router, Snapshot};
+
+/// Where the endpoints of Services are found.
+pub(crate) enum Services {
+    Cluster(ServiceEndpoints),
+    /// The resolver of this host; without Kubernetes.
+    Resolver,
+}
+
+/// Decides what callers reach.
+pub(crate) struct Gatekeeper {
+    pub(crate) authenticator: Authenticator,
+    pub(crate) services: Services,
+    pub(crate) policy: ArcSwap<Policy>,
+    pub(crate) router: Arc<Router>,
+}
+
+/// What is dialled, and by whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Reached {
+    /// The node's agent dials it.
+    Edge { node: NodeName, target: SocketAddr },
+    /// This server does.
+    Cloud(SocketAddr),
+}
+
+/// Why a caller reaches nothing.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Denied {
+    Policy,
+    /// It is not clear what is meant, or it is nothing that there is.
+    Unclear(String),
+    /// A Service whose endpoints are not known.
+    Unavailable(String),
+}
+
+/// What a host means.
+enum Meant {
+    Edge { node: Arc<InventoryNode>, address: IpAddr, own: bool },
+    Cloud(IpAddr),
+    Service { name: String, namespace: String },
+}
+
+impl Gatekeeper {
+    /// What a caller reaches at this host and port, and the name of the rule that permits it.
+    ///
+    /// # Errors
+    /// Why it reaches nothing. Whom the policy does not know learns nothing about names and addresses.
+    pub(crate) async fn reach(
+        &self,
+        identity: &Identity,
+        client: IpAddr,
+        host: &str,
+        port: u16,
+    ) -> Result<(Reached, String), Denied> {
+        let snapshot = self.router.snapshot();
+        let policy = self.policy.load_full();
+        let node = match identity {
+            Identity::Node(name) => snapshot.inventory().get(name.as_str()).map(|node| &**node),
+            _ => None,
+        };
+        let origin = Origin { identity, client, node };
+        if !policy.knows(origin) {
+            return Err(Denied::Policy);
+        }
+        let permitted = |to| policy.permits(origin, to, port).map(str::to_owned).ok_or(Denied::Policy);
+        match meant(host, &snapshot).map_err(Denied::Unclear)? {
+            Meant::Edge { node, address, own } => {
+                let rule = permitted(Destination::Edge { node: &node, address })?;
+                Ok((self.edge(&node, address, port, own), rule))
+            }
+            Meant::Cloud(address) => {
+                let rule = permitted(Destination::Cloud { address })?;
+                Ok((Reached::Cloud(SocketAddr::new(address, port)), rule))
+            }
+            Meant::Service { name, namespace } => {
+                let rule = permitted(Destination::Service(&format!("{name}.{namespace}")))?;
+                let endpoints = self.endpoints(&name, &namespace, port).await.map_err(Denied::Unavailable)?;
+                // One of them, as a Service does it.
+                let Some(endpoint) = endpoints.choose(&mut rand::rng()).copied() else {
+                    return Err(Denied::Unavailable(format!("{name}.{namespace} has no address")));
+                };
+                let reached = match at(endpoint.ip(), &snapshot).map_err(Denied::Unavailable)? {
+                    Meant::Edge { node, address, .. } => Reached::Edge {
+                        node: node.name.clone(),
+                        target: SocketAddr::new(address, endpoint.port()),
+                    },
+                    _ => Reached::Cloud(endpoint),
+                };
+                Ok((reached, rule))
+            }
+        }
+    }
+
+    fn edge(&self, node: &InventoryNode, address: IpAddr, port: u16, own: bool) -> Reached {
+        let target = if own { self.router.target(address, port) } else { SocketAddr::new(address, port) };
+        Reached::Edge { node: node.name.clone(), target }
+    }
+
+    async fn endpoints(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
+        match &self.services {
+            Services::Cluster(endpoints) => endpoints.of(name, namespace, port).await,
+            Services::Resolver => {
+                let host = format!("{name}.{namespace}");
+                let found = tokio::net::lookup_host((host.as_str(), port)).await;
+                found.map(Iterator::collect).map_err(|error| format!("{host}: {error}"))
+            }
+        }
+    }
+}
+
+/// A node's name, an address, or `service.namespace`, with `.svc` and the cluster's domain or without.
+fn meant(host: &str, snapshot: &Snapshot) -> Result<Meant, String> {
+    if let Some(address) = literal(host) {
+        return at(address, snapshot);
+    }
+    let name = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
+    let inventory = snapshot.inventory();
+    if let Some(node) = inventory.get(&name).filter(|node| node.edge) {
+        let first = node.addresses.first().ok_or_else(|| format!("node {name} has no address"))?;
+        return Ok(Meant::Edge { node: node.clone(), address: *first, own: true });
+    }
+    let mut labels = name.split('.');
+    match (labels.next(), labels.next(), labels.next()) {
+        (Some(service), Some(namespace), None | Some("svc"))
+            if !service.is_empty() && !namespace.is_empty() =>
+        {
+            Ok(Meant::Service { name: service.to_owned(), namespace: namespace.to_owned() })
+        }
+        _ => Err(format!(
+            "{:?} is not an edge node's name, an address, or SERVICE.NAMESPACE",
+            printable(&name, 100)
+        )),
+    }
+}
+
+/// Whose address it is.
+fn at(address: IpAddr, snapshot: &Snapshot) -> Result<Meant, String> {
+    let inventory = snapshot.inventory();
+    match snapshot.by_address(address) {
+        ByAddress::Unique(found) => match inventory.get(found.node.as_str()) {
+            Some(node) => Ok(Meant::Edge { node: node.clone(), address, own: true }),
+            None => Err(format!("node {} has just left", found.node)),
+        },
+        ByAddress::Ambiguous(nodes) => {
+            let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
+            Err(format!("{address} is the address of {}: name the node instead", nodes.join(", ")))
+        }
+        ByAddress::Unknown => {
+            // Ranges of pods are not indexed: a look at each node takes a millisecond where they are 100,000.
+            let has = |node: &&Arc<InventoryNode>| {
+                node.edge && node.pod_cidrs.iter().any(|range| range.contains(&address))
+            };
+            let mut nodes = inventory.iter().filter(has);
+            match (nodes.next(), nodes.next()) {
+                (Some(node), None) => Ok(Meant::Edge { node: node.clone(), address, own: false }),
+                (Some(one), Some(other)) => {
+                    Err(format!("{address} is in the ranges of pods of {} and {}", one.name, other.name))
+                }
+                (None, _) => Ok(Meant::Cloud(address)),
+            }
+        }
+    }
+}
+
+/// An address, in brackets or not.
+fn literal(host: &str) -> Option<IpAddr> {
+    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
+    bare.parse::<IpAddr>().ok().map(|address| address.to_canonical())
+}

@@ -1,0 +1,128 @@
+//! Connections that this server makes itself: to targets that are not an edge node's.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tunnel_core::carry::{RelayError, Side, Totals, Traffic, end_on_drop, prepare_socket};
+use tunnel_core::outcome::Outcome;
+
+use super::access_log::AccessLogGuard;
+
+/// How long this server tries to connect, as agents do.
+pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes that are copied at a time.
+const PIECE: usize = 32 << 10;
+
+/// Why a caller gets no connection, or lost it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Failed {
+    pub(super) outcome: Outcome,
+    pub(super) reason: String,
+}
+
+impl Failed {
+    pub(super) fn of(error: &RelayError) -> Self {
+        Self { outcome: error.outcome(Side::Server), reason: error.to_string() }
+    }
+
+    /// The reason with the words by which programs written in Go tell errors apart.
+    pub(super) fn in_words_of_go(self) -> String {
+        let words = match self.outcome {
+            Outcome::TimedOut => "i/o timeout",
+            Outcome::Refused => "connection refused",
+            Outcome::NoTunnel => "No agent available",
+            _ => "",
+        };
+        if self.reason.contains(words) { self.reason } else { format!("{}: {words}", self.reason) }
+    }
+}
+
+/// Connects to a target.
+///
+/// # Errors
+/// How it failed.
+pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
+    let failed = |outcome, why: &dyn std::fmt::Display| Failed {
+        outcome,
+        reason: format!("dial tcp {target}: {why}"),
+    };
+    match tokio::time::timeout(DIAL_TIMEOUT, TcpStream::connect(target)).await {
+        Ok(Ok(socket)) => match prepare_socket(&socket) {
+            Ok(()) => Ok(socket),
+            Err(error) => Err(failed(Outcome::Unreachable, &error)),
+        },
+        Ok(Err(error)) => match error.kind() {
+            std::io::ErrorKind::ConnectionRefused => Err(failed(Outcome::Refused, &"connection refused")),
+            std::io::ErrorKind::TimedOut => Err(failed(Outcome::TimedOut, &"i/o timeout")),
+            _ => Err(failed(Outcome::Unreachable, &error)),
+        },
+        Err(_) => Err(failed(Outcome::TimedOut, &format!("i/o timeout after {} s", DIAL_TIMEOUT.as_secs()))),
+    }
+}
+
+/// Carries the connection until both directions have ended, `gone` ends, or the server stops. The target is reset unless all has
+/// gone well.
+pub(super) async fn carry(
+    mut socket: TcpStream,
+    record: &mut AccessLogGuard,
+    read: &mut (impl AsyncRead + Unpin),
+    write: &mut (impl AsyncWrite + Unpin),
+    gone: impl Future<Output = ()>,
+) -> Result<(), Failed> {
+    let traffic = record.traffic(&Totals::default());
+    let ended = tokio::select! {
+        biased;
+        ended = copy(&mut socket, read, write, &traffic) => ended,
+        () = gone => Err(Failed {
+            outcome: Outcome::ClientReset,
+            reason: "the caller has gone".to_owned(),
+        }),
+        () = record.forced().cancelled() => Err(Failed {
+            outcome: Outcome::Shutdown,
+            reason: "this server stops".to_owned(),
+        }),
+    };
+    record.carried(&traffic);
+    if ended.is_ok() {
+        end_on_drop(&socket);
+    }
+    ended
+}
+
+/// Copies both ways between a caller and a target that this server has dialled itself.
+async fn copy(
+    socket: &mut TcpStream,
+    read: &mut (impl AsyncRead + Unpin),
+    write: &mut (impl AsyncWrite + Unpin),
+    traffic: &Traffic,
+) -> Result<(), Failed> {
+    let (mut from, mut to) = socket.split();
+    let client = |error: std::io::Error| Failed { outcome: Outcome::ClientReset, reason: error.to_string() };
+    let target = |error: std::io::Error| Failed { outcome: Outcome::TargetReset, reason: error.to_string() };
+    let up = async {
+        let mut piece = vec![0; PIECE];
+        loop {
+            let length = read.read(&mut piece).await.map_err(client)?;
+            if length == 0 {
+                return to.shutdown().await.map_err(target);
+            }
+            to.write_all(&piece[..length]).await.map_err(target)?;
+            traffic.count_from_socket(length);
+        }
+    };
+    let down = async {
+        let mut piece = vec![0; PIECE];
+        loop {
+            let length = from.read(&mut piece).await.map_err(target)?;
+            if length == 0 {
+                return write.shutdown().await.map_err(client);
+            }
+            write.write_all(&piece[..length]).await.map_err(client)?;
+            write.flush().await.map_err(client)?;
+            traffic.count_to_socket(length);
+        }
+    };
+    tokio::try_join!(up, down).map(drop)
+}

@@ -1,0 +1,149 @@
+//! What a caller wants to reach: an edge node's address, or something that is none and that this server may dial itself.
+
+use std::net::{IpAddr, SocketAddr};
+
+use bytes::Bytes;
+use ipnet::IpNet;
+use tunnel_core::text::printable;
+
+use crate::door::context::OpenRequest;
+use crate::route::{ByAddress, Router};
+
+/// Where a connection goes.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Destination {
+    /// Through the tunnel of an edge node.
+    Edge(OpenRequest),
+    /// Dialled by this server: an address that may be, or a name that has to be resolved first.
+    Direct(String, u16),
+}
+
+/// Addresses that are not edge nodes', and that this server dials itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Direct(pub(super) Vec<IpNet>);
+
+impl Direct {
+    /// This host's loopback only by a range of its own: what listens there trusts whoever reaches it.
+    pub(super) fn allows(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        let meant = |range: &IpNet| !address.is_loopback() || range.network().is_loopback();
+        !address.is_unspecified() && self.0.iter().any(|range| range.contains(&address) && meant(range))
+    }
+}
+
+/// Finds the destination of `HOST:PORT`, with an IPv6 address in brackets.
+///
+/// # Errors
+/// It is none, or is neither an edge node's nor one that this server may dial.
+pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Destination, String> {
+    let (host, port) = split(text)?;
+    let edge = |node, target| Ok(Destination::Edge(OpenRequest::new(node, target, Bytes::new())));
+    let snapshot = router.snapshot();
+    let name = host.strip_suffix('.').unwrap_or(&host).to_ascii_lowercase();
+    if let Some(found) = snapshot.by_name(&name) {
+        let target = router.target(found.address, port);
+        return edge(found.node, target);
+    }
+    let Ok(address) = name.parse::<IpAddr>() else {
+        if direct.0.is_empty() {
+            return Err(format!(
+                "lookup {}: no such host among the edge nodes, and --egress-direct allows no others",
+                printable(&name, 100)
+            ));
+        }
+        return Ok(Destination::Direct(name, port));
+    };
+    match snapshot.by_address(address) {
+        ByAddress::Unique(found) => {
+            let target = router.target(found.address, port);
+            return edge(found.node, target);
+        }
+        ByAddress::Ambiguous(nodes) => {
+            let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
+            return Err(format!("{address} is the address of {}: name the node instead", nodes.join(", ")));
+        }
+        ByAddress::Unknown => {}
+    }
+    if let Some(pod) = snapshot.by_pod(address) {
+        return edge(pod.node, SocketAddr::new(pod.address, port));
+    }
+    if direct.allows(address) {
+        return Ok(Destination::Direct(name, port));
+    }
+    Err(not_allowed(address))
+}
+
+pub(super) fn not_allowed(address: IpAddr) -> String {
+    format!(
+        "{address} is not an edge node's or its pod's, and --egress-direct does not allow this server to dial it"
+    )
+}
+
+fn split(text: &str) -> Result<(String, u16), String> {
+    let wrong = || format!("{:?} is not a host and a port", printable(text, 100));
+    let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
+    let port = match port.parse::<u16>() {
+        Ok(number) if number > 0 && port.bytes().all(|byte| byte.is_ascii_digit()) => number,
+        _ => return Err(wrong()),
+    };
+    let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        Some(host) => host,
+        None if host.contains(':') => return Err(wrong()),
+        None => host,
+    };
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
+    if host.is_empty() || host.len() > 255 || !host.bytes().all(plain) {
+        return Err(wrong());
+    }
+    Ok((host.to_owned(), port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_destination_is_a_host_and_a_port() {
+        for (text, host, port) in [
+            ("edge-1:10250", "edge-1", 10250),
+            ("10.0.0.1:1", "10.0.0.1", 1),
+            ("[fd00::1]:443", "fd00::1", 443),
+            ("webhook.shop.svc:443", "webhook.shop.svc", 443),
+        ] {
+            assert_eq!(split(text), Ok((host.to_owned(), port)), "{text}");
+        }
+        for text in [
+            "",
+            ":",
+            "edge-1",
+            "edge-1:",
+            "edge-1:0",
+            "edge-1:+1",
+            "edge-1:65536",
+            ":443",
+            "fd00::1:443",
+            "a b:1",
+            "a\r\n:1",
+        ] {
+            assert!(split(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn loopback_needs_a_range_of_its_own() {
+        let direct = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
+        for (address, allowed) in [
+            ("10.0.0.1", true),
+            ("fd00::1", true),
+            ("127.0.0.1", false),
+            ("::1", false),
+            ("::ffff:127.0.0.1", false),
+            ("0.0.0.0", false),
+        ] {
+            assert_eq!(direct.allows(address.parse().unwrap()), allowed, "{address}");
+        }
+        let named = Direct(vec!["127.0.0.0/8".parse().unwrap()]);
+        assert!(named.allows("127.0.0.1".parse().unwrap()));
+        assert!(!Direct::default().allows("10.0.0.1".parse().unwrap()));
+    }
+}

@@ -1,0 +1,214 @@
+//! The egress door: kube-apiserver's EgressSelector. It speaks konnectivity's ProxyService (gRPC) and HTTP CONNECT, told
+//! apart by the first bytes, on a Unix socket and, with mutual TLS, on a port.
+//!
+//! A connection is served on one of the data path's threads. What it asks for is dialled through the tunnel of the node that
+//! has the address, or by this server itself where that is allowed.
+
+mod authority;
+mod connect;
+mod destination;
+mod dial;
+mod halves;
+mod proxy;
+mod queue;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod tls;
+mod unix;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use bytes::BytesMut;
+use ipnet::IpNet;
+use rustls::ServerConfig;
+use tokio::io::{AsyncRead, AsyncReadExt as _};
+use tokio::net::{TcpStream, UnixStream};
+use tunnel_core::carry::prepare_socket;
+use tunnel_core::config::ConfigError;
+
+use super::context::DoorContext;
+use super::preface::{PrefaceError, read_preface};
+use crate::accept::{Gate, Gated};
+use crate::admission::Shares;
+use crate::config::EgressConfig;
+use crate::session::Workers;
+use authority::{Masked, PREFACE};
+use destination::Direct;
+use dial::{Caller, Dialler};
+use halves::Writer;
+
+pub(crate) use dial::NAME;
+pub(crate) use tls::EgressTls;
+pub(crate) use unix::Socket;
+
+/// How long a TLS handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Reads the files of its configuration, so that a server does not start without them.
+///
+/// # Errors
+/// Which of them cannot be used, and why.
+pub(crate) fn check_files(config: &EgressConfig) -> Result<(), ConfigError> {
+    config.port.as_ref().map_or(Ok(()), |(_, config)| tls::check(config))
+}
+
+/// The door, for both of its listeners.
+#[derive(Clone)]
+pub(crate) struct Egress {
+    dialler: Arc<Dialler>,
+    workers: Arc<Workers>,
+}
+
+impl Egress {
+    pub(crate) fn new(
+        context: DoorContext,
+        shares: Shares,
+        direct: Vec<IpNet>,
+        workers: Arc<Workers>,
+    ) -> Self {
+        context.metrics.door(NAME);
+        Self { dialler: Arc::new(Dialler { context, shares, direct: Direct(direct) }), workers }
+    }
+
+    /// Serves the Unix socket until the drain starts. Once `gate` is open the path leads to it. While it is closed a successor
+    /// has the same socket, and the file stays for it.
+    pub(crate) async fn serve_unix(self, mut socket: Socket, gate: Gate) {
+        let draining = self.dialler.context.drain.shutdown().draining_token();
+        while draining.run_until_cancelled(gate.opened()).await.is_some() {
+            if let Err(error) = socket.place() {
+                tracing::error!(door = NAME, error = format!("{error:#}"), "the socket is not there");
+            }
+            let accepted = tokio::select! {
+                biased;
+                () = draining.cancelled() => break,
+                () = gate.closed() => continue,
+                accepted = socket.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, _)) => self.receive_unix(stream),
+                Err(error) => {
+                    tracing::error!(door = NAME, %error, "cannot accept; is the limit of open files (ulimit -n) too low?");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+        if gate.is_open() {
+            socket.remove();
+        }
+    }
+
+    /// Serves the port until the drain starts.
+    pub(crate) async fn serve_tls(self, mut listener: Gated, tls: Arc<ArcSwap<ServerConfig>>) {
+        loop {
+            let (socket, client) = tokio::select! {
+                accepted = listener.accept(NAME) => accepted,
+                () = self.dialler.context.drain.shutdown().draining() => return,
+            };
+            let acceptor = tls::acceptor(&tls);
+            let dialler = self.dialler.clone();
+            let work = async move {
+                if let Err(reason) = receive_tls(dialler.clone(), socket, client, acceptor).await {
+                    dialler.context.metrics.turned_away(NAME);
+                    tracing::warn!(door = NAME, %client, reason, "client turned away");
+                }
+            };
+            self.dialler.context.drain.spawn(work);
+        }
+    }
+
+    fn receive_unix(&self, stream: UnixStream) {
+        let caller = Caller {
+            address: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            name: stream.peer_cred().map_or_else(
+                |_| "a process".into(),
+                |of| format!("uid={} pid={}", of.uid(), of.pid().unwrap_or_default()).into(),
+            ),
+        };
+        let dialler = self.dialler.clone();
+        let guard = dialler.context.drain.guard();
+        let stream = stream.into_std();
+        self.workers.next().spawn(async move {
+            let _guard = guard;
+            match stream.and_then(UnixStream::from_std).and_then(halves::of_unix) {
+                Ok((read, write, watched)) => serve(dialler, caller, read, write, watched).await,
+                Err(error) => tracing::warn!(door = NAME, %error, "a caller's socket cannot be used"),
+            }
+        });
+    }
+}
+
+async fn receive_tls(
+    dialler: Arc<Dialler>,
+    socket: TcpStream,
+    client: SocketAddr,
+    acceptor: tokio_rustls::TlsAcceptor,
+) -> Result<(), String> {
+    prepare_socket(&socket).map_err(|error| error.to_string())?;
+    let stream = match tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => return Err(format!("TLS: {error}")),
+        Err(_) => return Err(format!("no TLS handshake within {} s", HANDSHAKE.as_secs())),
+    };
+    let certificates = stream.get_ref().1.peer_certificates().unwrap_or_default();
+    let name = certificates.first().map(tls::common_name).unwrap_or_default();
+    let caller = Caller { address: client, name: name.into() };
+    let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
+    serve(dialler, caller, read, write, watched).await;
+    Ok(())
+}
+
+/// Serves one connection, whichever protocol it speaks.
+async fn serve(
+    dialler: Arc<Dialler>,
+    caller: Caller,
+    mut read: impl AsyncRead + Unpin + Send + 'static,
+    write: impl Writer,
+    watched: Arc<OwnedFd>,
+) {
+    let mut early = BytesMut::new();
+    match read_preface(&mut read, &mut early, "request", |read| Ok::<_, ()>(is_http2(read))).await {
+        Ok(true) => {
+            let read = Masked::new(std::io::Cursor::new(early.freeze()).chain(read));
+            proxy::serve(dialler, caller, tokio::io::join(read, write)).await;
+        }
+        Ok(false) => connect::serve(&dialler, &caller, read, write, watched, early).await,
+        Err(PrefaceError::Invalid(()) | PrefaceError::TimedOut | PrefaceError::Lost(_)) => {
+            tracing::debug!(door = NAME, client = %caller.address, "a caller sent nothing");
+        }
+    }
+}
+
+/// None: not enough has been read.
+fn is_http2(read: &[u8]) -> Option<bool> {
+    let same = read.iter().zip(PREFACE).take_while(|(one, other)| one == other).count();
+    if same < read.len() && same < PREFACE.len() {
+        return Some(false);
+    }
+    (same == PREFACE.len()).then_some(true)
+}
+
+#[cfg(test)]
+mod first_bytes {
+    use super::*;
+
+    #[test]
+    fn tell_the_protocols_apart() {
+        for (read, expected) in [
+            (&b""[..], None),
+            (b"P", None),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r", None),
+            (PREFACE, Some(true)),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nmore", Some(true)),
+            (b"POST / HTTP/1.1", Some(false)),
+            (b"CONNECT", Some(false)),
+            (b"\x16", Some(false)),
+        ] {
+            assert_eq!(is_http2(read), expected, "{read:?}");
+        }
+    }
+}

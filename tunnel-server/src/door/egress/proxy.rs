@@ -1,0 +1,87 @@
+//! gRPC: konnectivity's ProxyService.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::Stream;
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::konnectivity::proxy_service_server::{ProxyService, ProxyServiceServer};
+use tunnel_core::konnectivity::{LARGEST_MESSAGE, Packet};
+
+use super::dial::{Caller, Dialler};
+use super::stream::Connections;
+
+/// Packets to a caller that wait for it to read, of at most 32 KiB each.
+const PACKETS: usize = 16;
+/// Bytes that a caller may send on one stream before it has to wait for them to be taken.
+const STREAM_WINDOW: u32 = 1 << 20;
+/// The same of one connection: more than its streams may have, so that none waits for another.
+const CONNECTION_WINDOW: u32 = 1 << 30;
+/// Streams of one connection at a time.
+const MOST_STREAMS: u32 = 1000;
+/// Bytes of a stream that wait to be sent.
+const SEND_BUFFER: usize = 256 << 10;
+/// A caller that answers no PING for so long has gone.
+const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(20));
+
+struct Proxy {
+    dialler: Arc<Dialler>,
+    caller: Caller,
+}
+
+#[tonic::async_trait]
+impl ProxyService for Proxy {
+    type ProxyStream = Pin<Box<dyn Stream<Item = Result<Packet, Status>> + Send>>;
+
+    async fn proxy(
+        &self,
+        request: Request<Streaming<Packet>>,
+    ) -> Result<Response<Self::ProxyStream>, Status> {
+        let (packets, answer) = mpsc::channel(PACKETS);
+        let connections = Connections::new(self.dialler.clone(), self.caller.clone(), packets);
+        tokio::spawn(connections.serve(request.into_inner()));
+        Ok(Response::new(Box::pin(ReceiverStream::new(answer))))
+    }
+}
+
+/// Serves one HTTP/2 connection to its end. A drain lets its streams finish.
+pub(super) async fn serve(
+    dialler: Arc<Dialler>,
+    caller: Caller,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+) {
+    let shutdown = dialler.context.drain.shutdown().clone();
+    let address = caller.address;
+    let service =
+        ProxyServiceServer::new(Proxy { dialler, caller }).max_decoding_message_size(LARGEST_MESSAGE);
+    let connection = http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_concurrent_streams(MOST_STREAMS)
+        .max_send_buf_size(SEND_BUFFER)
+        .keep_alive_interval(KEEPALIVE.0)
+        .keep_alive_timeout(KEEPALIVE.1)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
+    let mut connection = std::pin::pin!(connection);
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = shutdown.draining() => {
+            connection.as_mut().graceful_shutdown();
+            tokio::select! {
+                ended = connection => ended,
+                () = shutdown.forced() => Ok(()),
+            }
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(client = %address, %error, "a caller's connection ended");
+    }
+}

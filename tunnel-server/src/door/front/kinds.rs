@@ -1,0 +1,42 @@
+//! What a door that speaks HTTP is made of.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use ipnet::IpNet;
+
+use super::pods::Pods;
+use super::target_tls::TargetTls;
+use crate::caller::{Caller, CallerTls, Reviewer};
+
+/// The most bytes of a request's head.
+pub(super) const MAX_HEAD: usize = 64 << 10;
+
+/// Who may use a door.
+pub(crate) enum Admission {
+    /// Whoever reaches it: it listens on loopback.
+    Everyone,
+    /// Callers that the cluster's rules allow, or, without a cluster, whoever has a certificate.
+    Callers(Option<Arc<Reviewer>>),
+    /// Clients in these ranges, to these ports (none: every tunnelled one); others as callers with a token.
+    Listed { clients: Vec<IpNet>, ports: Vec<u16>, reviewer: Option<Arc<Reviewer>> },
+}
+
+/// A door that speaks HTTP.
+pub(crate) struct Front {
+    pub(crate) door: &'static str,
+    pub(crate) admission: Admission,
+    /// The TLS that it ends; None: it is plain HTTP.
+    pub(crate) tls: Option<Arc<CallerTls>>,
+    /// TLS to targets; None: they are plain too.
+    pub(crate) targets: Option<Arc<TargetTls>>,
+    /// Finds pods' nodes; None: paths with a pod mean nothing.
+    pub(crate) pods: Option<Arc<Pods>>,
+}
+
+/// Who is at the other end of a connection.
+pub(super) struct Peer {
+    pub(super) client: SocketAddr,
+    /// By its certificate.
+    pub(super) caller: Option<Caller>,
+}

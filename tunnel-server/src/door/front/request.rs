@@ -1,0 +1,384 @@
+//! One request, from its head to the head of its answer.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap};
+use http::request::Parts;
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
+use http_body_util::BodyExt as _;
+use hyper::body::{Body as _, Incoming};
+use rustls_pki_types::ServerName;
+use tunnel_core::error::chain;
+use tunnel_core::outcome::Outcome;
+
+use super::answer::{self, Failure, reader};
+use super::backend::{self, Tls};
+use super::body::{AnswerBody, Body, Exchange};
+use super::destination::{Wanted, parse_destination};
+use super::expect::RequestBody;
+use super::kinds::{Admission, Front, MAX_HEAD, Peer};
+use super::socket::Faults;
+use super::{headers, tunnel, upgrade};
+use crate::admission::Shares;
+use crate::caller::{Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
+use crate::door::access_log::AccessLogGuard;
+use crate::door::context::{DoorContext, OpenRequest};
+use crate::door::resolve::resolve;
+use crate::route::NodeAddress;
+
+const TOO_LARGE: &str = "the request's head is larger than 64 KiB";
+
+/// What the requests of a connection share.
+pub(super) struct Served {
+    pub(super) front: Arc<Front>,
+    pub(super) peer: Peer,
+    pub(super) faults: Faults,
+    pub(super) context: DoorContext,
+    pub(super) shares: Shares,
+}
+
+/// Where a request goes.
+struct Destination {
+    node: NodeAddress,
+    target: SocketAddr,
+    /// What the target is told instead of the Host that it was asked by.
+    host: Option<String>,
+    /// The target's certificate is the node's.
+    on_node: bool,
+}
+
+/// Answers a request: with the target's answer, or with the reason why there is none.
+pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> Response<Body> {
+    let kubelet_path = ["/exec/", "/attach/", "/portForward/", "/containerLogs/"]
+        .iter()
+        .any(|root| request.uri().path().starts_with(root));
+    let reader = reader(request.headers(), kubelet_path);
+    let http1 = request.version() != Version::HTTP_2;
+    match forward(served, request).await {
+        Ok(response) => response,
+        Err(failure) => {
+            let mut response = answer::response(&failure, reader);
+            // Who sends what is wrong may mean what follows otherwise too.
+            if http1
+                && matches!(
+                    failure.status,
+                    StatusCode::BAD_REQUEST | StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+                )
+            {
+                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            response
+        }
+    }
+}
+
+async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result<Response<Body>, Failure> {
+    let wants =
+        (request.version() == Version::HTTP_11).then(|| headers::wanted_upgrade(request.headers())).flatten();
+    let client = wants.is_some().then(|| hyper::upgrade::on(&mut request));
+    let (mut head, body) = request.into_parts();
+    let admitted = async {
+        if headers::size(&head) > MAX_HEAD {
+            // hyper's bound is on what it has to buffer: a head that comes in one piece may be longer.
+            return Err(Failure::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, TOO_LARGE));
+        }
+        let wanted = parse_destination(&head).map_err(Failure::bad_request)?;
+        if head.method == Method::CONNECT {
+            return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "this door does not take CONNECT"));
+        }
+        let caller = served.caller(&head.headers).await?;
+        let destination = served.destination(&wanted).await?;
+        served.admit(caller.as_ref(), &head.method, &wanted, &destination).await?;
+        Ok::<_, Failure>((caller, destination))
+    };
+    let (caller, destination) = admitted.await.inspect_err(|failure| served.turned_away(failure))?;
+    let asked = OpenRequest::new(destination.node.node.clone(), destination.target, Bytes::new());
+    let (client_address, context) = (served.peer.client, &served.context);
+    let mut record = AccessLogGuard::new(served.front.door, client_address, &asked, context);
+    // hyper drops this when the client leaves.
+    record.presume(Outcome::ClientReset);
+    if let Some(caller) = &caller {
+        record.called_by(caller);
+    }
+    let admitted = served.shares.admit(client_address.ip()).and_then(|mut place| {
+        let reached = place.reaches(&asked.node);
+        record.hold(place);
+        reached
+    });
+    if let Err(full) = admitted {
+        context.metrics.over_limit(served.front.door, &full);
+        return Err(failed(record, Failure::of_outcome(Outcome::Busy, full.to_string())));
+    }
+    let (stream, traffic) = match tunnel::open(context, &asked, client_address, &mut record).await {
+        Ok(opened) => opened,
+        Err(failure) => return Err(failed(record, failure)),
+    };
+    let pipe = stream.status();
+    let to = format!("{} at {}", asked.node, asked.target);
+    let connected = async {
+        let tls = served.tls(&destination, head.version == Version::HTTP_2)?;
+        backend::connect(stream, tls, &to).await
+    };
+    let backend = match connected.await {
+        Ok(backend) => backend,
+        Err(failure) => return Err(failed(record, failure)),
+    };
+    let h2 = backend.is_http2();
+    if let Err(reason) = served.rewrite(&mut head, caller.as_ref(), &destination, wants.as_ref(), h2) {
+        return Err(failed(record, Failure::bad_request(reason)));
+    }
+    let request = with_expectation(head, body);
+    let (answer, connection) = backend.send(request).await;
+    let exchange = Exchange { record, traffic, pipe, connection, faults: served.faults.clone() };
+    let mut response = match answer {
+        Ok(response) => response,
+        Err(error) => {
+            let (outcome, reason) = match exchange.pipe.failure() {
+                Some((outcome, reason)) if outcome != Outcome::ClientReset => (outcome, reason),
+                _ => (Outcome::TargetReset, chain(&error)),
+            };
+            let failure = Failure::of_outcome(outcome, format!("{to} did not answer: {reason}"));
+            return Err(failed(exchange.record, failure));
+        }
+    };
+    let switched = response.status() == StatusCode::SWITCHING_PROTOCOLS;
+    let target = switched.then(|| hyper::upgrade::on(&mut response));
+    let (mut head, body) = response.into_parts();
+    let protocol = head.headers.get(header::UPGRADE).cloned();
+    headers::hop_by_hop(&mut head.headers);
+    head.version = Version::default();
+    head.extensions.clear();
+    match (target, client) {
+        (Some(target), Some(client)) => {
+            head.headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+            if let Some(protocol) = protocol {
+                head.headers.insert(header::UPGRADE, protocol);
+            }
+            tokio::spawn(upgrade::carry(client, target, exchange));
+            Ok(Response::from_parts(head, empty()))
+        }
+        (Some(_), None) => {
+            let reason = format!("{to} changed the protocol without being asked to");
+            Err(failed(exchange.record, Failure::of_outcome(Outcome::Protocol, reason)))
+        }
+        (None, client) => {
+            if client.is_some() {
+                // What the client sent ahead in the other protocol must not be read as its next request.
+                head.headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok(Response::from_parts(head, AnswerBody::new(body, exchange).boxed_unsync()))
+        }
+    }
+}
+
+fn failed(record: AccessLogGuard, failure: Failure) -> Failure {
+    record.end(failure.outcome, &failure.reason);
+    failure
+}
+
+fn empty() -> Body {
+    http_body_util::Empty::new().map_err(|never| match never {}).boxed_unsync()
+}
+
+/// With an expectation the body waits for the target's 100.
+fn with_expectation(head: Parts, body: Incoming) -> Request<RequestBody> {
+    let expects = head.headers.get(header::EXPECT);
+    let expects = expects.is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
+    if !expects || body.is_end_stream() {
+        return Request::from_parts(head, RequestBody::at_once(body));
+    }
+    let (body, open) = RequestBody::expected(body);
+    let open = Mutex::new(Some(open));
+    let mut request = Request::from_parts(head, body);
+    hyper::ext::on_informational(&mut request, move |response| {
+        let open = open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(open) = open.filter(|_| response.status() == StatusCode::CONTINUE) {
+            // The request may be over already.
+            let _ = open.send(());
+        }
+    });
+    request
+}
+
+impl Served {
+    fn turned_away(&self, failure: &Failure) {
+        let (door, client) = (self.front.door, self.peer.client);
+        self.context.metrics.turned_away(door);
+        tracing::warn!(door, %client, status = failure.status.as_u16(), reason = failure.reason, "client turned away");
+    }
+
+    /// Who sends the request, if this door wants to know.
+    async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
+        match &self.front.admission {
+            Admission::Everyone => Ok(None),
+            Admission::Callers(reviewer) => match self.identify(headers, reviewer.as_deref()).await? {
+                Some(caller) => Ok(Some(caller)),
+                None => Err(Refusal::Unauthenticated(
+                    "a client certificate or a bearer token is needed".to_owned(),
+                )
+                .into()),
+            },
+            Admission::Listed { clients, reviewer, .. } => {
+                let client = self.peer.client.ip().to_canonical();
+                if clients.iter().any(|net| net.contains(&client)) {
+                    return Ok(None);
+                }
+                match self.identify(headers, reviewer.as_deref()).await? {
+                    Some(caller) => Ok(Some(caller)),
+                    None => Err(Refusal::Unauthenticated(format!(
+                        "{client} is not in --plain-clients, and the request has no bearer token"
+                    ))
+                    .into()),
+                }
+            }
+        }
+    }
+
+    async fn identify(
+        &self,
+        headers: &HeaderMap,
+        reviewer: Option<&Reviewer>,
+    ) -> Result<Option<Caller>, Failure> {
+        if let Some(caller) = &self.peer.caller {
+            return Ok(Some(caller.clone()));
+        }
+        let token = bearer_token(headers).map_err(Refusal::Unauthenticated)?;
+        match (token, reviewer) {
+            (None, _) => Ok(None),
+            (Some(token), Some(reviewer)) => Ok(Some(reviewer.caller_of_token(token).await?)),
+            (Some(_), None) => {
+                let reason = "without a cluster there is nobody who knows bearer tokens";
+                Err(Refusal::Unauthenticated(reason.to_owned()).into())
+            }
+        }
+    }
+
+    /// The node, and what its agent dials.
+    async fn destination(&self, wanted: &Wanted) -> Result<Destination, Failure> {
+        let router = &self.context.router;
+        let bad = Failure::bad_request;
+        if let Some(named) = &wanted.named {
+            let node = resolve(named, router).map_err(bad)?;
+            return self.at(node, wanted, Some(named));
+        }
+        let by_host = resolve(&wanted.host, router);
+        let node = match (by_host, &wanted.pod, &self.front.pods) {
+            (Ok(node), ..) => return self.at(node, wanted, None),
+            (Err(_), Some((namespace, pod)), Some(pods)) => {
+                let node = pods.node_of(namespace, pod).await?;
+                router.snapshot().by_name(&node).ok_or_else(|| {
+                    bad(format!("pod {namespace}/{pod} runs on {node}, which is not an edge node"))
+                })?
+            }
+            (Err(reason), ..) => return Err(bad(reason)),
+        };
+        let target = SocketAddr::new(node.address, node.kubelet_port);
+        Ok(Destination { node, target, host: Some(target.to_string()), on_node: true })
+    }
+
+    fn at(&self, node: NodeAddress, wanted: &Wanted, named: Option<&str>) -> Result<Destination, Failure> {
+        let router = &self.context.router;
+        let (target, host) = match (wanted.dest, wanted.port) {
+            (Some(dest), _) => (dest, Some(dest.to_string())),
+            (None, Some(port)) => {
+                (router.target(node.address, port), named.map(|named| host_of(named, port)))
+            }
+            (None, None) => {
+                let reason = format!("Host {:?} has no port: add the port of the node", wanted.host);
+                return Err(Failure::bad_request(reason));
+            }
+        };
+        let port = wanted.dest.map_or(target.port(), |dest| dest.port());
+        // As at the redirect: only the ports that the operator named.
+        if !router.tunnels(port) {
+            return Err(Failure::bad_request(format!(
+                "port {port} is not tunnelled: name it in --redirect-ports or the ConfigMap"
+            )));
+        }
+        let snapshot = router.snapshot();
+        let own = snapshot.inventory().get(node.node.as_str());
+        let on_node = wanted.dest.is_none_or(|dest| {
+            dest.ip().is_loopback() || own.is_some_and(|own| own.addresses.contains(&dest.ip()))
+        });
+        Ok(Destination { node, target, host, on_node })
+    }
+
+    /// Whether the caller may send this.
+    async fn admit(
+        &self,
+        caller: Option<&Caller>,
+        method: &Method,
+        wanted: &Wanted,
+        destination: &Destination,
+    ) -> Result<(), Failure> {
+        let port = destination.target.port();
+        let reviewer = match (&self.front.admission, caller) {
+            (Admission::Everyone, _) => return Ok(()),
+            (Admission::Listed { ports, .. }, None) => {
+                if ports.is_empty() || ports.contains(&port) {
+                    return Ok(());
+                }
+                return Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into());
+            }
+            (Admission::Callers(reviewer) | Admission::Listed { reviewer, .. }, _) => reviewer,
+        };
+        let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
+        let Some(caller) = caller else {
+            return Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into());
+        };
+        // Without a cluster its certificate is all that there is to know.
+        let Some(reviewer) = reviewer else { return Ok(()) };
+        let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
+        let accesses = if of_kubelet { kubelet_accesses(method, path) } else { other_accesses(method, path) };
+        Ok(reviewer.allow(caller, &accesses, &destination.node.node).await?)
+    }
+
+    /// How to speak to the target.
+    fn tls(&self, destination: &Destination, h2: bool) -> Result<Option<Tls>, Failure> {
+        let Some(targets) = &self.front.targets else { return Ok(None) };
+        if targets.is_plain(destination.target.port()) {
+            return Ok(None);
+        }
+        let node = &destination.node;
+        let target = ServerName::from(destination.target.ip());
+        let (name, names) = if destination.on_node {
+            let snapshot = self.context.router.snapshot();
+            let own = snapshot.inventory().get(node.node.as_str());
+            let addresses = own.map(|own| own.addresses.clone()).unwrap_or_default();
+            let by_name = ServerName::try_from(node.node.to_string()).ok();
+            let names = by_name.iter().cloned().chain(addresses.into_iter().map(ServerName::from));
+            (by_name.clone().unwrap_or_else(|| target.clone()), names.collect())
+        } else {
+            (target.clone(), vec![target])
+        };
+        let config =
+            targets.config(names, h2).map_err(|reason| Failure::of_outcome(Outcome::Protocol, reason))?;
+        Ok(Some(Tls { config, name }))
+    }
+
+    /// Makes the head that the target gets.
+    fn rewrite(
+        &self,
+        head: &mut Parts,
+        caller: Option<&Caller>,
+        destination: &Destination,
+        upgrade: Option<&HeaderValue>,
+        h2: bool,
+    ) -> Result<(), String> {
+        let authority = head.uri.authority().map(ToString::to_string);
+        let asked = head.headers.get(header::HOST).and_then(|host| host.to_str().ok().map(ToOwned::to_owned));
+        let host = destination.host.clone().or(authority).or(asked).unwrap_or_default();
+        // It says who the caller is to this server, and is not the node's to see.
+        if caller.is_some() && self.peer.caller.is_none() {
+            head.headers.remove(header::AUTHORIZATION);
+        }
+        if h2 { headers::target_head_2(head, &host) } else { headers::target_head(head, &host, upgrade) }
+    }
+}
+
+/// A host and a port as Host has them.
+fn host_of(name: &str, port: u16) -> String {
+    if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
+}

@@ -1,0 +1,89 @@
+//! A client's socket with what was already read from it.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+
+use bytes::{Buf as _, Bytes};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tunnel_core::carry::{end_on_drop, prepare_socket, reset_on_drop};
+
+/// Tells a client's socket that an answer was cut off: then it closes with a reset, because the end of a file could be taken
+/// for the answer's end.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Faults(Arc<AtomicBool>);
+
+impl Faults {
+    pub(super) fn report(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct PrefixedSocket {
+    socket: TcpStream,
+    prefix: Bytes,
+    faults: Faults,
+}
+
+impl PrefixedSocket {
+    pub(super) fn new(socket: TcpStream, prefix: Bytes, faults: Faults) -> io::Result<Self> {
+        prepare_socket(&socket)?;
+        // A connection between two requests ends as others do.
+        end_on_drop(&socket);
+        Ok(Self { socket, prefix, faults })
+    }
+}
+
+impl Drop for PrefixedSocket {
+    fn drop(&mut self) {
+        if self.faults.0.load(Ordering::Relaxed) {
+            reset_on_drop(&self.socket);
+        }
+    }
+}
+
+impl AsyncRead for PrefixedSocket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.prefix.is_empty() {
+            return Pin::new(&mut self.socket).poll_read(cx, buf);
+        }
+        let taken = self.prefix.len().min(buf.remaining());
+        buf.put_slice(&self.prefix[..taken]);
+        self.prefix.advance(taken);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for PrefixedSocket {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.socket).poll_write(cx, data)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.socket).poll_write_vectored(cx, parts)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.socket.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.socket).poll_shutdown(cx)
+    }
+}

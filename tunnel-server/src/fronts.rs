@@ -1,0 +1,66 @@
+//! Makes the doors that speak HTTP from the configuration.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::caller::{CallerTls, Reviewer};
+use crate::config::DoorConfig;
+use crate::door::{Admission, Door as _, Front, Http, Https, Plain, Pods, TargetFiles, TargetTls};
+use crate::settings::Settings;
+
+/// The doors that speak HTTP; the http door needs nothing but itself.
+pub(crate) struct Fronts {
+    /// None: the https door only passes through.
+    pub(crate) https: Option<Arc<Front>>,
+    pub(crate) http: Arc<Front>,
+    /// None: it is off.
+    pub(crate) plain: Option<Arc<Front>>,
+}
+
+/// What they are made from.
+pub(crate) struct FrontParts<'a> {
+    pub(crate) config: &'a DoorConfig,
+    /// To ask the API server about pods, if there is one.
+    pub(crate) client: Option<kube::Client>,
+    pub(crate) reviewer: Option<Arc<Reviewer>>,
+    /// None: the https door only passes through.
+    pub(crate) tls: Option<Arc<CallerTls>>,
+    pub(crate) targets: TargetFiles,
+    pub(crate) settings: watch::Receiver<Arc<Settings>>,
+    pub(crate) tasks: &'a TaskTracker,
+    pub(crate) stop: &'a CancellationToken,
+}
+
+impl Fronts {
+    pub(crate) fn start(parts: FrontParts<'_>) -> Self {
+        let FrontParts { config, client, reviewer, tls, targets, settings, tasks, stop } = parts;
+        let pods = client.map(|client| Arc::new(Pods::new(client)));
+        let everyone = Front {
+            door: Http::NAME,
+            admission: Admission::Everyone,
+            tls: None,
+            targets: None,
+            pods: pods.clone(),
+        };
+        let plain = config.plain.as_ref().map(|plain| {
+            let (clients, ports) = (plain.clients.clone(), plain.ports.iter().copied().collect());
+            let admission = Admission::Listed { clients, ports, reviewer: reviewer.clone() };
+            Arc::new(Front { door: Plain::NAME, admission, tls: None, targets: None, pods: pods.clone() })
+        });
+        let https = tls.map(|tls| {
+            let targets = Arc::new(TargetTls::new(targets, settings));
+            tasks.spawn(targets.clone().follow(stop.clone()));
+            Arc::new(Front {
+                door: Https::NAME,
+                admission: Admission::Callers(reviewer),
+                tls: Some(tls),
+                targets: Some(targets),
+                pods,
+            })
+        });
+        Self { https, http: Arc::new(everyone), plain }
+    }
+}

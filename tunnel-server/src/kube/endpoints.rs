@@ -1,0 +1,69 @@
+//! Where a Service's endpoints are, asked when a caller waits for it.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::Api;
+use kube::api::ListParams;
+use tunnel_kube::request;
+
+use super::read::SERVICE_NAME;
+
+/// How long a caller waits for the API server.
+const DEADLINE: Duration = Duration::from_secs(4);
+
+/// Asks the API server for the endpoints of Services.
+#[derive(Clone)]
+pub struct ServiceEndpoints {
+    client: kube::Client,
+}
+
+impl ServiceEndpoints {
+    pub fn new(client: kube::Client) -> Self {
+        Self { client }
+    }
+
+    /// Where the ready endpoints of a Service's port are.
+    ///
+    /// # Errors
+    /// There is no such Service or port, it has no endpoints, or the API server does not answer.
+    pub async fn of(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
+        let services = Api::<Service>::namespaced(self.client.clone(), namespace);
+        let service = request(DEADLINE, services.get_opt(name)).await;
+        let service = service.map_err(|error| format!("Service {name}.{namespace}: {error}"))?;
+        let spec = service.and_then(|service| service.spec).unwrap_or_default();
+        let tcp = |protocol: &Option<String>| protocol.as_deref().is_none_or(|protocol| protocol == "TCP");
+        let ports = spec.ports.unwrap_or_default();
+        let of_service = ports.iter().find(|known| known.port == i32::from(port) && tcp(&known.protocol));
+        let Some(of_service) = of_service else {
+            return Err(format!("there is no Service {name}.{namespace} with a TCP port {port}"));
+        };
+        let slices = Api::<EndpointSlice>::namespaced(self.client.clone(), namespace);
+        let of_this = ListParams::default().labels(&format!("{SERVICE_NAME}={name}"));
+        let slices = request(DEADLINE, slices.list(&of_this)).await;
+        let slices = slices.map_err(|error| format!("EndpointSlices of {name}.{namespace}: {error}"))?;
+        let wanted = of_service.name.as_deref().unwrap_or_default();
+        let mut found = Vec::new();
+        for slice in slices {
+            let of_slice =
+                slice.ports.unwrap_or_default().into_iter().find(|known| {
+                    known.name.as_deref().unwrap_or_default() == wanted && tcp(&known.protocol)
+                });
+            let Some(port) = of_slice.and_then(|known| u16::try_from(known.port?).ok()) else { continue };
+            for endpoint in slice.endpoints {
+                // Unknown counts as ready (EndpointConditions).
+                if endpoint.conditions.and_then(|conditions| conditions.ready) == Some(false) {
+                    continue;
+                }
+                let addresses = endpoint.addresses.iter().filter_map(|address| address.parse().ok());
+                found.extend(addresses.map(|address| SocketAddr::new(address, port)));
+            }
+        }
+        if found.is_empty() {
+            return Err(format!("the Service {name}.{namespace} has no ready endpoint"));
+        }
+        Ok(found)
+    }
+}

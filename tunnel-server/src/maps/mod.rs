@@ -1,0 +1,66 @@
+//! Static maps: listeners, each of which leads to one target on one node. They come from flags and from a file.
+
+mod file;
+mod parse;
+
+use std::net::{IpAddr, SocketAddr};
+
+use ipnet::IpNet;
+use tunnel_core::identity::NodeName;
+
+pub(crate) use file::parse_file;
+pub(crate) use parse::parse_flag;
+
+/// More listeners are refused: a successor gets them all in one message.
+pub(crate) const MOST: usize = 128;
+
+/// A listener, and where it leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Map {
+    pub listen: SocketAddr,
+    pub node: NodeName,
+    pub target: Target,
+    /// Who may use it.
+    pub clients: Vec<IpNet>,
+}
+
+/// What a map leads to on its node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// A port of the node itself, at whatever address it has.
+    Port(u16),
+    Address(SocketAddr),
+}
+
+impl Map {
+    pub fn permits(&self, client: IpAddr) -> bool {
+        let client = client.to_canonical();
+        self.clients.iter().any(|range| range.contains(&client))
+    }
+}
+
+/// Checks that all can be listened on at the same time.
+///
+/// # Errors
+/// Names the two that cannot, or their number.
+pub(crate) fn check(maps: &[Map]) -> Result<(), String> {
+    if maps.len() > MOST {
+        return Err(format!("{} maps; at most {MOST} are possible", maps.len()));
+    }
+    for (index, map) in maps.iter().enumerate() {
+        let (listen, node) = (map.listen, &map.node);
+        let same = |other: &&Map| {
+            let host = other.listen.ip() == listen.ip()
+                || other.listen.ip().is_unspecified()
+                || listen.ip().is_unspecified();
+            host && other.listen.port() == listen.port()
+        };
+        if let Some(other) = maps[..index].iter().find(same) {
+            return Err(format!(
+                "{listen} to {node}: {} to {} has that port already",
+                other.listen, other.node
+            ));
+        }
+    }
+    Ok(())
+}

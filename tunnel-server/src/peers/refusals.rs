@@ -1,0 +1,44 @@
+//! For how long servers and a redirector have refused each other's certificates.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The first refusal and the last one since a server linked. Other failures in between do not count: a server that is away
+/// refuses nothing.
+#[derive(Debug, Default)]
+pub struct Refusals(Mutex<Option<(Instant, Instant)>>);
+
+impl Refusals {
+    pub(super) fn add(&self, at: Instant) {
+        self.lock().get_or_insert((at, at)).1 = at;
+    }
+
+    pub(super) fn clear(&self) {
+        *self.lock() = None;
+    }
+
+    /// From the first to the last.
+    pub fn lasts(&self) -> Option<Duration> {
+        self.lock().map(|(first, last)| last - first)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(Instant, Instant)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_refusals_count_and_a_link_forgets_them() {
+        let (refusals, now) = (Refusals::default(), Instant::now());
+        assert_eq!(refusals.lasts(), None);
+        refusals.add(now);
+        refusals.add(now + Duration::from_secs(61));
+        assert_eq!(refusals.lasts(), Some(Duration::from_secs(61)));
+        refusals.clear();
+        assert_eq!(refusals.lasts(), None);
+    }
+}

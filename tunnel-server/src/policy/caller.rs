@@ -1,0 +1,55 @@
+//! Who asks for a connection.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use tunnel_core::identity::NodeName;
+
+use crate::caller::Caller;
+use crate::inventory::InventoryNode;
+
+/// As whom a caller has shown itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Identity {
+    /// It has shown nothing.
+    #[default]
+    None,
+    /// By its certificate: the common name and the organisations.
+    Certificate(Caller),
+    /// By its token.
+    Token(Caller),
+    /// A workload on an edge node, whose agent has the node's certificate.
+    Node(NodeName),
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("nobody"),
+            Self::Certificate(caller) => write!(f, "certificate {caller}"),
+            Self::Token(caller) => write!(f, "user {caller}"),
+            Self::Node(node) => write!(f, "node {node}"),
+        }
+    }
+}
+
+/// A caller as rules see it.
+#[derive(Clone, Copy, Debug)]
+pub struct Origin<'a> {
+    pub identity: &'a Identity,
+    /// Where it connects from; of a workload on an edge node its agent's address.
+    pub client: IpAddr,
+    /// The node of [`Identity::Node`], where the inventory has it.
+    pub node: Option<&'a InventoryNode>,
+}
+
+/// What a caller wants to reach.
+#[derive(Clone, Copy, Debug)]
+pub enum Destination<'a> {
+    /// An address on an edge node, or of a pod there.
+    Edge { node: &'a InventoryNode, address: IpAddr },
+    /// An address that a server dials itself.
+    Cloud { address: IpAddr },
+    /// A Service, `NAME.NAMESPACE` in lower case, wherever its endpoints are.
+    Service(&'a str),
+}

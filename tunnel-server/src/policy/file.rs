@@ -1,0 +1,168 @@
+//! The text of a policy file.
+
+use ipnet::IpNet;
+use serde::de::{Error as _, Visitor};
+use serde::{Deserialize, Deserializer};
+use std::fmt;
+use tunnel_core::config::{PortSet, parse_cidrs};
+use tunnel_core::identity::NodeName;
+
+use crate::inventory::Selector;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct File {
+    pub(super) rules: Vec<RuleEntry>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RuleEntry {
+    pub(super) name: String,
+    pub(super) from: Vec<Who>,
+    pub(super) to: Vec<What>,
+}
+
+/// All fields that are there must match.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "camelCase")]
+pub(super) struct Who {
+    pub(super) cn: Option<String>,
+    pub(super) organization: Option<String>,
+    pub(super) user: Option<String>,
+    pub(super) group: Option<String>,
+    pub(super) service_account: Option<ServiceAccount>,
+    pub(super) node: Option<NodeName>,
+    pub(super) nodes: Option<Nodes>,
+    pub(super) clients: Option<Ranges>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct What {
+    pub(super) node: Option<NodeName>,
+    pub(super) nodes: Option<Nodes>,
+    pub(super) service: Option<ServiceName>,
+    pub(super) addresses: Option<Ranges>,
+    pub(super) ports: Option<Ports>,
+}
+
+/// A label selector.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Nodes(pub(super) Selector);
+
+impl<'de> Deserialize<'de> for Nodes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Self).map_err(D::Error::custom)
+    }
+}
+
+/// `NAMESPACE/NAME`, as the user that its tokens name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ServiceAccount(pub(super) String);
+
+impl<'de> Deserialize<'de> for ServiceAccount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        match text.split_once('/') {
+            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
+                Ok(Self(format!("system:serviceaccount:{namespace}:{name}")))
+            }
+            _ => Err(D::Error::custom(format!("{text:?} is not NAMESPACE/NAME of a service account"))),
+        }
+    }
+}
+
+/// `NAME.NAMESPACE`, in lower case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ServiceName(pub(super) String);
+
+impl<'de> Deserialize<'de> for ServiceName {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?.to_ascii_lowercase();
+        match text.split_once('.') {
+            Some((name, namespace))
+                if !name.is_empty() && !namespace.is_empty() && !namespace.contains('.') =>
+            {
+                Ok(Self(text))
+            }
+            _ => Err(D::Error::custom(format!("{text:?} is not NAME.NAMESPACE of a Service"))),
+        }
+    }
+}
+
+/// A list of address ranges.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Ranges(pub(crate) Vec<IpNet>);
+
+impl<'de> Deserialize<'de> for Ranges {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let list = Vec::<String>::deserialize(deserializer)?;
+        if list.is_empty() {
+            return Err(D::Error::custom("an empty list matches nothing; name ranges such as 10.0.0.0/8"));
+        }
+        let ranges = parse_cidrs("range", &list.join(",")).map_err(D::Error::custom)?;
+        Ok(Self(ranges))
+    }
+}
+
+/// A port, a range such as `8000-8099`, `*`, or a list of these.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Ports(pub(super) PortSet);
+
+impl<'de> Deserialize<'de> for Ports {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Text;
+
+        impl<'de> Visitor<'de> for Text {
+            type Value = String;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list of ports such as [22, 8000-8099], or [\"*\"]")
+            }
+
+            fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<String, A::Error> {
+                let mut entries = Vec::new();
+                // A number is text here too.
+                while let Some(entry) = list.next_element::<Entry>()? {
+                    entries.push(entry.0);
+                }
+                Ok(entries.join(","))
+            }
+        }
+
+        let text = deserializer.deserialize_seq(Text)?;
+        text.parse().map(Self).map_err(D::Error::custom)
+    }
+}
+
+struct Entry(String);
+
+impl<'de> Deserialize<'de> for Entry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Port;
+
+        impl Visitor<'_> for Port {
+            type Value = Entry;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a port, a range such as 8000-8099, or \"*\"")
+            }
+
+            fn visit_u64<E>(self, port: u64) -> Result<Entry, E> {
+                Ok(Entry(port.to_string()))
+            }
+
+            fn visit_i64<E>(self, port: i64) -> Result<Entry, E> {
+                Ok(Entry(port.to_string()))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Entry, E> {
+                Ok(Entry(text.to_owned()))
+            }
+        }
+
+        deserializer.deserialize_any(Port)
+    }
+}

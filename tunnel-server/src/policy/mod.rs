@@ -1,0 +1,409 @@
+//! Who may reach what through the doors that ask: rules of a file, each of which permits something. What no rule permits
+//! is denied.
+
+mod caller;
+mod file;
+
+use std::net::IpAddr;
+
+pub use caller::{Destination, Identity, Origin};
+pub(crate) use file::Ranges;
+
+use file::{File, What, Who};
+use tunnel_core::config::PortSet;
+
+use crate::inventory::{InventoryNode, Selector};
+use crate::yaml;
+
+/// The rules in effect; none by default, which denies everything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Policy {
+    rules: Vec<Rule>,
+}
+
+/// Permits each of `from` to reach each of `to`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rule {
+    name: String,
+    from: Vec<Who>,
+    to: Vec<Target>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Target {
+    to: What,
+    ports: PortSet,
+}
+
+/// What is wrong with a rule, and where: `rules[1].to[0]`.
+fn wrong(rule: usize, list: &str, entry: usize, reason: &str) -> String {
+    format!("rules[{rule}].{list}[{entry}]: {reason}")
+}
+
+impl Policy {
+    /// Reads the text of a policy file.
+    ///
+    /// # Errors
+    /// Names the place and the reason.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let file: File = yaml::read(text)?;
+        let mut rules: Vec<Rule> = Vec::new();
+        for (number, entry) in file.rules.into_iter().enumerate() {
+            if entry.name.trim().is_empty() {
+                return Err(format!("rules[{number}].name: empty; the log names the rule that permits"));
+            }
+            if let Some(first) = rules.iter().position(|rule| rule.name == entry.name) {
+                let name = &entry.name;
+                return Err(format!("rules[{number}].name: {name:?} is the name of rules[{first}] already"));
+            }
+            for (list, empty) in [("from", entry.from.is_empty()), ("to", entry.to.is_empty())] {
+                if empty {
+                    return Err(format!(
+                        "rules[{number}].{list}: an empty list permits nothing; leave the rule out"
+                    ));
+                }
+            }
+            for (place, from) in entry.from.iter().enumerate() {
+                from.check().map_err(|reason| wrong(number, "from", place, &reason))?;
+            }
+            let to = entry
+                .to
+                .into_iter()
+                .enumerate()
+                .map(|(place, to)| Target::new(to).map_err(|reason| wrong(number, "to", place, reason)));
+            rules.push(Rule { name: entry.name, to: to.collect::<Result<_, _>>()?, from: entry.from });
+        }
+        Ok(Self { rules })
+    }
+
+    pub fn len(&self) -> usize {
+        self.rules.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty()
+    }
+
+    /// The name of the first rule that permits it.
+    pub fn permits(&self, caller: Origin<'_>, to: Destination<'_>, port: u16) -> Option<&str> {
+        let permits = |rule: &&Rule| {
+            rule.to.iter().any(|target| target.covers(to, port))
+                && rule.from.iter().any(|from| from.is(caller))
+        };
+        self.rules.iter().find(permits).map(|rule| rule.name.as_str())
+    }
+
+    /// Whether any rule lets this caller through to anything: a caller that none knows needs not be told more.
+    pub fn knows(&self, caller: Origin<'_>) -> bool {
+        self.rules.iter().any(|rule| rule.from.iter().any(|from| from.is(caller)))
+    }
+}
+
+impl Who {
+    fn check(&self) -> Result<(), String> {
+        if *self == Self::default() {
+            let reason = "it names nobody; for everybody write clients: [0.0.0.0/0, \"::/0\"]";
+            return Err(reason.to_owned());
+        }
+        let kinds = [
+            ("cn or organization", self.cn.is_some() || self.organization.is_some()),
+            (
+                "user, group or serviceAccount",
+                self.user.is_some() || self.group.is_some() || self.service_account.is_some(),
+            ),
+            ("node or nodes", self.node.is_some() || self.nodes.is_some()),
+        ];
+        let named: Vec<_> = kinds.iter().filter(|(_, named)| *named).map(|(kind, _)| *kind).collect();
+        match named.as_slice() {
+            [one, other, ..] => Err(format!("no caller has both {one} and {other}; write two entries")),
+            _ => Ok(()),
+        }
+    }
+
+    fn is(&self, caller: Origin<'_>) -> bool {
+        let in_ranges = self.clients.as_ref().is_none_or(|ranges| contains(ranges, caller.client));
+        let equals =
+            |wanted: &Option<String>, value: &str| wanted.as_ref().is_none_or(|wanted| wanted == value);
+        let among = |wanted: &Option<String>, values: &[String]| {
+            wanted.as_ref().is_none_or(|wanted| values.contains(wanted))
+        };
+        let certificate = self.cn.is_some() || self.organization.is_some();
+        let token = self.user.is_some() || self.group.is_some() || self.service_account.is_some();
+        let node = self.node.is_some() || self.nodes.is_some();
+        in_ranges
+            && match caller.identity {
+                // A workload on an edge node comes from its agent's address, which says nothing about it.
+                Identity::Node(name) => {
+                    node && self.node.as_ref().is_none_or(|wanted| wanted == name)
+                        && self
+                            .nodes
+                            .as_ref()
+                            .is_none_or(|nodes| caller.node.is_some_and(|node| nodes.0.matches(&node.labels)))
+                }
+                _ if node => false,
+                Identity::Certificate(known) => {
+                    !token && equals(&self.cn, &known.name) && among(&self.organization, &known.groups)
+                }
+                Identity::Token(known) => {
+                    !certificate
+                        && equals(&self.user, &known.name)
+                        && among(&self.group, &known.groups)
+                        && self.service_account.as_ref().is_none_or(|account| account.0 == known.name)
+                }
+                Identity::None => !certificate && !token,
+            }
+    }
+}
+
+impl Target {
+    fn new(mut to: What) -> Result<Self, &'static str> {
+        let Some(ports) = to.ports.take() else {
+            return Err("ports: missing; name ports such as [22, 8000-8099], or [\"*\"] for every one");
+        };
+        let node = to.node.is_some() || to.nodes.is_some();
+        match (node, to.service.is_some(), to.addresses.is_some()) {
+            (true, true, _) | (_, true, true) => {
+                Err("a service stands alone: its endpoints are what is reached; write two entries")
+            }
+            (false, false, false) => Err("it names nothing; give node, nodes, service or addresses"),
+            _ => Ok(Self { to, ports: ports.0 }),
+        }
+    }
+
+    fn covers(&self, to: Destination<'_>, port: u16) -> bool {
+        let Self { to: wanted, ports } = self;
+        if !ports.contains(port) {
+            return false;
+        }
+        let on_nodes = wanted.node.is_some() || wanted.nodes.is_some();
+        match to {
+            Destination::Edge { node, address } => {
+                on_nodes
+                    && wanted.node.as_ref().is_none_or(|name| *name == node.name)
+                    && wanted.nodes.as_ref().is_none_or(|nodes| matches(&nodes.0, node))
+                    && match &wanted.addresses {
+                        Some(ranges) => contains(ranges, address),
+                        None => node.addresses.contains(&address),
+                    }
+            }
+            Destination::Service(name) => wanted.service.as_ref().is_some_and(|wanted| wanted.0 == name),
+            // A range in the cloud opens no edge, however wide it is.
+            Destination::Cloud { address } => {
+                !on_nodes && wanted.addresses.as_ref().is_some_and(|ranges| contains(ranges, address))
+            }
+        }
+    }
+}
+
+fn matches(selector: &Selector, node: &InventoryNode) -> bool {
+    selector.matches(&node.labels)
+}
+
+fn contains(ranges: &Ranges, address: IpAddr) -> bool {
+    let address = address.to_canonical();
+    ranges.0.iter().any(|range| range.contains(&address))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::caller::Caller;
+    use proptest::prelude::*;
+
+    fn node(name: &str, labels: &[(&str, &str)]) -> InventoryNode {
+        InventoryNode {
+            edge: true,
+            addresses: vec!["10.8.0.7".parse().unwrap()],
+            labels: labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
+            ..InventoryNode::without_addresses(name)
+        }
+    }
+
+    fn caller(name: &str, groups: &[&str]) -> Caller {
+        Caller::new(name.to_owned(), groups.iter().map(|&group| group.to_owned()).collect())
+    }
+
+    fn certificate(cn: &str, organizations: &[&str]) -> Identity {
+        Identity::Certificate(caller(cn, organizations))
+    }
+
+    fn token(user: &str, groups: &[&str]) -> Identity {
+        Identity::Token(caller(user, groups))
+    }
+
+    const POLICY: &str = r#"
+rules:
+- name: operators
+  from:
+  - organization: ops
+  - cn: alice
+    clients: [10.0.0.0/8]
+  to:
+  - nodes: site=berlin
+    ports: [22, 9100-9199]
+- name: monitoring
+  from:
+  - serviceAccount: monitoring/prometheus
+  - group: scrapers
+  to:
+  - nodes: "site in (berlin, rome)"
+    ports: [9100]
+  - node: edge-7
+    addresses: [127.0.0.1, 10.244.7.0/24]
+    ports: ["*"]
+- name: from the edge
+  from:
+  - nodes: site=berlin
+  to:
+  - service: Prometheus.Monitoring
+    ports: [9090]
+  - addresses: [10.96.0.0/12]
+    ports: [443]
+- name: local
+  from:
+  - clients: [192.168.1.0/24]
+  to:
+  - node: edge-7
+    ports: [8080]
+"#;
+
+    #[test]
+    fn rules_permit_and_everything_else_is_denied() {
+        let policy = Policy::parse(POLICY).unwrap();
+        let berlin = node("edge-7", &[("site", "berlin")]);
+        let rome = node("edge-8", &[("site", "rome")]);
+        let own = "10.8.0.7";
+        let ask = |identity: &Identity, client: &str, node: &InventoryNode, address: &str, port: u16| {
+            let caller = Origin { identity, client: client.parse().unwrap(), node: None };
+            let to = Destination::Edge { node, address: address.parse().unwrap() };
+            policy.permits(caller, to, port).map(str::to_owned)
+        };
+        let (ops, alice) = (certificate("bob", &["dev", "ops"]), certificate("alice", &[]));
+        let prometheus = token("system:serviceaccount:monitoring:prometheus", &[]);
+        let scraper = token("anyone", &["scrapers"]);
+        let nobody = Identity::None;
+        for (identity, client, node, address, port, expected) in [
+            (&ops, "1.2.3.4", &berlin, own, 22, Some("operators")),
+            (&ops, "1.2.3.4", &berlin, own, 9150, Some("operators")),
+            (&ops, "1.2.3.4", &berlin, own, 10250, None),
+            (&ops, "1.2.3.4", &rome, own, 22, None),
+            // Only the node's own addresses, unless the rule says otherwise.
+            (&ops, "1.2.3.4", &berlin, "127.0.0.1", 22, None),
+            (&alice, "10.1.2.3", &berlin, own, 22, Some("operators")),
+            (&alice, "::ffff:10.1.2.3", &berlin, own, 22, Some("operators")),
+            (&alice, "11.1.2.3", &berlin, own, 22, None),
+            (&prometheus, "1.2.3.4", &rome, own, 9100, Some("monitoring")),
+            (&scraper, "1.2.3.4", &berlin, "10.244.7.9", 1, Some("monitoring")),
+            (&scraper, "1.2.3.4", &berlin, "10.244.8.9", 1, None),
+            (&nobody, "192.168.1.9", &berlin, own, 8080, Some("local")),
+            (&nobody, "192.168.2.9", &berlin, own, 8080, None),
+            // Who has shown a name does not lose what its address may.
+            (&alice, "192.168.1.9", &berlin, own, 8080, Some("local")),
+            // A token's user is no certificate's name.
+            (&token("alice", &["ops"]), "10.1.2.3", &berlin, own, 22, None),
+            (
+                &certificate("system:serviceaccount:monitoring:prometheus", &["scrapers"]),
+                "1.2.3.4",
+                &rome,
+                own,
+                9100,
+                None,
+            ),
+        ] {
+            assert_eq!(
+                ask(identity, client, node, address, port).as_deref(),
+                expected,
+                "{identity} {node:?} {address}:{port}"
+            );
+        }
+        assert_eq!(
+            Policy::default().permits(
+                Origin { identity: &ops, client: own.parse().unwrap(), node: None },
+                Destination::Edge { node: &berlin, address: own.parse().unwrap() },
+                22
+            ),
+            None
+        );
+    }
+
+    #[test]
+    fn workloads_on_edge_nodes_reach_what_their_node_may() {
+        let policy = Policy::parse(POLICY).unwrap();
+        let (berlin, rome) = (node("edge-7", &[("site", "berlin")]), node("edge-8", &[("site", "rome")]));
+        let api: IpAddr = "10.96.0.1".parse().unwrap();
+        let ask = |from: &InventoryNode, client: &str, to, port| {
+            let identity = Identity::Node(from.name.clone());
+            let caller = Origin { identity: &identity, client: client.parse().unwrap(), node: Some(from) };
+            policy.permits(caller, to, port).map(str::to_owned)
+        };
+        let cloud = |address| Destination::Cloud { address };
+        let named = Destination::Service;
+        assert_eq!(
+            ask(&berlin, "1.1.1.1", named("prometheus.monitoring"), 9090).as_deref(),
+            Some("from the edge")
+        );
+        assert_eq!(ask(&berlin, "1.1.1.1", named("prometheus.monitoring"), 443), None);
+        assert_eq!(ask(&berlin, "1.1.1.1", named("other.monitoring"), 9090), None);
+        assert_eq!(ask(&berlin, "1.1.1.1", cloud(api), 443).as_deref(), Some("from the edge"));
+        assert_eq!(ask(&rome, "1.1.1.1", cloud(api), 443), None);
+        // An edge address in the range is an edge's.
+        let edge = Destination::Edge { node: &rome, address: api };
+        assert_eq!(ask(&berlin, "1.1.1.1", edge, 443), None);
+        // Where an agent connects from says nothing about the workload.
+        let own = Destination::Edge { node: &berlin, address: "10.8.0.7".parse().unwrap() };
+        assert_eq!(ask(&rome, "192.168.1.9", own, 8080), None);
+    }
+
+    #[test]
+    fn errors_name_the_place_and_the_reason() {
+        let rule = |from: &str, to: &str| format!("rules:\n- name: a\n  from: [{from}]\n  to: [{to}]\n");
+        let (from, to) = ("{cn: x}", "{node: e, ports: [1]}");
+        for (text, parts) in [
+            (rule("", to), &["rules[0].from", "empty list"][..]),
+            (rule(from, ""), &["rules[0].to", "empty list"]),
+            (rule("{}", to), &["rules[0].from[0]", "names nobody"]),
+            (rule("{cn: x, user: y}", to), &["rules[0].from[0]", "write two entries"]),
+            (rule(from, "{node: e}"), &["rules[0].to[0]", "ports: missing"]),
+            (rule(from, "{ports: [1]}"), &["rules[0].to[0]", "names nothing"]),
+            (
+                rule(from, "{service: a.b, addresses: [1.2.3.4], ports: [1]}"),
+                &["rules[0].to[0]", "stands alone"],
+            ),
+            (
+                rule(from, "{node: e, ports: [70000]}"),
+                &["line 4", "rules[0].to[0].ports", "\"70000\" is not a port"],
+            ),
+            (rule(from, "{node: e, ports: [9-1]}"), &["rules[0].to[0].ports", "\"9-1\" is not a port"]),
+            (rule(from, "{node: e, ports: []}"), &["rules[0].to[0].ports", "no port given"]),
+            (rule(from, "{nodes: 'a b', ports: [1]}"), &["rules[0].to[0].nodes", "is not a requirement"]),
+            (rule(from, "{node: UPPER/x, ports: [1]}"), &["rules[0].to[0].node"]),
+            (rule(from, "{service: prometheus, ports: [1]}"), &["rules[0].to[0].service", "NAME.NAMESPACE"]),
+            (
+                rule("{serviceAccount: prometheus}", to),
+                &["rules[0].from[0].serviceAccount", "NAMESPACE/NAME"],
+            ),
+            (
+                rule("{clients: [10.0.0.1/8]}", to),
+                &["line 3", "rules[0].from[0].clients", "did you mean 10.0.0.0/8"],
+            ),
+            (rule("{clients: []}", to), &["rules[0].from[0].clients", "matches nothing"]),
+            (rule("{cm: x}", to), &["line 3", "rules[0].from[0]", "cm"]),
+            (format!("{}{}", rule(from, to), &rule(from, to)[7..]), &["rules[1].name", "rules[0] already"]),
+            ("rules: 3\n".to_owned(), &["line 1", "rules"]),
+            ("deny: []\n".to_owned(), &["deny"]),
+        ] {
+            let error = Policy::parse(&text).unwrap_err();
+            for part in parts {
+                assert!(error.contains(part), "{text}: {error:?} lacks {part:?}");
+            }
+        }
+        assert!(Policy::parse("rules: []\n").unwrap().is_empty());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "\\PC{0,60}|rules:\n- (name|from|to): [\\[{a-z0-9:,}\\] ]{0,30}\n") {
+            let _ = Policy::parse(&text);
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What a redirector has in place of a CA: a certificate that it enrols for as an agent does, and the roots that the servers
+//! tell it.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use arc_swap::ArcSwap;
+use prometheus_client::registry::Registry;
+use rustls::ClientConfig;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_core::config::HostPort;
+use tunnel_core::identity::{ALPN_PEER, Holder, agent_tls};
+use tunnel_core::lifecycle::ReadyGuard;
+use tunnel_core::link::Congestion;
+use tunnel_identity::reach::Reach;
+use tunnel_identity::{
+    Announced, CsrEnrolment, EnrollConfig, IdentityKeeper, IdentityMetrics, Pace, Recovery, Refused,
+    ensure_identity, install_bundles, recover,
+};
+use tunnel_kube::{ApiServer, ClientSettings};
+
+use crate::config::{Config, NodeSource, RedirectorConfig};
+use crate::peers::{Peers, RedirectorLinks, Refusals};
+
+/// Trust bundles that may wait to be installed.
+const BUNDLES: usize = 16;
+/// How often to look whether a server has been linked.
+const CHECK: Duration = Duration::from_millis(100);
+
+/// A redirector's metrics, which a server does not have.
+pub(crate) fn register(config: &Config, registry: &mut Registry) -> IdentityMetrics {
+    match config.redirector {
+        Some(_) => IdentityMetrics::register(registry, Holder::Redirector),
+        None => IdentityMetrics::default(),
+    }
+}
+
+/// A redirector that has its certificate.
+pub(crate) struct Redirector {
+    keeper: Arc<IdentityKeeper>,
+    /// In a cluster.
+    enrolment: Option<Arc<CsrEnrolment>>,
+    tls: Arc<ArcSwap<ClientConfig>>,
+    reach: Reach,
+}
+
+impl Redirector {
+    /// The identity of the state directory, or a new one; this may wait for servers, and in a cluster for the API server.
+    ///
+    /// # Errors
+    /// What only the operator can fix: files, the kubeconfig, or a refused token.
+    pub(crate) async fn enrol(
+        config: &Config,
+        redirector: &RedirectorConfig,
+        metrics: IdentityMetrics,
+    ) -> anyhow::Result<Self> {
+        let reach = Reach::new(None, Congestion::System);
+        let enroll = EnrollConfig {
+            servers: config.peers.iter().map(ToString::to_string).collect(),
+            holder: Holder::Redirector,
+            node: redirector.node.clone(),
+            state_dir: config.state_dir.clone(),
+            token: redirector.token.clone(),
+            ca_hash: redirector.ca_hash.clone(),
+            reach: reach.clone(),
+        };
+        let (enrolment, identity, recovery) = match &config.source {
+            NodeSource::File(_) => (None, ensure_identity(&enroll).await?, Recovery::Token),
+            NodeSource::Kubernetes(options) => {
+                let (kubeconfig, namespace) = (options.kubeconfig.clone(), options.namespace.clone());
+                let api = ApiServer::open(kubeconfig, namespace, ClientSettings::SERVER).await?;
+                let holder = (Holder::Redirector, redirector.node.clone());
+                let enrolment =
+                    Arc::new(CsrEnrolment::new(api, holder, config.state_dir.clone(), Pace::default()));
+                let identity = enrolment.ensure_identity().await?;
+                (Some(enrolment), identity, Recovery::ApiServer)
+            }
+        };
+        let tls = agent_tls(&identity, ALPN_PEER).context("the redirector's certificate")?;
+        let keeper = Arc::new(IdentityKeeper::with_recovery(enroll, identity, metrics, recovery));
+        Ok(Self { keeper, enrolment, tls: Arc::new(ArcSwap::from(tls)), reach })
+    }
+
+    /// The TLS settings with which servers are dialled, kept current.
+    pub(crate) fn tls(&self) -> Arc<ArcSwap<ClientConfig>> {
+        self.tls.clone()
+    }
+
+    /// Keeps the certificate valid until the stop. `addresses`: the servers.
+    pub(crate) fn start(
+        self,
+        addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>,
+        tasks: &TaskTracker,
+        stop: CancellationToken,
+    ) -> RedirectorLinks {
+        let (announced, bundles) = mpsc::channel::<Announced>(BUNDLES);
+        let refusals = Arc::<Refusals>::default();
+        let Self { keeper, enrolment, tls, reach } = self;
+        let refused = refusals.clone();
+        tasks.spawn(stop.run_until_cancelled_owned(async move {
+            let recovering = async {
+                match enrolment {
+                    Some(enrolment) => {
+                        recover(enrolment, keeper.clone(), move || refused.lasts().map(Refused::For)).await;
+                    }
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::join!(
+                install_bundles(keeper.clone(), reach, bundles),
+                follow_identity(&keeper, &tls),
+                follow_servers(&keeper, addresses),
+                recovering,
+            );
+        }));
+        RedirectorLinks { announced, refusals }
+    }
+}
+
+/// Uses each new certificate, and new roots, for the links that are made from then on.
+async fn follow_identity(keeper: &IdentityKeeper, tls: &ArcSwap<ClientConfig>) {
+    let mut identities = keeper.subscribe();
+    // The sender is the keeper's.
+    while identities.changed().await.is_ok() {
+        let identity = identities.borrow_and_update().clone();
+        match agent_tls(&identity, ALPN_PEER) {
+            Ok(config) => tls.store(config),
+            Err(error) => tracing::error!(%error, "the new certificate cannot be used"),
+        }
+    }
+}
+
+/// Renews at the servers known at each moment. Until some are known the earlier ones stay.
+async fn follow_servers(keeper: &IdentityKeeper, mut addresses: watch::Receiver<Arc<BTreeSet<HostPort>>>) {
+    loop {
+        let servers: Vec<_> = addresses.borrow_and_update().iter().map(ToString::to_string).collect();
+        if !servers.is_empty() {
+            keeper.set_servers(servers);
+        }
+        if addresses.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Is ready once a server has been linked: no connection can be passed on before.
+pub(crate) async fn ready_once_linked(peers: Arc<Peers>, pending: ReadyGuard, stop: CancellationToken) {
+    let linked = async {
+        while peers.all().is_empty() {
+            tokio::time::sleep(CHECK).await;
+        }
+    };
+    if stop.run_until_cancelled(linked).await.is_some() {
+        pending.ready();
+    }
+}

@@ -1,0 +1,47 @@
+//! What this process is: a server, or a redirector.
+
+use std::fmt;
+use std::str::FromStr;
+
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use serde::{Deserialize, Serialize};
+
+/// What this process is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    #[default]
+    Server,
+    /// It redirects, and has servers pass connections on.
+    Redirector,
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "server" => Ok(Self::Server),
+            "redirector" => Ok(Self::Redirector),
+            _ => Err("use server or redirector".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Server => "server",
+            Self::Redirector => "redirector",
+        })
+    }
+}
+
+/// Registers `postern_role`; `registry` has the prefix `postern` already.
+pub(crate) fn register_role(registry: &mut Registry, role: Role) {
+    let family = Family::<[(&'static str, String); 1], Gauge>::default();
+    family.get_or_create(&[("role", role.to_string())]).set(1);
+    registry.register("role", "What this process is, server or redirector: always 1", family);
+}

@@ -1,0 +1,168 @@
+//! Starts the doors.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_core::takeover::Copies;
+
+use crate::admission::{Budget, Shares};
+use crate::agent_port::{FromEdge, Tokens};
+use crate::caller::{CallerTls, ClientRoots, Reviewer};
+use crate::config::{Config, KonnectivityConfig};
+use crate::door::{
+    self, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, Plain, Reception, Redirected, Services,
+    TargetFiles,
+};
+use crate::door_files::DoorFiles;
+use crate::fronts::{FrontParts, Fronts};
+use crate::kube::ServiceEndpoints;
+use crate::listeners::Listeners;
+use crate::pki::ServerCertificate;
+use crate::redirect::Redirect;
+use crate::session::Workers;
+use crate::settings::Settings;
+use crate::takeover::Gates;
+
+/// What the doors are made from.
+pub(crate) struct DoorParts<'a> {
+    pub(crate) config: &'a Config,
+    /// To ask the API server, if there is one.
+    pub(crate) client: Option<kube::Client>,
+    /// None: this is a redirector.
+    pub(crate) certificate: Option<&'a Arc<ServerCertificate>>,
+    pub(crate) context: &'a DoorContext,
+    pub(crate) budget: &'a Budget,
+    pub(crate) workers: Arc<Workers>,
+    pub(crate) gates: &'a Gates,
+    pub(crate) tasks: &'a TaskTracker,
+    pub(crate) stop: &'a CancellationToken,
+}
+
+/// The doors, before they open.
+pub(crate) struct Doors<'a> {
+    parts: DoorParts<'a>,
+    files: DoorFiles,
+    fronts: Fronts,
+    reception: Reception,
+    /// None: no door ends the TLS of callers.
+    tls: Option<Arc<CallerTls>>,
+    /// Places of callers of the connect door, and of workloads on edge nodes: these take as many files as a caller with TLS.
+    asked: Shares,
+}
+
+impl<'a> Doors<'a> {
+    pub(crate) fn new(
+        parts: DoorParts<'a>,
+        (mut files, targets): (DoorFiles, TargetFiles),
+        settings: watch::Receiver<Arc<Settings>>,
+    ) -> Self {
+        let DoorParts { config, client, tasks, stop, .. } = &parts;
+        let reviewer = client.clone().map(|client| Arc::new(Reviewer::new(client)));
+        let tls = caller_tls(&parts, &mut files);
+        let services = client.clone().map(ServiceEndpoints::new);
+        let services = services.map_or(Services::Resolver, Services::Cluster);
+        let reception = files.reception(parts.context.clone(), (reviewer.clone(), services), (*tasks, *stop));
+        let fronts = Fronts::start(FrontParts {
+            config: &config.doors,
+            client: client.clone(),
+            reviewer,
+            tls: tls.clone().filter(|_| config.doors.terminate_tls),
+            targets,
+            settings,
+            tasks,
+            stop,
+        });
+        let asked = Shares::new(parts.budget.connect);
+        Self { parts, files, fronts, reception, tls, asked }
+    }
+
+    /// What the links of agents for their nodes' workloads lead to; None: nothing is permitted to them.
+    pub(crate) fn workloads(&self) -> Option<FromEdge> {
+        let from_edge = FromEdge { reception: self.reception.clone(), shares: self.asked.clone() };
+        self.parts.config.policy.is_some().then_some(from_edge)
+    }
+
+    /// Opens all that have a listener. `sockets`: the listeners, for a successor.
+    pub(crate) fn start(
+        self,
+        listeners: Listeners,
+        redirect: Option<&Arc<Redirect>>,
+        egress_tls: Option<EgressTls>,
+        sockets: &Arc<Copies>,
+    ) {
+        let Self { parts, mut files, fronts, reception, tls, asked } = self;
+        let DoorParts { config, context, budget, workers, gates, tasks, stop, .. } = parts;
+        let Listeners {
+            agents: _,
+            konnectivity: _,
+            https,
+            http,
+            plain,
+            egress,
+            egress_socket,
+            connect,
+            maps,
+            redirected,
+        } = listeners;
+        let egress_door =
+            Egress::new(context.clone(), Shares::new(budget.egress), config.egress.direct.clone(), workers);
+        if let Some(socket) = egress_socket {
+            tasks.spawn(egress_door.clone().serve_unix(socket, gates.doors.clone()));
+        }
+        if let Some((listener, tls)) = egress.zip(egress_tls) {
+            tasks.spawn(egress_door.serve_tls(gates.door(listener), tls.current()));
+            tasks.spawn(tls.follow(stop.clone()));
+        }
+        if let Some(listener) = https {
+            let door = Https { front: fronts.https };
+            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.https)));
+        }
+        if let Some(listener) = http {
+            let door = Http(fronts.http);
+            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.http)));
+        }
+        if let Some((listener, front)) = plain.zip(fronts.plain) {
+            let door = Plain(front);
+            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.plain)));
+        }
+        if let Some((listener, tls)) = connect.zip(tls) {
+            let door = Connect { reception, tls };
+            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), asked));
+        }
+        let (gate, shares) = (gates.doors.clone(), Shares::new(budget.maps));
+        let mapped = Maps::new(config.maps.clone(), gate, context.clone(), shares, sockets.clone());
+        files.start_maps(mapped, maps, tasks, stop);
+        if let Some(redirect) = redirect {
+            let shares = Shares::new(budget.redirect);
+            for listener in redirected {
+                let door = Redirected { redirect: redirect.clone() };
+                tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
+            }
+        }
+    }
+}
+
+/// How konnectivity's agents are known that have no certificate.
+pub(crate) fn konnectivity_tokens(options: &KonnectivityConfig, client: Option<kube::Client>) -> Tokens {
+    let reviewer = client.map(|client| Reviewer::new(client).for_audience(&options.audience));
+    Tokens { reviewer, user: options.user() }
+}
+
+/// The TLS of the https and the connect door. Callers may show certificates of `--client-ca-file`, or in a cluster of the CA
+/// that kube-apiserver accepts.
+fn caller_tls(parts: &DoorParts<'_>, files: &mut DoorFiles) -> Option<Arc<CallerTls>> {
+    let DoorParts { config, client, certificate, tasks, stop, .. } = parts;
+    let certificate = certificate.filter(|_| config.doors.terminate_tls || config.connect_port.is_some())?;
+    let tls = CallerTls::new(certificate.tls());
+    // It has no settings that could be wrong.
+    let tls = tls.inspect_err(|error| tracing::error!(%error, "no door ends the TLS of callers")).ok()?;
+    let tls = Arc::new(tls);
+    if !files.accept_roots(&tls, (*tasks, *stop))
+        && let Some(client) = client
+    {
+        tasks.spawn(ClientRoots::new(client.clone(), tls.clone()).follow((*stop).clone()));
+    }
+    Some(tls)
+}

@@ -1,0 +1,159 @@
+//! What the cluster last said, for a start while the API server is away.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use postern_fake_kube::{ApiServer, eventually};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+use tunnel_core::lifecycle::Readiness;
+use tunnel_server::inventory::Inventory;
+use tunnel_server::kube::KubeContext;
+use tunnel_server::kube::read::nodes;
+use tunnel_server::kube::saved::{Age, Saved};
+use tunnel_server::route::Router;
+use tunnel_server::settings::Settings;
+
+use crate::fixture::{context, router};
+
+const NODES: &str = "/api/v1/nodes";
+
+/// The part of a server that follows the nodes.
+struct Following {
+    router: Arc<Router>,
+    age: Age,
+    readiness: Readiness,
+    /// Those of the ConfigMap.
+    known: watch::Sender<Arc<Settings>>,
+    /// Those in effect.
+    settings: watch::Receiver<Arc<Settings>>,
+    tasks: TaskTracker,
+    stop: DropGuard,
+}
+
+impl Following {
+    async fn start(api: &ApiServer, state_dir: &Path) -> Self {
+        let (KubeContext { client, health, .. }, _inputs) = context(api, false).await;
+        let (router, age, readiness) = (Arc::new(router()), Age::default(), Readiness::new());
+        let pending = readiness.pending("nodes");
+        let saved = Arc::new(Saved::new(state_dir, router.clone(), age.clone(), pending));
+        let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let (known, known_now) = watch::channel(Arc::<Settings>::default());
+        let (settings, settings_now) = watch::channel(Arc::<Settings>::default());
+        let (inventory, inventory_now) = watch::channel(Arc::<Inventory>::default());
+        tasks.spawn(saved.clone().use_file(known_now.clone(), settings, stop.clone()));
+        tasks.spawn(saved.clone().keep(inventory_now, known_now, health.clone(), stop.clone()));
+        let publish = move |nodes: Inventory| {
+            let (saved, inventory) = (saved.clone(), inventory.clone());
+            async move {
+                saved.use_current(nodes.clone()).await;
+                inventory.send_replace(Arc::new(nodes));
+            }
+        };
+        let selector = "node-role.kubernetes.io/edge".parse().unwrap();
+        tasks.spawn(nodes::run(client, selector, health, false, publish, stop.clone()));
+        tasks.close();
+        Self { router, age, readiness, known, settings: settings_now, tasks, stop: stop.drop_guard() }
+    }
+
+    async fn until_routed(&self, expected: &[&str]) {
+        let routed = || self.router.desired().routes.keys().map(ToString::to_string).collect::<Vec<_>>();
+        eventually(&format!("routes to {expected:?}"), || (routed() == expected).then_some(())).await;
+    }
+
+    async fn stop(self) {
+        drop(self.stop);
+        self.tasks.wait().await;
+    }
+}
+
+fn node(name: &str, address: &str) -> Value {
+    json!({
+        "metadata": {"name": name, "labels": {"node-role.kubernetes.io/edge": ""}},
+        "status": {"addresses": [{"type": "InternalIP", "address": address}]},
+    })
+}
+
+fn an_hour_ago() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() - 3600
+}
+
+#[tokio::test]
+async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
+    let api = ApiServer::start();
+    let state = tempfile::tempdir().unwrap();
+    let file = state.path().join("cluster.json");
+    api.put(NODES, node("edge-1", "192.168.50.2"));
+    api.put(NODES, node("edge-2", "10.96.0.10"));
+    let first = Following::start(&api, state.path()).await;
+    first.until_routed(&["10.96.0.10/32", "192.168.50.2/32"]).await;
+    assert!(first.readiness.is_ready());
+    let settings = Settings { tunnelled: [9100].into(), loopback: [10266].into(), ..Settings::default() };
+    first.known.send_replace(Arc::new(settings.clone()));
+    first.router.set_services(vec!["10.96.0.0/12".parse().unwrap()]);
+    first.stop().await;
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    let mut content: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    content["at"] = json!(an_hour_ago());
+    std::fs::write(&file, content.to_string()).unwrap();
+
+    api.down();
+    let second = Following::start(&api, state.path()).await;
+    // A Service's address stays one.
+    second.until_routed(&["192.168.50.2/32"]).await;
+    eventually("the start to be done", || second.readiness.is_ready().then_some(())).await;
+    assert_eq!(**second.settings.borrow(), settings);
+    let old = second.age.seconds().unwrap();
+    assert!((3600..3700).contains(&old), "{old}");
+
+    api.remove(NODES, "edge-1");
+    api.put(NODES, node("edge-3", "192.168.52.2"));
+    api.up();
+    second.until_routed(&["192.168.52.2/32"]).await;
+    eventually("the nodes to be current", || second.age.seconds().is_none().then_some(())).await;
+    second.stop().await;
+    let content: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert!(content["at"].as_u64().unwrap() > an_hour_ago(), "{content}");
+    assert_eq!(content["nodes"].as_array().unwrap().len(), 2);
+    // The ConfigMap was not read: its ports stay.
+    assert_eq!(content["settings"]["tunnelled"], json!([9100]));
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_used_is_as_none() {
+    let api = ApiServer::start();
+    api.put(NODES, node("edge-1", "192.168.50.2"));
+    for content in ["", "{", "{\"version\":2}", "{\"version\":1,\"at\":1}", "[]"] {
+        let state = tempfile::tempdir().unwrap();
+        std::fs::write(state.path().join("cluster.json"), content).unwrap();
+        api.down();
+        let following = Following::start(&api, state.path()).await;
+        let used = following.tasks.len();
+        // The task that reads the file ends.
+        eventually("the file to be read", || (following.tasks.len() < used).then_some(())).await;
+        assert!(following.age.seconds().is_none() && !following.readiness.is_ready(), "{content:?}");
+        api.up();
+        following.until_routed(&["192.168.50.2/32"]).await;
+        following.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn the_file_is_not_asked_where_the_api_server_answers() {
+    let api = ApiServer::start();
+    api.put(NODES, node("edge-1", "192.168.50.2"));
+    let state = tempfile::tempdir().unwrap();
+    let first = Following::start(&api, state.path()).await;
+    first.until_routed(&["192.168.50.2/32"]).await;
+    first.stop().await;
+    let second = Following::start(&api, state.path()).await;
+    second.until_routed(&["192.168.50.2/32"]).await;
+    let used = second.tasks.len();
+    eventually("the wait to be over", || (second.tasks.len() < used).then_some(())).await;
+    assert!(second.age.seconds().is_none());
+    second.stop().await;
+}

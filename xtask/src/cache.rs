@@ -1,0 +1,75 @@
+//! What is downloaded or built once for every clone on this machine, in `~/.cache/postern`.
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use sha2::{Digest as _, Sha256};
+
+/// The folder of `parts` below `area`, filled by `fill` when it is not there. It is there wholly or not at all: `fill` writes to
+/// a temporary one. Other processes wait meanwhile.
+pub(crate) fn once(
+    area: &str,
+    name: &str,
+    parts: &[&str],
+    fill: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
+    let area = folder()?.join(area);
+    let keyed = format!("{name}-{}", key(parts));
+    let made = area.join(&keyed);
+    if made.exists() {
+        return Ok(made);
+    }
+    fs::create_dir_all(&area).with_context(|| format!("creating {}", area.display()))?;
+    let _lock = lock(&area.join(format!("{name}.lock")))?;
+    if made.exists() {
+        // Another process has made it while this one waited.
+        return Ok(made);
+    }
+    let temporary = area.join(format!("{keyed}.tmp"));
+    // Left by a run that was killed; no other process writes there while the lock is held.
+    fs::remove_dir_all(&temporary).ok();
+    fs::create_dir_all(&temporary).with_context(|| format!("creating {}", temporary.display()))?;
+    fill(&temporary)?;
+    fs::rename(&temporary, &made).with_context(|| format!("renaming to {}", made.display()))?;
+    Ok(made)
+}
+
+fn folder() -> Result<PathBuf> {
+    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = set("XDG_CACHE_HOME")
+        .or_else(|| Some(set("HOME")?.join(".cache")))
+        .context("neither XDG_CACHE_HOME nor HOME is set: there is no place to keep what is built")?;
+    Ok(base.join("postern"))
+}
+
+/// Held until the file is closed, at the latest when the process ends.
+fn lock(path: &Path) -> Result<File> {
+    let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    if file.try_lock().is_err() {
+        println!("waiting for another build that holds {}", path.display());
+        file.lock().with_context(|| format!("locking {}", path.display()))?;
+    }
+    Ok(file)
+}
+
+fn key(parts: &[&str]) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update(part.len().to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_key_follows_every_part() {
+        assert_eq!(key(&["a", "b"]).len(), 16);
+        assert_ne!(key(&["a", "b"]), key(&["ab", ""]));
+        assert_ne!(key(&["a", "b"]), key(&["a", "c"]));
+    }
+}

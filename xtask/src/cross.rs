@@ -1,0 +1,195 @@
+//! Static binaries for amd64 and arm64 from either, and nothing of the machine that built them in the binaries.
+//!
+//! cargo-zigbuild has zig compile the C of some crates and link: one tool for both architectures, with the same libc everywhere.
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+use clap::ValueEnum;
+
+use crate::command::{cargo, program, root, run, succeeds, target_dir};
+use crate::{cache, packages};
+
+/// cargo-zigbuild and zig, by their hashes.
+const REQUIREMENTS: &str = include_str!("../zigbuild.txt");
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub(crate) enum Arch {
+    Amd64,
+    Arm64,
+}
+
+impl Arch {
+    pub(crate) const ALL: [Self; 2] = [Self::Amd64, Self::Arm64];
+    pub(crate) const HOST: Self = if cfg!(target_arch = "aarch64") { Self::Arm64 } else { Self::Amd64 };
+
+    /// Go's name for it, which OCI uses.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Amd64 => "amd64",
+            Self::Arm64 => "arm64",
+        }
+    }
+
+    pub(crate) fn target(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-unknown-linux-musl",
+            Self::Arm64 => "aarch64-unknown-linux-musl",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Profile {
+    Dev,
+    Release,
+}
+
+/// Builds these packages for `arch`, and returns the folder with their binaries.
+pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<PathBuf> {
+    need_target(arch)?;
+    let tools = tools()?;
+    let target_dir = target_dir()?;
+    let mut compile = program(tools.join("bin/cargo-zigbuild"));
+    // What cargo has set for xtask alone: see `command::cargo`.
+    for (name, value) in cargo().get_envs() {
+        if value.is_none() {
+            compile.env_remove(name);
+        }
+    }
+    compile.env("CARGO_ZIGBUILD_ZIG_PATH", tools.join("ziglang/zig"));
+    compile.args(["zigbuild", "--locked", "--target", arch.target()]);
+    compile.args(names.iter().flat_map(|name| ["-p", name]));
+    compile.args((profile == Profile::Release).then_some("--release"));
+    let places = places(&target_dir)?;
+    let variable = arch.target().replace('-', "_");
+    let rustflags: Vec<String> =
+        places.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect();
+    // The unit separator, because a path may have a space.
+    compile.env("CARGO_ENCODED_RUSTFLAGS", rustflags.join("\x1f"));
+    let cflags: Vec<String> =
+        places.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
+    compile.env(format!("CFLAGS_{variable}"), cflags.join(" "));
+    run(&mut compile)?;
+
+    let folder = folder(arch, profile)?;
+    for name in names {
+        names_no_folder(&folder.join(name), &places)?;
+    }
+    Ok(folder)
+}
+
+/// Where the binaries are.
+pub(crate) fn folder(arch: Arch, profile: Profile) -> Result<PathBuf> {
+    let name = match profile {
+        Profile::Dev => "debug",
+        Profile::Release => "release",
+    };
+    Ok(target_dir()?.join(arch.target()).join(name))
+}
+
+/// The folders of this machine that a compiler would name in panic messages and debug information, and what is named instead.
+/// Of two that match the later one counts.
+fn places(target_dir: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let home = env::var_os("CARGO_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
+    let sysroot = printed("rustc", &["--print", "sysroot"])?;
+    let version = printed("rustc", &["--version", "--verbose"])?;
+    let commit = version.lines().find_map(|line| line.strip_prefix("commit-hash: "));
+    // As where rust-src is not installed.
+    let sources = format!("/rustc/{}", commit.context("rustc names no commit")?);
+    Ok(vec![
+        (root(), "/postern".to_owned()),
+        (home.context("neither CARGO_HOME nor HOME is set")?, "/cargo".to_owned()),
+        (target_dir.to_owned(), "/target".to_owned()),
+        (Path::new(&sysroot).join("lib/rustlib/src/rust"), sources),
+    ])
+}
+
+fn printed(name: &str, args: &[&str]) -> Result<String> {
+    let output = program(name).args(args).output().with_context(|| format!("starting {name}"))?;
+    ensure!(output.status.success(), "{name} {} ended with {}", args.join(" "), output.status);
+    Ok(String::from_utf8(output.stdout).with_context(|| format!("{name}'s output"))?.trim().to_owned())
+}
+
+/// Another machine, or another folder, makes the same bytes only if the binary names none of this one's.
+fn names_no_folder(binary: &Path, places: &[(PathBuf, String)]) -> Result<()> {
+    let bytes = fs::read(binary).with_context(|| format!("reading {}", binary.display()))?;
+    for (place, _) in places {
+        let place = format!("{}/", place.display());
+        ensure!(
+            !contains(&bytes, place.as_bytes()),
+            "{} names {place}: it would be another one if it were built elsewhere",
+            binary.display()
+        );
+    }
+    Ok(())
+}
+
+pub(crate) fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
+    let Some((first, _)) = wanted.split_first() else { return true };
+    let mut rest = bytes;
+    while let Some(at) = rest.iter().position(|byte| byte == first) {
+        if rest[at..].starts_with(wanted) {
+            return true;
+        }
+        rest = &rest[at + 1..];
+    }
+    false
+}
+
+/// The folder with cargo-zigbuild and zig, which pip installs.
+fn tools() -> Result<PathBuf> {
+    cache::once("tools", "zigbuild", &[REQUIREMENTS], |folder| {
+        packages::install(&[packages::PIP])?;
+        println!(
+            "cargo-zigbuild and zig are missing: installing them with pip in postern's cache, about 100 MB"
+        );
+        let requirements = root().join("xtask/zigbuild.txt");
+        let mut pip = program("python3");
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes"]);
+        pip.args(["--no-deps", "--only-binary", ":all:"]);
+        pip.args([OsString::from("--target"), folder.into(), "--requirement".into(), requirements.into()]);
+        run(&mut pip)
+    })
+}
+
+fn need_target(arch: Arch) -> Result<()> {
+    let target = arch.target();
+    let libraries = || {
+        let output = program("rustc").args(["--print", "target-libdir", "--target", target]).output().ok()?;
+        let path = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
+        path.is_dir().then_some(())
+    };
+    if libraries().is_some() {
+        return Ok(());
+    }
+    println!("the Rust target {target} is missing: installing it with `rustup target add {target}`");
+    ensure!(
+        succeeds(program("rustup").arg("--version")),
+        "this machine has no rustup: install Rust's standard library for {target} yourself"
+    );
+    run(program("rustup").args(["target", "add", target]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_in_a_binary_is_found() {
+        assert!(contains(b"panicked at /home/me/src/main.rs", b"/home/me/"));
+        assert!(contains(b"//home/me/", b"/home/me/"));
+        assert!(!contains(b"panicked at /home/m", b"/home/me/"));
+        assert!(!contains(b"", b"/"));
+
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), b"panicked at /home/me/src/main.rs").unwrap();
+        let places = |at: &str| [(PathBuf::from(at), "/cargo".to_owned())];
+        let error = names_no_folder(file.path(), &places("/home/me")).unwrap_err().to_string();
+        assert!(error.contains("names /home/me/:"), "{error}");
+        names_no_folder(file.path(), &places("/home/you")).unwrap();
+    }
+}

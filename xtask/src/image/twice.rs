@@ -1,0 +1,36 @@
+//! Whether another build of the same commit, in another folder, makes the same bytes.
+use std::env;
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, bail};
+
+use super::oci;
+use crate::command::{program, root, run};
+
+/// `flags` are those of the first build.
+pub(super) fn check(flags: &[String], archives: &[PathBuf]) -> Result<()> {
+    let folder = tempfile::tempdir().context("a folder for the second build")?;
+    let (clone, target) = (folder.path().join("clone"), folder.path().join("target"));
+    run(program("git").args(["clone", "--quiet", "--shared"]).arg(root()).arg(&clone))?;
+    // This program again, for the other clone: see `command::root`.
+    let mut again = program(env::current_exe().context("where this program is")?);
+    again.current_dir(&clone).env("CARGO_MANIFEST_DIR", clone.join("xtask")).env("CARGO_TARGET_DIR", &target);
+    again.arg("image").args(flags);
+    run(&mut again)?;
+    for archive in archives {
+        let file = archive.file_name().context("an archive without a name")?;
+        let other = target.join("image").join(file);
+        let digest = |path: &PathBuf| {
+            let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+            anyhow::Ok(oci::digest(&bytes))
+        };
+        let (first, second) = (digest(archive)?, digest(&other)?);
+        if first != second {
+            let kept = folder.keep();
+            bail!("{} is {first}, and built in {} it is {second}", archive.display(), kept.display());
+        }
+        println!("{}: {first}, twice", archive.display());
+    }
+    Ok(())
+}

@@ -1,0 +1,166 @@
+//! `cargo xtask test --kernel NAME`: the kernel tests of the redirect and the demo on another kernel, in a virtual machine.
+//!
+//! The machine has no disk and no network: all it needs is in its initramfs. What it prints is what is counted; how each case
+//! ended it writes to a second serial port, so that a kernel that crashes is no success.
+use std::fs;
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::command::{built, cargo};
+use crate::demo::PROGRAMS;
+use crate::packages;
+use crate::tally::Tally;
+
+mod debian;
+mod guest;
+
+pub(crate) use debian::Kernel;
+use guest::Guest;
+
+/// What `cargo xtask test` runs: that of Debian 12, whose verifier is stricter than later ones.
+pub(crate) const IN_EVERY_RUN: Kernel = Kernel::V6_1;
+
+/// Cases that ask for what a kernel does not have yet, and what that is.
+const LATER: &[(&str, &str)] = &[
+    ("connects::failed_then_retried_on_one_socket", "failing a connect: bpf_set_retval, 5.18"),
+    ("connects::ipv6", "failing a connect: bpf_set_retval, 5.18"),
+    ("connects::down_and_closed_fail_at_connect", "failing a connect: bpf_set_retval, 5.18"),
+    ("connects::routes_of_any_port", "failing a connect: bpf_set_retval, 5.18"),
+    ("connects::mptcp", "the sysctl net.mptcp.enabled in every namespace"),
+    ("networks::neighbour_cannot_claim_a_token_as_source", "the interface in lookups: 5.17"),
+    ("lifecycle::programs_fit_the_instruction_budget", "the count of verified instructions: 5.16"),
+    (
+        "failures::this_kernel_needs_no_perfmon",
+        "a verifier that takes the programs from a process without CAP_PERFMON: 6.1 does not",
+    ),
+];
+
+fn left_out(kernel: Kernel) -> &'static [(&'static str, &'static str)] {
+    match kernel {
+        Kernel::V5_10 => LATER,
+        // The last one.
+        Kernel::V6_1 | Kernel::V6_12 => &LATER[LATER.len() - 1..],
+        Kernel::Backports => &[],
+    }
+}
+
+/// What runs in the machine: a name, and a command for its shell. Emulated processors are some twenty times slower, and the cases
+/// that measure leave their deadlines.
+fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
+    let skipped = left_out(kernel).iter().map(|(case, _)| *case).chain(emulated.then_some("scale::"));
+    let skip: String = skipped.map(|case| format!(" --skip {case}")).collect();
+    let tests = format!("./redirect_kernel --color=never{skip}");
+    vec![
+        ("redirect", tests.clone()),
+        // As in a node of kind: the container's cgroup namespace shows a subtree as the whole hierarchy. (Only the real root has no
+        // cgroup.type.)
+        (
+            "nested cgroup",
+            format!(
+                "mkdir -p /sys/fs/cgroup/kind/node && echo 0 > /sys/fs/cgroup/kind/node/cgroup.procs && \
+                 unshare --cgroup --mount sh -c 'umount /sys/fs/cgroup && mount -t cgroup2 cgroup2 /sys/fs/cgroup && \
+                 test -e /sys/fs/cgroup/cgroup.type && exec {tests} connects::'"
+            ),
+        ),
+        ("demo", format!("POSTERN_DEMO_PACE={} ./demo", if emulated { 5 } else { 1 })),
+    ]
+}
+
+/// Boots the kernel with what has been built, and counts what its tests say.
+pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
+    packages::install(&[packages::TESTBED, packages::DEMO, packages::VIRTUAL_MACHINE])?;
+    let tests = kernel_tests()?;
+    let unpacked = debian::unpacked(kernel)?;
+    let emulated = !has_virtualisation();
+    let cases = cases(kernel, emulated);
+    for (case, needs) in left_out(kernel) {
+        println!("left out: {case} needs {needs}");
+    }
+    println!(
+        "booting {} {}",
+        unpacked.version,
+        if emulated { "in qemu's emulation: this machine's processor cannot virtualise" } else { "in KVM" }
+    );
+    let guest = Guest::new(&unpacked)?;
+    guest.add_program("redirect_kernel", &tests)?;
+    for name in PROGRAMS.iter().chain(&["demo"]) {
+        guest.add_program(name, &built(name)?)?;
+    }
+    let (mut machine, results) = guest.machine(&cases, emulated)?;
+    tally.count(&mut machine)?;
+    let text = fs::read_to_string(&results).with_context(|| format!("reading {}", results.display()))?;
+    for (name, _) in &cases {
+        tally.step(&format!("kernel::{}: {name}", kernel.name()), succeeded(&text, name));
+    }
+    Ok(())
+}
+
+/// Lines such as `redirect=0`.
+fn succeeded(results: &str, name: &str) -> Result<()> {
+    let line = results.lines().find_map(|line| line.trim().strip_prefix(name)?.strip_prefix('='));
+    match line {
+        Some("0") => Ok(()),
+        Some(code) => bail!("it ended with {code}"),
+        None => bail!("it did not end: the kernel crashed, or took too long"),
+    }
+}
+
+/// A processor may be without it though /dev/kvm is there, as in some virtual machines: only kernels made for those boot there.
+fn has_virtualisation() -> bool {
+    let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let can = processor.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
+    can && fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
+}
+
+/// The compiled kernel tests. Of the whole workspace, as it was built: else their libraries have other features, and are compiled
+/// again.
+fn kernel_tests() -> Result<PathBuf> {
+    let mut command = cargo();
+    command.args(["test", "--no-run", "--message-format=json-render-diagnostics"]);
+    let output = command.stderr(Stdio::inherit()).output().context("starting cargo test")?;
+    ensure!(output.status.success(), "cargo test --no-run ended with {}", output.status);
+    executable(&String::from_utf8_lossy(&output.stdout), "redirect_kernel")
+        .context("cargo test did not say where redirect_kernel is")
+}
+
+/// Of cargo's messages, one a line.
+fn executable(messages: &str, name: &str) -> Option<PathBuf> {
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut artifacts = messages.filter(|message| message["target"]["name"] == name);
+    artifacts.find_map(|message| Some(PathBuf::from(message["executable"].as_str()?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_case_that_did_not_end_is_a_failure() {
+        let results = "redirect=0\r\nnested cgroup=101\r\n";
+        succeeded(results, "redirect").unwrap();
+        assert!(succeeded(results, "nested cgroup").unwrap_err().to_string().contains("101"));
+        assert!(succeeded(results, "demo").unwrap_err().to_string().contains("did not end"));
+    }
+
+    #[test]
+    fn only_an_old_kernel_leaves_out_cases() {
+        let (_, new) = &cases(Kernel::Backports, false)[0];
+        assert!(!new.contains("--skip"), "{new}");
+        let (_, between) = &cases(Kernel::V6_1, false)[0];
+        assert_eq!(between.matches("--skip").count(), 1, "{between}");
+        assert!(between.ends_with("failures::this_kernel_needs_no_perfmon"), "{between}");
+        let (_, old) = &cases(Kernel::V5_10, true)[0];
+        assert!(old.contains("--skip connects::ipv6 ") && old.ends_with("--skip scale::"), "{old}");
+    }
+
+    #[test]
+    fn the_compiled_tests_are_found() {
+        let messages = "{\"target\":{\"name\":\"other\"},\"executable\":\"/t/other\"}\n\
+                        {\"target\":{\"name\":\"redirect_kernel\"},\"executable\":\"/t/redirect_kernel-1\"}\nnoise\n";
+        assert_eq!(executable(messages, "redirect_kernel"), Some("/t/redirect_kernel-1".into()));
+        assert_eq!(executable(messages, "nothing"), None);
+    }
+}

@@ -1,0 +1,232 @@
+//! `cargo xtask release`: all that a release consists of, in one folder; docs/releases.md says how it is signed.
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::command::{program, root, run, shown, target_dir};
+use crate::cross::{self, Arch, Profile};
+use crate::image::oci::digest;
+use crate::image::{self, Image, VERSION};
+use crate::peers::{self, Peer};
+use crate::source::{Source, git};
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// How the binaries are compiled: `dev` is for trying this command.
+    #[arg(long, value_enum, default_value_t = Profile::Release)]
+    profile: Profile,
+}
+
+const IMAGES: [Image; 2] = [Image::Server, Image::Agent];
+const ARCHITECTURES: &[Arch] = &Arch::ALL;
+
+pub(crate) fn run_release(options: &Options) -> Result<ExitCode> {
+    let source = Source::read()?;
+    source.ensure_committed()?;
+    let out = target_dir()?.join(format!("postern-{VERSION}"));
+    // Files of another attempt must not get into the checksums.
+    fs::remove_dir_all(&out).ok();
+    fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
+
+    let archives = image::build(options.profile, &IMAGES.map(|image| (image, ARCHITECTURES)))?;
+    let built = archives.first().and_then(|archive| archive.parent()).context("no archives")?;
+    for archive in &archives {
+        copy(archive, &out.join(archive.file_name().unwrap_or_default()))?;
+    }
+    for &arch in ARCHITECTURES {
+        let folder = cross::folder(arch, options.profile)?;
+        for image in IMAGES {
+            let name = format!("{}-linux-{}", image.name(), arch.name());
+            copy(&folder.join(image.name()), &out.join(&name))?;
+            let sbom = format!("{name}.cdx.json");
+            copy(&built.join(&sbom), &out.join(sbom))?;
+        }
+    }
+    manifests(&out)?;
+    chart(&out, source.epoch)?;
+    plugin(&out, source.epoch)?;
+    let since = git(&["describe", "--tags", "--abbrev=0", "HEAD^"]);
+    let range = since.as_ref().map_or_else(|| "HEAD".to_owned(), |tag| format!("{tag}..HEAD"));
+    let log = git(&["log", "--no-merges", "--reverse", "--format=%s", &range]).context("git log failed")?;
+    let commit = source.revision.unwrap_or_default();
+    write(&out.join("NOTES.md"), &notes(&log, &commit, since.as_deref()))?;
+    write(&out.join("SHA256SUMS"), &checksums(&out)?)?;
+    println!("{}", out.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).map(drop).with_context(|| format!("copying {} to {}", from.display(), to.display()))
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+}
+
+/// The base and every overlay as one file each, for those without Kustomize.
+fn manifests(out: &Path) -> Result<()> {
+    let kubectl = peers::build(Peer::Kubernetes)?.join("kubectl");
+    let overlays = root().join("deploy/overlays");
+    let mut folders = vec![root().join("deploy/base")];
+    for entry in fs::read_dir(&overlays).with_context(|| format!("reading {}", overlays.display()))? {
+        folders.push(entry.context("deploy/overlays")?.path());
+    }
+    for folder in folders {
+        let mut render = program(&kubectl);
+        let output = render.arg("kustomize").arg(&folder).output().context("starting kubectl")?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "`{}` ended with {}: {errors}", shown(&render), output.status);
+        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let path = out.join(format!("postern-{name}.yaml"));
+        fs::write(&path, &output.stdout).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The Helm chart. helm packs the present time with every file, so it is packed a second time with the commit's.
+fn chart(out: &Path, epoch: u64) -> Result<()> {
+    let helm = peers::build(Peer::Helm)?.join("helm");
+    let chart = root().join("deploy/helm/postern");
+    let dir = tempfile::tempdir().context("a folder for the chart")?;
+    run(program(&helm).args(["lint", "--strict"]).arg(&chart))?;
+    run(program(&helm).arg("package").arg(&chart).arg("--destination").arg(dir.path()))?;
+    let packed = packages_in(dir.path())?;
+    let name = packed.file_name().unwrap_or_default().to_owned();
+    let contents = dir.path().join("contents");
+    fs::create_dir(&contents).context("a folder for the chart's files")?;
+    run(program("tar")
+        .args(["--extract", "--gzip", "--file"])
+        .arg(&packed)
+        .arg("--directory")
+        .arg(&contents))?;
+    pack(epoch, &contents, &out.join(&name), &["postern"])?;
+    // What was packed anew is a chart.
+    run(program(&helm).args(["show", "chart"]).arg(out.join(&name)))
+}
+
+/// The same bytes from the same files.
+fn pack(epoch: u64, folder: &Path, archive: &Path, files: &[&str]) -> Result<()> {
+    let pack = "epoch=$1 folder=$2 archive=$3; shift 3; \
+                tar --create --sort=name --format=ustar --mtime=\"@$epoch\" --owner=0 --group=0 --numeric-owner \
+                --mode=u=rwX,go=rX --directory \"$folder\" \"$@\" | gzip --no-name > \"$archive\"";
+    let mut tar = program("sh");
+    tar.args(["-c", pack, "sh", &epoch.to_string()]).arg(folder).arg(archive).args(files);
+    run(&mut tar)
+}
+
+/// kubectl's plugin, and its manifest for krew.
+fn plugin(out: &Path, epoch: u64) -> Result<()> {
+    let contents = tempfile::tempdir().context("a folder for the plugin")?;
+    for file in ["deploy/krew/kubectl-postern", "LICENSE"] {
+        let from = root().join(file);
+        copy(&from, &contents.path().join(from.file_name().unwrap_or_default()))?;
+    }
+    let archive = out.join(format!("kubectl-postern-{VERSION}.tar.gz"));
+    pack(epoch, contents.path(), &archive, &["LICENSE", "kubectl-postern"])?;
+    let bytes = fs::read(&archive).with_context(|| format!("reading {}", archive.display()))?;
+    let manifest = include_str!("../../deploy/krew/plugin.yaml");
+    let manifest =
+        manifest.replace("VERSION", VERSION).replace("SHA256", digest(&bytes).trim_start_matches("sha256:"));
+    write(&out.join("postern.yaml"), &manifest)
+}
+
+fn packages_in(folder: &Path) -> Result<PathBuf> {
+    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
+    let mut paths = entries.flatten().map(|entry| entry.path());
+    let found = paths.find(|path| path.extension().is_some_and(|extension| extension == "tgz"));
+    found.context("helm package wrote no .tgz")
+}
+
+/// As `sha256sum --check` reads it.
+fn checksums(folder: &Path) -> Result<String> {
+    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
+    let mut sums = BTreeMap::new();
+    for entry in entries {
+        let entry = entry.with_context(|| format!("reading {}", folder.display()))?;
+        let bytes = fs::read(entry.path()).with_context(|| format!("reading {}", entry.path().display()))?;
+        sums.insert(entry.file_name().to_string_lossy().into_owned(), digest(&bytes));
+    }
+    let mut text = String::new();
+    for (name, digest) in sums {
+        // Writing to a String cannot fail.
+        writeln!(text, "{}  {name}", digest.trim_start_matches("sha256:")).ok();
+    }
+    Ok(text)
+}
+
+/// From the commits' subjects, `AREA: WHAT`, oldest first.
+fn notes(log: &str, commit: &str, since: Option<&str>) -> String {
+    const OTHER: &str = "other";
+    let mut areas: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for subject in log.lines().filter(|subject| !subject.is_empty()) {
+        let area = subject.split_once(": ").filter(|(area, _)| !area.contains(' '));
+        let (area, what) = area.unwrap_or((OTHER, subject));
+        areas.entry(area).or_default().push(what);
+    }
+    let mut text = format!("# Postern {VERSION}\n\nCommit {commit}. ");
+    text += &match since {
+        Some(tag) => format!("Changes since {tag}.\n"),
+        None => "The first release.\n".to_owned(),
+    };
+    text += "\n`sha256sum --check SHA256SUMS` checks the files; docs/releases.md says how their signatures are checked.\n";
+    let other = areas.remove(OTHER);
+    for (area, changes) in areas.into_iter().chain(other.map(|changes| (OTHER, changes))) {
+        // As above.
+        write!(text, "\n## {area}\n\n").ok();
+        for change in changes {
+            writeln!(text, "* {change}").ok();
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_are_the_commits_by_area() {
+        let log = "route: a plan counts once\nCapacity without a cliff\ntests: less\nroute: a token\n";
+        let text = notes(log, "abc", Some("v0.0.9"));
+        let start = format!("# Postern {VERSION}\n\nCommit abc. Changes since v0.0.9.\n");
+        assert!(text.starts_with(&start), "{text}");
+        let end = "\n## route\n\n* a plan counts once\n* a token\n\n## tests\n\n* less\n\n## other\n\n* Capacity without a cliff\n";
+        assert!(text.ends_with(end), "{text}");
+        assert!(notes("", "abc", None).contains("The first release."));
+    }
+
+    #[test]
+    fn the_plugin_is_packed_for_krew() {
+        let out = tempfile::tempdir().unwrap();
+        plugin(out.path(), 1_700_000_000).unwrap();
+        let archive = out.path().join(format!("kubectl-postern-{VERSION}.tar.gz"));
+        let bytes = fs::read(&archive).unwrap();
+        let manifest = fs::read_to_string(out.path().join("postern.yaml")).unwrap();
+        let sum = digest(&bytes);
+        assert!(manifest.contains(&format!("sha256: {}\n", sum.trim_start_matches("sha256:"))), "{manifest}");
+        assert!(manifest.contains(&format!("  version: v{VERSION}\n")), "{manifest}");
+        assert!(manifest.contains(&format!("/kubectl-postern-{VERSION}.tar.gz\n")), "{manifest}");
+        run(program("tar").args(["--extract", "--gzip", "--file"]).arg(&archive).current_dir(out.path()))
+            .unwrap();
+        let usage = program("./kubectl-postern").arg("--help").current_dir(out.path()).output().unwrap();
+        assert!(usage.status.success() && usage.stdout.starts_with(b"kubectl postern COMMAND"), "{usage:?}");
+        plugin(out.path(), 1_700_000_000).unwrap();
+        assert_eq!(digest(&fs::read(&archive).unwrap()), sum, "other bytes of the same files");
+    }
+
+    #[test]
+    fn checksums_are_those_of_sha256sum() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("b"), "two").unwrap();
+        fs::write(folder.path().join("a"), "one").unwrap();
+        let sums = checksums(folder.path()).unwrap();
+        write(&folder.path().join("SHA256SUMS"), &sums).unwrap();
+        run(program("sha256sum").args(["--check", "--strict", "SHA256SUMS"]).current_dir(folder.path()))
+            .unwrap();
+        assert_eq!(sums.lines().count(), 2);
+    }
+}
