@@ -1,6 +1,7 @@
 //! Carrying TCP connections: segments, the relay between a socket and an HTTP/2 stream, and the bound on what is held
 //! for receivers that do not read.
 
+mod copy;
 mod error;
 mod forward;
 mod frame;
@@ -14,6 +15,7 @@ mod socket;
 mod stall;
 mod traffic;
 
+pub use copy::{CopyError, copy};
 pub use error::{RelayError, Side};
 pub use forward::{Ended, Forward};
 pub use frame::{Deframer, FrameError, HEADER_LEN, MAX_DATA, header};

@@ -3,17 +3,16 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tunnel_core::carry::{RelayError, Side, Totals, Traffic, end_on_drop, prepare_socket};
+use tunnel_core::carry::{CopyError, RelayError, Side, Totals, copy, end_on_drop, prepare_socket};
+use tunnel_core::konnectivity::in_words_of_go;
 use tunnel_core::outcome::Outcome;
 
 use super::access_log::AccessLogGuard;
 
 /// How long this server tries to connect, as agents do.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Bytes that are copied at a time.
-const PIECE: usize = 32 << 10;
 
 /// Why a caller gets no connection, or lost it.
 #[derive(Debug, PartialEq, Eq)]
@@ -29,13 +28,7 @@ impl Failed {
 
     /// The reason with the words by which programs written in Go tell errors apart.
     pub(super) fn in_words_of_go(self) -> String {
-        let words = match self.outcome {
-            Outcome::TimedOut => "i/o timeout",
-            Outcome::Refused => "connection refused",
-            Outcome::NoTunnel => "No agent available",
-            _ => "",
-        };
-        if self.reason.contains(words) { self.reason } else { format!("{}: {words}", self.reason) }
+        in_words_of_go(self.outcome, self.reason)
     }
 }
 
@@ -74,7 +67,10 @@ pub(super) async fn carry(
     let traffic = record.traffic(&Totals::default());
     let ended = tokio::select! {
         biased;
-        ended = copy(&mut socket, read, write, &traffic) => ended,
+        ended = copy(&mut socket, read, write, &traffic, Side::Server) => ended.map_err(|error| match error {
+            CopyError::Client(error) => Failed { outcome: Outcome::ClientReset, reason: error.to_string() },
+            CopyError::Target(error) => Failed { outcome: Outcome::TargetReset, reason: error.to_string() },
+        }),
         () = gone => Err(Failed {
             outcome: Outcome::ClientReset,
             reason: "the caller has gone".to_owned(),
@@ -89,40 +85,4 @@ pub(super) async fn carry(
         end_on_drop(&socket);
     }
     ended
-}
-
-/// Copies both ways between a caller and a target that this server has dialled itself.
-async fn copy(
-    socket: &mut TcpStream,
-    read: &mut (impl AsyncRead + Unpin),
-    write: &mut (impl AsyncWrite + Unpin),
-    traffic: &Traffic,
-) -> Result<(), Failed> {
-    let (mut from, mut to) = socket.split();
-    let client = |error: std::io::Error| Failed { outcome: Outcome::ClientReset, reason: error.to_string() };
-    let target = |error: std::io::Error| Failed { outcome: Outcome::TargetReset, reason: error.to_string() };
-    let up = async {
-        let mut piece = vec![0; PIECE];
-        loop {
-            let length = read.read(&mut piece).await.map_err(client)?;
-            if length == 0 {
-                return to.shutdown().await.map_err(target);
-            }
-            to.write_all(&piece[..length]).await.map_err(target)?;
-            traffic.count_from_socket(length);
-        }
-    };
-    let down = async {
-        let mut piece = vec![0; PIECE];
-        loop {
-            let length = from.read(&mut piece).await.map_err(target)?;
-            if length == 0 {
-                return write.shutdown().await.map_err(client);
-            }
-            write.write_all(&piece[..length]).await.map_err(client)?;
-            write.flush().await.map_err(client)?;
-            traffic.count_to_socket(length);
-        }
-    };
-    tokio::try_join!(up, down).map(drop)
 }

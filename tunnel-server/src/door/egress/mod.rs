@@ -10,7 +10,6 @@ mod destination;
 mod dial;
 mod halves;
 mod proxy;
-mod queue;
 mod stream;
 #[cfg(test)]
 mod tests;

@@ -13,10 +13,10 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_core::konnectivity::proxy_service_server::{ProxyService, ProxyServiceServer};
-use tunnel_core::konnectivity::{LARGEST_MESSAGE, Packet};
+use tunnel_core::konnectivity::{Connections, LARGEST_MESSAGE, Packet};
 
 use super::dial::{Caller, Dialler};
-use super::stream::Connections;
+use super::stream::{Asked, BOUNDS};
 
 /// Packets to a caller that wait for it to read, of at most 32 KiB each.
 const PACKETS: usize = 16;
@@ -45,7 +45,8 @@ impl ProxyService for Proxy {
         request: Request<Streaming<Packet>>,
     ) -> Result<Response<Self::ProxyStream>, Status> {
         let (packets, answer) = mpsc::channel(PACKETS);
-        let connections = Connections::new(self.dialler.clone(), self.caller.clone(), packets);
+        let asked = Asked { dialler: self.dialler.clone(), caller: self.caller.clone() };
+        let connections = Connections::new(Arc::new(asked), BOUNDS, Arc::default(), packets);
         tokio::spawn(connections.serve(request.into_inner()));
         Ok(Response::new(Box::pin(ReceiverStream::new(answer))))
     }

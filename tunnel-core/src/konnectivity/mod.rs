@@ -1,12 +1,23 @@
-//! The protocol of Kubernetes' apiserver-network-proxy (konnectivity), generated from `proto/` and checked in (a test compares).
+//! The protocol of Kubernetes' apiserver-network-proxy (konnectivity): its messages, generated from `proto/` and checked in (a test
+//! compares), and what both ends that dial for others have in common, the server's egress door and the agent.
 
 #![expect(clippy::allow_attributes_without_reason, reason = "generated code")]
 
+mod connections;
+mod metadata;
+mod queue;
+mod words;
+
 use bytes::Bytes;
 
-include!("proto/konnectivity_generated.rs");
+include!("../proto/konnectivity_generated.rs");
 
 use packet::Payload;
+
+pub use connections::{Bounds, Connections, Dial, Gone};
+pub use metadata::single;
+pub use queue::{Inbox, Outbox, Packets, cost};
+pub use words::in_words_of_go;
 
 /// Clients written in Go send messages up to this size, in bytes.
 pub const LARGEST_MESSAGE: usize = 4 << 20;
@@ -44,5 +55,9 @@ impl Packet {
 
     pub fn close_dial(random: i64) -> Self {
         Self::new(PacketType::DialCls, Payload::CloseDial(CloseDial { random }))
+    }
+
+    pub fn drain() -> Self {
+        Self::new(PacketType::Drain, Payload::Drain(Drain {}))
     }
 }

@@ -1,5 +1,5 @@
-//! The two ends of a connection that is carried in packets: what came from the caller and is not sent on yet, and what goes
-//! to the caller.
+//! The two ends of a connection that is carried in packets: what came from the caller and its target has not taken yet, and what
+//! goes to the caller.
 
 use std::io;
 use std::pin::Pin;
@@ -12,22 +12,42 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::{CancellationToken, PollSender, WaitForCancellationFutureOwned};
 use tonic::Status;
-use tunnel_core::konnectivity::Packet;
+
+use super::Packet;
 
 /// What one packet carries at most: the buffer with which programs written in Go copy.
 const PACKET: usize = 32 << 10;
+/// What a piece takes of memory however short it is, in bytes.
+const SHORTEST: usize = 64;
 
-/// Packets to the caller; a failed one ends the stream.
-pub(super) type Packets = mpsc::Sender<Result<Packet, Status>>;
+/// Packets to whoever has opened the stream or serves it; a failed one ends the stream.
+pub type Packets = mpsc::Sender<Result<Packet, Status>>;
 
 /// How much of a connection waits for its target.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Waiting {
     bytes: AtomicUsize,
     taken: Notify,
+    /// The same of all connections together.
+    all: Arc<AtomicUsize>,
 }
 
 impl Waiting {
+    fn new(all: Arc<AtomicUsize>) -> Self {
+        Self { bytes: AtomicUsize::new(0), taken: Notify::new(), all }
+    }
+
+    fn add(&self, bytes: usize) {
+        self.bytes.fetch_add(bytes, Ordering::AcqRel);
+        self.all.fetch_add(bytes, Ordering::AcqRel);
+    }
+
+    fn take(&self, bytes: usize) {
+        self.bytes.fetch_sub(bytes, Ordering::AcqRel);
+        self.all.fetch_sub(bytes, Ordering::AcqRel);
+        self.taken.notify_waiters();
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Acquire)
     }
@@ -44,6 +64,12 @@ impl Waiting {
     }
 }
 
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.all.fetch_sub(*self.bytes.get_mut(), Ordering::AcqRel);
+    }
+}
+
 /// What a caller has sent, for whoever takes the packets apart.
 #[derive(Debug)]
 pub(super) struct Inlet {
@@ -53,14 +79,23 @@ pub(super) struct Inlet {
 
 impl Inlet {
     pub(super) fn push(&self, data: Bytes) {
-        self.waiting.bytes.fetch_add(data.len(), Ordering::AcqRel);
+        if data.is_empty() {
+            return;
+        }
+        self.waiting.add(cost(&data));
         // A connection that has just ended takes no more.
         let _ = self.sender.send(data);
     }
 }
 
+/// What a piece that waits counts against a bound, in bytes.
+pub fn cost(piece: &Bytes) -> usize {
+    piece.len().max(SHORTEST)
+}
+
 /// The same, to be read by the connection. Its end of file is that of the inlet, or of the target.
-pub(super) struct Inbox {
+#[derive(Debug)]
+pub struct Inbox {
     receiver: mpsc::UnboundedReceiver<Bytes>,
     piece: Bytes,
     waiting: Arc<Waiting>,
@@ -68,7 +103,8 @@ pub(super) struct Inbox {
 }
 
 /// What goes to the caller.
-pub(super) struct Outbox {
+#[derive(Debug)]
+pub struct Outbox {
     packets: PollSender<Result<Packet, Status>>,
     connect_id: i64,
     /// The caller has closed the connection.
@@ -77,10 +113,15 @@ pub(super) struct Outbox {
     ended: CancellationToken,
 }
 
-/// The ends of one connection. `closed` says that the caller has closed it.
-pub(super) fn ends(connect_id: i64, packets: Packets, closed: CancellationToken) -> (Inlet, Inbox, Outbox) {
+/// The ends of one connection. `closed` says that the caller has closed it; `all` counts what waits for all targets.
+pub(super) fn ends(
+    connect_id: i64,
+    packets: Packets,
+    closed: CancellationToken,
+    all: Arc<AtomicUsize>,
+) -> (Inlet, Inbox, Outbox) {
     let (sender, receiver) = mpsc::unbounded_channel();
-    let (waiting, ended) = (Arc::new(Waiting::default()), CancellationToken::new());
+    let (waiting, ended) = (Arc::new(Waiting::new(all)), CancellationToken::new());
     let inbox = Inbox {
         receiver,
         piece: Bytes::new(),
@@ -100,14 +141,16 @@ impl AsyncRead for Inbox {
                 return Poll::Ready(Ok(()));
             }
             match ready!(this.receiver.poll_recv(cx)) {
-                Some(piece) => this.piece = piece,
+                Some(piece) => {
+                    this.waiting.take(cost(&piece) - piece.len());
+                    this.piece = piece;
+                }
                 None => return Poll::Ready(Ok(())),
             }
         }
         let taken = this.piece.split_to(this.piece.len().min(into.remaining()));
         into.put_slice(&taken);
-        this.waiting.bytes.fetch_sub(taken.len(), Ordering::AcqRel);
-        this.waiting.taken.notify_waiters();
+        this.waiting.take(taken.len());
         Poll::Ready(Ok(()))
     }
 }

@@ -1,0 +1,64 @@
+//! Copies between a target's socket and a client, where there is no link in between whose streams say how far to read.
+
+use std::io;
+
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+use super::error::Side;
+use super::traffic::Traffic;
+
+/// Bytes that are copied at a time.
+const PIECE: usize = 32 << 10;
+
+/// Which end has failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CopyError {
+    #[error("the client: {0}")]
+    Client(io::Error),
+    #[error("the target: {0}")]
+    Target(io::Error),
+}
+
+/// Copies both ways until both directions have ended. Bytes are counted as they pass, from the socket of `side`: on a server that is
+/// the client's, on an agent the target's.
+///
+/// # Errors
+/// An end failed. Neither is told anything.
+pub async fn copy(
+    target: &mut TcpStream,
+    read: &mut (impl AsyncRead + Unpin),
+    write: &mut (impl AsyncWrite + Unpin),
+    traffic: &Traffic,
+    side: Side,
+) -> Result<(), CopyError> {
+    let (mut from, mut to) = target.split();
+    let count = |to_target: bool, bytes: usize| match (side, to_target) {
+        (Side::Server, true) | (Side::Agent, false) => traffic.count_from_socket(bytes),
+        (Side::Server, false) | (Side::Agent, true) => traffic.count_to_socket(bytes),
+    };
+    let up = async {
+        let mut piece = vec![0; PIECE];
+        loop {
+            let length = read.read(&mut piece).await.map_err(CopyError::Client)?;
+            if length == 0 {
+                return to.shutdown().await.map_err(CopyError::Target);
+            }
+            to.write_all(&piece[..length]).await.map_err(CopyError::Target)?;
+            count(true, length);
+        }
+    };
+    let down = async {
+        let mut piece = vec![0; PIECE];
+        loop {
+            let length = from.read(&mut piece).await.map_err(CopyError::Target)?;
+            if length == 0 {
+                return write.shutdown().await.map_err(CopyError::Client);
+            }
+            write.write_all(&piece[..length]).await.map_err(CopyError::Client)?;
+            write.flush().await.map_err(CopyError::Client)?;
+            count(false, length);
+        }
+    };
+    tokio::try_join!(up, down).map(drop)
+}

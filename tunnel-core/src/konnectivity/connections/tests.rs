@@ -1,0 +1,226 @@
+//! Packets of a caller, and targets that echo, stall or wait.
+
+use bytes::Bytes;
+use tokio::io::AsyncReadExt as _;
+use tokio::time::timeout;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::*;
+
+const BOUNDS: Bounds = Bounds {
+    connections: 6,
+    one: 1000,
+    all: 3000,
+    patience: Duration::from_secs(2),
+    stalled: "stalled",
+    linger: Duration::from_secs(60),
+    early: "too early",
+};
+
+/// `echo:1` echoes, `stalls:1` reads nothing, `waits:1` does not answer its dial, others are refused.
+struct Dialler;
+
+#[tonic::async_trait]
+impl Dial for Dialler {
+    type Connected = bool;
+
+    async fn dial(&self, address: &str, gone: &Gone) -> Result<bool, String> {
+        match address {
+            "echo:1" => Ok(true),
+            "stalls:1" => Ok(false),
+            "waits:1" => {
+                gone.cut().await;
+                Err("nobody waits".to_owned())
+            }
+            _ => Err("connection refused".to_owned()),
+        }
+    }
+
+    async fn carry(
+        &self,
+        echoes: bool,
+        inbox: &mut Inbox,
+        outbox: &mut Outbox,
+        gone: &Gone,
+    ) -> Result<(), String> {
+        if echoes {
+            tokio::select! {
+                copied = tokio::io::copy(inbox, outbox) => copied.map(drop).map_err(|error| error.to_string()),
+                () = gone.wait() => Err("gone".to_owned()),
+            }
+        } else {
+            gone.wait().await;
+            // What waits is still there.
+            let _ = timeout(Duration::ZERO, inbox.read_u8()).await;
+            Err("gone".to_owned())
+        }
+    }
+}
+
+struct Caller {
+    packets: mpsc::Sender<Result<Packet, Status>>,
+    answers: mpsc::Receiver<Result<Packet, Status>>,
+    _task: AbortOnDropHandle<Result<(), Status>>,
+}
+
+impl Caller {
+    fn new() -> Self {
+        let (packets, stream) = mpsc::channel(1);
+        let (sender, answers) = mpsc::channel(4);
+        let stream =
+            futures_util::stream::unfold(stream, |mut stream| async { Some((stream.recv().await?, stream)) });
+        let connections = Connections::new(Arc::new(Dialler), BOUNDS, Arc::new(AtomicI64::new(100)), sender);
+        let task = tokio::spawn(connections.serve(Box::pin(stream)));
+        Self { packets, answers, _task: AbortOnDropHandle::new(task) }
+    }
+
+    async fn send(&self, packet: Packet) {
+        self.packets.send(Ok(packet)).await.unwrap();
+    }
+
+    async fn next(&mut self) -> Payload {
+        let next = timeout(Duration::from_secs(60), self.answers.recv()).await;
+        next.expect("no answer").unwrap().unwrap().payload.unwrap()
+    }
+
+    async fn dial(&mut self, address: &str, random: i64) -> Result<i64, String> {
+        self.send(Packet::dial_request(address.to_owned(), random)).await;
+        match self.next().await {
+            Payload::DialResponse(answer) if answer.random == random => {
+                if answer.error.is_empty() {
+                    Ok(answer.connect_id)
+                } else {
+                    Err(answer.error)
+                }
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn echo(&mut self, connect_id: i64) {
+        self.send(Packet::data(connect_id, Bytes::from_static(b"hello"))).await;
+        match self.next().await {
+            Payload::Data(data) => {
+                assert_eq!((data.connect_id, &data.data[..]), (connect_id, &b"hello"[..]));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn closed(&mut self) -> (i64, String) {
+        match self.next().await {
+            Payload::CloseResponse(close) => (close.connect_id, close.error),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn packets_are_answered() {
+    let mut caller = Caller::new();
+    caller.send(Packet::data(5, Bytes::from_static(b"early"))).await;
+    assert_eq!(caller.closed().await, (5, "too early".to_owned()));
+    assert_eq!(caller.dial("nobody:1", 7).await, Err("connection refused".to_owned()));
+    let connect_id = caller.dial("echo:1", 8).await.unwrap();
+    assert_eq!(connect_id, 102);
+    caller.echo(connect_id).await;
+    caller.send(Packet::data(99, Bytes::from_static(b"unknown"))).await;
+    assert_eq!(caller.closed().await, (99, "unrecognized connectID".to_owned()));
+    caller.send(Packet::close_request(connect_id)).await;
+    assert_eq!(caller.closed().await, (connect_id, String::new()));
+    caller.send(Packet::close_request(connect_id)).await;
+    assert_eq!(caller.closed().await, (connect_id, "Unknown connectID".to_owned()));
+    // A dial that is closed has no answer, and its number can be used again.
+    caller.send(Packet::dial_request("waits:1".to_owned(), 9)).await;
+    caller.send(Packet::close_dial(9)).await;
+    caller.send(Packet::drain()).await;
+    let connect_id = caller.dial("echo:1", 10).await.unwrap();
+    caller.echo(connect_id).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_target_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
+    let mut caller = Caller::new();
+    let stalled = caller.dial("stalls:1", 1).await.unwrap();
+    let piece = Bytes::from_static(&[0; 600]);
+    // Alone, it has its sender wait.
+    caller.send(Packet::data(stalled, piece.clone())).await;
+    caller.send(Packet::data(stalled, piece.clone())).await;
+    caller.send(Packet::dial_request("echo:1".to_owned(), 2)).await;
+    assert!(timeout(BOUNDS.patience * 10, caller.answers.recv()).await.is_err());
+
+    let mut caller = Caller::new();
+    let stalled = caller.dial("stalls:1", 1).await.unwrap();
+    let echo = caller.dial("echo:1", 2).await.unwrap();
+    let started = Instant::now();
+    caller.send(Packet::data(stalled, piece.clone())).await;
+    caller.echo(echo).await;
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    caller.send(Packet::data(stalled, piece)).await;
+    assert_eq!(caller.closed().await, (stalled, "stalled".to_owned()));
+    let waited = started.elapsed();
+    assert!(waited >= BOUNDS.patience && waited < BOUNDS.patience * 2, "{waited:?}");
+    caller.echo(echo).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_waits_for_all_is_bounded_too() {
+    let mut caller = Caller::new();
+    let mut stalled = Vec::new();
+    for random in 1..=6 {
+        stalled.push(caller.dial("stalls:1", random).await.unwrap());
+    }
+    assert!(caller.dial("echo:1", 7).await.unwrap_err().contains("too many open files"));
+    // 900 for the last one, 500 for each of the others: 3,400 of 3,000.
+    caller.send(Packet::data(stalled[5], Bytes::from_static(&[0; 900]))).await;
+    for connect_id in &stalled[..5] {
+        caller.send(Packet::data(*connect_id, Bytes::from_static(&[0; 500]))).await;
+    }
+    assert_eq!(caller.closed().await, (stalled[5], "stalled".to_owned()));
+    assert!(timeout(BOUNDS.patience * 10, caller.answers.recv()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn closed_connections_count_until_they_have_ended() {
+    let mut caller = Caller::new();
+    let piece = Bytes::from_static(&[0; 900]);
+    // Their targets take nothing, and they may go on.
+    for random in 1..=3 {
+        let connect_id = caller.dial("stalls:1", random).await.unwrap();
+        caller.send(Packet::data(connect_id, piece.clone())).await;
+        caller.send(Packet::close_request(connect_id)).await;
+        assert_eq!(caller.closed().await, (connect_id, String::new()));
+    }
+    // One of them has to make room for what is open.
+    let open = caller.dial("stalls:1", 4).await.unwrap();
+    caller.send(Packet::data(open, piece.slice(..800))).await;
+    for random in 5..=7 {
+        caller.dial("echo:1", random).await.unwrap();
+    }
+    assert!(caller.dial("echo:1", 8).await.unwrap_err().contains("too many open files"));
+    assert!(timeout(BOUNDS.linger - Duration::from_secs(1), caller.answers.recv()).await.is_err());
+    // The others have ended after a while.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    caller.dial("echo:1", 9).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn short_pieces_count_as_the_memory_that_they_take() {
+    let mut caller = Caller::new();
+    let stalled = caller.dial("stalls:1", 1).await.unwrap();
+    let echo = caller.dial("echo:1", 2).await.unwrap();
+    // 15 of at least 64 bytes are within 1,000, and empty ones are not kept.
+    for _ in 0..15 {
+        caller.send(Packet::data(stalled, Bytes::new())).await;
+        caller.send(Packet::data(stalled, Bytes::from_static(b"x"))).await;
+    }
+    let started = Instant::now();
+    caller.echo(echo).await;
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    caller.send(Packet::data(stalled, Bytes::from_static(b"x"))).await;
+    assert_eq!(caller.closed().await, (stalled, "stalled".to_owned()));
+    // What was read counts no longer.
+    for _ in 0..100 {
+        caller.echo(echo).await;
+    }
+}
