@@ -13,7 +13,7 @@ use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tonic::Status;
 use tunnel_core::konnectivity::packet::Payload;
-use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet};
+use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packets, cost};
 
 /// Bytes of one connection that may wait for its client.
 const WAITING: u32 = 4 << 20;
@@ -21,9 +21,6 @@ const WAITING: u32 = 4 << 20;
 const STALL: Duration = Duration::from_secs(2);
 const STALLED: &str =
     "its client took nothing of the 4 MiB that waited for it, and others use the same agent";
-
-/// Packets to an agent; a failed one ends its stream.
-pub(super) type Packets = mpsc::Sender<Result<Packet, Status>>;
 
 /// What an agent has sent for a connection.
 #[derive(Debug)]
@@ -140,9 +137,9 @@ impl Connections {
     async fn data(&self, Data { connect_id, data, .. }: Data) {
         let inlet = self.tables().open.get(&connect_id).cloned();
         // What was under way when a connection was closed.
-        let Some(inlet) = inlet else { return };
-        let length = u32::try_from(data.len()).unwrap_or(WAITING).min(WAITING);
-        match self.room(&inlet, length).await {
+        let Some(inlet) = inlet.filter(|_| !data.is_empty()) else { return };
+        let cost = u32::try_from(cost(&data)).unwrap_or(WAITING).min(WAITING);
+        match self.room(&inlet, cost).await {
             Some(permit) => {
                 let _ = inlet.sender.send(Arrived::Data(data, permit));
             }
@@ -154,9 +151,9 @@ impl Connections {
     }
 
     /// None: the client takes too long, or has gone.
-    async fn room(&self, inlet: &Inlet, length: u32) -> Option<OwnedSemaphorePermit> {
+    async fn room(&self, inlet: &Inlet, cost: u32) -> Option<OwnedSemaphorePermit> {
         loop {
-            let room = inlet.room.clone().acquire_many_owned(length);
+            let room = inlet.room.clone().acquire_many_owned(cost);
             tokio::select! {
                 biased;
                 room = tokio::time::timeout(STALL, room) => match room {
@@ -261,5 +258,20 @@ mod tests {
         assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Closed(error)) if error == STALLED));
         connections.take(Packet::data(2, Bytes::from_static(b"goes on"))).await;
         assert!(matches!(other.arrived.recv().await, Some(Arrived::Data(data, _)) if data == "goes on"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn short_pieces_count_as_the_memory_that_they_take() {
+        let (connections, _sent) = connections();
+        let _stalled = open(&connections, 1).await;
+        let take = |data: &'static [u8]| connections.take(Packet::data(1, Bytes::from_static(data)));
+        let least = u32::try_from(cost(&Bytes::new())).unwrap();
+        for _ in 0..WAITING / least {
+            take(b"").await;
+            take(b"x").await;
+        }
+        // What is empty is not kept, and so needs no room.
+        take(b"").await;
+        assert!(timeout(STALL * 10, take(b"x")).await.is_err());
     }
 }

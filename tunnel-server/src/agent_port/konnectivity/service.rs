@@ -8,16 +8,15 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
-use tunnel_core::konnectivity::Packet;
 use tunnel_core::konnectivity::agent_service_server::AgentService;
+use tunnel_core::konnectivity::{Packet, Packets, single};
 use tunnel_core::link::Flow;
 use tunnel_core::proto::Hello;
 use tunnel_core::text::printable;
 
 use super::agent;
-use super::connections::Packets;
 use super::context::Context;
 use super::identity::node_by_token;
 use super::state::Agent;
@@ -58,7 +57,9 @@ impl AgentService for Service {
             self.context.link.metrics.handshake("failed");
             status
         };
-        let agent_id = single(metadata, "agentid").map_err(turned_away)?;
+        let agent_id = single(metadata, "agentid").ok_or_else(|| {
+            turned_away(Status::invalid_argument("one agentid is needed in the call's metadata"))
+        })?;
         let presented = match &self.certified {
             Some(presented) => presented.clone(),
             None => {
@@ -71,8 +72,8 @@ impl AgentService for Service {
         let identifiers = single(metadata, "agentidentifiers").unwrap_or_default();
         tracing::info!(
             %node, %peer,
-            agent_id = printable(&agent_id, 100),
-            identifiers = printable(&identifiers, 300),
+            agent_id = printable(agent_id, 100),
+            identifiers = printable(identifiers, 300),
             "a konnectivity agent calls; its node is that of its certificate or token"
         );
         if let Some(live) = self.context.link.sessions.get(&node)
@@ -109,15 +110,6 @@ impl AgentService for Service {
             let _ = packets.try_send(Err(status));
         }));
         Ok(response)
-    }
-}
-
-/// The only value of a key.
-fn single(metadata: &MetadataMap, key: &str) -> Result<String, Status> {
-    let mut values = metadata.get_all(key).iter();
-    match (values.next().and_then(|value| value.to_str().ok()), values.next()) {
-        (Some(value), None) => Ok(value.to_owned()),
-        _ => Err(Status::invalid_argument(format!("one {key} is needed in the call's metadata"))),
     }
 }
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 use tokio::sync::{SetOnce, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
-use tunnel_core::konnectivity::{Packet, PacketType};
+use tunnel_core::konnectivity::{Packet, PacketType, Packets};
 use tunnel_core::proto::{AgentEvent, Hello, agent_event};
 
-use super::connections::{Connections, Packets};
+use super::connections::Connections;
 
 /// How long nothing must be carried before an agent is sent to another server.
 const QUIET: Duration = Duration::from_millis(100);
