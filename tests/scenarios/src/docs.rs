@@ -29,19 +29,10 @@ async fn exactly_the_exposed_metrics_are_listed(testbed: &Testbed) -> Result<()>
     Ok(())
 }
 
-/// Metrics by the name that a query uses (counters end in `_total`, an info metric in `_info`), and their types.
+/// Metrics by the name that a query uses, and their types.
 fn families(page: &str) -> BTreeMap<String, String> {
     let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
-    types
-        .map(|(name, kind)| {
-            let name = match kind {
-                "counter" => format!("{name}_total"),
-                "info" => format!("{name}_info"),
-                _ => name.to_owned(),
-            };
-            (name, kind.to_owned())
-        })
-        .collect()
+    types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
 }
 
 /// The names in the tables of a part of docs/metrics.md, without labels, and their types.

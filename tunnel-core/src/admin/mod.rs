@@ -2,7 +2,7 @@
 //!
 //! | path | answer |
 //! |---|---|
-//! | `/metrics` | OpenMetrics 1.0 text |
+//! | `/metrics` | OpenMetrics 1.0 text, or Prometheus' older format for clients that do not ask for it |
 //! | `/healthz` | 200 while the process runs |
 //! | `/readyz` | 200, or 503 and what is pending |
 //! | `/status` | JSON |
@@ -12,6 +12,7 @@
 //! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), and others for modules |
 
 pub mod client;
+mod metrics;
 mod page;
 mod process;
 mod serve;
@@ -33,7 +34,7 @@ use std::thread::JoinHandle;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{HeaderMap, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
@@ -44,8 +45,6 @@ use crate::config::BindError;
 use crate::lifecycle::Readiness;
 use crate::logging;
 
-/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; decides which parser Prometheus uses.
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// A level is a word or a number, and there may be more for modules.
 const MAX_LEVEL_BYTES: usize = 1024;
 
@@ -221,14 +220,8 @@ async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
     format!("{ui}/metrics\n/healthz\n/readyz\n/status\n/config\n/debug/flags/v (PUT)\n").into_response()
 }
 
-async fn metrics(State(admin): State<Admin>) -> Response {
-    let mut text = String::new();
-    match prometheus_client::encoding::text::encode(&mut text, &admin.registry) {
-        Ok(()) => ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response(),
-        Err(error) => {
-            (StatusCode::INTERNAL_SERVER_ERROR, format!("encoding the metrics: {error}\n")).into_response()
-        }
-    }
+async fn metrics(State(admin): State<Admin>, headers: HeaderMap) -> Response {
+    metrics::answer(&admin.registry, &headers)
 }
 
 async fn readyz(State(admin): State<Admin>) -> Response {
@@ -325,16 +318,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn metrics_are_openmetrics() {
+    async fn metrics_are_those_of_the_registry_and_of_the_process() {
         let (serving, _, _) = serve();
         let answer = ask(&serving, Method::GET, "/metrics", "").await;
         assert_eq!(answer.status, StatusCode::OK);
-        assert_eq!(answer.content_type.as_deref(), Some(OPENMETRICS));
+        assert_eq!(answer.content_type.as_deref(), Some("text/plain; version=0.0.4; charset=utf-8"));
         let text = answer.text();
-        assert!(text.contains("postern_things_total 3\n"), "{text}");
-        assert!(text.contains("postern_build_info{version=\"1.2.3\"} 1\n"), "{text}");
-        assert!(text.contains("\nprocess_resident_memory_bytes "), "{text}");
-        assert!(text.ends_with("# EOF\n"), "{text}");
+        for line in [
+            "# TYPE postern_things_total counter\npostern_things_total 3\n",
+            "\npostern_build_info{version=\"1.2.3\"} 1\n",
+            "\nprocess_resident_memory_bytes ",
+        ] {
+            assert!(text.contains(line), "{line}{text}");
+        }
     }
 
     #[tokio::test]
