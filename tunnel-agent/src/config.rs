@@ -10,6 +10,7 @@ use tunnel_core::config::{HostPort, TargetRule, duration_text};
 use tunnel_core::identity::{NodeName, SecretString};
 use tunnel_core::logging;
 
+use crate::konnectivity::KonnectivityConfig;
 use crate::kube::KubeOptions;
 use crate::outbound::Listen;
 use crate::reach::Reach;
@@ -51,6 +52,8 @@ pub struct Config {
     pub servers: Vec<HostPort>,
     /// None: standalone.
     pub kube: Option<KubeOptions>,
+    /// The servers are konnectivity's; `servers` is empty then, and nothing is enrolled.
+    pub konnectivity: Option<KonnectivityConfig>,
     pub node_name: NodeName,
     /// None: from the route to the server.
     pub node_ip: Option<IpAddr>,
@@ -118,6 +121,7 @@ impl Config {
             ("log-level", self.log_level.to_string()),
         ];
         let optional = optional.into_iter().filter_map(|(flag, value)| Some((flag, value?)));
+        let konnectivity = self.konnectivity.iter().flat_map(KonnectivityConfig::flags);
         let outbound = self.outbound.iter().flat_map(Listen::flags);
         let rules = self.allow_targets.iter().map(|rule| ("allow-target", rule.to_string()));
         given
@@ -125,6 +129,7 @@ impl Config {
             .chain(optional)
             .chain(rules)
             .chain(outbound)
+            .chain(konnectivity)
             .map(|(flag, value)| format!("--{flag}={value}"))
             .collect()
     }

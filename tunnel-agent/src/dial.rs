@@ -17,7 +17,7 @@ use crate::policy::Policy;
 use crate::turns::Turns;
 
 /// A dial's deadline when the server names none.
-const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
+pub(crate) const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
 /// The longest deadline that a server may name.
 const LONGEST_DEADLINE: Duration = Duration::from_secs(60);
 /// Dials that may be pending at a time for one server: a black hole behind the node must not hold unbounded state.
@@ -82,6 +82,11 @@ pub(crate) struct DialRequest {
 }
 
 impl DialRequest {
+    /// With the deadline that counts when none is named.
+    pub(crate) const fn to(target: SocketAddr) -> Self {
+        Self { target, deadline: DEFAULT_DEADLINE }
+    }
+
     /// # Errors
     /// The target is missing or not `IP:port`.
     pub(crate) fn from_headers(headers: &HeaderMap) -> Result<Self, DialError> {

@@ -7,6 +7,8 @@ pub mod cli;
 pub mod config;
 mod dial;
 pub mod doctor;
+pub mod konnectivity;
+pub mod konnectivity_app;
 pub mod kube;
 pub mod metrics;
 pub mod outbound;

@@ -15,8 +15,12 @@ use tunnel_core::text::{age, harmless};
 
 use crate::config::Config;
 use crate::identity::IdentityKeeper;
+use crate::konnectivity::KonnectivityStatus;
 use crate::servers::Servers;
 use crate::session::{LinkPhase, LinkSet, LinkStatus};
+
+/// What the default policy lets tunnel-servers do.
+const LOOPBACK: &str = "loopback on ports that the server names";
 
 /// The answer of `/status`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -34,6 +38,9 @@ pub struct AgentStatus {
     /// Why the servers cannot be looked up now; the last known ones are used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_server_error: Option<String>,
+    /// Instead of servers and certificate, if the servers are konnectivity's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub konnectivity: Option<KonnectivityStatus>,
 }
 
 /// Times in seconds since the epoch.
@@ -56,7 +63,7 @@ impl AgentStatus {
         let policy = if rules.is_empty() {
             let pods = pods.iter().map(|range| format!("pods in {range}"));
             let node = std::iter::once("node:*".to_owned());
-            node.chain(pods).chain(["loopback on ports that the server names".to_owned()]).collect()
+            node.chain(pods).chain([LOOPBACK.to_owned()]).collect()
         } else {
             rules.iter().map(ToString::to_string).collect()
         };
@@ -69,7 +76,17 @@ impl AgentStatus {
             certificate,
             policy,
             api_server_error: None,
+            konnectivity: None,
         }
+    }
+
+    /// With konnectivity's servers.
+    #[must_use]
+    pub fn at_konnectivity(self, konnectivity: KonnectivityStatus) -> Self {
+        let connections = konnectivity.attached.iter().map(|server| server.connections as u64).sum();
+        // These servers name no ports.
+        let policy = self.policy.iter().filter(|allowed| *allowed != LOOPBACK).cloned().collect();
+        Self { connections, policy, konnectivity: Some(konnectivity), ..self }
     }
 
     pub fn to_text(&self, now: SystemTime) -> String {
@@ -83,12 +100,16 @@ impl AgentStatus {
                 // Writing to a String does not fail.
                 let _ = writeln!(text, "certificate: expires in {expires}, renewal in {renews}");
             }
+            None if self.konnectivity.is_some() => {}
             None => text += "certificate: none yet, enrolling\n",
         }
         let _ = writeln!(text, "may be reached: {}", self.policy.join(", "));
         let _ = writeln!(text, "connections: {}", self.connections);
         if let Some(error) = &self.api_server_error {
             let _ = writeln!(text, "API server: {}; the last known servers are used", harmless(error));
+        }
+        if let Some(konnectivity) = &self.konnectivity {
+            text += &konnectivity.to_text();
         }
         for link in &self.servers {
             let state = match link.phase {

@@ -51,6 +51,11 @@ impl<'a> Builder<'a> {
         Self { kubeconfig: Some(kubeconfig), ..Self::on_edge(testbed, edge) }
     }
 
+    /// An agent without a server: flags say where it attaches.
+    pub fn alone(testbed: &'a Testbed, edge: usize) -> Self {
+        Self::on_edge(testbed, edge)
+    }
+
     fn on_edge(testbed: &'a Testbed, edge: usize) -> Self {
         let node = testbed.edge(edge).name.clone();
         let name = format!("tunnel-agent-{edge}");

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use tunnel_core::identity::SecretString;
 
+use super::konnectivity_args::KonnectivityArgs;
+
 pub const DEFAULT_STATE_DIR: &str = "/var/lib/postern/agent";
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10266";
 
@@ -49,7 +51,7 @@ pub struct RunArgs {
     pub state_dir: PathBuf,
     /// Where /metrics, /healthz, /readyz and /status answer: a loopback address and a port, or only a port; port 0 turns
     /// them off.
-    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-server-port", "health-server-port"],
+    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "health-server-port"],
           default_value = DEFAULT_ADMIN_ADDRESS)]
     pub admin_address: String,
     /// What the servers may reach through this agent, as CIDR:PORTS or node:PORTS, PORTS being ports and ranges such as
@@ -108,16 +110,18 @@ pub struct RunArgs {
     #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
     pub log_level: String,
     #[command(flatten)]
+    pub konnectivity: KonnectivityArgs,
+    #[command(flatten)]
     pub ignored: IgnoredArgs,
 }
 
-/// YurtTunnel's flags that have no meaning here: its manifests work as they are.
+/// YurtTunnel's flags that have no meaning here: its manifests work as they are. Its `--agent-identifiers` is konnectivity's.
 #[derive(Args, Clone, Debug, Default)]
 pub struct IgnoredArgs {
     #[arg(long, hide = true)]
     pub apiserver_addr: Option<String>,
     #[arg(long, hide = true)]
-    pub agent_identifiers: Option<String>,
-    #[arg(long, hide = true)]
     pub meta_host: Option<String>,
+    #[arg(long, hide = true)]
+    pub admin_server_port: Option<String>,
 }

@@ -3,6 +3,8 @@
 mod args;
 mod bundle;
 mod doctor;
+mod konnectivity;
+mod konnectivity_args;
 mod outbound;
 mod parse;
 mod status;
@@ -12,6 +14,7 @@ use clap::{Parser, Subcommand};
 pub use args::{DEFAULT_ADMIN_ADDRESS, DEFAULT_STATE_DIR, IgnoredArgs, RunArgs};
 pub use bundle::BundleCommand;
 pub use doctor::DoctorCommand;
+pub use konnectivity_args::{IgnoredKonnectivityArgs, KonnectivityArgs};
 pub use status::StatusCommand;
 
 /// Runs on an edge node, dials the tunnel-servers, and lets them reach this node.

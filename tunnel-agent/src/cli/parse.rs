@@ -10,7 +10,8 @@ use tunnel_core::config::{
 use tunnel_core::identity::{ExposeSecret, Holder, NodeName, SecretString};
 use tunnel_core::link::{Congestion, MAX_LINKS};
 
-use super::args::{IgnoredArgs, RunArgs};
+use super::args::RunArgs;
+use super::konnectivity::{self, konnectivity};
 use super::outbound::outbound;
 use crate::config::{Config, WhenReplaced};
 use crate::identity::{enrolment, node_of_host};
@@ -31,11 +32,12 @@ impl RunArgs {
     /// `pod`: whether this is one, with access to the API server.
     pub(super) fn to_config_as(&self, pod: bool) -> Result<Config, ConfigError> {
         let servers = servers(self)?;
-        let kube = kube_options(self, &servers, pod)?;
         let node_name = match &self.node_name {
             Some(name) => parse_with("--node-name", name)?,
             None => node_of_host()?,
         };
+        let konnectivity = konnectivity(self, &node_name)?;
+        let kube = if konnectivity.is_some() { None } else { kube_options(self, &servers, pod)? };
         if kube.is_some() {
             let given = [
                 ("--token", self.token.is_some()),
@@ -55,6 +57,7 @@ impl RunArgs {
         Ok(Config {
             servers,
             kube,
+            konnectivity,
             node_name,
             node_ip: self.node_ip.as_deref().map(node_ip).transpose()?,
             token,
@@ -81,7 +84,7 @@ impl RunArgs {
             },
             log_format: parse_with("--log-format", &self.log_format)?,
             log_level: parse_with("--log-level", &self.log_level)?,
-            ignored: ignored(&self.ignored),
+            ignored: ignored(self),
         })
     }
 }
@@ -211,13 +214,18 @@ fn is_pod() -> bool {
     std::env::var_os("KUBERNETES_SERVICE_HOST").is_some_and(|host| !host.is_empty())
 }
 
-fn ignored(args: &IgnoredArgs) -> Vec<(&'static str, &'static str)> {
+fn ignored(args: &RunArgs) -> Vec<(&'static str, &'static str)> {
+    let (yurttunnels, konnectivitys) = (&args.ignored, &args.konnectivity);
+    let identifiers =
+        konnectivitys.konnectivity_identifiers.as_ref().filter(|_| !konnectivitys.names_a_server());
     let known = [
-        ("--apiserver-addr", &args.apiserver_addr, "the kubeconfig names the API server"),
-        ("--agent-identifiers", &args.agent_identifiers, "the certificate names the node"),
-        ("--meta-host", &args.meta_host, "the admin endpoints are on --admin-address"),
+        ("--apiserver-addr", yurttunnels.apiserver_addr.as_ref(), "the kubeconfig names the API server"),
+        ("--agent-identifiers", identifiers, "the certificate names the node"),
+        ("--meta-host", yurttunnels.meta_host.as_ref(), "the admin endpoints are on --admin-address"),
+        ("--admin-server-port", yurttunnels.admin_server_port.as_ref(), "all of them are on --admin-address"),
     ];
-    known.into_iter().filter(|(_, value, _)| value.is_some()).map(|(key, _, why)| (key, why)).collect()
+    let known = known.into_iter().filter(|(_, value, _)| value.is_some()).map(|(key, _, why)| (key, why));
+    known.chain(konnectivity::ignored(args)).collect()
 }
 
 fn node_ip(value: &str) -> Result<IpAddr, ConfigError> {

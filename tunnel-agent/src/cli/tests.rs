@@ -124,6 +124,16 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("when-replaced", None),
     ("log-format", Some("text")),
     ("log-level", Some("info")),
+    ("konnectivity-server", None),
+    ("konnectivity-ca", None),
+    ("konnectivity-cert", None),
+    ("konnectivity-key", None),
+    ("konnectivity-token-file", None),
+    ("konnectivity-agent-id", None),
+    ("konnectivity-identifiers", None),
+    ("konnectivity-alpn", None),
+    ("konnectivity-sync-interval", Some("1s")),
+    ("konnectivity-sync-interval-cap", Some("10s")),
 ];
 
 #[test]

@@ -1,6 +1,7 @@
 //! `tunnel-agent doctor`: what is wrong with this agent, its node and the way to the servers.
 
 mod identity;
+mod konnectivity;
 mod node;
 mod sessions;
 #[cfg(test)]
@@ -29,6 +30,11 @@ pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, Stri
     checkup.add("running", is_running);
     checkup.add("ready", is_ready);
     let running = running.ok();
+    if let Some(servers) = &config.konnectivity {
+        let own = konnectivity::check(&mut checkup, config, servers, running.as_ref()).await;
+        node::check(&mut checkup, config, own).await;
+        return checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"));
+    }
 
     checkup
         .run("state directory", &[], async || {

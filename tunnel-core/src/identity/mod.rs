@@ -39,6 +39,7 @@ pub use request::{CsrKey, create_csr, create_named_csr, public_key_of_csr};
 pub use secrecy::{ExposeSecret, SecretString};
 pub use tls::{
     ALPN_EDGE, ALPN_GRPC, ALPN_PEER, ALPN_TUNNEL, ServerTls, agent_tls, anonymous_tls, caller_config,
-    caller_verifier, certified, concerns_certificates, peer_tls, pinned_tls, refusal, server_name,
+    caller_verifier, certified, concerns_certificates, foreign_tls, peer_tls, pinned_tls, refusal,
+    server_name,
 };
 pub use zeroize::Zeroizing;

@@ -115,6 +115,29 @@ pub fn anonymous_tls(bundle: &TrustBundle, alpn: &[u8]) -> Result<Arc<ClientConf
     Ok(finish(client(Trust::Roots(Arc::new(bundle.root_store())))?.with_no_client_auth(), alpn))
 }
 
+/// TLS 1.2 or 1.3 to a server of another system: its certificate has to name the host that was dialled, and one of these roots to
+/// have signed it.
+///
+/// # Errors
+/// rustls does not take the certificate or the key.
+pub fn foreign_tls(
+    roots: RootCertStore,
+    client: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'_>)>,
+    alpn: Vec<Vec<u8>>,
+) -> Result<Arc<ClientConfig>, IdentityError> {
+    let config = ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .map_err(tls_error)?
+        .with_root_certificates(roots);
+    let mut config = match client {
+        Some((chain, key)) => config.with_client_cert_resolver(certified(chain, &key)?),
+        None => config.with_no_client_auth(),
+    };
+    config.alpn_protocols = alpn;
+    config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
 /// TLS 1.3 for the first enrolment: the server presents the CA certificate too, and the CA's key must have the hash
 /// `ca_hash`. The name [`SERVER_NAME`], dates and usage are checked as usual. ALPN `h2`.
 ///

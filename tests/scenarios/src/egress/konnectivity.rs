@@ -22,36 +22,39 @@ use super::{ECHO, server_and_agent, socket};
 use crate::common::target;
 
 /// An answer to every request, so that its connection ends with it.
-const PAGE: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 15\r\n\r\nfrom an edge 1\n";
+pub(super) const PAGE: &str =
+    "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 15\r\n\r\nfrom an edge 1\n";
 
 /// The test client that konnectivity ships, in both of its modes.
 pub(super) async fn konnectivitys_own_client_gets_its_page(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let page = target(testbed, 1, ECHO, Behaviour::Answers(PAGE))?;
-    let client = peers::konnectivity("proxy-test-client")?;
     for (mode, host) in [("grpc", testbed.edge(1).address.to_string()), ("http-connect", "edge-1".to_owned())]
     {
-        let before = page.connections();
-        let output = Command::new(&client)
-            .arg(format!("--proxy-uds={}", socket(testbed).display()))
-            .args(["--proxy-host=", "--proxy-port=0", &format!("--mode={mode}")])
-            .args([format!("--request-host={host}"), format!("--request-port={ECHO}")])
-            .args(["--request-path=page", "--test-requests=5", "--test-delay=0"])
-            .kill_on_drop(true)
-            .output();
-        let output = tokio::time::timeout(std::time::Duration::from_secs(60), output);
-        let output = output.await.context("it did not end")?.context("running it")?;
-        let said =
-            format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        ensure!(output.status.success(), "in mode {mode} it ended with {}: {said}", output.status);
-        ensure!(
-            page.connections() >= before + 5,
-            "in mode {mode} it made {} connections: {said}",
-            page.connections() - before
-        );
+        page_by_its_client(&socket(testbed), mode, &host, &page).await?;
     }
     let line = server.wait_access("of the client", |line| line.text("door") == "egress").await?;
     ensure!(line.text("outcome") == "ok", "{line:?}");
+    Ok(())
+}
+
+/// Has konnectivity's test client fetch the page through a socket.
+pub(super) async fn page_by_its_client(socket: &Path, mode: &str, host: &str, page: &Target) -> Result<()> {
+    let before = page.connections();
+    let output = Command::new(peers::konnectivity("proxy-test-client")?)
+        .arg(format!("--proxy-uds={}", socket.display()))
+        .args(["--proxy-host=", "--proxy-port=0", &format!("--mode={mode}")])
+        .args([format!("--request-host={host}"), format!("--request-port={}", page.address.port())])
+        .args(["--request-path=page", "--test-requests=5", "--test-delay=0"])
+        .kill_on_drop(true)
+        .output();
+    let output = timeout(Duration::from_secs(60), output).await.context("it did not end")?;
+    let output = output.context("running it")?;
+    let said =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "in mode {mode} it ended with {}: {said}", output.status);
+    let made = page.connections() - before;
+    ensure!(made >= 5, "in mode {mode} it made {made} connections: {said}");
     Ok(())
 }
 
@@ -75,7 +78,7 @@ fn proxy_agent(testbed: &Testbed, name: &str, state: &Path, certificate: bool) -
 }
 
 /// Both ways at once through an echo.
-async fn back_and_forth(mut stream: UnixStream, seed: u64, length: u64) -> Result<()> {
+pub(super) async fn back_and_forth(mut stream: UnixStream, seed: u64, length: u64) -> Result<()> {
     let (read, mut write) = stream.split();
     let mut pattern = Pattern::new(seed, length);
     let mut back = read.take(length);

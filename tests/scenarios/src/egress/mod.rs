@@ -2,6 +2,7 @@
 pub(crate) mod client;
 mod konnectivity;
 mod leaks;
+mod proxy_server;
 mod tls;
 
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ use crate::common::target;
 use client::{CONNECTED, Caller, ask, channel, connect, random};
 use konnectivity::{konnectivitys_own_agent_attaches, konnectivitys_own_client_gets_its_page};
 use leaks::nothing_is_left_of_ten_thousand_dials;
+use proxy_server::the_agent_attaches_to_konnectivitys_servers;
 use tls::{callers_need_a_certificate, certificates_follow_their_files};
 
 scenarios! {
@@ -40,6 +42,7 @@ scenarios! {
     nothing_is_left_of_ten_thousand_dials(edges = 2, limit = 400),
     konnectivitys_own_client_gets_its_page(konnectivity),
     konnectivitys_own_agent_attaches(konnectivity, edges = 2),
+    the_agent_attaches_to_konnectivitys_servers(konnectivity, limit = 240),
 }
 
 const ECHO: u16 = 9100;

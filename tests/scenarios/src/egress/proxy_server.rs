@@ -1,0 +1,228 @@
+//! The agent at konnectivity's own proxy-server.
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
+use postern_testbed::agent::{Agent, Builder, START};
+use postern_testbed::client::{PATIENCE, echo};
+use postern_testbed::cluster::peers;
+use postern_testbed::process::Process;
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed};
+use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use serde_json::Value;
+use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::ECHO;
+use super::client::{Caller, ask, connect};
+use super::konnectivity::{PAGE, back_and_forth, page_by_its_client};
+use crate::common::target;
+
+/// Where all servers are reached.
+const SHARED: u16 = 8090;
+/// Two of them: gRPC, and HTTP CONNECT.
+const PORTS: [u16; 2] = [8091, 8191];
+const MODES: [&str; 2] = ["grpc", "http-connect"];
+
+/// Files of a CA, and of what it has signed.
+struct Certificates(PathBuf);
+
+impl Certificates {
+    fn create(testbed: &Testbed) -> Result<Self> {
+        let dir = testbed.dir().join("konnectivity-certificates");
+        fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, "konnectivity");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let issuer = Issuer::new(params.clone(), KeyPair::generate()?);
+        fs::write(dir.join("ca.crt"), params.self_signed(issuer.key())?.pem())?;
+        for (name, usage) in
+            [("server", ExtendedKeyUsagePurpose::ServerAuth), ("agent", ExtendedKeyUsagePurpose::ClientAuth)]
+        {
+            let key = KeyPair::generate()?;
+            let mut params = CertificateParams::new(vec![CLOUD.to_string()])?;
+            params.distinguished_name.push(DnType::CommonName, name);
+            params.extended_key_usages = vec![usage];
+            fs::write(dir.join(format!("{name}.crt")), params.signed_by(&key, &issuer)?.pem())?;
+            fs::write(dir.join(format!("{name}.key")), key.serialize_pem())?;
+        }
+        Ok(Self(dir))
+    }
+
+    fn flag(&self, flag: &str, file: &str) -> String {
+        format!("--{flag}={}", self.0.join(file).display())
+    }
+}
+
+fn socket(testbed: &Testbed, number: usize) -> PathBuf {
+    testbed.dir().join(format!("proxy-server-{number}.sock"))
+}
+
+/// One of two.
+async fn proxy_server(testbed: &Testbed, certificates: &Certificates, number: usize) -> Result<Process> {
+    let mut command = testbed.on_cloud().command(&peers::konnectivity("proxy-server")?);
+    let (port, socket) = (PORTS[number], socket(testbed, number));
+    command
+        .args(["--logtostderr=true", "--v=2", "--server-port=0", "--server-count=2"])
+        .args(["--delete-existing-uds-file=true", &format!("--mode={}", MODES[number])])
+        .args([format!("--server-id=server-{number}"), format!("--uds-name={}", socket.display())])
+        .args([format!("--agent-port={port}"), format!("--health-port={}", port + 1)])
+        .arg(format!("--admin-port={}", port + 4))
+        .arg(certificates.flag("cluster-cert", "server.crt"))
+        .arg(certificates.flag("cluster-key", "server.key"))
+        .arg(certificates.flag("cluster-ca-cert", "ca.crt"));
+    let process = Process::spawn(testbed.dir(), &format!("proxy-server-{number}"), command)?;
+    let listens = async || Ok(TcpStream::connect((CLOUD, port)).await.is_ok());
+    wait_until("proxy-server to listen", PATIENCE, listens, |listens| *listens).await?;
+    Ok(process)
+}
+
+/// What a load balancer does: connections to one address lead to each of the servers in turn.
+async fn balance() -> Result<JoinSet<()>> {
+    let listener = TcpListener::bind((CLOUD, SHARED)).await.context("listening for agents")?;
+    let mut balance = JoinSet::new();
+    balance.spawn(async move {
+        let mut ports = PORTS.iter().cycle();
+        while let (Ok((mut agent, _)), Some(port)) = (listener.accept().await, ports.next()) {
+            tokio::spawn(async move {
+                if let Ok(mut server) = TcpStream::connect((CLOUD, *port)).await {
+                    // Its end is that of either.
+                    let _ = tokio::io::copy_bidirectional(&mut agent, &mut server).await;
+                }
+            });
+        }
+    });
+    Ok(balance)
+}
+
+async fn wait_attached(agent: &Agent<'_>, count: usize) -> Result<Value> {
+    let what = format!("the agent to be attached to {count} proxy-servers");
+    let attached = |status: &Value| status["konnectivity"]["attached"].as_array().map_or(0, Vec::len);
+    wait_until(&what, START, async || agent.status().await, |status| attached(status) == count).await
+}
+
+pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbed) -> Result<()> {
+    let certificates = Certificates::create(testbed)?;
+    let mut grpc = proxy_server(testbed, &certificates, 0).await?;
+    let _http = proxy_server(testbed, &certificates, 1).await?;
+    let _balance = balance().await?;
+    let mut agent = Builder::alone(testbed, 1)
+        .flag(format!("--proxy-server-host={CLOUD}"))
+        .flag(format!("--proxy-server-port={SHARED}"))
+        .flag(certificates.flag("ca-cert", "ca.crt"))
+        .flag(certificates.flag("agent-cert", "agent.crt"))
+        .flag(certificates.flag("agent-key", "agent.key"))
+        .flag("--sync-interval=200ms")
+        .flag("--sync-interval-cap=1s")
+        .spawn()?;
+    let status = wait_attached(&agent, 2).await?;
+    ensure!(status["konnectivity"]["server_count"] == 2, "{status}");
+    let (ready, body) = agent.get("/readyz").await?;
+    ensure!(ready == 200, "/readyz answered {ready}: {body}");
+    agent.metrics().await?.expect("konnectivity_network_proxy_agent_open_server_connections", &[], 2.0)?;
+
+    let sockets = [socket(testbed, 0), socket(testbed, 1)];
+    let echoes = target(testbed, 1, ECHO, Behaviour::Echo)?;
+    carries(testbed, &sockets, echoes.address).await?;
+    stalls_nobody(testbed, &sockets[0], echoes.address).await?;
+
+    // A server starts again: the other one goes on, and the agent finds it.
+    grpc.crash().await?;
+    wait_attached(&agent, 1).await?;
+    echo(&mut connect(&sockets[1], &echoes.address.to_string()).await?, b"through the other").await?;
+    let _grpc = proxy_server(testbed, &certificates, 0).await?;
+    wait_attached(&agent, 2).await?;
+    let mut caller = Caller::open(&sockets[0]).await?;
+    let connect_id = caller.connected(&echoes.address.to_string()).await?;
+    caller.echo(connect_id, b"after a restart").await?;
+
+    // What is carried goes on while it drains, and its end is that of the agent.
+    let mut held = connect(&sockets[1], &echoes.address.to_string()).await?;
+    agent.process.signal(Signal::SIGTERM)?;
+    agent.wait_log("draining; a second signal ends immediately").await?;
+    echo(&mut held, b"while it drains").await?;
+    caller.echo(connect_id, b"while it drains").await?;
+    drop((held, caller));
+    let ended = agent.process.wait_exit(Duration::from_secs(20)).await?;
+    ensure!(ended.success(), "the agent ended with {ended}");
+    agent.wait_log("left a konnectivity server").await?;
+    ensure!(echoes.open() == 0, "{} connections are left", echoes.open());
+    Ok(())
+}
+
+async fn carries(testbed: &Testbed, sockets: &[PathBuf; 2], echoes: SocketAddr) -> Result<()> {
+    testbed.black_hole(1, 9103)?;
+    back_and_forth(connect(&sockets[1], &echoes.to_string()).await?, 3, 20_000_000).await?;
+    // Its own name is known to the agent.
+    echo(&mut connect(&sockets[1], &format!("edge-1:{ECHO}")).await?, b"by name").await?;
+    let mut caller = Caller::open(&sockets[0]).await?;
+    let connect_id = caller.connected(&echoes.to_string()).await?;
+    let mut sent = Vec::new();
+    for round in 0..200_u32 {
+        let piece: Vec<u8> = (0..10_000_u32).flat_map(|word| (round ^ word).to_le_bytes()).collect();
+        caller.echo(connect_id, &piece).await?;
+        sent.push(piece.len());
+    }
+    ensure!(sent.iter().sum::<usize>() == 8_000_000);
+    caller.close(connect_id).await?;
+
+    let page = target(testbed, 1, 9102, Behaviour::Answers(PAGE))?;
+    let edge = testbed.edge(1).ip();
+    for (mode, socket) in MODES.iter().zip(sockets) {
+        page_by_its_client(socket, mode, &edge.to_string(), &page).await?;
+    }
+    for (asked, status, reason) in [
+        (format!("{edge}:9101"), 502, "connection refused"),
+        (format!("{edge}:9103"), 504, "i/o timeout"),
+        // Not this node's, and no --allow-target allows it.
+        (format!("{CLOUD}:{SHARED}"), 502, "may not be dialled here"),
+        ("no-such-host.invalid:1".to_owned(), 502, "no such host"),
+    ] {
+        let error = Caller::open(&sockets[0]).await?.dial(&asked).await?.err().unwrap_or_default();
+        ensure!(error.contains(reason), "the dial of {asked} was answered {error:?}");
+        let (_, answer) = ask(UnixStream::connect(&sockets[1]).await?, &asked).await?;
+        ensure!(
+            answer.starts_with(&format!("HTTP/1.1 {status} ")),
+            "CONNECT {asked} was answered {answer:?}"
+        );
+    }
+    Ok(())
+}
+
+/// A target that does not read has the others wait for 2 s at most, and loses its connection.
+async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> Result<()> {
+    let stalled = target(testbed, 1, 9106, Behaviour::NeverReads)?;
+    let mut held = Caller::open(socket).await?;
+    let healthy = held.connected(&echoes.to_string()).await?;
+    let mut flood = Caller::open(socket).await?;
+    let connect_id = flood.connected(&stalled.address.to_string()).await?;
+    let mut flooding = JoinSet::new();
+    flooding.spawn(async move {
+        // Ends once the server takes no more.
+        while flood.data(connect_id, &[0; 32 << 10]).await.is_ok() {}
+    });
+    let cut = async || Ok(stalled.open());
+    let cut =
+        wait_until("the stalled target's connection to end", Duration::from_secs(30), cut, |open| *open == 0);
+    let beside = async {
+        for _ in 0..50 {
+            timeout(Duration::from_secs(5), held.echo(healthy, b"beside a stalled target")).await??;
+        }
+        anyhow::Ok(())
+    };
+    let cut = async {
+        let cut = cut.await;
+        drop(flooding);
+        cut
+    };
+    let (cut, beside) = tokio::join!(cut, beside);
+    cut?;
+    beside?;
+    held.echo(healthy, b"after it").await
+}

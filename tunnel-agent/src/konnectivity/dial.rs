@@ -1,0 +1,181 @@
+//! Dials what a server asks for, within this agent's policy, and carries the connection.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::net::{TcpStream, lookup_host};
+use tunnel_core::carry::{CopyError, Side, Traffic, copy, end_on_drop};
+use tunnel_core::config::HostPort;
+use tunnel_core::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
+use tunnel_core::outcome::Outcome;
+use tunnel_core::text::printable;
+
+use super::shared::{Busy, Held, Shared};
+use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest};
+
+/// For one server's stream.
+pub(super) struct ForServer {
+    pub(super) shared: Arc<Shared>,
+    pub(super) busy: Arc<Busy>,
+    pub(super) server_id: String,
+}
+
+/// A connection that is up.
+pub(super) struct Connected {
+    socket: TcpStream,
+    target: SocketAddr,
+    _held: Held,
+}
+
+/// Why there is none.
+#[derive(Debug)]
+struct Failed {
+    outcome: Outcome,
+    reason: String,
+}
+
+#[tonic::async_trait]
+impl Dial for ForServer {
+    type Connected = Connected;
+
+    async fn dial(&self, address: &str, gone: &Gone) -> Result<Connected, String> {
+        let (started, held) = (Instant::now(), self.busy.hold());
+        let dialled = tokio::select! {
+            biased;
+            dialled = self.connect(address) => dialled,
+            () = gone.cut() => {
+                self.shared.metrics.dialled("cancelled", started.elapsed());
+                return Err("the dial was closed".to_owned());
+            }
+        };
+        match dialled {
+            Ok((socket, target)) => {
+                self.shared.metrics.dialled("ok", started.elapsed());
+                Ok(Connected { socket, target, _held: held })
+            }
+            Err(Failed { outcome, reason }) => {
+                self.shared.metrics.dialled(outcome.as_str(), started.elapsed());
+                self.shared.own_metrics.dial_failed(outcome);
+                tracing::info!(server = printable(&self.server_id, 100), reason, "connection refused");
+                Err(in_words_of_go(outcome, reason))
+            }
+        }
+    }
+
+    async fn carry(
+        &self,
+        connected: Connected,
+        inbox: &mut Inbox,
+        outbox: &mut Outbox,
+        gone: &Gone,
+    ) -> Result<(), String> {
+        let Connected { mut socket, target, _held } = connected;
+        let shared = &self.shared;
+        let _counted = Counted::new(shared);
+        let started = Instant::now();
+        let traffic = Traffic::part_of(vec![shared.metrics.carried.clone()]);
+        let ended = tokio::select! {
+            biased;
+            ended = copy(&mut socket, inbox, outbox, &traffic, Side::Agent) => ended.map_err(|error| match error {
+                CopyError::Client(error) => (Outcome::ClientReset, error.to_string()),
+                CopyError::Target(error) => (Outcome::TargetReset, error.to_string()),
+            }),
+            () = gone.wait() => Err((Outcome::ClientReset, "the server has ended the connection".to_owned())),
+            () = shared.forced.cancelled() => Err((Outcome::Shutdown, "this agent stops".to_owned())),
+        };
+        if ended.is_ok() {
+            end_on_drop(&socket);
+        }
+        let outcome = ended.as_ref().map_or_else(|(outcome, _)| *outcome, |()| Outcome::Ok);
+        shared.metrics.ended(outcome);
+        tracing::debug!(
+            server = printable(&self.server_id, 100),
+            %target,
+            to_target = traffic.to_socket(),
+            from_target = traffic.from_socket(),
+            duration_ms = started.elapsed().as_millis() as u64,
+            %outcome,
+            "connection"
+        );
+        ended.map_err(|(_, reason)| reason)
+    }
+}
+
+impl ForServer {
+    /// To the first of the addresses that the policy allows and that answers.
+    async fn connect(&self, address: &str) -> Result<(TcpStream, SocketAddr), Failed> {
+        let deadline = tokio::time::Instant::now() + DEFAULT_DEADLINE;
+        let named = || format!("dial tcp {}", printable(address, 100));
+        let timed_out = || Failed { outcome: Outcome::TimedOut, reason: format!("{}: i/o timeout", named()) };
+        let targets = match tokio::time::timeout_at(deadline, self.targets(address)).await {
+            Ok(targets) => targets?,
+            Err(_) => return Err(timed_out()),
+        };
+        // Such a server names none.
+        let (mut failed, loopback_ports) = (None, BTreeSet::new());
+        for target in targets {
+            let request = DialRequest::to(target);
+            let dialled = self.shared.dialler.dial(request, &loopback_ports);
+            match tokio::time::timeout_at(deadline, dialled).await {
+                Ok(Ok(socket)) => return Ok((socket, target)),
+                // What the policy says about one address matters less than why another one did not answer.
+                Ok(Err(DialError::Denied { .. })) if failed.is_some() => {}
+                Ok(Err(error)) => {
+                    let reason = format!("{}: {error}", named());
+                    failed = Some(Failed { outcome: Outcome::from_code(error.code()), reason });
+                }
+                Err(_) => return Err(timed_out()),
+            }
+        }
+        Err(failed.unwrap_or_else(|| unknown(address, "it has no address")))
+    }
+
+    /// This node's own name is known here, whatever a name server says; others are looked up.
+    async fn targets(&self, address: &str) -> Result<Vec<SocketAddr>, Failed> {
+        let HostPort { host, port } = address.parse::<HostPort>().map_err(|reason: &str| Failed {
+            outcome: Outcome::Protocol,
+            reason: format!("address {:?}: {reason}", printable(address, 100)),
+        })?;
+        if let Ok(ip) = host.parse::<IpAddr>() {
+            return Ok(vec![SocketAddr::new(ip, port)]);
+        }
+        let host = host.trim_end_matches('.');
+        if host == self.shared.node.as_str() {
+            let own = self.shared.addresses.load();
+            if let Some(first) = own.first() {
+                return Ok(vec![SocketAddr::new(*first, port)]);
+            }
+        }
+        // Within the dial's deadline. Never closed.
+        let _turn = self.shared.lookups.acquire().await;
+        match lookup_host((host, port)).await {
+            Ok(found) => Ok(found.collect()),
+            Err(error) => Err(unknown(address, &error.to_string())),
+        }
+    }
+}
+
+fn unknown(address: &str, why: &str) -> Failed {
+    let reason = format!("dial tcp: lookup {}: no such host: {why}", printable(address, 100));
+    Failed { outcome: Outcome::Unreachable, reason }
+}
+
+/// A carried connection, for the metrics.
+struct Counted<'a>(&'a Shared);
+
+impl<'a> Counted<'a> {
+    fn new(shared: &'a Shared) -> Self {
+        shared.metrics.connections_active.inc();
+        shared.own_metrics.connections.inc();
+        Self(shared)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.metrics.connections_active.dec();
+        self.0.own_metrics.connections.dec();
+    }
+}

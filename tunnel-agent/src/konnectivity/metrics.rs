@@ -1,0 +1,43 @@
+//! The metrics that konnectivity's agent has too, by its own names and in its words: dashboards and alerts go on.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tunnel_core::outcome::Outcome;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct KonnectivityMetrics {
+    pub(super) servers: Gauge,
+    pub(super) server_count: Gauge,
+    pub(super) connections: Gauge,
+    dial_failures: Family<ReasonLabel, Counter>,
+}
+
+impl KonnectivityMetrics {
+    pub(crate) fn register(registry: &mut Registry) -> Self {
+        let registry = registry.sub_registry_with_prefix("konnectivity_network_proxy_agent");
+        let metrics = Self::default();
+        let help = "Current number of open server connections";
+        registry.register("open_server_connections", help, metrics.servers.clone());
+        let help = "Current number of servers agent is trying to connect to";
+        registry.register("known_server_count", help, metrics.server_count.clone());
+        let help = "Current number of open endpoint connections";
+        registry.register("open_endpoint_connections", help, metrics.connections.clone());
+        // The encoder adds `_total`.
+        let help = "Number of failures dialing the remote endpoint, by reason (example: timeout)";
+        registry.register("endpoint_dial_failure", help, metrics.dial_failures.clone());
+        metrics
+    }
+
+    pub(super) fn dial_failed(&self, outcome: Outcome) {
+        let reason = if outcome == Outcome::TimedOut { "timeout" } else { "unknown" };
+        self.dial_failures.get_or_create(&ReasonLabel { reason }).inc();
+    }
+}

@@ -1,0 +1,22 @@
+//! The agent at servers of Kubernetes' apiserver-network-proxy (konnectivity), as its own `proxy-agent` would be.
+//!
+//! One stream of packets with each server, all of them reached through one address (`set.rs`). What a server asks for is dialled as
+//! for a tunnel-server, within the same policy (`dial.rs`).
+
+mod config;
+mod dial;
+mod metrics;
+mod set;
+mod shared;
+mod status;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod tls;
+
+pub use config::KonnectivityConfig;
+pub(crate) use metrics::KonnectivityMetrics;
+pub(crate) use set::Set;
+pub(crate) use shared::{LOOKUPS, Shared, first_number};
+pub use status::{KonnectivityServer, KonnectivityStatus};
+pub(crate) use tls::client_config;

@@ -1,0 +1,130 @@
+//! What the streams with all servers share.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use tokio::sync::{Notify, Semaphore};
+use tokio_util::sync::CancellationToken;
+use tunnel_core::identity::NodeName;
+
+use super::config::KonnectivityConfig;
+use super::metrics::KonnectivityMetrics;
+use crate::dial::Dialler;
+use crate::metrics::Metrics;
+use crate::reach::Reach;
+
+/// Names that are looked up at a time. A lookup that has failed by its deadline may keep its thread longer than that.
+pub(crate) const LOOKUPS: usize = 128;
+
+/// What the streams with all servers share.
+pub(crate) struct Shared {
+    pub(crate) config: KonnectivityConfig,
+    pub(crate) reach: Reach,
+    pub(crate) node: NodeName,
+    /// The node's.
+    pub(crate) addresses: Arc<ArcSwap<Vec<IpAddr>>>,
+    pub(crate) dialler: Dialler,
+    /// [`LOOKUPS`]
+    pub(crate) lookups: Semaphore,
+    /// The last number of a connection. A server knows connections by the agent's id and this number only, whichever stream they
+    /// came by.
+    pub(crate) numbers: Arc<AtomicI64>,
+    pub(crate) metrics: Metrics,
+    pub(crate) own_metrics: KonnectivityMetrics,
+    /// Take nothing new, finish what is carried.
+    pub(crate) draining: CancellationToken,
+    /// End everything.
+    pub(crate) forced: CancellationToken,
+}
+
+impl Shared {
+    /// What servers choose agents by: as given, or this node's name and addresses.
+    pub(super) fn identifiers(&self) -> String {
+        if let Some(given) = &self.config.identifiers {
+            return given.clone();
+        }
+        let mut identifiers = format!("host={}", self.node);
+        for address in self.addresses.load().iter() {
+            let family = if address.is_ipv4() { "ipv4" } else { "ipv6" };
+            identifiers += &format!("&{family}={address}");
+        }
+        identifiers
+    }
+}
+
+/// Where connections are numbered from: not where another process with this agent's id does, which may still be attached.
+pub(crate) fn first_number() -> Arc<AtomicI64> {
+    const ROOM: i64 = 1 << 62;
+    Arc::new(AtomicI64::new(rand::random_range(0..ROOM)))
+}
+
+/// What one stream has under way.
+#[derive(Debug, Default)]
+pub(super) struct Busy {
+    count: AtomicUsize,
+    changed: Notify,
+}
+
+/// A dial or a connection.
+#[derive(Debug)]
+pub(super) struct Held(Arc<Busy>);
+
+impl Busy {
+    pub(super) fn count(&self) -> usize {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn hold(self: &Arc<Self>) -> Held {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.changed.notify_waiters();
+        Held(self.clone())
+    }
+
+    /// Waits until there has been nothing for so long.
+    pub(super) async fn quiet(&self, long: Duration) {
+        loop {
+            let changed = self.changed.notified();
+            if self.count() > 0 {
+                changed.await;
+                continue;
+            }
+            tokio::select! {
+                () = changed => {}
+                () = tokio::time::sleep(long) => return,
+            }
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::Relaxed);
+        self.0.changed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn quiet_counts_from_the_last_end() {
+        const LONG: Duration = Duration::from_secs(1);
+        let (busy, started) = (Arc::<Busy>::default(), Instant::now());
+        let held = busy.hold();
+        let other = busy.clone();
+        let waiting = tokio::spawn(async move { other.quiet(LONG).await });
+        tokio::time::sleep(LONG * 3).await;
+        drop(held);
+        // Too short to be seen from time to time.
+        tokio::time::sleep(LONG / 2).await;
+        drop(busy.hold());
+        waiting.await.unwrap();
+        assert_eq!(started.elapsed(), LONG * 3 + LONG / 2 + LONG);
+    }
+}

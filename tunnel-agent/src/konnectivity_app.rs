@@ -1,0 +1,134 @@
+//! Puts the agent together when its servers are konnectivity's: [`build`] does everything that can fail at start, [`Bound::run`] serves
+//! until stopped.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use arc_swap::ArcSwap;
+use ipnet::IpNet;
+use prometheus_client::registry::Registry;
+use tokio::runtime::Handle;
+use tokio::sync::{Semaphore, watch};
+use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tunnel_core::config::ConfigError;
+use tunnel_core::lifecycle::{Readiness, Shutdown, raise_open_files};
+use tunnel_core::logging;
+
+use crate::addresses::NodeAddresses;
+use crate::config::Config;
+use crate::dial::Dialler;
+use crate::konnectivity::{
+    KonnectivityConfig, KonnectivityMetrics, LOOKUPS, Set, Shared, client_config, first_number,
+};
+use crate::metrics::Metrics;
+use crate::policy::Policy;
+use crate::status::AgentStatus;
+
+/// How long resets may take to reach targets and servers after the end.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// An agent that answers on the admin address, and has not connected to any server yet.
+pub struct Bound {
+    set: Arc<Set>,
+    /// Ends the drain, or everything.
+    own: Shutdown,
+    drain_timeout: Duration,
+    _addresses: NodeAddresses,
+    _admin: Option<Serving>,
+}
+
+/// Obtains everything that an agent needs.
+///
+/// # Errors
+/// What only the operator can fix: files and the admin address.
+pub async fn build(
+    config: Config,
+    servers: KonnectivityConfig,
+    log: logging::Handle,
+) -> anyhow::Result<Bound> {
+    raise_open_files();
+    check_files(&servers)?;
+    let mut registry = Registry::default();
+    register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
+    let postern = registry.sub_registry_with_prefix("postern");
+    postern.register_collector(Box::new(log.lost().clone()));
+    register_tasks(postern, vec![Handle::current()]);
+    let metrics = Metrics::new(&mut registry);
+    let own_metrics = KonnectivityMetrics::register(&mut registry);
+    let readiness = Readiness::new();
+    let attaching = readiness.pending("a konnectivity server");
+
+    let (_servers, known) = watch::channel(Arc::new(vec![servers.server.clone()]));
+    let addresses = NodeAddresses::start(config.node_ip, known).await;
+    let pods = Arc::<ArcSwap<Vec<IpNet>>>::default();
+    let policy = Policy::new(config.allow_targets.clone(), addresses.shared(), pods);
+    let own = Shutdown::new();
+    let shared = Shared {
+        config: servers,
+        reach: config.reach.clone(),
+        node: config.node_name.clone(),
+        addresses: addresses.shared(),
+        dialler: Dialler::new(Arc::new(policy)),
+        lookups: Semaphore::new(LOOKUPS),
+        numbers: first_number(),
+        metrics,
+        own_metrics,
+        draining: own.draining_token().clone(),
+        forced: own.forced_token().clone(),
+    };
+    let set = Set::new(Arc::new(shared), attaching);
+    let flags = config.flags();
+    let (started, shown) = (SystemTime::now(), set.clone());
+    let (node, rules) = (config.node_name.clone(), config.allow_targets.clone());
+    let admin = Admin {
+        registry: Arc::new(registry),
+        readiness,
+        status: Arc::new(move || {
+            let status = AgentStatus::new(&node, started, Vec::new(), None, &rules, &[]);
+            serde_json::to_value(status.at_konnectivity(shown.status()))
+                .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+        }),
+        flags: flags.into(),
+        bench: None,
+        pages: &[],
+        log,
+    };
+    let admin = match config.admin_address {
+        Some(address) => Some(admin.bind("--admin-address", address)?.serve()?),
+        None => None,
+    };
+    Ok(Bound { set, own, drain_timeout: config.drain_timeout, _addresses: addresses, _admin: admin })
+}
+
+/// So that an agent does not start without them.
+fn check_files(servers: &KonnectivityConfig) -> Result<(), ConfigError> {
+    let files = "--konnectivity-ca, --konnectivity-cert and --konnectivity-key";
+    client_config(servers).map_err(|reason| ConfigError::without_value(files, reason))?;
+    let Some(token) = &servers.token_file else { return Ok(()) };
+    match std::fs::metadata(token) {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            let value = token.display().to_string();
+            Err(ConfigError::new("--konnectivity-token-file", value, error.to_string()))
+        }
+    }
+}
+
+impl Bound {
+    /// Keeps the streams with the servers until `shutdown`, then drains.
+    pub async fn run(self, shutdown: Shutdown) {
+        let mut running = tokio::spawn(self.set.clone().run());
+        shutdown.draining().await;
+        self.own.begin();
+        let drained = tokio::select! {
+            _ = &mut running => "complete",
+            () = tokio::time::sleep(self.drain_timeout) => "the drain timeout was up",
+            () = shutdown.forced() => "ended immediately",
+        };
+        self.own.force();
+        if !running.is_finished() {
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, &mut running).await;
+        }
+        tracing::info!(drained, "stopped");
+    }
+}
