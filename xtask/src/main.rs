@@ -15,6 +15,7 @@ mod kernel;
 mod lint;
 mod mutants;
 mod packages;
+mod peer_tests;
 mod peers;
 mod release;
 mod sbom;
@@ -52,8 +53,9 @@ enum Command {
     Lint,
     /// What CI runs: lint, then test.
     Ci,
-    /// The real Kubernetes, Prometheus, metrics-server, konnectivity and Helm that tests, demo and benchmark run, built once and kept in the user's cache.
-    Peers(peers::Options),
+    /// The real Kubernetes, Prometheus, metrics-server, konnectivity and Helm that tests, demo and benchmark run, built once and kept in the user's cache;
+    /// `peers test` runs konnectivity's own tests against tunnel-agent.
+    Peers(peer_tests::Options),
     /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for
     /// that.
     Image(image::Options),
@@ -96,7 +98,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
             lint::run_lint()?;
             test::run_tests(&test::Options::default(), tally)
         }
-        Command::Peers(options) => peers::run_peers(&options),
+        Command::Peers(options) => peer_tests::run(&options),
         Command::Image(options) => image::run_image(&options),
         Command::Release(options) => release::run_release(&options),
         Command::Bench(options) => bench::run_bench(&options),

@@ -143,7 +143,7 @@ pub(crate) fn build(peer: Peer) -> Result<PathBuf> {
 
 fn build_into(folder: &Path, peer: Peer, go_mod: &str, ldflags: &str) -> Result<()> {
     let (module, programs) = (peer.module(), peer.programs());
-    let (go, version) = need_go(peer, go_mod)?;
+    let (go, version) = need_go(peer.name(), go_mod)?;
     println!(
         "building {} program(s) of {} with {version}, once for every clone on this machine; the first time takes some minutes",
         programs.len(),
@@ -184,17 +184,17 @@ fn watch(mut child: Child, what: &str) -> Result<()> {
     }
 }
 
-/// A Go that is new enough, and what it calls itself.
-fn need_go(peer: Peer, go_mod: &str) -> Result<(PathBuf, String)> {
+/// A Go that is new enough for this module below tests/peers, and what it calls itself.
+pub(crate) fn need_go(module: &str, go_mod: &str) -> Result<(PathBuf, String)> {
     let least = word_after(go_mod, "go ")?;
     let install = format!(
-        "install Go {least} or newer (tests/peers/{}/go.mod says so; Debian's package is golang-go, from backports where the release's own is older) and put it on PATH",
-        peer.name()
+        "install Go {least} or newer (tests/peers/{module}/go.mod says so; Debian's package is golang-go, from backports where the release's own is older) and put it on PATH"
     );
+    let folder = root().join("tests/peers").join(module);
     // Where Go's own archive puts it: not on the PATH of every shell.
     let places = [PathBuf::from("go"), PathBuf::from("/usr/local/go/bin/go")];
     let found = places.iter().find_map(|go| {
-        let output = program(go).current_dir(peer.module()).args(["env", "GOVERSION"]).output().ok()?;
+        let output = program(go).current_dir(&folder).args(["env", "GOVERSION"]).output().ok()?;
         Some((go.clone(), String::from_utf8_lossy(&output.stdout).trim().to_owned()))
     });
     let (go, version) = found.with_context(|| format!("Go is missing: {install}"))?;
