@@ -12,11 +12,13 @@
 //! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), and others for modules |
 
 pub mod client;
+mod exposition;
 mod page;
 mod process;
 mod serve;
 mod show;
 
+pub use exposition::{OPENMETRICS, exposition};
 pub use page::Page;
 pub use process::{register_process_metrics, register_tasks};
 pub use show::{Show, ShowError};
@@ -44,8 +46,6 @@ use crate::config::BindError;
 use crate::lifecycle::Readiness;
 use crate::logging;
 
-/// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; decides which parser Prometheus uses.
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// A level is a word or a number, and there may be more for modules.
 const MAX_LEVEL_BYTES: usize = 1024;
 
@@ -222,9 +222,8 @@ async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    let mut text = String::new();
-    match prometheus_client::encoding::text::encode(&mut text, &admin.registry) {
-        Ok(()) => ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response(),
+    match exposition(&admin.registry) {
+        Ok(text) => ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response(),
         Err(error) => {
             (StatusCode::INTERNAL_SERVER_ERROR, format!("encoding the metrics: {error}\n")).into_response()
         }
