@@ -76,7 +76,9 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
             continue;
         }
         let path = testbed.dir().join("component");
-        write_overlay(&path, "base", &[&component], &json!([]))?;
+        // It is for what another one adds.
+        let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
+        write_overlay(&path, "base", &[others, &[component.as_str()]].concat(), &json!([]))?;
         let applied = cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await;
         applied.with_context(|| format!("deploy/components/{component}"))?;
     }
