@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tunnel_core::admin::{Serving, register_process_metrics, register_tasks};
 use tunnel_core::carry::register_stalled;
 use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
@@ -20,17 +20,16 @@ use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
 use tunnel_identity::IdentityMetrics;
 
+use crate::admin::AdminParts;
 use crate::admission::Budget;
 use crate::agent_port::{AgentPort, LinkContext};
 use crate::authority::Authority;
-use crate::bench;
 use crate::config::{Config, NodeSource};
 use crate::door::{DoorContext, EgressTls, TargetFiles, check_egress};
 use crate::door_files::DoorFiles;
 use crate::kube::Parts;
 use crate::listeners::Listeners;
 use crate::metrics::Metrics;
-use crate::page::PAGES;
 use crate::peers::{self, PeerContext, Peers, register_peers};
 use crate::pki::{
     EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate,
@@ -51,8 +50,6 @@ use crate::takeover::{Gates, NODES, Predecessor, SERVERS, Succession, TakeOver};
 
 /// How long links and tasks may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
-/// The admin port's name among the listening sockets.
-const ADMIN: &str = "admin";
 
 /// A server that has its addresses and its redirect. Only its admin endpoints answer.
 pub struct Bound {
@@ -64,6 +61,7 @@ pub struct Bound {
     sessions: Arc<Sessions>,
     peers: Arc<Peers>,
     metrics: Metrics,
+    registry: Arc<Registry>,
     pki_metrics: PkiMetrics,
     identity_metrics: IdentityMetrics,
     listeners: Listeners,
@@ -149,26 +147,15 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         redirect: redirect.clone(),
         doors: listeners.addresses()?,
     };
-    let (mut admin, mut copies) = (None, listeners.copies()?);
-    if let Some(address) = config.admin_address {
-        let (registry, readiness, status) = (Arc::new(registry), readiness.clone(), reporter.into_status());
-        let endpoints = Admin {
-            registry,
-            readiness,
-            status,
-            flags: config.flags().into(),
-            bench: Some(bench::endpoint(sessions.clone())),
-            pages: PAGES,
-            log,
-        };
-        let taken = before.as_mut().and_then(|before| before.listener(ADMIN, |at| at == address));
-        let bound = match taken {
-            Some(listener) => endpoints.at(listener)?,
-            None => endpoints.bind("--admin-address", address)?,
-        };
-        copies.push((ADMIN.to_owned(), bound.address(), bound.copy()?));
-        admin = Some(bound.serve()?);
-    }
+    let (registry, mut copies) = (Arc::new(registry), listeners.copies()?);
+    let admin = AdminParts {
+        registry: registry.clone(),
+        readiness: readiness.clone(),
+        reporter,
+        sessions: sessions.clone(),
+        log,
+    };
+    let admin = admin.serve(&config, &mut before, &mut copies)?;
     if let Some(listener) = &listeners.agents {
         let agent_addresses = agent_addresses(&config.server_names(), listener.local_addr()?);
         // A disk that is full or read-only must not keep a server that has its CA from starting.
@@ -185,6 +172,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         sessions,
         peers,
         metrics,
+        registry,
         pki_metrics,
         identity_metrics,
         listeners,
@@ -365,6 +353,7 @@ impl Bound {
             client: client.clone(),
             certificate: certificate.as_ref(),
             context: &context,
+            registry: &self.registry,
             budget: &budget,
             workers: workers.clone(),
             gates: &gates,

@@ -78,7 +78,7 @@ impl DoorFiles {
         let (policy_file, policy) = self.policy.take().unzip();
         let (token_file, tokens) = self.tokens.take().unzip();
         let gatekeeper = Arc::new(Gatekeeper {
-            authenticator: Authenticator::new(tokens.unwrap_or_default(), reviewer),
+            authenticator: Arc::new(Authenticator::new(tokens.unwrap_or_default(), reviewer)),
             services,
             policy: ArcSwap::from_pointee(policy.unwrap_or_default()),
             router: context.router.clone(),

@@ -2,6 +2,7 @@
 #![deny(unsafe_code)]
 
 pub mod accept;
+mod admin;
 mod admission;
 pub mod agent_port;
 mod answer_cache;

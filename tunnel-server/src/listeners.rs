@@ -10,7 +10,9 @@ use tunnel_core::config::{BindError, ConfigError};
 
 use crate::agent_port::KONNECTIVITY;
 use crate::config::{Config, EgressConfig};
-use crate::door::{Connect, Door as _, EGRESS, EgressSocket, Http, Https, MAP, Plain, Redirected};
+use crate::door::{
+    Connect, Door as _, EGRESS, EgressSocket, Http, Https, MAP, MetricsDoor, Plain, Redirected,
+};
 use crate::maps::Map;
 use crate::redirect::{self, Redirect, RedirectConfig, RedirectError};
 use crate::status::AGENTS;
@@ -26,6 +28,7 @@ pub(crate) struct Listeners {
     pub(crate) egress_socket: Option<EgressSocket>,
     pub(crate) connect: Option<TcpListener>,
     pub(crate) konnectivity: Option<TcpListener>,
+    pub(crate) metrics: Option<TcpListener>,
     /// Those of static maps.
     pub(crate) maps: Vec<(Map, TcpListener)>,
     /// For IPv4 and IPv6; none without the redirect.
@@ -63,6 +66,7 @@ impl Listeners {
                 let port = config.konnectivity.as_ref().map(|options| options.port);
                 bind("--konnectivity-agent-port", KONNECTIVITY, at(port), before).await?
             },
+            metrics: bind("--metrics-port", MetricsDoor::NAME, at(config.metrics_port), before).await?,
             maps: mapped,
             redirected: Vec::new(),
         })
@@ -119,9 +123,10 @@ impl Listeners {
         let egress = self.egress.iter().map(|listener| (EGRESS, listener));
         let connect = self.connect.iter().map(|listener| (Connect::NAME, listener));
         let konnectivity = self.konnectivity.iter().map(|listener| (KONNECTIVITY, listener));
+        let metrics = self.metrics.iter().map(|listener| (MetricsDoor::NAME, listener));
         let maps = self.maps.iter().map(|(_, listener)| (MAP, listener));
         let named = agents.chain(https).chain(http).chain(plain).chain(egress).chain(connect);
-        named.chain(konnectivity).chain(maps).chain(redirected)
+        named.chain(konnectivity).chain(metrics).chain(maps).chain(redirected)
     }
 }
 

@@ -126,6 +126,12 @@ impl Metrics {
         self.connection_seconds.observe(took.as_secs_f64());
     }
 
+    /// As [`Metrics::closed`], for a connection that was carried nowhere: how long it lasted says nothing.
+    pub(crate) fn answered(&self, door: &'static str) {
+        self.active.get_or_create(&[("door", door)]).dec();
+        self.connections.get_or_create(&[("door", door), ("outcome", Outcome::Ok.as_str())]).inc();
+    }
+
     pub(crate) fn failed(&self, failure: Failure) {
         self.failures.add(failure);
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -12,8 +13,8 @@ use crate::agent_port::{FromEdge, Tokens};
 use crate::caller::{CallerTls, ClientRoots, Reviewer};
 use crate::config::{Config, KonnectivityConfig};
 use crate::door::{
-    self, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, Plain, Reception, Redirected, Services,
-    TargetFiles,
+    self, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, MetricsDoor, Plain, Reception,
+    Redirected, Services, TargetFiles,
 };
 use crate::door_files::DoorFiles;
 use crate::fronts::{FrontParts, Fronts};
@@ -33,6 +34,7 @@ pub(crate) struct DoorParts<'a> {
     /// None: this is a redirector.
     pub(crate) certificate: Option<&'a Arc<ServerCertificate>>,
     pub(crate) context: &'a DoorContext,
+    pub(crate) registry: &'a Arc<Registry>,
     pub(crate) budget: &'a Budget,
     pub(crate) workers: Arc<Workers>,
     pub(crate) gates: &'a Gates,
@@ -46,6 +48,8 @@ pub(crate) struct Doors<'a> {
     files: DoorFiles,
     fronts: Fronts,
     reception: Reception,
+    /// None: there is no cluster.
+    reviewer: Option<Arc<Reviewer>>,
     /// None: no door ends the TLS of callers.
     tls: Option<Arc<CallerTls>>,
     /// Places of callers of the connect door, and of workloads on edge nodes: these take as many files as a caller with TLS.
@@ -67,7 +71,7 @@ impl<'a> Doors<'a> {
         let fronts = Fronts::start(FrontParts {
             config: &config.doors,
             client: client.clone(),
-            reviewer,
+            reviewer: reviewer.clone(),
             tls: tls.clone().filter(|_| config.doors.terminate_tls),
             targets,
             settings,
@@ -75,7 +79,7 @@ impl<'a> Doors<'a> {
             stop,
         });
         let asked = Shares::new(parts.budget.connect);
-        Self { parts, files, fronts, reception, tls, asked }
+        Self { parts, files, fronts, reception, reviewer, tls, asked }
     }
 
     /// What the links of agents for their nodes' workloads lead to; None: nothing is permitted to them.
@@ -92,8 +96,8 @@ impl<'a> Doors<'a> {
         egress_tls: Option<EgressTls>,
         sockets: &Arc<Copies>,
     ) {
-        let Self { parts, mut files, fronts, reception, tls, asked } = self;
-        let DoorParts { config, context, budget, workers, gates, tasks, stop, .. } = parts;
+        let Self { parts, mut files, fronts, reception, reviewer, tls, asked } = self;
+        let DoorParts { config, context, registry, budget, workers, gates, tasks, stop, .. } = parts;
         let Listeners {
             agents: _,
             konnectivity: _,
@@ -103,6 +107,7 @@ impl<'a> Doors<'a> {
             egress,
             egress_socket,
             connect,
+            metrics,
             maps,
             redirected,
         } = listeners;
@@ -127,6 +132,18 @@ impl<'a> Doors<'a> {
             let door = Plain(front);
             tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.plain)));
         }
+        if let Some((listener, tls)) = metrics.zip(tls.clone()) {
+            let authenticator = reception.gatekeeper.authenticator.clone();
+            let (metrics, drain) = (context.metrics.clone(), context.drain.clone());
+            let (registry, gate) = (registry.clone(), gates.doors.clone());
+            let door = MetricsDoor { registry, tls, authenticator, reviewer, gate, metrics, drain };
+            tasks.spawn(door::serve(
+                door,
+                gates.door(listener),
+                context.clone(),
+                Shares::new(budget.metrics),
+            ));
+        }
         if let Some((listener, tls)) = connect.zip(tls) {
             let door = Connect { reception, tls };
             tasks.spawn(door::serve(door, gates.door(listener), context.clone(), asked));
@@ -150,12 +167,19 @@ pub(crate) fn konnectivity_tokens(options: &KonnectivityConfig, client: Option<k
     Tokens { reviewer, user: options.user() }
 }
 
-/// The TLS of the https and the connect door. Callers may show certificates of `--client-ca-file`, or in a cluster of the CA
-/// that kube-apiserver accepts.
+/// The TLS of the https, the connect and the metrics door. Callers may show certificates of `--client-ca-file`, or in a cluster
+/// of the CA that kube-apiserver accepts.
 fn caller_tls(parts: &DoorParts<'_>, files: &mut DoorFiles) -> Option<Arc<CallerTls>> {
     let DoorParts { config, client, certificate, tasks, stop, .. } = parts;
-    let certificate = certificate.filter(|_| config.doors.terminate_tls || config.connect_port.is_some())?;
-    let tls = CallerTls::new(certificate.tls());
+    if !config.doors.terminate_tls && config.connect_port.is_none() && config.metrics_port.is_none() {
+        return None;
+    }
+    let tls = match (certificate, &config.redirector) {
+        (Some(certificate), _) => CallerTls::new(certificate.tls()),
+        // Its certificate is a client's: no scraper would take it for a server's.
+        (None, Some(redirector)) => CallerTls::self_signed(redirector.node.as_str()),
+        (None, None) => return None,
+    };
     // It has no settings that could be wrong.
     let tls = tls.inspect_err(|error| tracing::error!(%error, "no door ends the TLS of callers")).ok()?;
     let tls = Arc::new(tls);

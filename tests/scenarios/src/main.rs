@@ -39,6 +39,7 @@ mod relayed;
 mod reload;
 mod restart;
 mod runner;
+mod scrapes;
 mod servers;
 mod soak;
 mod status_page;
@@ -69,6 +70,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         http::SCENARIOS,
         https::SCENARIOS,
         connect::SCENARIOS,
+        scrapes::SCENARIOS,
         outbound::SCENARIOS,
         https_callers::SCENARIOS,
         plain::SCENARIOS,

@@ -12,12 +12,13 @@
 //! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), and others for modules |
 
 pub mod client;
-mod metrics;
+mod exposition;
 mod page;
 mod process;
 mod serve;
 mod show;
 
+pub use exposition::exposition;
 pub use page::Page;
 pub use process::{register_process_metrics, register_tasks};
 pub use show::{Show, ShowError};
@@ -34,7 +35,7 @@ use std::thread::JoinHandle;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
@@ -221,7 +222,12 @@ async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
 }
 
 async fn metrics(State(admin): State<Admin>, headers: HeaderMap) -> Response {
-    metrics::answer(&admin.registry, &headers)
+    match exposition(&admin.registry, &headers) {
+        Ok((content_type, text)) => ([(header::CONTENT_TYPE, content_type)], text).into_response(),
+        Err(error) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, format!("encoding the metrics: {error}\n")).into_response()
+        }
+    }
 }
 
 async fn readyz(State(admin): State<Admin>) -> Response {

@@ -2,13 +2,15 @@
 
 /// More handshakes at a time would only wait for each other's signatures.
 const MOST_HANDSHAKES: u32 = 4096;
+/// Scrapers keep one connection each. They come out of what is left for the server itself.
+const MOST_SCRAPES: u32 = 32;
 /// An enrolment takes tens of milliseconds.
 const MOST_ENROLMENTS: u32 = 1024;
 
 /// How many connections of a kind may be open at a time. Each takes one open file of the process.
 ///
 /// What is left, a quarter, is for the first links of attached agents, and for what the server opens itself: the
-/// admin endpoints, the inventory, the self-test, the BPF maps.
+/// admin endpoints and the metrics door, the inventory, the self-test, the BPF maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub redirect: u32,
@@ -20,6 +22,7 @@ pub struct Budget {
     pub connect: u32,
     /// Of all static maps together.
     pub maps: u32,
+    pub metrics: u32,
     /// Handshakes on the agent port from sources where no agent has attached yet.
     pub strangers: u32,
     /// The same from sources where one has.
@@ -44,6 +47,7 @@ impl Budget {
             egress: part(1, 64),
             connect: part(1, 96),
             maps: part(1, 64),
+            metrics: part(1, 64).min(MOST_SCRAPES),
             strangers: part(1, 16).min(MOST_HANDSHAKES),
             known: part(1, 32).min(MOST_HANDSHAKES),
             certified: part(1, 32).min(MOST_HANDSHAKES),
@@ -69,6 +73,7 @@ mod tests {
                 egress,
                 connect,
                 maps,
+                metrics,
                 strangers,
                 known,
                 certified,
@@ -80,6 +85,7 @@ mod tests {
             let parts = [&own[..], &agents].concat();
             let sum: u64 = parts.iter().map(|part| u64::from(*part)).sum();
             prop_assert!(sum <= u64::from(open_files) * 3 / 4, "{parts:?} of {open_files}");
+            prop_assert!(metrics <= 32 && (open_files < 64 || metrics > 0), "{metrics} of {open_files}");
             prop_assert!(open_files < 96 || parts.iter().all(|part| *part > 0), "{parts:?} of {open_files}");
         }
     }

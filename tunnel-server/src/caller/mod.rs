@@ -18,6 +18,7 @@ pub use certificate::caller_of_certificate;
 pub use identity::{Caller, Refusal};
 pub use review::Reviewer;
 pub use roots::ClientRoots;
+pub(crate) use roots::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
 pub use tls::CallerTls;
 pub(crate) use tokens::Authenticator;
 pub use tokens::Tokens;

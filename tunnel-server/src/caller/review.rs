@@ -1,10 +1,13 @@
 //! The questions that only the API server answers: whose token is this, and may it do that. Answers are kept briefly.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
-use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use k8s_openapi::api::authorization::v1::{
+    NonResourceAttributes, ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
+};
 use kube::Api;
 use kube::api::PostParams;
 use sha2::{Digest as _, Sha256};
@@ -24,6 +27,14 @@ const DEADLINE: Duration = Duration::from_secs(4);
 /// Questions that may be open at the API server.
 const AT_A_TIME: usize = 32;
 
+/// What a caller wants to do.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Right {
+    Node(Access, NodeName),
+    /// GET of a path of this server itself.
+    Path(&'static str),
+}
+
 /// Asks the API server about callers.
 pub struct Reviewer {
     client: kube::Client,
@@ -31,7 +42,7 @@ pub struct Reviewer {
     audience: Option<String>,
     /// By the token's hash: tokens themselves are not kept.
     tokens: AnswerCache<[u8; 32], Result<Caller, String>>,
-    rights: AnswerCache<(Caller, Access, NodeName), Result<(), String>>,
+    rights: AnswerCache<(Caller, Right), Result<(), String>>,
     open: Semaphore,
 }
 
@@ -104,16 +115,7 @@ impl Reviewer {
     pub async fn allow(&self, caller: &Caller, accesses: &[Access], node: &NodeName) -> Result<(), Refusal> {
         let mut reasons = Vec::new();
         for access in accesses {
-            let key = (caller.clone(), access.clone(), node.clone());
-            let known = match self.rights.get(&key) {
-                Some(known) => known,
-                None => {
-                    let answer = self.review_access(caller, access, node).await?;
-                    self.rights.put(key, answer.clone(), if answer.is_ok() { YES } else { NO });
-                    answer
-                }
-            };
-            match known {
+            match self.has(caller, Right::Node(access.clone(), node.clone())).await? {
                 Ok(()) => return Ok(()),
                 Err(reason) => reasons.push(reason),
             }
@@ -121,12 +123,25 @@ impl Reviewer {
         Err(Refusal::Forbidden(reasons.join("; ")))
     }
 
-    async fn review_access(
-        &self,
-        caller: &Caller,
-        access: &Access,
-        node: &NodeName,
-    ) -> Result<Result<(), String>, Refusal> {
+    /// Whether the caller may GET this path, a nonResourceURL (SubjectAccessReview).
+    ///
+    /// # Errors
+    /// It may not, or the API server does not say.
+    pub async fn allow_path(&self, caller: &Caller, path: &'static str) -> Result<(), Refusal> {
+        self.has(caller, Right::Path(path)).await?.map_err(Refusal::Forbidden)
+    }
+
+    async fn has(&self, caller: &Caller, right: Right) -> Result<Result<(), String>, Refusal> {
+        let key = (caller.clone(), right);
+        if let Some(known) = self.rights.get(&key) {
+            return Ok(known);
+        }
+        let answer = self.review_access(caller, &key.1).await?;
+        self.rights.put(key, answer.clone(), if answer.is_ok() { YES } else { NO });
+        Ok(answer)
+    }
+
+    async fn review_access(&self, caller: &Caller, right: &Right) -> Result<Result<(), String>, Refusal> {
         let extra: BTreeMap<_, _> = caller.extra.clone();
         let review = SubjectAccessReview {
             spec: SubjectAccessReviewSpec {
@@ -134,16 +149,7 @@ impl Reviewer {
                 groups: Some(caller.groups.clone()),
                 uid: caller.uid.clone(),
                 extra: (!extra.is_empty()).then_some(extra),
-                resource_attributes: Some(ResourceAttributes {
-                    verb: Some(access.verb.to_owned()),
-                    group: Some(String::new()),
-                    version: Some("v1".to_owned()),
-                    resource: Some("nodes".to_owned()),
-                    subresource: Some(access.subresource.to_owned()),
-                    name: Some(node.to_string()),
-                    ..ResourceAttributes::default()
-                }),
-                ..SubjectAccessReviewSpec::default()
+                ..right.asked()
             },
             ..SubjectAccessReview::default()
         };
@@ -152,12 +158,7 @@ impl Reviewer {
             return Ok(Ok(()));
         }
         let why = status.reason.filter(|reason| !reason.is_empty());
-        Ok(Err(format!(
-            "{caller} cannot {} nodes/{} of {node}{}",
-            if access.verb.is_empty() { "use this method on" } else { access.verb },
-            access.subresource,
-            why.map(|why| format!(": {why}")).unwrap_or_default(),
-        )))
+        Ok(Err(format!("{caller} cannot {right}{}", why.map(|why| format!(": {why}")).unwrap_or_default())))
     }
 
     async fn ask<K>(&self, review: K) -> Result<K, Refusal>
@@ -177,6 +178,46 @@ impl Reviewer {
     }
 }
 
+impl Right {
+    /// The question about it, without the caller.
+    fn asked(&self) -> SubjectAccessReviewSpec {
+        match self {
+            Self::Node(access, node) => SubjectAccessReviewSpec {
+                resource_attributes: Some(ResourceAttributes {
+                    verb: Some(access.verb.to_owned()),
+                    group: Some(String::new()),
+                    version: Some("v1".to_owned()),
+                    resource: Some("nodes".to_owned()),
+                    subresource: Some(access.subresource.to_owned()),
+                    name: Some(node.to_string()),
+                    ..ResourceAttributes::default()
+                }),
+                ..SubjectAccessReviewSpec::default()
+            },
+            Self::Path(path) => SubjectAccessReviewSpec {
+                non_resource_attributes: Some(NonResourceAttributes {
+                    path: Some((*path).to_owned()),
+                    verb: Some("get".to_owned()),
+                }),
+                ..SubjectAccessReviewSpec::default()
+            },
+        }
+    }
+}
+
+/// As in "cannot get nodes/metrics of edge-1".
+impl fmt::Display for Right {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Node(Access { verb, subresource }, node) => {
+                let verb = if verb.is_empty() { "use this method on" } else { *verb };
+                write!(f, "{verb} nodes/{subresource} of {node}")
+            }
+            Self::Path(path) => write!(f, "get the nonResourceURL {path}"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use http::Method;
@@ -190,7 +231,7 @@ mod tests {
     const TOKENS: &str = "/apis/authentication.k8s.io/v1/tokenreviews";
     const RIGHTS: &str = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
 
-    /// Knows one token, whose user may read metrics of edge-1 and do everything to edge-2.
+    /// Knows one token, whose user may read metrics of edge-1 and of this server, and do everything to edge-2.
     async fn reviewer() -> (ApiServer, Reviewer) {
         let server = ApiServer::start();
         server.review("tokenreviews", |review| {
@@ -213,8 +254,9 @@ mod tests {
             let asked = &spec["resourceAttributes"];
             let plain = asked["resource"] == "nodes" && asked["version"] == "v1" && asked["group"] == "";
             let metrics = asked["subresource"] == "metrics" && asked["verb"] == "get";
-            let allowed =
-                known && plain && (asked["name"] == "edge-2" || asked["name"] == "edge-1" && metrics);
+            let of_node = plain && (asked["name"] == "edge-2" || asked["name"] == "edge-1" && metrics);
+            let path = spec["nonResourceAttributes"] == json!({"path": "/metrics", "verb": "get"});
+            let allowed = known && (of_node || path);
             let mut answer: Value = review.clone();
             answer["status"] = json!({"allowed": allowed, "reason": "RBAC"});
             answer
@@ -272,6 +314,21 @@ mod tests {
         let asked = server.requests("create", RIGHTS);
         reviewer.allow(&caller, &kubelet_accesses(&Method::GET, "/metrics"), &node("edge-1")).await.unwrap();
         assert_eq!(server.requests("create", RIGHTS), asked, "a yes is remembered");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_path_is_a_right_of_its_own() {
+        let (server, reviewer) = reviewer().await;
+        let caller = reviewer.caller_of_token("good").await.unwrap();
+        for _ in 0..3 {
+            assert_eq!(reviewer.allow_path(&caller, "/metrics").await, Ok(()));
+            let refused = reviewer.allow_path(&caller, "/status").await.unwrap_err();
+            let reason = "prometheus cannot get the nonResourceURL /status: RBAC";
+            assert_eq!(refused, Refusal::Forbidden(reason.to_owned()));
+        }
+        assert_eq!(server.requests("create", RIGHTS), 2, "each is asked once");
+        let nobody = Caller::new("nobody".to_owned(), Vec::new());
+        assert!(matches!(reviewer.allow_path(&nobody, "/metrics").await, Err(Refusal::Forbidden(_))));
     }
 
     /// Whoever asks meanwhile is not let in, and those who are known are.

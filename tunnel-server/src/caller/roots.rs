@@ -13,8 +13,8 @@ use tunnel_kube::request;
 use super::tls::CallerTls;
 
 /// Where kube-apiserver publishes its --client-ca-file (for aggregated API servers).
-const NAMESPACE: &str = "kube-system";
-const CONFIGMAP: &str = "extension-apiserver-authentication";
+pub(crate) const ROOTS_NAMESPACE: &str = "kube-system";
+pub(crate) const ROOTS_CONFIGMAP: &str = "extension-apiserver-authentication";
 const KEY: &str = "client-ca-file";
 /// How often the ConfigMap is looked at again, and how soon after a failure.
 const EVERY: Duration = Duration::from_secs(300);
@@ -68,13 +68,13 @@ impl ClientRoots {
 }
 
 async fn published(client: &kube::Client) -> Result<TrustBundle, String> {
-    let api = Api::<ConfigMap>::namespaced(client.clone(), NAMESPACE);
-    let object = request(DEADLINE, api.get(CONFIGMAP)).await.map_err(|error| error.to_string())?;
+    let api = Api::<ConfigMap>::namespaced(client.clone(), ROOTS_NAMESPACE);
+    let object = request(DEADLINE, api.get(ROOTS_CONFIGMAP)).await.map_err(|error| error.to_string())?;
     let pem = object.data.unwrap_or_default().remove(KEY).ok_or_else(|| {
         format!(
-            "ConfigMap {NAMESPACE}/{CONFIGMAP} has no key {KEY}: kube-apiserver runs without --client-ca-file"
+            "ConfigMap {ROOTS_NAMESPACE}/{ROOTS_CONFIGMAP} has no key {KEY}: kube-apiserver runs without --client-ca-file"
         )
     })?;
     TrustBundle::from_pem(&pem)
-        .map_err(|error| format!("ConfigMap {NAMESPACE}/{CONFIGMAP}, key {KEY}: {error}"))
+        .map_err(|error| format!("ConfigMap {ROOTS_NAMESPACE}/{ROOTS_CONFIGMAP}, key {KEY}: {error}"))
 }

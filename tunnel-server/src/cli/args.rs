@@ -59,6 +59,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
           default_value = DEFAULT_ADMIN_ADDRESS)]
     pub admin_address: String,
+    /// Port of the metrics door, on --bind-address: /metrics over TLS for other hosts. Callers show a certificate or a bearer token,
+    /// and in a cluster may get the nonResourceURL /metrics; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "0")]
+    pub metrics_port: String,
     /// on or off: redirect connections of this host and its pods to edge nodes, by eBPF; on fails where that is impossible.
     #[arg(long, value_name = "on|off", default_value = "on")]
     pub redirect: String,
@@ -148,7 +152,9 @@ impl RunArgs {
     /// # Errors
     /// Names the flag, its value and the reason.
     pub fn config(&self) -> Result<Config, ConfigError> {
-        let redirector = self.role.redirector(&self.given, &self.state_dir, self.inventory.is_some())?;
+        let metrics_port = parse_port("--metrics-port", &self.metrics_port)?;
+        let (standalone, metrics) = (self.inventory.is_some(), metrics_port.is_some());
+        let redirector = self.role.redirector(&self.given, &self.state_dir, standalone, metrics)?;
         let exclude = parse_cidrs("--exclude", &self.exclude)?;
         let token_range = config::token_range(&self.token_range, &exclude)?;
         let token_range_v6 = config::token_range_v6(&self.token_range_v6, &exclude)?;
@@ -197,11 +203,11 @@ impl RunArgs {
         let secure_port = door("--secure-port", &self.secure_port)?;
         let connect_port = door("--connect-port", &self.reach.connect_port)?;
         let doors = match redirector {
-            Some(_) => DoorConfig::default(),
+            Some(_) => DoorConfig { client_ca: self.doors.client_ca_file.clone(), ..DoorConfig::default() },
             None => {
                 let kubeconfig = self.kube.kubeconfig.is_some();
-                let open = (secure_port.is_some(), connect_port.is_some());
-                self.doors.config(self.inventory.is_some(), kubeconfig, open)?
+                let others = connect_port.is_some() || metrics;
+                self.doors.config(standalone, kubeconfig, (secure_port.is_some(), others))?
             }
         };
         let config = Config {
@@ -219,6 +225,7 @@ impl RunArgs {
             maps: self.reach.maps()?,
             maps_file: self.reach.maps.clone(),
             admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
+            metrics_port,
             doors,
             egress: self.egress.config()?,
             konnectivity: self.konnectivity.config()?,
@@ -247,6 +254,7 @@ impl RunArgs {
             redirector,
         };
         config.check_ports()?;
+        config.check_metrics()?;
         Ok(config)
     }
 }

@@ -10,7 +10,7 @@ use tunnel_core::config::ConfigError;
 use tunnel_core::logging;
 
 use super::{Cli, Command};
-use crate::config::{Config, NodeSource, OF_SERVERS};
+use crate::config::{Config, NodeSource, OF_METRICS, OF_SERVERS};
 use crate::inventory::Selector;
 use crate::kube::KubeOptions;
 use crate::redirect::{RedirectConfig, SOCKET_MARK};
@@ -98,6 +98,7 @@ fn every_flag_has_an_effect() {
         "--node-condition=on",
         "--dns-records=off",
         "--connect-port=5",
+        "--metrics-port=6",
         "--policy=/etc/policy.yaml",
         "--client-ca-file=/etc/ca.crt",
         "--terminate-tls=off",
@@ -109,7 +110,7 @@ fn every_flag_has_an_effect() {
     .unwrap();
     assert_eq!(config.edge_pod_routes.len(), 2);
     assert!(config.node_condition && !config.dns_records);
-    assert_eq!(config.connect_port, Some(5));
+    assert_eq!((config.connect_port, config.metrics_port), (Some(5), Some(6)));
     let maps: Vec<_> = config.maps.iter().map(ToString::to_string).collect();
     let local = "127.0.0.1:2222=edge-7/22,127.0.0.0/8,::1/128";
     assert_eq!(maps, [local, "0.0.0.0:2223=edge-8/10.8.0.9:443,10.0.0.0/8"]);
@@ -347,6 +348,18 @@ fn a_redirector_takes_only_flags_that_mean_something() {
         let error = redirector(&["--peers=a:1", &given]).unwrap_err().to_string();
         assert_eq!(error, format!("--{flag}: means nothing with --role=redirector; leave it out"));
     }
+    for flag in OF_METRICS {
+        let error = redirector(&["--peers=a:1", &format!("--{flag}=::1")]).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("--{flag}: ")) && error.contains("without --metrics-port"),
+            "{error}"
+        );
+    }
+    let metrics =
+        ["--metrics-port=10269", "--bind-address=::1", "--client-ca-file=/c", "--token-auth-file=/t"];
+    let metrics = redirector(&[&["--peers=a:1"][..], &metrics].concat()).unwrap();
+    assert_eq!((metrics.metrics_port, metrics.doors.terminate_tls), (Some(10269), false));
+    assert_eq!(format!("{:?}", parsed_again(&metrics)), format!("{metrics:?}"));
     let off = redirector(&["--peers=a:1", "--redirect=off"]).unwrap_err().to_string();
     assert!(off.starts_with("--redirect=off: a redirector without"), "{off}");
     for flag in ["node-name", "token", "token-file", "ca-hash"] {
@@ -387,6 +400,7 @@ fn doors_that_speak_http_have_their_flags() {
     assert_eq!((doors.https, doors.http, doors.pairs), (10263, 10268, 10264));
     assert_eq!(plain.internal_doors().http, 0);
     assert!(!config(&["--client-ca-file=/ca.crt", "--terminate-tls=off"]).unwrap().doors.terminate_tls);
+    assert_eq!(in_cluster(&["--metrics-port=10269"]).unwrap().metrics_port, Some(10269));
     assert!(in_cluster(&["--terminate-tls=on", "--plain-port=10268"]).unwrap().doors.terminate_tls);
     // Said, or nothing that would have to be.
     let both = ["--connect-port=10280", "--client-ca-file=/ca.crt"];
@@ -402,6 +416,11 @@ fn doors_that_speak_http_have_their_flags() {
         (&["--plain-port=10263", "--plain-clients=::/0"], "--secure-port has that port already"),
         (&["--plain-clients=x"], "--plain-clients=x"),
         (&["--connect-port=10280", "--client-ca-file=/ca.crt"], "say on or off"),
+        (&["--metrics-port=10269", "--client-ca-file=/ca.crt"], "say on or off"),
+        (&["--metrics-port=10269"], "--metrics-port=10269: with --inventory callers show"),
+        (&["--metrics-port=10263", "--token-auth-file=/t"], "--secure-port has that port already"),
+        (&["--metrics-port=10265", "--token-auth-file=/t"], "--metrics-port has that port already"),
+        (&["--metrics-port=x"], "--metrics-port=x"),
     ] {
         let error = error(args);
         assert!(error.contains(part), "{args:?}: {error}");

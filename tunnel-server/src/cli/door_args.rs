@@ -11,11 +11,12 @@ use crate::config::{DoorConfig, PlainConfig, TargetConfig, on_or_off};
 #[command(next_help_heading = "Doors that speak HTTP")]
 pub struct DoorArgs {
     /// on or off: --secure-port also ends the TLS of callers that address the server itself, who show a certificate or a bearer
-    /// token [default: on with --client-ca-file, off without; with --connect-port and --client-ca-file it has to be said].
+    /// token [default: on with --client-ca-file, off without; with --client-ca-file and --connect-port or --metrics-port it has to
+    /// be said].
     #[arg(long, value_name = "on|off")]
     pub terminate_tls: Option<String>,
-    /// CAs (PEM) of callers' certificates, at --connect-port and with --terminate-tls, and again when the file changes [default:
-    /// in a cluster, the one that kube-apiserver accepts; else none is asked for].
+    /// CAs (PEM) of callers' certificates, at --connect-port and --metrics-port and with --terminate-tls, and again when the file
+    /// changes [default: in a cluster, the one that kube-apiserver accepts; else none is asked for].
     #[arg(long, value_name = "FILE")]
     pub client_ca_file: Option<PathBuf>,
     /// CA of nodes' serving certificates, for TLS to nodes [default: in a pod, the cluster's].
@@ -45,7 +46,8 @@ pub struct DoorArgs {
 const POD_CA: &str = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt";
 
 impl DoorArgs {
-    /// `standalone`: there is no cluster. `kubeconfig`: this is no pod. `secure_port`, `connect_port`: these doors are on.
+    /// `standalone`: there is no cluster. `kubeconfig`: this is no pod. `secure_port`: that door is on. `others`: one
+    /// of those that take callers' certificates besides it is.
     ///
     /// # Errors
     /// Names the flag, its value and the reason.
@@ -53,14 +55,14 @@ impl DoorArgs {
         &self,
         standalone: bool,
         kubeconfig: bool,
-        (secure_port, connect_port): (bool, bool),
+        (secure_port, others): (bool, bool),
     ) -> Result<DoorConfig, ConfigError> {
         let terminate_tls = match &self.terminate_tls {
             Some(value) => on_or_off("--terminate-tls", value)?,
-            // Whom a policy restricts at one door would reach every kubelet through the other.
-            None if secure_port && connect_port && self.client_ca_file.is_some() => {
-                let reason = "with --connect-port and --client-ca-file say on or off: whether these certificates open the https \
-                              door too";
+            // Whom a policy restricts at one door, or who may read metrics, would reach every kubelet through the other.
+            None if secure_port && others && self.client_ca_file.is_some() => {
+                let reason = "with --client-ca-file and --connect-port or --metrics-port say on or off: whether these \
+                              certificates open the https door too";
                 return Err(ConfigError::without_value("--terminate-tls", reason));
             }
             None => secure_port && self.client_ca_file.is_some(),

@@ -15,6 +15,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("insecure-bind-address", Some("127.0.0.1")),
     ("insecure-port", Some("10264")),
     ("admin-address", Some("127.0.0.1:10265")),
+    ("metrics-port", Some("0")),
     ("redirect", Some("on")),
     ("redirect-cgroup", None),
     ("bpffs", Some("/sys/fs/bpf")),

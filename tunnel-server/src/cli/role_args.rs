@@ -8,7 +8,7 @@ use tunnel_core::config::{ConfigError, parse_with};
 use tunnel_core::identity::{Holder, SecretString};
 use tunnel_identity::{enrolment, node_of_host};
 
-use crate::config::{OF_SERVERS, RedirectorConfig};
+use crate::config::{OF_METRICS, OF_SERVERS, RedirectorConfig};
 use crate::role::Role;
 
 const OF_REDIRECTORS: &[&str] = &["node-name", "token", "token-file", "ca-hash"];
@@ -38,7 +38,7 @@ pub struct RoleArgs {
 }
 
 impl RoleArgs {
-    /// What a redirector is configured with; None for a server.
+    /// What a redirector is configured with; None for a server. `metrics`: its metrics have a port.
     ///
     /// # Errors
     /// Names the flag that means nothing with the role, or is wrong.
@@ -47,6 +47,7 @@ impl RoleArgs {
         given: &Given,
         state_dir: &std::path::Path,
         standalone: bool,
+        metrics: bool,
     ) -> Result<Option<RedirectorConfig>, ConfigError> {
         let role: Role = parse_with("--role", &self.role)?;
         let refuse = |flags: &[&str], reason: &str| match given.first_of(flags) {
@@ -58,6 +59,9 @@ impl RoleArgs {
             return Ok(None);
         }
         refuse(OF_SERVERS, "means nothing with --role=redirector; leave it out")?;
+        if !metrics {
+            refuse(OF_METRICS, "means nothing with --role=redirector without --metrics-port; leave it out")?;
+        }
         if !standalone {
             refuse(
                 STANDALONE,
@@ -89,7 +93,7 @@ impl FromArgMatches for Given {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let given =
             |flag: &&&str| matches.value_source(&flag.replace('-', "_")) == Some(ValueSource::CommandLine);
-        Ok(Self(OF_SERVERS.iter().chain(OF_REDIRECTORS).filter(given).copied().collect()))
+        Ok(Self(OF_SERVERS.iter().chain(OF_METRICS).chain(OF_REDIRECTORS).filter(given).copied().collect()))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {

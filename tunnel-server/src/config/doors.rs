@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use ipnet::IpNet;
 use tunnel_core::config::ConfigError;
 
-use super::Config;
+use super::{Config, NodeSource};
 
 /// The doors that speak HTTP.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -76,6 +76,19 @@ impl DoorConfig {
 }
 
 impl Config {
+    /// Refuses a metrics door that nobody could use.
+    pub(crate) fn check_metrics(&self) -> Result<(), ConfigError> {
+        let known = self.token_auth_file.is_some() || self.doors.client_ca.is_some();
+        match self.metrics_port {
+            Some(port) if matches!(self.source, NodeSource::File(_)) && !known => {
+                let reason = "with --inventory callers show a token or a certificate that a file knows: give \
+                              --token-auth-file or --client-ca-file";
+                Err(ConfigError::new("--metrics-port", port.to_string(), reason))
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(super) fn add_doors(&self, flags: &mut Vec<(&'static str, String)>) {
         fn list<T: ToString>(values: impl IntoIterator<Item = T>) -> String {
             values.into_iter().map(|value| value.to_string()).collect::<Vec<_>>().join(",")

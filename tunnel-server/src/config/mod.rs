@@ -16,8 +16,8 @@ pub(crate) use parse::{
     bpffs, dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, orphan_timeout, peers,
     refuse_or_allow, token_range, token_range_v6,
 };
-pub(crate) use role::OF_SERVERS;
 pub use role::RedirectorConfig;
+pub(crate) use role::{OF_METRICS, OF_SERVERS};
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -71,6 +71,7 @@ pub struct Config {
     pub maps_file: Option<PathBuf>,
     pub doors: DoorConfig,
     pub admin_address: Option<SocketAddr>,
+    pub metrics_port: Option<u16>,
     pub egress: EgressConfig,
     /// None: konnectivity's agents do not attach here.
     pub konnectivity: Option<KonnectivityConfig>,
@@ -128,6 +129,7 @@ impl Config {
                 "admin-address",
                 self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
             ),
+            ("metrics-port", door(self.metrics_port)),
             ("connect-port", door(self.connect_port)),
             ("redirect", on_off(self.redirect.is_some())),
             ("redirect-ports", list(&self.redirect_ports)),
@@ -197,6 +199,7 @@ impl Config {
                 "--konnectivity-agent-port",
                 at(self.konnectivity.as_ref().map(|konnectivity| konnectivity.port)),
             ),
+            ("--metrics-port", at(self.metrics_port)),
             ("--admin-address", self.admin_address),
         ];
         let doors: Vec<_> = doors.into_iter().filter_map(|(key, address)| Some((key, address?))).collect();

@@ -18,18 +18,15 @@ pub struct RedirectorConfig {
 
 /// Flags of servers only: a redirector has no agents, no doors but the redirect, no CA, and writes nothing to a cluster.
 pub(crate) const OF_SERVERS: &[&str] = &[
-    "bind-address",
     "agent-port",
     "secure-port",
     "insecure-bind-address",
     "insecure-port",
     "connect-port",
     "policy",
-    "token-auth-file",
     "map",
     "maps",
     "terminate-tls",
-    "client-ca-file",
     "kubelet-certificate-authority",
     "kubelet-client-certificate",
     "kubelet-client-key",
@@ -61,6 +58,9 @@ pub(crate) const OF_SERVERS: &[&str] = &[
     "redirector-service-account",
 ];
 
+/// Flags that at a redirector are for `--metrics-port` only.
+pub(crate) const OF_METRICS: &[&str] = &["bind-address", "token-auth-file", "client-ca-file"];
+
 impl Config {
     pub fn role(&self) -> Role {
         if self.redirector.is_some() { Role::Redirector } else { Role::Server }
@@ -71,6 +71,9 @@ impl Config {
         flags.push(("role", self.role().to_string()));
         let Some(redirector) = &self.redirector else { return };
         flags.retain(|(flag, _)| !OF_SERVERS.contains(flag));
+        if self.metrics_port.is_none() {
+            flags.retain(|(flag, _)| !OF_METRICS.contains(flag));
+        }
         flags.push(("node-name", redirector.node.to_string()));
         flags.extend(redirector.token.as_ref().map(|_| ("token", "***".to_owned())));
         flags.extend(redirector.ca_hash.clone().map(|hash| ("ca-hash", hash)));

@@ -4,10 +4,12 @@ use kube::Client;
 use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
 use tunnel_kube::doctor::{Right, answers, rights};
 
+use crate::caller::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
+use crate::config::Config;
 use crate::kube::{KubeOptions, ObjectNames};
 use crate::role::Role;
 
-pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, role: Role) {
+pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: &Config) {
     let (client, namespace) = match options.connect().await {
         Ok(connected) => connected,
         Err(error) => {
@@ -22,8 +24,14 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, role: Ro
     };
     checkup.run("API server", &[], async || answers(&client).await).await;
     checkup
-        .run("API rights", &["API server"], async || judge(&client, &namespace, &options.names, role).await)
+        .run("API rights", &["API server"], async || {
+            judge(&client, &namespace, &options.names, config.role()).await
+        })
         .await;
+    if config.metrics_port.is_some() {
+        let judged = async || judge_metrics(&client, &namespace, config).await;
+        checkup.run("metrics rights", &["API server"], judged).await;
+    }
 }
 
 async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role) -> Outcome {
@@ -31,15 +39,32 @@ async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role
         Role::Server => of_server(names),
         Role::Redirector => of_redirector(names),
     };
-    let account = match role {
-        Role::Server => "tunnel-server",
-        Role::Redirector => "tunnel-redirector",
-    };
+    let account = account(role);
     let fix = format!(
         "kubectl apply -k deploy/base (its Role and ClusterRole), then `kubectl auth can-i --list --as \
          system:serviceaccount:{namespace}:{account} -n {namespace}`"
     );
     rights(client, namespace, &wanted, &fix).await
+}
+
+/// Without them every caller of the metrics door is refused.
+async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Outcome {
+    let given = match config.role() {
+        Role::Server => "add the component metrics to the overlay (in the chart server.metrics.enabled=true)",
+        Role::Redirector => "add the component everywhere-metrics to the overlay",
+    };
+    let account = account(config.role());
+    let fix = format!(
+        "{given}, then `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
+    );
+    rights(client, ROOTS_NAMESPACE, &of_metrics(config.doors.client_ca.is_none()), &fix).await
+}
+
+const fn account(role: Role) -> &'static str {
+    match role {
+        Role::Server => "tunnel-server",
+        Role::Redirector => "tunnel-redirector",
+    }
 }
 
 /// deploy/base/server-rbac.yaml; a test compares.
@@ -74,6 +99,19 @@ fn of_redirector(names: &ObjectNames) -> Vec<Right> {
         Right::here("", "configmaps", &["list", "watch"]).named(&names.configmap),
         Right::here("discovery.k8s.io", "endpointslices", &["list", "watch"]),
     ]
+}
+
+/// deploy/components/metrics/rbac.yaml, and everywhere-metrics/rbac.yaml. `published_roots`: callers' certificates are of the CA that
+/// kube-apiserver accepts.
+fn of_metrics(published_roots: bool) -> Vec<Right> {
+    let mut wanted = vec![
+        Right::everywhere("authentication.k8s.io", "tokenreviews", &["create"]),
+        Right::everywhere("authorization.k8s.io", "subjectaccessreviews", &["create"]),
+    ];
+    if published_roots {
+        wanted.push(Right::here("", "configmaps", &["get"]).named(ROOTS_CONFIGMAP));
+    }
+    wanted
 }
 
 #[cfg(test)]
@@ -133,5 +171,12 @@ mod tests {
         for right in flat(&of_redirector(&names)) {
             assert!(redirector.contains(&right), "{right:?} is not in {redirector:?}");
         }
+        for metrics in [
+            include_str!("../../../deploy/components/metrics/rbac.yaml"),
+            include_str!("../../../deploy/components/everywhere-metrics/rbac.yaml"),
+        ] {
+            assert_eq!(flat(&of_metrics(true)), of_manifest(metrics));
+        }
+        assert_eq!(of_metrics(false).len(), 2, "--client-ca-file takes the place of the ConfigMap");
     }
 }

@@ -39,7 +39,7 @@ pub async fn examine(
     service::check_listeners(&mut checkup, config, running).await;
     pki::check(&mut checkup, config, SystemTime::now()).await;
     match &config.source {
-        NodeSource::Kubernetes(options) => cluster::check(&mut checkup, options, config.role()).await,
+        NodeSource::Kubernetes(options) => cluster::check(&mut checkup, options, config).await,
         NodeSource::File(_) => checkup.add("API server", Outcome::Skipped("not in a cluster".to_owned())),
     }
     checkup.run("names", &[], async || names(config).await).await;

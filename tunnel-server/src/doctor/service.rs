@@ -67,6 +67,7 @@ fn taken(config: &Config) -> Outcome {
         ("--agent-port", at(config.agent_port)),
         ("--secure-port", at(config.secure_port)),
         ("--insecure-port", config.insecure_address),
+        ("--metrics-port", at(config.metrics_port)),
         ("--admin-address", config.admin_address),
     ];
     let mut faults = Vec::new();

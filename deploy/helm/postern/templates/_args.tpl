@@ -67,6 +67,9 @@
 - "--connect-port={{ $ports.connect }}"
 - --policy=/etc/postern/policy/policy.yaml
 {{- end }}
+{{- if .Values.server.metrics.enabled }}
+- "--metrics-port={{ $ports.metrics }}"
+{{- end }}
 {{- if ne (int $ports.plain) 0 }}
 - "--plain-port={{ $ports.plain }}"
 {{- end }}

@@ -25,6 +25,7 @@ mod callers;
 mod chart;
 mod follow;
 mod guide;
+mod metrics;
 mod migration;
 mod monitoring;
 mod plugin;
@@ -35,6 +36,7 @@ mod two_masters;
 use callers::callers_are_asked_for;
 use chart::chart_is_installed_upgraded_and_removed;
 use guide::the_guide_is_followed;
+use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::alerts_fire_and_stay_silent;
 use render::chart_renders_what_kustomize_does;
@@ -47,6 +49,7 @@ scenarios! {
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),
+    prometheus_reads_servers(images, limit = 300),
     two_masters_are_updated(images, limit = 300),
     alerts_fire_and_stay_silent(limit = 240),
 }
@@ -76,7 +79,9 @@ async fn manifests_run_unchanged(testbed: &Testbed) -> Result<()> {
             continue;
         }
         let path = testbed.dir().join("component");
-        write_overlay(&path, "base", &[&component], &json!([]))?;
+        // It is for what another one adds.
+        let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
+        write_overlay(&path, "base", &[others, &[component.as_str()]].concat(), &json!([]))?;
         let applied = cluster.kubectl.run(&["apply", "--dry-run=server", "-k", text(&path)?]).await;
         applied.with_context(|| format!("deploy/components/{component}"))?;
     }

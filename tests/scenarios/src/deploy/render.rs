@@ -23,7 +23,7 @@ const REFUSED: &str = include_str!("chart-refused.txt");
 type Objects = BTreeMap<(String, String), Value>;
 
 /// A folder or a component of deploy/, and the values of the chart with which it renders the same.
-const SAME: [(&str, &[&str], &[&str]); 15] = [
+const SAME: [(&str, &[&str], &[&str]); 16] = [
     ("base", &[], &[]),
     ("overlays/nodeport", &[], &["--set=service.nodePort=31008"]),
     ("overlays/loadbalancer", &[], &["--set=service.type=LoadBalancer"]),
@@ -35,6 +35,7 @@ const SAME: [(&str, &[&str], &[&str]); 15] = [
     ("base", &["node-condition"], &["--set=server.nodeCondition=true"]),
     ("base", &["https-callers"], &["--set=server.httpsCallers.enabled=true"]),
     ("base", &["connect"], &["--set=server.connect.enabled=true"]),
+    ("base", &["metrics"], &["--set=server.metrics.enabled=true"]),
     ("base", &["kubelet-credentials"], &["--set=agent.kubeletCredentials.enabled=true"]),
     ("base", &["selinux"], &["--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t"]),
     (

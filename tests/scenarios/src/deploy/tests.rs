@@ -5,17 +5,19 @@ use super::rights::unseen;
 use super::{DOCUMENT, PROGRAMS, deploy};
 
 /// The manifests with roles, in the document's order.
-const ROLES: [&str; 7] = [
+const ROLES: [&str; 9] = [
     "base/server-rbac.yaml",
     "components/node-condition/rbac.yaml",
     "components/https-callers/rbac.yaml",
     "components/connect/rbac.yaml",
+    "components/metrics/rbac.yaml",
     "base/agent-rbac.yaml",
     "components/edge-pods/rbac.yaml",
     "components/everywhere/redirector-rbac.yaml",
+    "components/everywhere-metrics/rbac.yaml",
 ];
 
-/// Group, resources, names, verbs and reason, as the columns of the table.
+/// Group, resources or the path of a nonResourceURL, names, verbs and reason, as the columns of the table.
 type Row = [String; 5];
 
 fn columns(text: &str) -> Vec<String> {
@@ -35,11 +37,15 @@ fn rules(manifest: &str) -> Vec<(String, Vec<Row>)> {
             let list = || columns(value).iter().map(|one| format!("`{one}`")).collect::<Vec<_>>().join(", ");
             match key.trim_start_matches([' ', '-']) {
                 _ if line.starts_with("  # ") => why.push(line.trim_start_matches("  # ")),
-                "apiGroups" => {
+                first @ ("apiGroups" | "nonResourceURLs") => {
                     assert!(!why.is_empty(), "{role}: a rule without its reason: {line}");
-                    let group = if value == r#"[""]"# { "core".to_owned() } else { list() };
+                    let (group, path) = match (first, value) {
+                        ("nonResourceURLs", _) => (String::new(), list()),
+                        (_, r#"[""]"#) => ("core".to_owned(), String::new()),
+                        _ => (list(), String::new()),
+                    };
                     let why = std::mem::take(&mut why).join(" ");
-                    rows.push([group, String::new(), String::new(), String::new(), why]);
+                    rows.push([group, path, String::new(), String::new(), why]);
                 }
                 "resources" => rows.last_mut().unwrap()[1] = list(),
                 "resourceNames" => rows.last_mut().unwrap()[2] = list(),
@@ -71,7 +77,7 @@ fn tables() -> Vec<(String, Vec<Row>)> {
 #[test]
 fn the_document_has_exactly_the_rules_of_the_manifests() {
     let rules = ROLES.map(|name| rules(&fs::read_to_string(deploy().join(name)).unwrap())).concat();
-    assert_eq!(rules.len(), 11);
+    assert_eq!(rules.len(), 14);
     let rendered = |roles: &[(String, Vec<Row>)]| {
         let row = |row: &Row| format!("| {} |", row.join(" | "));
         let role = |(role, rows): &(String, Vec<Row>)| {

@@ -15,13 +15,32 @@ use crate::process::Process;
 use crate::prometheus;
 
 /// The shipped configuration.
-pub const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/prometheus.yml");
+const CONFIGURATION: &str = include_str!("../../../../deploy/prometheus/prometheus.yml");
 /// The shipped alerts, which it names.
 const ALERTS: &str = include_str!("../../../../deploy/prometheus/alerts.yml");
+/// Where that has Postern's CA.
+const AUTHORITY: &str = "/etc/postern/ca.crt";
+/// The same metrics of a server that is a process of the cloud host, and so no pod that Prometheus would find.
+const PROCESS: &str = "
+  - job_name: tunnel-server-process
+    static_configs:
+      - targets: ['127.0.0.1:10265']
+        labels: { job: tunnel-server }
+";
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/prometheus");
 
-/// Node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights.
+/// Node exporters on every host and Prometheus on the cloud host, with the shipped configuration and rights. The server is a process.
 pub async fn start(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
+    let configuration = format!("{CONFIGURATION}{PROCESS}");
+    start_with(cluster, &configuration, &cluster.pki.file("ca.crt")).await
+}
+
+/// The same where the servers are pods. `authority`: Postern's CA.
+pub async fn start_for_pods(cluster: &Cluster<'_>, authority: &Path) -> Result<Vec<Process>> {
+    start_with(cluster, CONFIGURATION, authority).await
+}
+
+async fn start_with(cluster: &Cluster<'_>, configuration: &str, authority: &Path) -> Result<Vec<Process>> {
     let mut running = start_exporters(cluster)?;
     cluster.kubectl.run(&["apply", "-k", FOLDER]).await?;
     // As the configuration's comments say.
@@ -31,7 +50,9 @@ pub async fn start(cluster: &Cluster<'_>) -> Result<Vec<Process>> {
     cluster.kubectl.run(&patch).await?;
     let host = cluster.host(CLOUD_NODE)?;
     give_credentials(cluster, host).await?;
-    let often = CONFIGURATION
+    ensure!(configuration.contains(AUTHORITY), "the configuration names no {AUTHORITY}");
+    let often = configuration
+        .replace(AUTHORITY, &authority.display().to_string())
         .replace("scrape_interval: 30s", "scrape_interval: 2s")
         .replace("scrape_timeout: 10s", "scrape_timeout: 2s");
     std::fs::write(cluster.testbed.dir().join("alerts.yml"), ALERTS).context("writing the alerts")?;

@@ -23,7 +23,7 @@ pub(crate) enum Services {
 
 /// Decides what callers reach.
 pub(crate) struct Gatekeeper {
-    pub(crate) authenticator: Authenticator,
+    pub(crate) authenticator: Arc<Authenticator>,
     pub(crate) services: Services,
     pub(crate) policy: ArcSwap<Policy>,
     pub(crate) router: Arc<Router>,

@@ -1,10 +1,9 @@
-//! `/metrics`, in the format that is asked for.
+//! The metrics as text, in the format that is asked for.
 
 use std::collections::HashMap;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
-use axum::http::{HeaderMap, StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::http::{HeaderMap, header};
 use prometheus_client::registry::Registry;
 
 /// <https://prometheus.io/docs/specs/om/open_metrics_spec/#protocol-negotiation>; decides which parser Prometheus uses.
@@ -12,17 +11,18 @@ const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=
 /// <https://prometheus.io/docs/instrumenting/exposition_formats/>, for those that do not ask for OpenMetrics.
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-pub(super) fn answer(registry: &Registry, headers: &HeaderMap) -> Response {
+/// All metrics of a registry, in the format that the request's headers ask for, and its content type.
+///
+/// # Errors
+/// A collector fails.
+pub fn exposition(registry: &Registry, headers: &HeaderMap) -> Result<(&'static str, String), fmt::Error> {
     let mut text = String::new();
-    if let Err(error) = prometheus_client::encoding::text::encode(&mut text, registry) {
-        let reason = format!("encoding the metrics: {error}\n");
-        return (StatusCode::INTERNAL_SERVER_ERROR, reason).into_response();
-    }
+    prometheus_client::encoding::text::encode(&mut text, registry)?;
     let mut accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     if accepted.any(|accept| accept.contains("application/openmetrics-text")) {
-        return ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response();
+        return Ok((OPENMETRICS, text));
     }
-    ([(header::CONTENT_TYPE, TEXT)], older(&text)).into_response()
+    Ok((TEXT, older(&text)))
 }
 
 /// The same in the older format, where help and type are those of the samples' own names, an info is a gauge, and nothing has a
@@ -59,14 +59,13 @@ fn comment(line: &str) -> Option<(&str, &str, &str)> {
 
 #[cfg(test)]
 mod tests {
-    use axum::body::to_bytes;
     use axum::http::HeaderValue;
     use prometheus_client::metrics::counter::Counter;
 
     use super::*;
 
-    #[tokio::test]
-    async fn the_format_is_that_which_is_asked_for() {
+    #[test]
+    fn the_format_is_that_which_is_asked_for() {
         let mut registry = Registry::default();
         registry.register("things", "Things seen", Counter::<u64>::default());
         let older = "# HELP things_total Things seen.\n# TYPE things_total counter\nthings_total 0\n";
@@ -77,9 +76,8 @@ mod tests {
             (Some("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.3"), OPENMETRICS, open),
         ] {
             let accept = accept.map(|accept| (header::ACCEPT, HeaderValue::from_static(accept)));
-            let answer = answer(&registry, &accept.into_iter().collect());
-            assert_eq!(answer.headers()[header::CONTENT_TYPE], content_type);
-            assert_eq!(to_bytes(answer.into_body(), 1024).await.unwrap(), page);
+            let answer = exposition(&registry, &accept.into_iter().collect()).unwrap();
+            assert_eq!(answer, (content_type, page.to_owned()));
         }
     }
 

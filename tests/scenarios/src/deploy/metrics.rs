@@ -1,0 +1,140 @@
+//! The servers' metrics as the shipped component opens them: for whom the cluster's rules permit it, and the shipped Prometheus.
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::cluster::Cluster;
+use postern_testbed::cluster::kubectl::said;
+use postern_testbed::cluster::monitoring;
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::prometheus::{self, ScrapeTarget};
+use postern_testbed::report::progress;
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed};
+use serde_json::Value;
+
+use super::{PATIENCE, on_cluster, overlay_with, ready, text};
+use crate::web::{Answer, curl};
+
+const METRIC: &str = "postern_build_info{";
+const READER: &str = "postern:metrics-reader";
+
+pub(super) async fn prometheus_reads_servers(testbed: &Testbed) -> Result<()> {
+    on_cluster(testbed, read).await
+}
+
+async fn read(cluster: &Cluster<'_>) -> Result<()> {
+    let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
+    let overlay = overlay_with(testbed, "base", &["metrics"], Vec::new())?;
+    kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
+    ready(kubectl, "tunnel-server", 1).await?;
+    ready(kubectl, "tunnel-agent", 1).await?;
+    let authority = authority(cluster).await?;
+    let url = format!("https://{CLOUD}:10269/metrics");
+    let ask = async |more: &[&str]| {
+        curl(testbed, &[&["--cacert", text(&authority)?, &url][..], more].concat()).await
+    };
+    let with_token =
+        async |token: &str| ask(&["--header", &format!("Authorization: Bearer {}", token.trim())]).await;
+    for account in ["reader", "stranger"] {
+        kubectl.run(&["create", "serviceaccount", account]).await?;
+    }
+    let (role, subject) = (format!("--clusterrole={READER}"), "--serviceaccount=default:reader");
+    kubectl.run(&["create", "clusterrolebinding", "reader", &role, subject]).await?;
+    let reader = kubectl.run(&["create", "token", "reader"]).await?;
+    let stranger = kubectl.run(&["create", "token", "stranger"]).await?;
+
+    // The authoriser may hear of the binding a moment later, and a no is remembered for 5 s.
+    let answered = async || with_token(&reader).await;
+    let answer =
+        wait_until("the reader to be let in", PATIENCE, answered, |answer: &Answer| answer.status != 403);
+    answer.await?.expect(200, METRIC)?;
+    let refused = "system:serviceaccount:default:stranger cannot get the nonResourceURL /metrics";
+    with_token(&stranger).await?.expect(403, refused)?;
+    with_token("nonsense").await?.expect(401, "the API server does not accept the bearer token")?;
+    ask(&[]).await?.expect(401, "a client certificate or a bearer token is needed")?;
+    progress("the API server says whose token it is, and who may read");
+
+    // Certificates of the CA that kube-apiserver accepts, which the server learns from the cluster.
+    for (user, groups, status, part) in
+        [("root", &["system:masters"][..], 200, METRIC), ("carol", &[][..], 403, "carol cannot get")]
+    {
+        let pair = cluster.pki.client(user, user, groups)?;
+        let (certificate, key) = (text(&pair.certificate)?, text(&pair.key)?);
+        // The server may not have read that CA yet, and then asks for no certificate.
+        let answered = async || ask(&["--cert", certificate, "--key", key]).await;
+        let known = |answer: &Answer| answer.status != 401;
+        let answer = wait_until("the certificate to be asked for", PATIENCE, answered, known).await?;
+        answer.expect(status, part)?;
+    }
+    progress("a certificate shows who it is as well");
+
+    let _running = monitoring::start_for_pods(cluster, &authority).await?;
+    let of_servers = |found: &Vec<ScrapeTarget>| -> Vec<ScrapeTarget> {
+        found.iter().filter(|target| target.job == "tunnel-server").cloned().collect()
+    };
+    let found = wait_until("the server to be up in Prometheus", PATIENCE, prometheus::targets, |found| {
+        of_servers(found).iter().any(|target| target.health == "up")
+    });
+    let found = of_servers(&found.await?);
+    ensure!(found.len() == 1 && found[0].url == url, "the job's targets are {found:?}");
+    let role = prometheus::samples("postern_role{job=\"tunnel-server\"}").await?;
+    let role = role.first().context("no role")?;
+    ensure!(role.label("role") == "server" && !role.label("node").is_empty(), "{role:?}");
+    progress("the shipped Prometheus finds the pod by its label and reads its metrics");
+
+    // What it shows redirectors, which it cannot verify: a token that reads metrics, and nothing else.
+    let account = "prometheus-postern-metrics";
+    let answered = async || with_token(&secret(cluster, account, "token").await?).await;
+    let read = wait_until("the Secret's token to read metrics", PATIENCE, answered, |answer: &Answer| {
+        answer.status == 200
+    });
+    read.await?.expect(200, METRIC)?;
+    let subject = format!("--as=system:serviceaccount:{NAMESPACE}:{account}");
+    for right in [&["list", "nodes"][..], &["get", "nodes", "--subresource=metrics"], &["list", "pods"]] {
+        let asked = [&["auth", "can-i", &subject, "--namespace", NAMESPACE][..], right].concat();
+        let may = kubectl.output(&asked).await?;
+        ensure!(String::from_utf8_lossy(&may.stdout).trim() == "no", "{right:?}: {}", said(&may));
+    }
+
+    let state = |check: &Value| check["state"].as_str().unwrap_or_default().to_owned();
+    let check = rights(cluster).await?;
+    ensure!(state(&check) == "ok", "{check:#}");
+    kubectl.run(&["delete", "clusterrolebinding", "postern:tunnel-server-metrics"]).await?;
+    let missed = wait_until(
+        "doctor to miss the rights",
+        PATIENCE,
+        async || rights(cluster).await,
+        |check| state(check) == "broken",
+    );
+    let missed = missed.await?;
+    let found = &missed["findings"][0]["found"];
+    ensure!(found == "may not create tokenreviews.authentication.k8s.io", "{missed:#}");
+    progress("doctor says when the right to ask the API server is missing");
+    Ok(())
+}
+
+/// What doctor, in the server's pod, says of the rights that the door needs.
+async fn rights(cluster: &Cluster<'_>) -> Result<Value> {
+    let command = ["/tunnel-server", "doctor", "-o", "json"];
+    let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
+    // Its exit code tells of the other checks too.
+    let output = cluster.kubectl.output(&[&server[..], &command].concat()).await?;
+    let report: Value = serde_json::from_slice(&output.stdout).with_context(|| said(&output))?;
+    let mut checks = report["checks"].as_array().into_iter().flatten();
+    let check = checks.find(|check| check["name"] == "metrics rights");
+    check.cloned().with_context(|| format!("doctor does not check them: {report:#}"))
+}
+
+/// Postern's CA, by the command of docs/kubernetes.md.
+async fn authority(cluster: &Cluster<'_>) -> Result<PathBuf> {
+    let path = cluster.testbed.dir().join("postern-ca.crt");
+    let pem = secret(cluster, "tunnel-server-ca", "ca.crt").await?;
+    fs::write(&path, pem).with_context(|| path.display().to_string())?;
+    Ok(path)
+}
+
+async fn secret(cluster: &Cluster<'_>, name: &str, key: &str) -> Result<String> {
+    let template = format!("--output=go-template={{{{index .data \"{key}\" | base64decode}}}}");
+    cluster.kubectl.run(&["get", "secret", name, "--namespace", NAMESPACE, &template]).await
+}

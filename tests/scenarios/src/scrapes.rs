@@ -1,0 +1,199 @@
+//! The metrics door: curl and a real Prometheus read the metrics of servers and redirectors from another host.
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use postern_testbed::server::{Builder, Server, Token};
+use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, client, prometheus};
+
+use crate::web::{Answer, Authority, curl, shown};
+
+scenarios! {
+    callers_read_metrics_by_token_or_certificate,
+    one_source_does_not_take_the_door,
+    a_successor_answers_at_once(limit = 180),
+    prometheus_reads_a_server_and_a_redirector(limit = 180),
+}
+
+const PORT: u16 = 10269;
+const TOKENS: &str = "prometheus-token,prometheus,1\n";
+const SOON: Duration = Duration::from_secs(20);
+/// What the door answers with.
+const METRIC: &str = "postern_build_info{";
+
+fn tokens(testbed: &Testbed, text: &str) -> Result<PathBuf> {
+    let path = testbed.dir().join("scrapers.csv");
+    let new = path.with_extension("new");
+    fs::write(&new, text).with_context(|| format!("writing {}", new.display()))?;
+    fs::rename(&new, &path).with_context(|| format!("renaming {}", new.display()))?;
+    Ok(path)
+}
+
+fn with_door<'a>(testbed: &Testbed, builder: Builder<'a>) -> Result<Builder<'a>> {
+    let tokens = tokens(testbed, TOKENS)?;
+    let port = format!("--metrics-port={PORT}");
+    Ok(builder.flag(port).flag(format!("--token-auth-file={}", tokens.display())))
+}
+
+/// curl at the door, the server's certificate verified.
+async fn ask(testbed: &Testbed, args: &[&str]) -> Result<Answer> {
+    let ca = shown(&testbed.dir().join("server/ca/ca.crt"));
+    let url = format!("https://{CLOUD}:{PORT}/metrics");
+    curl(testbed, &[&["--cacert", &ca, &url][..], args].concat()).await
+}
+
+async fn ask_with(testbed: &Testbed, token: &str) -> Result<Answer> {
+    ask(testbed, &["--header", &format!("Authorization: Bearer {token}")]).await
+}
+
+async fn callers_read_metrics_by_token_or_certificate(testbed: &Testbed) -> Result<()> {
+    let (callers, strangers) = (Authority::new(testbed, "callers")?, Authority::new(testbed, "strangers")?);
+    let server = with_door(testbed, Builder::new(testbed))?
+        .flag(format!("--client-ca-file={}", shown(&callers.file())))
+        .flag("--terminate-tls=off")
+        .start()
+        .await?;
+    ask_with(testbed, "prometheus-token").await?.expect(200, METRIC)?;
+    let by_certificate = async |authority: &Authority, name: &str| {
+        let (certificate, key) = authority.client(name)?;
+        ask(testbed, &["--cert", &shown(&certificate), "--key", &shown(&key)]).await
+    };
+    by_certificate(&callers, "scraper").await?.expect(200, METRIC)?;
+    let stranger = by_certificate(&strangers, "stranger").await?;
+    ensure!(!stranger.ok && stranger.status == 0, "a stranger's certificate was taken: {stranger:?}");
+
+    ask(testbed, &[]).await?.expect(401, "a client certificate or a bearer token is needed")?;
+    let wrong = ask_with(testbed, "wrong-token").await?;
+    wrong.expect(401, "the token is not in --token-auth-file")?;
+    ensure!(!wrong.body.contains("wrong-token"), "{wrong:?}");
+    ask(testbed, &["--request", "PUT"]).await?.expect(405, "use GET")?;
+    let status = format!("https://{CLOUD}:{PORT}/status");
+    curl(testbed, &["--insecure", &status]).await?.expect(404, "only /metrics is here")?;
+    let plain = curl(testbed, &[&format!("http://{CLOUD}:{PORT}/metrics")]).await?;
+    ensure!(!plain.ok && plain.status == 0, "without TLS: {plain:?}");
+
+    // What an operator sees.
+    let metrics = server.metrics().await?;
+    let refused = metrics.sum("postern_callers_refused_total", &[("door", "metrics")]);
+    ensure!(refused >= 3.0, "{refused} callers were refused");
+    ensure!(
+        metrics.sum("postern_connections_total", &[("door", "metrics")]) >= 2.0,
+        "no connection is counted"
+    );
+    server.wait_log("a client certificate or a bearer token is needed").await?;
+    ensure!(!server.process.output()?.contains("wrong-token"), "the log has a token");
+    let status = server.status().await?;
+    let doors = status["doors"].as_array().context("no doors")?;
+    ensure!(doors.iter().any(|door| door["name"] == "metrics"), "{status}");
+
+    // The token is taken away, and another one given.
+    tokens(testbed, "another-token,prometheus,1\n")?;
+    let other = async || ask_with(testbed, "another-token").await;
+    wait_until("the new token to be known", SOON, other, |answer| answer.status == 200).await?;
+    ask_with(testbed, "prometheus-token").await?.expect(401, "not in --token-auth-file")
+}
+
+async fn one_source_does_not_take_the_door(testbed: &Testbed) -> Result<()> {
+    let server = with_door(testbed, Builder::new(testbed))?.start().await?;
+    let mut held = Vec::new();
+    for _ in 0..40 {
+        held.push(client::connect((CLOUD, PORT)).await?);
+    }
+    let bound = [("door", "metrics"), ("reason", "source")];
+    let refused = async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &bound));
+    wait_until("connections to be refused", SOON, refused, |refused| *refused > 0.0).await?;
+    // Another source has its own share. The certificate names this host's addresses.
+    let ca = shown(&testbed.dir().join("server/ca/ca.crt"));
+    let local = format!("https://127.0.0.1:{PORT}/metrics");
+    let token = "Authorization: Bearer prometheus-token";
+    curl(testbed, &["--cacert", &ca, &local, "--header", token]).await?.expect(200, METRIC)?;
+    drop(held);
+    let again = async || ask_with(testbed, "prometheus-token").await;
+    wait_until("the source to have its places again", SOON, again, |answer| answer.status == 200).await?;
+    Ok(())
+}
+
+async fn a_successor_answers_at_once(testbed: &Testbed) -> Result<()> {
+    let mut first = with_door(testbed, Builder::new(testbed))?.flag("--drain-timeout=5s").start().await?;
+    let asking = async {
+        let mut asked = 0;
+        loop {
+            let answer = ask_with(testbed, "prometheus-token").await?;
+            answer.expect(200, METRIC).with_context(|| format!("after {asked} answers"))?;
+            asked += 1;
+        }
+    };
+    let second: Server<'_> = tokio::select! {
+        second = first.take_over() => second?,
+        failed = asking => { let failed: Result<()> = failed; return failed; }
+    };
+    let ended = first.process.wait_exit(SOON).await?;
+    ensure!(ended.code() == Some(0), "the first server ended with {ended}");
+    ask_with(testbed, "prometheus-token").await?.expect(200, METRIC)?;
+    let answered = second.metrics().await?.sum("postern_connections_total", &[("door", "metrics")]);
+    ensure!(answered > 0.0, "the second server has answered nothing");
+    Ok(())
+}
+
+/// The server is on another host than Prometheus, as in a cluster; the redirector is on its own.
+async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let server = with_door(testbed, Builder::alone_on_neighbour(testbed, &neighbour))?.start().await?;
+    let token = server.run(&["token", "create", "--redirector", "cloud-1", "-o", "json"])?;
+    let token: Token = serde_json::from_str(&token).context("a redirector's token")?;
+    let _redirector = with_door(testbed, Builder::new(testbed))?
+        .flag("--role=redirector")
+        .flag("--node-name=cloud-1")
+        .flag(format!("--peers={NEIGHBOUR}:10262"))
+        .flag(format!("--token={}", token.token))
+        .flag(format!("--ca-hash={}", token.ca_hash))
+        .start()
+        .await?;
+    let ca = testbed.dir().join("neighbour/ca/ca.crt");
+    // Nobody has signed the redirector's certificate, which names its node.
+    let url = format!("https://{CLOUD}:{PORT}/metrics");
+    let verified = curl(testbed, &["--cacert", &shown(&ca), &url]).await?;
+    ensure!(!verified.ok && verified.status == 0, "the redirector's certificate was verified: {verified:?}");
+    let unverified = curl(testbed, &["--insecure", "--verbose", &url]).await?;
+    unverified.expect(401, "a client certificate or a bearer token is needed")?;
+    ensure!(unverified.said.contains("CN=cloud-1"), "{unverified:?}");
+    let job = |name: &str, host: &str, token: &str, tls: &str| {
+        format!(
+            "- job_name: {name}\n  scheme: https\n  authorization: {{credentials: {token}}}\n  \
+             tls_config: {{{tls}}}\n  static_configs:\n  - targets: ['{host}:{PORT}']\n"
+        )
+    };
+    let verified = format!("ca_file: {}, server_name: tunnel-server.postern.internal", ca.display());
+    let (neighbour, cloud) = (NEIGHBOUR.to_string(), CLOUD.to_string());
+    let configuration = [
+        "global:\n  scrape_interval: 1s\nscrape_configs:\n".to_owned(),
+        job("tunnel-server", &neighbour, "prometheus-token", &verified),
+        job("tunnel-redirector", &cloud, "prometheus-token", "insecure_skip_verify: true"),
+        job("stranger", &neighbour, "wrong-token", &verified),
+    ]
+    .concat();
+    let _prometheus = prometheus::start(testbed, &configuration)?;
+    for (name, role) in [("tunnel-server", "server"), ("tunnel-redirector", "redirector")] {
+        let up = async || {
+            let up = format!("sum_over_time(up{{job=\"{name}\"}}[1m])");
+            let series = prometheus::query(&up).await.unwrap_or_default();
+            Ok(series.first().map_or(0.0, prometheus::Series::number))
+        };
+        wait_until(&format!("{name} to be up in Prometheus"), 2 * SOON, up, |scrapes| *scrapes >= 2.0)
+            .await?;
+        let series = prometheus::samples(&format!("postern_role{{job=\"{name}\"}}")).await?;
+        let shown: Vec<_> = series.iter().map(|series| series.label("role")).collect();
+        ensure!(shown == [role], "{name} says that it is {shown:?}");
+    }
+    let stranger = async || {
+        let targets = prometheus::targets().await?;
+        let Some(target) = targets.into_iter().find(|target| target.job == "stranger") else {
+            bail!("no target of the job stranger")
+        };
+        Ok(target.health)
+    };
+    wait_until("the stranger to be refused", SOON, stranger, |health| health.contains("401")).await?;
+    Ok(())
+}
