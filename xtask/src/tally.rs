@@ -127,7 +127,7 @@ fn is_passed_check(line: &str) -> bool {
     progress(line).is_some_and(|(_, text)| text.starts_with("ok      "))
 }
 
-/// The scenario of a check that failed, and which check it was and why.
+/// The scenario that failed and why, or which of its checks failed and why.
 fn failed_check(line: &str) -> Option<(&str, &str)> {
     let (scenario, text) = progress(line)?;
     Some((scenario, text.strip_prefix("FAILED  ")?))

@@ -13,7 +13,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::resource::{Resource, setrlimit};
 use postern_testbed::id::{Id, Kind};
 use postern_testbed::process::{Process, log_file};
-use postern_testbed::report::{FIGURE, PROGRESS};
+use postern_testbed::report::{FIGURE, PROGRESS, progress};
 use postern_testbed::{Shape, load_target, supervisor, sweep};
 use tokio::runtime::{Builder, Runtime};
 
@@ -104,7 +104,17 @@ fn work(scenario: &Scenario, id: Id) -> Result<()> {
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().context("runtime")?;
     let result = runtime.block_on((scenario.run)(&testbed));
     runtime.shutdown_timeout(Duration::from_secs(2));
-    result
+    result.inspect_err(|error| progress(&format!("FAILED  {}", in_one_line(error))))
+}
+
+/// The reason without the logs and tables that explain it: the end of a long run repeats it.
+fn in_one_line(error: &anyhow::Error) -> String {
+    let reasons: Vec<_> = error.chain().map(ToString::to_string).collect();
+    let single: Vec<_> = reasons.iter().map(String::as_str).filter(|text| !text.contains('\n')).collect();
+    match reasons.last().and_then(|last| last.split_once('\n')) {
+        Some((first, _)) => [single, vec![first]].concat().join(": "),
+        None => single.join(": "),
+    }
 }
 
 fn in_own_process(scenario: &Scenario) -> Result<(), Failed> {
@@ -143,7 +153,11 @@ fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
         Some(status) => {
             bail!("ended with {status} after {:.1?}\n{}", start.elapsed(), supervisor::logs(&dir))
         }
-        None => bail!("not finished after {:?}, killed\n{}", limit(scenario), supervisor::logs(&dir)),
+        None => {
+            let reason = format!("not finished after {:?}, killed", limit(scenario));
+            shown.print(&format!("FAILED  {reason}"));
+            bail!("{reason}\n{}", supervisor::logs(&dir))
+        }
     }
     for line in fs::read_to_string(&log).unwrap_or_default().lines() {
         if let Some(figure) = line.strip_prefix(FIGURE) {
@@ -185,9 +199,13 @@ impl Shown<'_> {
         self.at += end as u64 + 1;
         for line in String::from_utf8_lossy(&new[..end]).lines() {
             if let Some(text) = line.strip_prefix(PROGRESS) {
-                println!("  [{:>5.1} s] {}: {text}", self.start.elapsed().as_secs_f32(), self.scenario);
+                self.print(text);
             }
         }
+    }
+
+    fn print(&self, text: &str) {
+        println!("  [{:>5.1} s] {}: {text}", self.start.elapsed().as_secs_f32(), self.scenario);
     }
 }
 
@@ -212,4 +230,19 @@ fn remove_everything_on_signals() -> Result<()> {
 
 fn lock() -> std::sync::MutexGuard<'static, Vec<Id>> {
     LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn a_reason_is_one_line() {
+        let error = anyhow!("reset").context("visiting 10.0.0.1:9102").context("NAME READY\ntalker 1/1");
+        assert_eq!(in_one_line(&error), "visiting 10.0.0.1:9102: reset");
+        let error = anyhow!("kubectl: exit 1\nmore").context("rollout");
+        assert_eq!(in_one_line(&error), "rollout: kubectl: exit 1");
+    }
 }
