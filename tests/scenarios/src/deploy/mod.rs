@@ -50,7 +50,7 @@ scenarios! {
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),
     prometheus_reads_servers(images, limit = 300),
-    two_masters_are_updated(images, limit = 300),
+    two_masters_are_updated(images, limit = 600),
     alerts_fire_and_stay_silent(limit = 240),
 }
 
@@ -171,8 +171,11 @@ async fn rolled_out(kubectl: &Kubectl, daemon_set: &str) -> Result<()> {
 
 async fn ready(kubectl: &Kubectl, daemon_set: &str, nodes: u32) -> Result<()> {
     let name = format!("daemonset/{daemon_set}");
-    let status = kubectl.within(Duration::from_secs(100));
-    status.run(&["rollout", "status", &name, "--namespace", NAMESPACE, "--timeout=90s"]).await?;
+    // A rolling update takes them one after the other, and each old pod finishes what it carries.
+    let patience = 90 * nodes;
+    let status = kubectl.within(Duration::from_secs(u64::from(patience) + 10));
+    let timeout = format!("--timeout={patience}s");
+    status.run(&["rollout", "status", &name, "--namespace", NAMESPACE, &timeout]).await?;
     let ready = ["get", &name, "--namespace", NAMESPACE, "--output=jsonpath={.status.numberReady}"];
     let ready = kubectl.run(&ready).await?;
     ensure!(ready == nodes.to_string(), "{daemon_set} is ready on {ready:?} nodes, not on {nodes}");
