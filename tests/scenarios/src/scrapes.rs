@@ -99,8 +99,10 @@ async fn one_source_does_not_take_the_door(testbed: &Testbed) -> Result<()> {
     let server = with_door(testbed, Builder::new(testbed))?.start().await?;
     let mut held = Vec::new();
     for _ in 0..40 {
-        held.push(client::connect((CLOUD, PORT)).await?);
+        // Over the bound connect() itself may see the reset.
+        held.extend(client::connect((CLOUD, PORT)).await);
     }
+    ensure!(!held.is_empty(), "no connection was taken");
     let bound = [("door", "metrics"), ("reason", "source")];
     let refused = async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &bound));
     wait_until("connections to be refused", SOON, refused, |refused| *refused > 0.0).await?;

@@ -19,6 +19,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 use tunnel_core::admin::exposition;
 use tunnel_core::carry::end_on_drop;
 use tunnel_core::error::chain;
@@ -40,6 +41,8 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long a connection may wait for a whole head, also for the first line of the next request: longer than Prometheus' usual
 /// 30 s from scrape to scrape.
 const IDLE: Duration = Duration::from_secs(45);
+/// How long a connection without a request yet may wait for one when connections are to end.
+const FIRST: Duration = Duration::from_secs(2);
 /// The longest head of a request, in bytes: twice the longest token.
 const MAX_HEAD: usize = 32 << 10;
 
@@ -77,7 +80,9 @@ impl MetricsDoor {
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let shown = certificate.map(caller_of_certificate).transpose().map_err(OpenError::Client)?;
         let _counted = Counted::new(&self.metrics);
+        let asked = CancellationToken::new();
         let service = service_fn(|request: Request<Incoming>| {
+            asked.cancel();
             // No request here has a body that matters.
             let (head, shown) = (request.into_parts().0, shown.as_ref());
             async move { Ok::<_, Infallible>(self.answer(&head, shown, client).await) }
@@ -88,7 +93,7 @@ impl MetricsDoor {
             let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
             tokio::select! {
                 ended = connection.as_mut() => ended,
-                () = self.over() => {
+                () = self.over(&asked) => {
                     connection.as_mut().graceful_shutdown();
                     connection.await
                 }
@@ -105,12 +110,15 @@ impl MetricsDoor {
         Ok(())
     }
 
-    /// Ends when connections are to end: another server answers the next ones.
-    async fn over(&self) {
+    /// Ends when the connection is to end: another server answers the next ones. The first request, which a client of a new
+    /// connection would not send again, is answered.
+    async fn over(&self, asked: &CancellationToken) {
         tokio::select! {
             () = self.drain.shutdown().draining() => {}
             () = self.gate.closed() => {}
         }
+        // Who still sends none is not waited for.
+        let _ = timeout(FIRST, asked.cancelled()).await;
     }
 
     async fn answer(&self, head: &Parts, shown: Option<&Caller>, client: SocketAddr) -> Answer {
@@ -361,6 +369,17 @@ mod tests {
             let rest = timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("it ends").unwrap();
             assert_eq!(rest, 0);
         }
+    }
+
+    #[tokio::test]
+    async fn a_request_that_comes_with_a_successor_is_answered() {
+        let site = Site::new();
+        site.door.gate.set(false);
+        let answer = site.ask(true, "GET /metrics", "").await;
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        let mut silent = site.connect(true).await;
+        let read = timeout(PATIENCE, silent.read(&mut [0])).await.expect("it ends");
+        assert!(!matches!(read, Ok(1..)), "{read:?}");
     }
 
     #[test]
