@@ -354,7 +354,8 @@ mod tests {
         for successor in [false, true] {
             let site = Site::new();
             let mut stream = site.connect(true).await;
-            let head = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text\r\n\r\n";
+            let head =
+                "GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text\r\n\r\n";
             stream.write_all(head.as_bytes()).await.unwrap();
             let mut answer = Vec::new();
             while !answer.ends_with(b"# EOF\n") {
