@@ -53,8 +53,9 @@ async fn updated(cluster: &Cluster<'_>) -> Result<()> {
     let address = format!("{}:9100", testbed.edge(1).address);
     let _prometheus = prometheus::start(testbed, &scraped_each_second(&address))?;
     let up = format!("count(up == 1) == {JOBS}");
-    let scraped = async || Ok((!prometheus::query(&up).await?.is_empty()).then_some(()));
-    wait_for("every job of Prometheus to reach the edge", PATIENCE, scraped).await?;
+    let scraped = async || prometheus::query(&up).await;
+    wait_until("every job of Prometheus to reach the edge", PATIENCE, scraped, |series| !series.is_empty())
+        .await?;
     progress("both masters reach the edge; the update begins");
 
     restart(cluster, "tunnel-server", 2, echo.address).await?;
