@@ -15,6 +15,7 @@ use postern_testbed::{CloudHost, NEIGHBOUR, Testbed};
 use serde_json::{Value, json};
 
 use super::checks::Checks;
+use crate::web::{Answer, curl};
 
 pub(super) const WORKER: &str = "cloud-2";
 const SCRAPED: Duration = Duration::from_secs(40);
@@ -24,7 +25,8 @@ pub(super) async fn redirector(testbed: &Testbed) -> Result<()> {
     let mut cluster = Cluster::start(testbed).await?;
     cluster.join(WORKER, "worker", &worker, "10.71.1.0/24").await?;
     pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK), shell("worker-idle", WORKER, IDLE)]).await?;
-    let manifests = postern::install(&cluster, "overlays/everywhere").await?;
+    let components = ["metrics", "everywhere-metrics"];
+    let manifests = postern::install_with(&cluster, "overlays/everywhere", &components).await?;
     let server = postern::server(&cluster, &manifests).await?.start().await?;
     let _agent = postern::agent(&cluster, &server, &manifests, 1).await?;
     let kubelet = format!("http://{}:10255", testbed.edge(1).address);
@@ -42,6 +44,7 @@ pub(super) async fn redirector(testbed: &Testbed) -> Result<()> {
         .run("programs and pods of the host reach the edge", reached(&cluster, &worker, &server, &kubelet))
         .await;
     checks.run("Prometheus on the host scrapes the edge", scraped(testbed, &worker)).await;
+    checks.run("it shows its metrics to whom the cluster permits it", metrics(&cluster)).await;
     let cloud = async {
         let status = redirector.status().await?;
         ensure!(status["role"] == "redirector" && status["redirect"]["routes_down"] == 0, "{status}");
@@ -112,6 +115,29 @@ async fn reached(
     let printed = cluster.kubectl.run(&["exec", "worker-idle", "--", "wget", "-q", "-O-", &url]).await?;
     ensure!(printed == "ok", "a pod was answered {printed:?}");
     Ok(())
+}
+
+/// From another host, and with the rights of the component.
+async fn metrics(cluster: &Cluster<'_>) -> Result<()> {
+    let kubectl = &cluster.kubectl;
+    for account in ["reader", "stranger"] {
+        kubectl.run(&["create", "serviceaccount", account]).await?;
+    }
+    let role = ["--clusterrole=postern:metrics-reader", "--serviceaccount=default:reader"];
+    kubectl.run(&[&["create", "clusterrolebinding", "reader"][..], &role].concat()).await?;
+    let url = format!("https://{NEIGHBOUR}:10269/metrics");
+    let ask = async |account: &str| {
+        let token = kubectl.run(&["create", "token", account]).await?;
+        let header = format!("Authorization: Bearer {}", token.trim());
+        curl(cluster.testbed, &["--insecure", "--header", &header, &url]).await
+    };
+    // The authoriser may hear of the binding a moment later, and a no is remembered for 5 s.
+    let reader = async || ask("reader").await;
+    let may_read = |answer: &Answer| answer.status != 403;
+    let answer = wait_until("the reader to be let in", SCRAPED, reader, may_read).await?;
+    answer.expect(200, "postern_role{role=\"redirector\"} 1")?;
+    let refused = "system:serviceaccount:default:stranger cannot get the nonResourceURL /metrics";
+    ask("stranger").await?.expect(403, refused)
 }
 
 /// A real one, which knows the node's own address.

@@ -46,7 +46,7 @@ pub(super) async fn two_masters(testbed: &Testbed) -> Result<()> {
     let all = [commands::pods(EDGE_NODE), forward::pods(EDGE_NODE), views::pods(EDGE_NODE)].concat();
     pods::run(&cluster.api, &all).await?;
     let masters = [(CLOUD, CLOUD_NODE), (NEIGHBOUR, SECOND)];
-    let manifests = postern::install_for(&cluster, "overlays/loadbalancer", &masters).await?;
+    let manifests = postern::install_for(&cluster, "overlays/loadbalancer", &[], &masters).await?;
     let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc/status");
     // A proxy's address: kube-proxy leaves it alone.
     let ingress =

@@ -21,17 +21,23 @@ const COMPONENTS: [&str; 3] = ["node-condition", "edge-pods", "kubelet-rights"];
 
 /// Applies the manifests of `deploy/FOLDER` with [`COMPONENTS`] except the DaemonSets, and publishes the server's address.
 pub async fn install(cluster: &Cluster<'_>, folder: &str) -> Result<Manifests> {
-    install_for(cluster, folder, &[(CLOUD, CLOUD_NODE)]).await
+    install_with(cluster, folder, &[]).await
+}
+
+/// The same with more components.
+pub async fn install_with(cluster: &Cluster<'_>, folder: &str, components: &[&str]) -> Result<Manifests> {
+    install_for(cluster, folder, components, &[(CLOUD, CLOUD_NODE)]).await
 }
 
 /// The same with the addresses and nodes of several servers.
 pub async fn install_for(
     cluster: &Cluster<'_>,
     folder: &str,
+    components: &[&str],
     servers: &[(Ipv4Addr, &str)],
 ) -> Result<Manifests> {
     let dir = cluster.testbed.dir().join("postern");
-    write_overlay(&dir, folder, &COMPONENTS, &json!([]))?;
+    write_overlay(&dir, folder, &[&COMPONENTS[..], components].concat(), &json!([]))?;
     let manifests = Manifests::render_at(&cluster.kubectl, &dir).await?;
     manifests.apply(&cluster.kubectl, |object| object["kind"] != "DaemonSet").await?;
     // The controllers make slices of pods only, and these servers are processes.
