@@ -56,7 +56,6 @@ pub async fn build(
     let metrics = Metrics::new(&mut registry);
     let own_metrics = KonnectivityMetrics::register(&mut registry);
     let readiness = Readiness::new();
-    let attaching = readiness.pending("a konnectivity server");
 
     let (_servers, known) = watch::channel(Arc::new(vec![servers.server.clone()]));
     let addresses = NodeAddresses::start(config.node_ip, known).await;
@@ -76,7 +75,7 @@ pub async fn build(
         draining: own.draining_token().clone(),
         forced: own.forced_token().clone(),
     };
-    let set = Set::new(Arc::new(shared), attaching);
+    let set = Set::new(Arc::new(shared), readiness.clone());
     let flags = config.flags();
     let (started, shown) = (SystemTime::now(), set.clone());
     let (node, rules) = (config.node_name.clone(), config.allow_targets.clone());

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::backoff::{Backoff, jittered};
-use tunnel_core::lifecycle::ReadyGuard;
+use tunnel_core::lifecycle::{Readiness, ReadyGuard};
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
 
@@ -20,12 +20,15 @@ use super::stream::Stream;
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 /// Streams at most, those that are left included, whatever servers say: each may hold memory.
 const MOST: usize = 32;
+/// What `/readyz` shows without a server.
+const PENDING: &str = "a konnectivity server";
 /// A stream that has lasted so long was a success.
 const LASTING: Duration = Duration::from_secs(10);
 
 /// The streams with all servers.
 pub(crate) struct Set {
     shared: Arc<Shared>,
+    readiness: Readiness,
     state: Mutex<State>,
     last_number: AtomicU64,
 }
@@ -35,8 +38,8 @@ struct State {
     attached: Vec<Attached>,
     server_count: Option<usize>,
     last_error: Option<(String, Instant)>,
-    /// Until the first server is found.
-    ready: Option<ReadyGuard>,
+    /// While there is no server: konnectivity's own agent is not ready then either, whatever was before.
+    unready: Option<ReadyGuard>,
 }
 
 #[derive(Debug)]
@@ -57,10 +60,10 @@ enum Found {
 }
 
 impl Set {
-    /// `ready` is told once a server was found.
-    pub(crate) fn new(shared: Arc<Shared>, ready: ReadyGuard) -> Arc<Self> {
-        let state = State { ready: Some(ready), ..State::default() };
-        Arc::new(Self { shared, state: Mutex::new(state), last_number: AtomicU64::new(0) })
+    /// `readiness` follows whether there is a server.
+    pub(crate) fn new(shared: Arc<Shared>, readiness: Readiness) -> Arc<Self> {
+        let state = State { unready: Some(readiness.pending(PENDING)), ..State::default() };
+        Arc::new(Self { shared, readiness, state: Mutex::new(state), last_number: AtomicU64::new(0) })
     }
 
     /// Keeps the streams until the drain, and then until what they carry has ended.
@@ -158,8 +161,6 @@ impl Set {
                 .any(|attached| attached.server_id == server_id && !attached.leave.is_cancelled());
             if known {
                 leave.cancel();
-            } else {
-                state.ready = None;
             }
             let since = Instant::now();
             state.attached.push(Attached {
@@ -169,6 +170,7 @@ impl Set {
                 busy: busy.clone(),
                 leave: leave.clone(),
             });
+            self.count(&mut state);
             if known { Found::Known } else { Found::New }
         };
         if found == Found::New {
@@ -180,7 +182,6 @@ impl Set {
             self.shared.metrics.sessions_started.inc();
         }
         let listed = Listed(self.clone(), number);
-        listed.0.count();
         let shared = self.shared.clone();
         let counts = found == Found::New;
         streams.spawn(async move {
@@ -216,9 +217,14 @@ impl Set {
         state.server_count.is_some_and(|count| attached > 0 && attached >= count.min(MOST))
     }
 
-    fn count(&self) {
-        let attached = self.lock().attached.iter().filter(|attached| !attached.leave.is_cancelled()).count();
+    fn count(&self, state: &mut State) {
+        let attached = state.attached.iter().filter(|attached| !attached.leave.is_cancelled()).count();
         self.shared.own_metrics.servers.set(i64::try_from(attached).unwrap_or(i64::MAX));
+        if attached > 0 {
+            state.unready = None;
+        } else {
+            state.unready.get_or_insert_with(|| self.readiness.pending(PENDING));
+        }
     }
 
     // Whole after every statement, so the panic of another holder does no harm.
@@ -232,7 +238,8 @@ struct Listed(Arc<Set>, u64);
 
 impl Drop for Listed {
     fn drop(&mut self) {
-        self.0.lock().attached.retain(|attached| attached.number != self.1);
-        self.0.count();
+        let mut state = self.0.lock();
+        state.attached.retain(|attached| attached.number != self.1);
+        self.0.count(&mut state);
     }
 }

@@ -211,7 +211,7 @@ async fn every_server_behind_an_address_is_found_and_served() {
     let mut tasks = JoinSet::new();
     let (port, echo) = serve(dir.path(), sender, &mut tasks).await;
     let (own, readiness) = (Shutdown::new(), Readiness::new());
-    let set = Set::new(Arc::new(shared(dir.path(), port, &own)), readiness.pending("a konnectivity server"));
+    let set = Set::new(Arc::new(shared(dir.path(), port, &own)), readiness.clone());
     let running = tokio::spawn(set.clone().run());
     let mut next = async || timeout(PATIENCE, attached.recv()).await.expect("nobody attaches").unwrap();
 
@@ -281,7 +281,7 @@ async fn why_no_server_takes_it_is_said() {
     let (port, _) = serve(dir.path(), sender, &mut tasks).await;
     std::fs::write(dir.path().join("token"), "another").unwrap();
     let (own, readiness) = (Shutdown::new(), Readiness::new());
-    let set = Set::new(Arc::new(shared(dir.path(), port, &own)), readiness.pending("a konnectivity server"));
+    let set = Set::new(Arc::new(shared(dir.path(), port, &own)), readiness.clone());
     let running = tokio::spawn(set.clone().run());
     let said = async |part: &str| {
         let said = || set.status().last_error.unwrap_or_default();
