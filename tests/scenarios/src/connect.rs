@@ -404,8 +404,12 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(([127, 0, 0, 1], 3001).into()).await?;
     // The allow-list: this host is not on it, the neighbour is, and its agent's own allow-list decides about the target.
     expect_reset((CLOUD, 3000).into()).await?;
-    let mut allowed = client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON)?;
-    let end = client::end_of(&mut allowed, SOON).await?;
+    let end = match client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON) {
+        Ok(mut allowed) => client::end_of(&mut allowed, SOON).await?,
+        // It can come before connect() has returned.
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => client::End::Reset,
+        Err(error) => return Err(error).context("the neighbour's connection"),
+    };
     ensure!(end == client::End::Reset, "a port that the agent does not allow ended with {end:?}");
     server.wait_access("of the denied target", |line| line.text("outcome") == "denied").await?;
 
