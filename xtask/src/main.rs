@@ -108,3 +108,13 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Chaos(options) => soak::run_chaos(&options),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn every_command_is_well_formed() {
+        super::Cli::command().debug_assert();
+    }
+}

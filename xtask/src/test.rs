@@ -11,7 +11,7 @@ use crate::demo::PROGRAMS;
 use crate::image::{self, Image};
 use crate::kernel::{self, Kernel};
 use crate::tally::Tally;
-use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peers};
+use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests, peers};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -79,6 +79,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     run_units(options, &packages, &mut tally)?;
     run_scenarios(options, &scenarios, &mut tally)?;
     run_programs(options, &programs, &mut tally);
+    run_peer_tests(options, &mut tally);
     run_kernel(options, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
@@ -142,7 +143,7 @@ fn left_out(quick: &Scenarios) -> Result<String> {
         })
         .collect();
     Ok(format!(
-        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, the kernel in a virtual machine, the fuzz targets, the mutation tests",
+        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, konnectivity's own tests, the kernel in a virtual machine, the fuzz targets, the mutation tests",
         tests.join(", "),
         all.names.len() - quick.names.len(),
         all.names.len()
@@ -286,6 +287,17 @@ fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) 
             Ok(())
         });
         tally.step(name, result);
+    }
+}
+
+fn run_peer_tests(options: &Options, tally: &mut Tally) {
+    if options.quick || !options.selects(peer_tests::NAME) {
+        return;
+    }
+    tally.heading(peer_tests::NAME);
+    let built = if options.runs_everything() { Ok(()) } else { build(&["tunnel-agent"]) };
+    if let Err(error) = built.and_then(|()| peer_tests::count(tally)) {
+        tally.step(peer_tests::NAME, Err(error));
     }
 }
 
