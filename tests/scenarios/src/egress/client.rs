@@ -8,10 +8,11 @@ use postern_testbed::client::PATIENCE;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
+use tonic::{Response, Status, Streaming};
 use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::proxy_service_client::ProxyServiceClient;
 use tunnel_core::konnectivity::{Packet, PacketType};
@@ -43,7 +44,9 @@ pub(super) async fn connect(socket: &Path, target: &str) -> Result<UnixStream> {
 /// A stream of packets on a connection of its own.
 pub(super) struct Caller {
     packets: mpsc::Sender<Packet>,
-    answers: Streaming<Packet>,
+    /// The call until it is answered, which konnectivity's server does with its first packet.
+    call: JoinSet<Result<Response<Streaming<Packet>>, Status>>,
+    answers: Option<Streaming<Packet>>,
 }
 
 /// Numbers of dials, which clients choose at random.
@@ -76,7 +79,7 @@ pub(crate) async fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 's
 
 impl Caller {
     pub(super) async fn open(socket: &Path) -> Result<Self> {
-        Self::on(channel(socket).await?).await
+        Ok(Self::on(channel(socket).await?))
     }
 
     /// One whose connection can be ended as the end of its program does.
@@ -84,13 +87,21 @@ impl Caller {
         let stream = std::os::unix::net::UnixStream::connect(socket).context("connecting to the socket")?;
         stream.set_nonblocking(true)?;
         let killed = stream.try_clone()?;
-        Ok((Self::on(over(UnixStream::from_std(stream)?).await?).await?, killed))
+        Ok((Self::on(over(UnixStream::from_std(stream)?).await?), killed))
     }
 
-    pub(super) async fn on(channel: Channel) -> Result<Self> {
+    pub(super) fn on(channel: Channel) -> Self {
         let (packets, requests) = mpsc::channel(16);
-        let stream = ProxyServiceClient::new(channel).proxy(ReceiverStream::new(requests)).await;
-        Ok(Self { packets, answers: stream.context("calling Proxy")?.into_inner() })
+        let mut call = JoinSet::new();
+        call.spawn(
+            async move { ProxyServiceClient::new(channel).proxy(ReceiverStream::new(requests)).await },
+        );
+        Self { packets, call, answers: None }
+    }
+
+    /// Sends beside whoever reads the answers.
+    pub(super) fn sender(&self) -> mpsc::Sender<Packet> {
+        self.packets.clone()
     }
 
     pub(super) async fn send(&self, packet: Packet) -> Result<()> {
@@ -99,7 +110,16 @@ impl Caller {
     }
 
     pub(super) async fn next(&mut self) -> Result<Packet> {
-        let next = timeout(PATIENCE, self.answers.message()).await.context("no packet from the door")?;
+        let answers = match &mut self.answers {
+            Some(answers) => answers,
+            None => {
+                let answer =
+                    timeout(PATIENCE, self.call.join_next()).await.context("no answer to the call")?;
+                let answer = answer.context("there is a call until it is answered")??;
+                self.answers.insert(answer.context("calling Proxy")?.into_inner())
+            }
+        };
+        let next = timeout(PATIENCE, answers.message()).await.context("no packet from the door")?;
         next.context("the stream failed")?.context("the door has ended the stream")
     }
 

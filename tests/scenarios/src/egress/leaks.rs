@@ -1,13 +1,14 @@
 //! Ten thousand dials of every outcome, and what is left of them.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::client::echo;
+use postern_testbed::metrics::Metrics;
+use postern_testbed::process::Process;
 use postern_testbed::report::figure;
-use postern_testbed::server::Server;
-use postern_testbed::target::Behaviour;
+use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::UnixStream;
@@ -15,6 +16,7 @@ use tokio::task::JoinSet;
 use tunnel_core::konnectivity::Packet;
 
 use super::client::{Caller, ask, connect, random};
+use super::proxy_server::{agent_at_both, proxy_servers};
 use super::{ECHO, server_and_agent, socket};
 use crate::common::target;
 
@@ -77,11 +79,42 @@ async fn refused(socket: &Path, asked: &str, reason: &str) -> Result<()> {
     Ok(())
 }
 
-async fn dials(socket: &Path, count: usize) -> Result<()> {
+/// One dial of a kind through konnectivity's servers, the first of which serves gRPC and the second CONNECT. What its own races lose
+/// is not asked for: by CONNECT no target speaks first.
+async fn dial_at_konnectivity(sockets: &[PathBuf; 2], kind: usize) -> Result<()> {
+    let [grpc, http] = sockets;
+    match kind % KINDS {
+        kind @ (1 | 2 | 6 | 8) => dial(grpc, kind).await,
+        3 => refused_by_either(sockets, "edge-1:9104", "connection refused").await,
+        4 => refused_by_either(sockets, "10.0.0.1:9100", "may not be dialled here").await,
+        5 => refused_by_either(sockets, "no-such-host.invalid:9100", "no such host").await,
+        9 => {
+            let mut caller = Caller::open(grpc).await?;
+            let connect_id = caller.connected("edge-1:9102").await?;
+            let bye = caller.expect_data(connect_id).await?;
+            ensure!(bye == b"bye", "the target said {bye:?}");
+            caller.closed().await.map(drop)
+        }
+        kind => dial(http, kind).await,
+    }
+}
+
+async fn refused_by_either([grpc, http]: &[PathBuf; 2], asked: &str, reason: &str) -> Result<()> {
+    let (_, answer) = ask(UnixStream::connect(http).await?, asked).await?;
+    ensure!(answer.starts_with("HTTP/1.1 502 "), "{asked} was answered {answer:?}");
+    let error = Caller::open(grpc).await?.dial(asked).await?.err().unwrap_or_default();
+    ensure!(error.contains(reason), "the dial of {asked} was answered {error:?}");
+    Ok(())
+}
+
+async fn dials<D: Future<Output = Result<()>> + Send + 'static>(
+    dial: impl Fn(usize) -> D,
+    count: usize,
+) -> Result<()> {
     let mut under_way = JoinSet::new();
     for number in 0..count {
-        let socket = socket.to_owned();
-        under_way.spawn(async move { dial(&socket, number).await.with_context(|| format!("dial {number}")) });
+        let dialled = dial(number);
+        under_way.spawn(async move { dialled.await.with_context(|| format!("dial {number}")) });
         if under_way.len() >= AT_ONCE
             && let Some(done) = under_way.join_next().await
         {
@@ -94,35 +127,67 @@ async fn dials(socket: &Path, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Tasks, open files and connections of the server.
-async fn left(server: &Server<'_>) -> Result<(u64, u64, u64)> {
-    let metrics = server.metrics().await?;
-    let open = metrics.sum("postern_connections_active", &[("door", "egress")]);
+/// Connections, tasks and open files of a program.
+fn left(process: &Process, metrics: &Metrics, open: &str) -> Result<(u64, u64, u64)> {
+    let open = metrics.sum(open, &[]);
     let tasks = metrics.sum("postern_tasks", &[]);
-    let files = std::fs::read_dir(format!("/proc/{}/fd", server.process.pid()))?.count();
+    let files = std::fs::read_dir(format!("/proc/{}/fd", process.pid()))?.count();
     Ok((open as u64, tasks as u64, files as u64))
 }
 
-pub(super) async fn nothing_is_left_of_ten_thousand_dials(testbed: &Testbed) -> Result<()> {
-    let (server, _agent) = server_and_agent(testbed).await?;
-    let _echo = target(testbed, 1, ECHO, Behaviour::Echo)?;
-    let _resets = target(testbed, 1, 9101, Behaviour::Resets)?;
-    let _ends = target(testbed, 1, 9102, Behaviour::EndsFirst("bye"))?;
-    testbed.black_hole(1, 9103)?;
-    let socket = socket(testbed);
-    let (_, tasks, files) = left(&server).await?;
+/// Dials, and compares what is left of the program with what it had.
+async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
+    process: &Process,
+    left: impl AsyncFn() -> Result<(u64, u64, u64)>,
+    dial: impl Fn(usize) -> D,
+) -> Result<()> {
+    let (_, tasks, files) = left().await?;
     // What is allocated once is not what is looked for.
-    dials(&socket, 3_000).await?;
+    dials(&dial, 3_000).await?;
     let settled = |(open, now_tasks, now_files): &(u64, u64, u64)| {
         *open == 0 && *now_tasks <= tasks + 2 && *now_files <= files + 2
     };
     let limit = Duration::from_secs(90);
-    wait_until("nothing to be left of 3,000 dials", limit, async || left(&server).await, settled).await?;
-    let before = server.process.resident_bytes()?;
-    dials(&socket, 10_000).await?;
-    wait_until("nothing to be left of 10,000 dials", limit, async || left(&server).await, settled).await?;
-    let after = server.process.resident_bytes()?;
+    wait_until("nothing to be left of 3,000 dials", limit, &left, settled).await?;
+    let before = process.resident_bytes()?;
+    dials(&dial, 10_000).await?;
+    wait_until("nothing to be left of 10,000 dials", limit, &left, settled).await?;
+    let after = process.resident_bytes()?;
     figure(&format!("memory before 10,000 dials {} KiB, after {} KiB", before >> 10, after >> 10));
     ensure!(after <= before + before / 20, "memory grew from {before} to {after} bytes");
     Ok(())
+}
+
+/// Whatever becomes of a dial; the last one never answers.
+fn targets(testbed: &Testbed) -> Result<[Target; 3]> {
+    testbed.black_hole(1, 9103)?;
+    Ok([
+        target(testbed, 1, ECHO, Behaviour::Echo)?,
+        target(testbed, 1, 9101, Behaviour::Resets)?,
+        target(testbed, 1, 9102, Behaviour::EndsFirst("bye"))?,
+    ])
+}
+
+pub(super) async fn nothing_is_left_of_ten_thousand_dials(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let _targets = targets(testbed)?;
+    let socket = socket(testbed);
+    let left = async || left(&server.process, &server.metrics().await?, "postern_connections_active");
+    let dial = |number| {
+        let socket = socket.clone();
+        async move { dial(&socket, number).await }
+    };
+    nothing_is_left(&server.process, left, dial).await
+}
+
+pub(super) async fn the_agent_keeps_nothing_of_ten_thousand_dials_either(testbed: &Testbed) -> Result<()> {
+    let servers = proxy_servers(testbed).await?;
+    let agent = agent_at_both(testbed, &servers).await?;
+    let _targets = targets(testbed)?;
+    let left = async || left(&agent.process, &agent.metrics().await?, "postern_agent_connections_active");
+    let dial = |number| {
+        let sockets = servers.sockets.clone();
+        async move { dial_at_konnectivity(&sockets, number).await }
+    };
+    nothing_is_left(&agent.process, left, dial).await
 }

@@ -24,7 +24,7 @@ use tunnel_core::konnectivity::{Packet, packet::Payload};
 use crate::common::target;
 use client::{CONNECTED, Caller, ask, channel, connect, random};
 use konnectivity::{konnectivitys_own_agent_attaches, konnectivitys_own_client_gets_its_page};
-use leaks::nothing_is_left_of_ten_thousand_dials;
+use leaks::{nothing_is_left_of_ten_thousand_dials, the_agent_keeps_nothing_of_ten_thousand_dials_either};
 use proxy_server::the_agent_attaches_to_konnectivitys_servers;
 use tls::{callers_need_a_certificate, certificates_follow_their_files};
 
@@ -43,6 +43,7 @@ scenarios! {
     konnectivitys_own_client_gets_its_page(konnectivity),
     konnectivitys_own_agent_attaches(konnectivity, edges = 2),
     the_agent_attaches_to_konnectivitys_servers(konnectivity, limit = 240),
+    the_agent_keeps_nothing_of_ten_thousand_dials_either(konnectivity, limit = 400),
 }
 
 const ECHO: u16 = 9100;
@@ -334,9 +335,9 @@ async fn stalled_callers_and_targets_stall_nobody(testbed: &Testbed) -> Result<(
     }
     // Of several on one stream, and several streams on one connection, only the stalled one pays.
     let shared = channel(&socket).await?;
-    let mut stuck = Caller::on(shared.clone()).await?;
+    let mut stuck = Caller::on(shared.clone());
     stuck.connected(&source.address.to_string()).await?;
-    let mut several = Caller::on(shared).await?;
+    let mut several = Caller::on(shared);
     let bad = several.connected(&deaf.address.to_string()).await?;
     let good = several.connected(&address).await?;
     let mut ended = None;

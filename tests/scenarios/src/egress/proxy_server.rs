@@ -18,6 +18,7 @@ use serde_json::Value;
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tunnel_core::konnectivity::Packet;
 
 use super::ECHO;
 use super::client::{Caller, ask, connect};
@@ -107,12 +108,31 @@ async fn wait_attached(agent: &Agent<'_>, count: usize) -> Result<Value> {
     wait_until(&what, START, async || agent.status().await, |status| attached(status) == count).await
 }
 
-pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbed) -> Result<()> {
+/// Both servers behind one address.
+pub(super) struct Servers {
+    certificates: Certificates,
+    /// gRPC, and HTTP CONNECT.
+    pub(super) sockets: [PathBuf; 2],
+    grpc: Process,
+    http: Process,
+    _balance: JoinSet<()>,
+}
+
+pub(super) async fn proxy_servers(testbed: &Testbed) -> Result<Servers> {
     let certificates = Certificates::create(testbed)?;
-    let mut grpc = proxy_server(testbed, &certificates, 0).await?;
-    let _http = proxy_server(testbed, &certificates, 1).await?;
-    let _balance = balance().await?;
-    let mut agent = Builder::alone(testbed, 1)
+    Ok(Servers {
+        grpc: proxy_server(testbed, &certificates, 0).await?,
+        http: proxy_server(testbed, &certificates, 1).await?,
+        sockets: [socket(testbed, 0), socket(testbed, 1)],
+        certificates,
+        _balance: balance().await?,
+    })
+}
+
+/// On edge 1, and attached to both.
+pub(super) async fn agent_at_both<'a>(testbed: &'a Testbed, servers: &Servers) -> Result<Agent<'a>> {
+    let certificates = &servers.certificates;
+    let agent = Builder::alone(testbed, 1)
         .flag(format!("--proxy-server-host={CLOUD}"))
         .flag(format!("--proxy-server-port={SHARED}"))
         .flag(certificates.flag("ca-cert", "ca.crt"))
@@ -120,24 +140,45 @@ pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbe
         .flag(certificates.flag("agent-key", "agent.key"))
         .flag("--sync-interval=200ms")
         .flag("--sync-interval-cap=1s")
+        // No name server is reached from there, and a lookup is to end before its dial does.
+        .env("RES_OPTIONS", "timeout:1 attempts:1")
         .spawn()?;
-    let status = wait_attached(&agent, 2).await?;
-    ensure!(status["konnectivity"]["server_count"] == 2, "{status}");
+    wait_attached(&agent, 2).await?;
+    Ok(agent)
+}
+
+async fn expect_ready(agent: &Agent<'_>, expected: u16) -> Result<()> {
     let (ready, body) = agent.get("/readyz").await?;
-    ensure!(ready == 200, "/readyz answered {ready}: {body}");
+    ensure!(ready == expected, "/readyz answered {ready}: {body}");
+    Ok(())
+}
+
+pub(super) async fn the_agent_attaches_to_konnectivitys_servers(testbed: &Testbed) -> Result<()> {
+    let mut servers = proxy_servers(testbed).await?;
+    let sockets = servers.sockets.clone();
+    let mut agent = agent_at_both(testbed, &servers).await?;
+    let status = agent.status().await?;
+    ensure!(status["konnectivity"]["server_count"] == 2, "{status}");
+    expect_ready(&agent, 200).await?;
     agent.metrics().await?.expect("konnectivity_network_proxy_agent_open_server_connections", &[], 2.0)?;
 
-    let sockets = [socket(testbed, 0), socket(testbed, 1)];
     let echoes = target(testbed, 1, ECHO, Behaviour::Echo)?;
     carries(testbed, &sockets, echoes.address).await?;
     stalls_nobody(testbed, &sockets[0], echoes.address).await?;
 
     // A server starts again: the other one goes on, and the agent finds it.
-    grpc.crash().await?;
+    servers.grpc.crash().await?;
     wait_attached(&agent, 1).await?;
+    expect_ready(&agent, 200).await?;
     echo(&mut connect(&sockets[1], &echoes.address.to_string()).await?, b"through the other").await?;
-    let _grpc = proxy_server(testbed, &certificates, 0).await?;
+    // With neither of them it is not ready, as konnectivity's own.
+    servers.http.crash().await?;
+    wait_attached(&agent, 0).await?;
+    expect_ready(&agent, 503).await?;
+    servers.http = proxy_server(testbed, &servers.certificates, 1).await?;
+    servers.grpc = proxy_server(testbed, &servers.certificates, 0).await?;
     wait_attached(&agent, 2).await?;
+    expect_ready(&agent, 200).await?;
     let mut caller = Caller::open(&sockets[0]).await?;
     let connect_id = caller.connected(&echoes.address.to_string()).await?;
     caller.echo(connect_id, b"after a restart").await?;
@@ -202,14 +243,11 @@ async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> 
     let healthy = held.connected(&echoes.to_string()).await?;
     let mut flood = Caller::open(socket).await?;
     let connect_id = flood.connected(&stalled.address.to_string()).await?;
-    let mut flooding = JoinSet::new();
+    let (mut flooding, sender) = (JoinSet::new(), flood.sender());
     flooding.spawn(async move {
-        // Ends once the server takes no more.
-        while flood.data(connect_id, &[0; 32 << 10]).await.is_ok() {}
+        // Until it is dropped: the server goes on to take what is for a closed connection.
+        while sender.send(Packet::data(connect_id, vec![0_u8; 32 << 10].into())).await.is_ok() {}
     });
-    let cut = async || Ok(stalled.open());
-    let cut =
-        wait_until("the stalled target's connection to end", Duration::from_secs(30), cut, |open| *open == 0);
     let beside = async {
         for _ in 0..50 {
             timeout(Duration::from_secs(5), held.echo(healthy, b"beside a stalled target")).await??;
@@ -217,12 +255,13 @@ async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> 
         anyhow::Ok(())
     };
     let cut = async {
-        let cut = cut.await;
+        let cut = flood.closed().await;
         drop(flooding);
         cut
     };
     let (cut, beside) = tokio::join!(cut, beside);
-    cut?;
     beside?;
+    let (closed, reason) = cut?;
+    ensure!(closed == connect_id && reason.contains("did not take"), "{closed} was closed: {reason}");
     held.echo(healthy, b"after it").await
 }

@@ -108,7 +108,7 @@ pub(super) async fn callers_need_a_certificate(testbed: &Testbed) -> Result<()> 
     let line = server.wait_access("of the caller", |line| line.text("door") == "egress").await?;
     ensure!(line.text("caller") == "kube-apiserver", "{line:?}");
     let stream = shake_hands(testbed, Some(ours.caller("another")?), Some(b"h2")).await?;
-    let mut grpc = Caller::on(over(stream).await?).await?;
+    let mut grpc = Caller::on(over(stream).await?);
     let connect_id = grpc.connected(&format!("edge-1:{ECHO}")).await?;
     grpc.echo(connect_id, b"gRPC over TLS").await?;
     for (caller, who) in [
