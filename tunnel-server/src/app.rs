@@ -316,6 +316,8 @@ impl Bound {
             stop: stop.clone(),
         };
         let client = self.source.client();
+        let services =
+            config.egress.follows_services().then(|| self.source.services(&tasks, &stop)).flatten();
         self.source.start(source_parts, shutdown.clone()).await;
         tasks.spawn(follow(router.clone(), stop.clone()));
         tasks.spawn(keep_claims(router.clone(), config.state_dir.clone(), stop.clone()));
@@ -351,6 +353,7 @@ impl Bound {
         let parts = DoorParts {
             config: &config,
             client: client.clone(),
+            services,
             certificate: certificate.as_ref(),
             context: &context,
             registry: &self.registry,

@@ -13,8 +13,8 @@ use crate::agent_port::{FromEdge, Tokens};
 use crate::caller::{CallerTls, ClientRoots, Reviewer};
 use crate::config::{Config, KonnectivityConfig};
 use crate::door::{
-    self, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, MetricsDoor, Plain, Reception,
-    Redirected, Services, TargetFiles,
+    self, ClusterServices, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, MetricsDoor, Plain,
+    Reception, Redirected, Services, TargetFiles,
 };
 use crate::door_files::DoorFiles;
 use crate::fronts::{FrontParts, Fronts};
@@ -31,6 +31,8 @@ pub(crate) struct DoorParts<'a> {
     pub(crate) config: &'a Config,
     /// To ask the API server, if there is one.
     pub(crate) client: Option<kube::Client>,
+    /// For the egress door, if it is to know them.
+    pub(crate) services: Option<ClusterServices>,
     /// None: this is a redirector.
     pub(crate) certificate: Option<&'a Arc<ServerCertificate>>,
     pub(crate) context: &'a DoorContext,
@@ -97,7 +99,8 @@ impl<'a> Doors<'a> {
         sockets: &Arc<Copies>,
     ) {
         let Self { parts, mut files, fronts, reception, reviewer, tls, asked } = self;
-        let DoorParts { config, context, registry, budget, workers, gates, tasks, stop, .. } = parts;
+        let DoorParts { config, services, context, registry, budget, workers, gates, tasks, stop, .. } =
+            parts;
         let Listeners {
             agents: _,
             konnectivity: _,
@@ -111,8 +114,8 @@ impl<'a> Doors<'a> {
             maps,
             redirected,
         } = listeners;
-        let egress_door =
-            Egress::new(context.clone(), Shares::new(budget.egress), config.egress.direct.clone(), workers);
+        let (shares, direct) = (Shares::new(budget.egress), config.egress.direct.clone());
+        let egress_door = Egress::new(context.clone(), shares, direct, services, workers);
         if let Some(socket) = egress_socket {
             tasks.spawn(egress_door.clone().serve_unix(socket, gates.doors.clone()));
         }

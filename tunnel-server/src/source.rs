@@ -4,13 +4,18 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tunnel_core::config::ConfigError;
 use tunnel_core::lifecycle::{Readiness, Shutdown};
 use tunnel_kube::KubeError;
 
 use crate::config::{Config, NodeSource};
+use crate::door::ClusterServices;
 use crate::inventory::{FileSource, Inventory};
-use crate::kube::{Kube, Parts};
+use crate::kube::read::cluster_ips::{self, ClusterIps};
+use crate::kube::{Kube, Parts, ServiceEndpoints};
 use crate::pki::{Ca, Lifetimes, RevocationStore};
 use crate::route::{Router, update};
 use crate::status::SourceReport;
@@ -72,6 +77,18 @@ impl Source {
         match self {
             Self::File { .. } => None,
             Self::Kubernetes(kube) => Some(kube.client()),
+        }
+    }
+
+    /// The Services of the cluster and where they lead, if there is one: they are followed by a task.
+    pub(crate) fn services(&self, tasks: &TaskTracker, stop: &CancellationToken) -> Option<ClusterServices> {
+        match self {
+            Self::File { .. } => None,
+            Self::Kubernetes(kube) => {
+                let (followed, services) = watch::channel(ClusterIps::default());
+                tasks.spawn(cluster_ips::run(kube.client(), kube.health(), followed, stop.clone()));
+                Some(ClusterServices::new(services, ServiceEndpoints::new(kube.client())))
+            }
         }
     }
 

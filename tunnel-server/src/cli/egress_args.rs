@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use tunnel_core::config::{ConfigError, parse_cidrs, parse_port};
 
-use crate::config::{DEFAULT_EGRESS_SOCKET_MODE, EgressConfig, EgressTlsConfig};
+use crate::config::{DEFAULT_EGRESS_SOCKET_MODE, EgressConfig, EgressTlsConfig, on_or_off};
 
 /// kube-apiserver's way to edge nodes by its EgressSelector.
 #[derive(Args, Clone, Debug)]
@@ -36,6 +36,10 @@ pub struct EgressArgs {
     /// nodes, Services, pods [default: none, such connections are refused].
     #[arg(long, value_name = "CIDRS", default_value = "", hide_default_value = true)]
     pub egress_direct: String,
+    /// on or off: the address of a Service leads to one of its ready endpoints, on edge nodes too, which takes the right to read
+    /// all Services and their EndpointSlices.
+    #[arg(long, value_name = "on|off", default_value = "off")]
+    pub egress_services: String,
 }
 
 impl EgressArgs {
@@ -45,6 +49,7 @@ impl EgressArgs {
             socket_mode: mode(&self.egress_socket_mode)?,
             port: self.port()?,
             direct: parse_cidrs("--egress-direct", &self.egress_direct)?,
+            services: on_or_off("--egress-services", &self.egress_services)?,
         })
     }
 

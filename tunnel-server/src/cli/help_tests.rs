@@ -78,6 +78,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("egress-cert", None),
     ("egress-key", None),
     ("egress-direct", None),
+    ("egress-services", Some("off")),
     ("konnectivity-agent-port", Some("0")),
     ("konnectivity-service-account", Some("kube-system/konnectivity-agent")),
     ("konnectivity-audience", Some("system:konnectivity-server")),

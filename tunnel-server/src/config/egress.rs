@@ -20,6 +20,15 @@ pub struct EgressConfig {
     pub port: Option<(u16, EgressTlsConfig)>,
     /// What this server dials itself.
     pub direct: Vec<IpNet>,
+    /// Cluster IPs lead to their Services' endpoints.
+    pub services: bool,
+}
+
+impl EgressConfig {
+    /// Whether the door is open and is to know the cluster's Services.
+    pub(crate) fn follows_services(&self) -> bool {
+        self.services && (self.socket.is_some() || self.port.is_some())
+    }
 }
 
 /// How callers of its port are told from strangers.
@@ -39,6 +48,7 @@ impl Config {
         flags.push(("egress-port", egress.port.as_ref().map_or(0, |(port, _)| *port).to_string()));
         let direct: Vec<_> = egress.direct.iter().map(ToString::to_string).collect();
         flags.push(("egress-direct", direct.join(",")));
+        flags.push(("egress-services", if egress.services { "on" } else { "off" }.to_owned()));
         if let Some(socket) = &egress.socket {
             flags.push(("egress-socket", socket.display().to_string()));
             flags.push(("egress-socket-mode", format!("{:04o}", egress.socket_mode)));

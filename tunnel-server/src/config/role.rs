@@ -42,6 +42,7 @@ pub(crate) const OF_SERVERS: &[&str] = &[
     "egress-cert",
     "egress-key",
     "egress-direct",
+    "egress-services",
     "konnectivity-agent-port",
     "konnectivity-service-account",
     "konnectivity-audience",

@@ -32,6 +32,10 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         let judged = async || judge_metrics(&client, &namespace, config).await;
         checkup.run("metrics rights", &["API server"], judged).await;
     }
+    if config.egress.follows_services() {
+        let judged = async || judge_egress_services(&client, &namespace).await;
+        checkup.run("egress rights", &["API server"], judged).await;
+    }
 }
 
 async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role) -> Outcome {
@@ -58,6 +62,16 @@ async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Out
         "{given}, then `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
     );
     rights(client, ROOTS_NAMESPACE, &of_metrics(config.doors.client_ca.is_none()), &fix).await
+}
+
+/// Without them no Service's address leads anywhere.
+async fn judge_egress_services(client: &Client, namespace: &str) -> Outcome {
+    let account = account(Role::Server);
+    let fix = format!(
+        "add the component egress-services to the overlay (in the chart server.egressServices=true), then \
+         `kubectl auth can-i list services -A --as system:serviceaccount:{namespace}:{account}`"
+    );
+    rights(client, namespace, &of_egress_services(), &fix).await
 }
 
 const fn account(role: Role) -> &'static str {
@@ -112,6 +126,14 @@ fn of_metrics(published_roots: bool) -> Vec<Right> {
         wanted.push(Right::here("", "configmaps", &["get"]).named(ROOTS_CONFIGMAP));
     }
     wanted
+}
+
+/// deploy/components/egress-services/rbac.yaml.
+fn of_egress_services() -> Vec<Right> {
+    vec![
+        Right::everywhere("", "services", &["list", "watch"]),
+        Right::everywhere("discovery.k8s.io", "endpointslices", &["list"]),
+    ]
 }
 
 #[cfg(test)]
@@ -177,6 +199,8 @@ mod tests {
         ] {
             assert_eq!(flat(&of_metrics(true)), of_manifest(metrics));
         }
+        let services = include_str!("../../../deploy/components/egress-services/rbac.yaml");
+        assert_eq!(flat(&of_egress_services()), of_manifest(services));
         assert_eq!(of_metrics(false).len(), 2, "--client-ca-file takes the place of the ConfigMap");
     }
 }

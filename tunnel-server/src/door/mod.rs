@@ -37,7 +37,7 @@ pub(crate) use access_log::AccessLogGuard;
 pub(crate) use connect::{Connect, EDGE, Gatekeeper, Reception, Services, Workload, WorkloadMap, pair};
 pub use context::{DoorContext, OpenError, OpenRequest};
 pub(crate) use egress::{
-    Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
+    ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
 };
 pub(crate) use front::{Admission, Front, Pods, TargetFiles, TargetTls};
 pub use front::{Wanted, parse_destination, target_head};

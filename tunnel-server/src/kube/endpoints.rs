@@ -1,6 +1,7 @@
 //! Where a Service's endpoints are, asked when a caller waits for it.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Service;
@@ -10,9 +11,18 @@ use kube::api::ListParams;
 use tunnel_kube::request;
 
 use super::read::SERVICE_NAME;
+use super::read::cluster_ips::{self, ClusterService};
 
 /// How long a caller waits for the API server.
 const DEADLINE: Duration = Duration::from_secs(4);
+
+/// Where one endpoint of a Service's port is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    pub address: SocketAddr,
+    /// The node that it is on, if it is on one.
+    pub node: Option<Box<str>>,
+}
 
 /// Asks the API server for the endpoints of Services.
 #[derive(Clone)]
@@ -34,36 +44,63 @@ impl ServiceEndpoints {
         let service = request(DEADLINE, services.get_opt(name)).await;
         let service = service.map_err(|error| format!("Service {name}.{namespace}: {error}"))?;
         let spec = service.and_then(|service| service.spec).unwrap_or_default();
-        let tcp = |protocol: &Option<String>| protocol.as_deref().is_none_or(|protocol| protocol == "TCP");
         let ports = spec.ports.unwrap_or_default();
-        let of_service = ports.iter().find(|known| known.port == i32::from(port) && tcp(&known.protocol));
+        let mut tcp = ports.iter().filter(|known| is_tcp(known.protocol.as_deref()));
+        let of_service = tcp.find(|known| known.port == i32::from(port));
         let Some(of_service) = of_service else {
             return Err(format!("there is no Service {name}.{namespace} with a TCP port {port}"));
         };
+        let wanted = of_service.name.as_deref().unwrap_or_default();
+        let found = self.ready(name, namespace, wanted).await?;
+        if found.is_empty() {
+            return Err(format!("the Service {name}.{namespace} has no ready endpoint"));
+        }
+        Ok(found.into_iter().map(|endpoint| endpoint.address).collect())
+    }
+
+    /// The Service that has this address now.
+    ///
+    /// # Errors
+    /// The API server does not answer, or is too old to be asked.
+    pub async fn service_at(&self, address: IpAddr) -> Result<Option<Arc<ClusterService>>, String> {
+        let found = cluster_ips::ask(&self.client, address, DEADLINE).await;
+        found.map_err(|error| error.to_string())
+    }
+
+    /// The ready endpoints of the TCP port that has this name, or none.
+    ///
+    /// # Errors
+    /// The API server does not answer.
+    pub async fn ready(&self, name: &str, namespace: &str, port: &str) -> Result<Vec<Endpoint>, String> {
         let slices = Api::<EndpointSlice>::namespaced(self.client.clone(), namespace);
         let of_this = ListParams::default().labels(&format!("{SERVICE_NAME}={name}"));
         let slices = request(DEADLINE, slices.list(&of_this)).await;
         let slices = slices.map_err(|error| format!("EndpointSlices of {name}.{namespace}: {error}"))?;
-        let wanted = of_service.name.as_deref().unwrap_or_default();
         let mut found = Vec::new();
         for slice in slices {
-            let of_slice =
-                slice.ports.unwrap_or_default().into_iter().find(|known| {
-                    known.name.as_deref().unwrap_or_default() == wanted && tcp(&known.protocol)
-                });
+            let of_slice = slice.ports.unwrap_or_default().into_iter().find(|known| {
+                known.name.as_deref().unwrap_or_default() == port && is_tcp(known.protocol.as_deref())
+            });
             let Some(port) = of_slice.and_then(|known| u16::try_from(known.port?).ok()) else { continue };
             for endpoint in slice.endpoints {
                 // Unknown counts as ready (EndpointConditions).
                 if endpoint.conditions.and_then(|conditions| conditions.ready) == Some(false) {
                     continue;
                 }
+                let node: Option<Box<str>> = endpoint.node_name.map(Into::into);
                 let addresses = endpoint.addresses.iter().filter_map(|address| address.parse().ok());
-                found.extend(addresses.map(|address| SocketAddr::new(address, port)));
+                found.extend(
+                    addresses.map(|address| Endpoint {
+                        address: SocketAddr::new(address, port),
+                        node: node.clone(),
+                    }),
+                );
             }
-        }
-        if found.is_empty() {
-            return Err(format!("the Service {name}.{namespace} has no ready endpoint"));
         }
         Ok(found)
     }
+}
+
+fn is_tcp(protocol: Option<&str>) -> bool {
+    protocol.is_none_or(|protocol| protocol == "TCP")
 }

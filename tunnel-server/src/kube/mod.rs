@@ -30,7 +30,7 @@ use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::{Health, KubeError};
 
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
-pub use self::endpoints::ServiceEndpoints;
+pub use self::endpoints::{Endpoint, ServiceEndpoints};
 use self::read::authority::{self, AuthorityError};
 use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
@@ -148,6 +148,11 @@ impl Kube {
     /// To ask about callers, pods and endpoints.
     pub fn client(&self) -> kube::Client {
         self.client.clone()
+    }
+
+    /// How watches are doing, for those of the doors.
+    pub fn health(&self) -> Health {
+        self.health.clone()
     }
 
     /// What `status` shows of the source of the nodes.

@@ -70,6 +70,9 @@
 {{- if .Values.server.metrics.enabled }}
 - "--metrics-port={{ $ports.metrics }}"
 {{- end }}
+{{- if .Values.server.egressServices }}
+- --egress-services=on
+{{- end }}
 {{- if ne (int $ports.plain) 0 }}
 - "--plain-port={{ $ports.plain }}"
 {{- end }}

@@ -5,12 +5,13 @@ use super::rights::unseen;
 use super::{DOCUMENT, PROGRAMS, deploy};
 
 /// The manifests with roles, in the document's order.
-const ROLES: [&str; 9] = [
+const ROLES: [&str; 10] = [
     "base/server-rbac.yaml",
     "components/node-condition/rbac.yaml",
     "components/https-callers/rbac.yaml",
     "components/connect/rbac.yaml",
     "components/metrics/rbac.yaml",
+    "components/egress-services/rbac.yaml",
     "base/agent-rbac.yaml",
     "components/edge-pods/rbac.yaml",
     "components/everywhere/redirector-rbac.yaml",
@@ -77,7 +78,7 @@ fn tables() -> Vec<(String, Vec<Row>)> {
 #[test]
 fn the_document_has_exactly_the_rules_of_the_manifests() {
     let rules = ROLES.map(|name| rules(&fs::read_to_string(deploy().join(name)).unwrap())).concat();
-    assert_eq!(rules.len(), 14);
+    assert_eq!(rules.len(), 15);
     let rendered = |roles: &[(String, Vec<Row>)]| {
         let row = |row: &Row| format!("| {} |", row.join(" | "));
         let role = |(role, rows): &(String, Vec<Row>)| {

@@ -18,7 +18,7 @@ const PORT: u16 = 8132;
 
 /// The ways that kube-apiserver knows.
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+pub(super) enum Kind {
     GrpcOverUnix,
     ConnectOverUnix,
     ConnectOverTls,
@@ -44,7 +44,7 @@ impl Kind {
     }
 }
 
-fn socket(testbed: &Testbed) -> PathBuf {
+pub(super) fn socket(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("egress.sock")
 }
 
@@ -81,15 +81,8 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     let agent = postern::agent(&cluster, &server, &manifests, 1).await?;
     let mut webhook = None;
     for kind in [Kind::GrpcOverUnix, Kind::ConnectOverUnix, Kind::ConnectOverTls] {
-        let file = testbed.dir().join("egress-selector.json");
-        write_selection(&file, &kind.connection(testbed, &cluster)?)?;
-        cluster.control_plane.kill_apiserver().await?;
-        cluster.control_plane.set_flags(vec![
-            format!("--egress-selector-config-file={}", file.display()),
-            // Services lead to their endpoints, as some are on edge nodes.
-            "--enable-aggregator-routing=true".to_owned(),
-        ]);
-        cluster.restart_apiserver().await?;
+        // Services lead to their endpoints, as some are on edge nodes.
+        select(testbed, &mut cluster, kind, &["--enable-aggregator-routing=true"]).await?;
         let name = |what: &str| format!("{kind:?}: {what}");
         checks.run(&name("an edge's logs go through the door"), through_the_door(&cluster, &server)).await;
         checks.run(&name("the cloud's node is dialled directly"), cloud(&cluster, &server)).await;
@@ -115,6 +108,23 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     checks.finish()
 }
 
+/// Starts the API server with this way to nodes, pods and Services, and further flags.
+pub(super) async fn select(
+    testbed: &Testbed,
+    cluster: &mut Cluster<'_>,
+    kind: Kind,
+    more: &[&str],
+) -> Result<()> {
+    let file = testbed.dir().join("egress-selector.json");
+    write_selection(&file, &kind.connection(testbed, cluster)?)?;
+    cluster.control_plane.kill_apiserver().await?;
+    let flag = format!("--egress-selector-config-file={}", file.display());
+    cluster
+        .control_plane
+        .set_flags([flag].into_iter().chain(more.iter().map(|flag| (*flag).to_owned())).collect());
+    cluster.restart_apiserver().await
+}
+
 async fn through_the_door(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     let before = connections(server, EDGE_NODE)?;
     commands::logs(&cluster.kubectl).await?;
@@ -129,7 +139,7 @@ async fn through_the_door(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<
     Ok(())
 }
 
-async fn admission(cluster: &Cluster<'_>, webhook: &Webhook) -> Result<()> {
+pub(super) async fn admission(cluster: &Cluster<'_>, webhook: &Webhook) -> Result<()> {
     let before = webhook.asked();
     let object = |name: &str| json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name, "labels": { "webhook": "" } } });
     let path = "/api/v1/namespaces/default/configmaps";

@@ -11,6 +11,7 @@ mod outages;
 mod prometheus;
 mod redirect;
 mod redirector;
+mod services;
 mod standalone;
 mod top;
 mod two_masters;
@@ -22,6 +23,7 @@ use failures::failures;
 use in_cluster::in_cluster;
 use outages::outages;
 use redirector::redirector;
+use services::{aggregated_at_the_edge, egress_services};
 use standalone::standalone;
 use top::top;
 use two_masters::two_masters;
@@ -37,4 +39,6 @@ scenarios! {
     redirector(cluster, limit = 240),
     top(metrics_server, limit = 300),
     egress_selector(cluster, limit = 900),
+    egress_services(cluster, limit = 300),
+    aggregated_at_the_edge(metrics_server, limit = 300),
 }

@@ -14,7 +14,7 @@ use super::redirector::{self, WORKER};
 
 /// A node's figures are there after two rounds of metrics-server and two of the kubelet, of ten seconds each.
 const MEASURED: Duration = Duration::from_secs(60);
-const NODES: &str = "/apis/metrics.k8s.io/v1beta1/nodes";
+pub(super) const NODES: &str = "/apis/metrics.k8s.io/v1beta1/nodes";
 const PODS: &str = "/apis/metrics.k8s.io/v1beta1/namespaces/default/pods";
 
 pub(super) async fn top(testbed: &Testbed) -> Result<()> {
@@ -86,7 +86,12 @@ async fn shown(cluster: &Cluster<'_>) -> Result<()> {
 }
 
 /// Waits until the list of metrics-server has these and not those. It answers cheaply, and kubectl shows the same.
-async fn measured(cluster: &Cluster<'_>, list: &str, with: &[&str], without: &[&str]) -> Result<()> {
+pub(super) async fn measured(
+    cluster: &Cluster<'_>,
+    list: &str,
+    with: &[&str],
+    without: &[&str],
+) -> Result<()> {
     let names = async || {
         let answer = cluster.api.get(list).await?;
         let items = answer["items"].as_array().context("no list")?;
@@ -108,7 +113,7 @@ fn line<'a>(printed: &'a str, name: &str) -> Result<Vec<&'a str>> {
 }
 
 /// The word at this place is a quantity above zero, such as 12m or 345Mi.
-fn positive(printed: &str, name: &str, place: usize) -> Result<()> {
+pub(super) fn positive(printed: &str, name: &str, place: usize) -> Result<()> {
     let words = line(printed, name)?;
     let quantity = words.get(place).copied().unwrap_or_default();
     let number = quantity.trim_end_matches(char::is_alphabetic);

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use bytes::Bytes;
 use ipnet::IpNet;
+use tunnel_core::identity::NodeName;
 use tunnel_core::text::printable;
 
 use crate::door::context::OpenRequest;
@@ -16,6 +17,14 @@ pub(super) enum Destination {
     Edge(OpenRequest),
     /// Dialled by this server: an address that may be, or a name that has to be resolved first.
     Direct(String, u16),
+}
+
+/// What a destination means.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Meant {
+    Known(Destination),
+    /// Nothing on an edge node: it may be a Service's, or one that this server may dial.
+    Elsewhere(SocketAddr),
 }
 
 /// Addresses that are not edge nodes', and that this server dials itself.
@@ -31,18 +40,17 @@ impl Direct {
     }
 }
 
-/// Finds the destination of `HOST:PORT`, with an IPv6 address in brackets.
+/// What `HOST:PORT` means, with an IPv6 address in brackets.
 ///
 /// # Errors
-/// It is none, or is neither an edge node's nor one that this server may dial.
-pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Destination, String> {
+/// It is none, or a name that is neither an edge node's nor one that this server may look up.
+pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant, String> {
     let (host, port) = split(text)?;
-    let edge = |node, target| Ok(Destination::Edge(OpenRequest::new(node, target, Bytes::new())));
     let snapshot = router.snapshot();
     let name = host.strip_suffix('.').unwrap_or(&host).to_ascii_lowercase();
     if let Some(found) = snapshot.by_name(&name) {
         let target = router.target(found.address, port);
-        return edge(found.node, target);
+        return Ok(Meant::Known(through_tunnel(found.node, target)));
     }
     let Ok(address) = name.parse::<IpAddr>() else {
         if direct.0.is_empty() {
@@ -51,26 +59,44 @@ pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Desti
                 printable(&name, 100)
             ));
         }
-        return Ok(Destination::Direct(name, port));
+        return Ok(Meant::Known(Destination::Direct(name, port)));
     };
-    match snapshot.by_address(address) {
+    let address = SocketAddr::new(address, port);
+    Ok(on_edge(address, None, router)?.map_or(Meant::Elsewhere(address), Meant::Known))
+}
+
+/// Through which tunnel an address is reached; None: it is not an edge node's or its pod's.
+///
+/// # Errors
+/// Several nodes have it, and `node` is none of them.
+pub(super) fn on_edge(
+    address: SocketAddr,
+    node: Option<&str>,
+    router: &Router,
+) -> Result<Option<Destination>, String> {
+    let (snapshot, port) = (router.snapshot(), address.port());
+    match snapshot.by_address(address.ip()) {
         ByAddress::Unique(found) => {
             let target = router.target(found.address, port);
-            return edge(found.node, target);
+            return Ok(Some(through_tunnel(found.node, target)));
         }
-        ByAddress::Ambiguous(nodes) => {
+        ByAddress::Ambiguous(mut nodes) => {
+            if let Some(at) = nodes.iter().position(|known| Some(known.as_str()) == node) {
+                let target = router.target(address.ip(), port);
+                return Ok(Some(through_tunnel(nodes.swap_remove(at), target)));
+            }
             let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
-            return Err(format!("{address} is the address of {}: name the node instead", nodes.join(", ")));
+            let nodes = nodes.join(", ");
+            return Err(format!("{} is the address of {nodes}: name the node instead", address.ip()));
         }
         ByAddress::Unknown => {}
     }
-    if let Some(pod) = snapshot.by_pod(address) {
-        return edge(pod.node, SocketAddr::new(pod.address, port));
-    }
-    if direct.allows(address) {
-        return Ok(Destination::Direct(name, port));
-    }
-    Err(not_allowed(address))
+    let pod = snapshot.by_pod(address.ip());
+    Ok(pod.map(|pod| through_tunnel(pod.node, SocketAddr::new(pod.address, port))))
+}
+
+fn through_tunnel(node: NodeName, target: SocketAddr) -> Destination {
+    Destination::Edge(OpenRequest::new(node, target, Bytes::new()))
 }
 
 pub(super) fn not_allowed(address: IpAddr) -> String {

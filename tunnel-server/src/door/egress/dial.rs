@@ -1,22 +1,26 @@
 //! Dials what a caller asks for, and carries the connection.
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use h2::{RecvStream, SendStream};
+use rand::seq::SliceRandom as _;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tunnel_core::carry::{Abort, Pump, RelayError};
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
-use super::destination::{Destination, Direct, find, not_allowed};
+use super::destination::{Destination, Direct, Meant, find, not_allowed, on_edge};
+use super::services::{ClusterServices, Wanted};
 use crate::admission::Shares;
 use crate::door::access_log::AccessLogGuard;
 use crate::door::context::{DoorContext, OpenRequest};
 use crate::door::direct::{self, Failed};
 use crate::door::way::Way;
+use crate::kube::Endpoint;
 
 /// The door's name in logs and metrics.
 pub(crate) const NAME: &str = "egress";
@@ -36,6 +40,18 @@ pub(super) struct Dialler {
     pub(super) context: DoorContext,
     pub(super) shares: Shares,
     pub(super) direct: Direct,
+    /// None: cluster IPs mean nothing to this door.
+    pub(super) services: Option<Arc<ClusterServices>>,
+}
+
+/// Endpoints of a Service that one caller is led to, at most, where none can be reached.
+const TRIED: usize = 3;
+
+/// Where a connection can go.
+enum Choice {
+    One(Destination),
+    /// To one of the Service's endpoints, those that are not out of reach, in the order in which they are tried.
+    Service(Wanted, Vec<(SocketAddr, Destination)>, Arc<[Endpoint]>),
 }
 
 /// A connection that is up. It is recorded when this is dropped.
@@ -63,18 +79,95 @@ impl Dialler {
         caller: &Caller,
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
-        let destination = find(address, &self.context.router, &self.direct);
+        let mut gone = pin!(gone);
+        let choice = tokio::select! {
+            biased;
+            choice = self.choose(address) => choice,
+            () = gone.as_mut() => return Err(not_waited()),
+        };
+        let (wanted, reached, all) = match choice {
+            Ok(Choice::One(destination)) => return self.reach(destination, caller, gone).await,
+            Ok(Choice::Service(wanted, reached, all)) => (wanted, reached, all),
+            Err(failed) => return Err(self.turned_away(failed, caller)),
+        };
+        let mut last = wanted.no_endpoint();
+        for (endpoint, destination) in reached {
+            match self.reach(destination, caller, gone.as_mut()).await {
+                Ok(connected) => return Ok(connected),
+                Err(failed) if failed.outcome == Outcome::ClientReset => return Err(failed),
+                Err(failed) => last = wanted.at(endpoint, &failed),
+            }
+        }
+        if let Some(services) = &self.services {
+            services.doubt(&wanted, all);
+        }
+        Err(last)
+    }
+
+    async fn choose(&self, address: &str) -> Result<Choice, Failed> {
+        let denied = |reason| Failed { outcome: Outcome::Denied, reason };
+        let address = match find(address, &self.context.router, &self.direct).map_err(denied)? {
+            Meant::Known(destination) => return Ok(Choice::One(destination)),
+            Meant::Elsewhere(address) => address,
+        };
+        let direct = self.by_itself(address);
+        if let Some(services) = &self.services {
+            let reached = |endpoint: &Endpoint| self.endpoint(endpoint).is_some();
+            match services.find(address, direct.is_none(), reached).await {
+                Ok(Some((wanted, endpoints))) => {
+                    let first = endpoints.first().ok_or_else(|| wanted.no_endpoint())?.address;
+                    let mut found: Vec<_> = endpoints
+                        .iter()
+                        .filter_map(|endpoint| Some((endpoint.address, self.endpoint(endpoint)?)))
+                        .collect();
+                    found.shuffle(&mut rand::rng());
+                    found.truncate(TRIED);
+                    match direct {
+                        // kube-proxy leads there, or nothing does.
+                        Some(direct) if found.is_empty() => return Ok(Choice::One(direct)),
+                        None if found.is_empty() => return Err(wanted.out_of_reach(first)),
+                        _ => return Ok(Choice::Service(wanted, found, endpoints)),
+                    }
+                }
+                Ok(None) => {}
+                // kube-proxy knows the endpoints too.
+                Err(failed) if direct.is_some() && failed.outcome == Outcome::TimedOut => {
+                    tracing::debug!(reason = failed.reason, "this server dials the Service's address itself");
+                }
+                Err(failed) => return Err(failed),
+            }
+        }
+        direct.map(Choice::One).ok_or_else(|| denied(not_allowed(address.ip())))
+    }
+
+    /// None: it is out of reach.
+    fn endpoint(&self, endpoint: &Endpoint) -> Option<Destination> {
+        let edge = on_edge(endpoint.address, endpoint.node.as_deref(), &self.context.router).ok()?;
+        edge.or_else(|| self.by_itself(endpoint.address))
+    }
+
+    fn by_itself(&self, address: SocketAddr) -> Option<Destination> {
+        let allowed = self.direct.allows(address.ip());
+        allowed.then(|| Destination::Direct(address.ip().to_string(), address.port()))
+    }
+
+    async fn reach(
+        &self,
+        destination: Destination,
+        caller: &Caller,
+        gone: impl Future<Output = ()>,
+    ) -> Result<Connected, Failed> {
         match destination {
-            Ok(Destination::Edge(request)) => self.edge(request, caller, gone).await,
-            Ok(Destination::Direct(host, port)) => self.direct(host, port, caller, gone).await,
-            Err(reason) => Err(self.turned_away(reason, caller)),
+            Destination::Edge(request) => self.edge(request, caller, gone).await,
+            Destination::Direct(host, port) => self.direct(host, port, caller, gone).await,
         }
     }
 
-    fn turned_away(&self, reason: String, caller: &Caller) -> Failed {
+    fn turned_away(&self, failed: Failed, caller: &Caller) -> Failed {
+        let (client, caller, reason) = (caller.address, &caller.name, &failed.reason);
         self.context.metrics.turned_away(NAME);
-        tracing::warn!(door = NAME, client = %caller.address, caller = %caller.name, reason, "client turned away");
-        Failed { outcome: Outcome::Denied, reason }
+        tracing::warn!(door = NAME, %client, %caller, reason, "client turned away");
+        failed
     }
 
     async fn edge(
@@ -149,17 +242,18 @@ impl Dialler {
     }
 
     async fn by_this_server(&self, host: &str, port: u16, caller: &Caller) -> Result<Connected, Failed> {
+        let denied = |reason| Failed { outcome: Outcome::Denied, reason };
         let resolved =
             tokio::time::timeout(direct::DIAL_TIMEOUT, tokio::net::lookup_host((host, port))).await;
         let targets: Vec<_> = match resolved {
             Ok(Ok(targets)) => targets.collect(),
             Ok(Err(error)) => {
                 let reason = format!("lookup {}: no such host: {error}", printable(host, 100));
-                return Err(self.turned_away(reason, caller));
+                return Err(self.turned_away(denied(reason), caller));
             }
             Err(_) => {
                 let reason = format!("lookup {}: i/o timeout", printable(host, 100));
-                return Err(self.turned_away(reason, caller));
+                return Err(self.turned_away(denied(reason), caller));
             }
         };
         let Some(target) = targets.iter().copied().find(|target| self.direct.allows(target.ip())) else {
@@ -167,7 +261,7 @@ impl Dialler {
                 || format!("lookup {}: no such host", printable(host, 100)),
                 |target| not_allowed(target.ip()),
             );
-            return Err(self.turned_away(reason, caller));
+            return Err(self.turned_away(denied(reason), caller));
         };
         let mut record = AccessLogGuard::direct(NAME, caller.address, target, &self.context);
         record.called_by(&caller.name);

@@ -10,6 +10,7 @@ mod destination;
 mod dial;
 mod halves;
 mod proxy;
+mod services;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -42,6 +43,7 @@ use dial::{Caller, Dialler};
 use halves::Writer;
 
 pub(crate) use dial::NAME;
+pub(crate) use services::ClusterServices;
 pub(crate) use tls::EgressTls;
 pub(crate) use unix::Socket;
 
@@ -68,10 +70,12 @@ impl Egress {
         context: DoorContext,
         shares: Shares,
         direct: Vec<IpNet>,
+        services: Option<ClusterServices>,
         workers: Arc<Workers>,
     ) -> Self {
         context.metrics.door(NAME);
-        Self { dialler: Arc::new(Dialler { context, shares, direct: Direct(direct) }), workers }
+        let services = services.map(Arc::new);
+        Self { dialler: Arc::new(Dialler { context, shares, direct: Direct(direct), services }), workers }
     }
 
     /// Serves the Unix socket until the drain starts. Once `gate` is open the path leads to it. While it is closed a successor

@@ -1,5 +1,7 @@
 //! Streams of packets, by a real client over the Unix socket, to a target that this server dials itself.
 
+mod services;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,24 +36,33 @@ struct Door {
     _task: tokio_util::task::AbortOnDropHandle<()>,
 }
 
+/// Without any node.
+fn router(registry: &mut Registry) -> Router {
+    let config = RouterConfig {
+        token_range: "198.18.0.0/15".parse().unwrap(),
+        token_range_v6: "fd00:706f::/64".parse().unwrap(),
+        ports: [10250].into(),
+        pods: Vec::new(),
+        host: None,
+        edge_addresses: Vec::new(),
+        foreign: Vec::new(),
+        exclude: Vec::new(),
+        clients: Vec::new(),
+        host_addresses: || None,
+    };
+    Router::new(config, registry)
+}
+
 impl Door {
     async fn open() -> Self {
+        Self::open_with(None).await
+    }
+
+    async fn open_with(services: Option<ClusterServices>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = Socket::bind(&dir.path().join("egress.sock"), 0o600, false).await.unwrap();
         let mut registry = Registry::default();
-        let config = RouterConfig {
-            token_range: "198.18.0.0/15".parse().unwrap(),
-            token_range_v6: "fd00:706f::/64".parse().unwrap(),
-            ports: [10250].into(),
-            pods: Vec::new(),
-            host: None,
-            edge_addresses: Vec::new(),
-            foreign: Vec::new(),
-            exclude: Vec::new(),
-            clients: Vec::new(),
-            host_addresses: || None,
-        };
-        let router = Arc::new(Router::new(config, &mut registry));
+        let router = Arc::new(router(&mut registry));
         let metrics = Metrics::new(&mut registry);
         let context = DoorContext {
             router: router.clone(),
@@ -61,7 +72,8 @@ impl Door {
             drain: Drain::new(Shutdown::new()),
         };
         let workers = Arc::new(Workers::start(1).unwrap());
-        let door = Egress::new(context, Shares::new(1000), vec!["127.0.0.0/8".parse().unwrap()], workers);
+        let direct = vec!["127.0.0.0/8".parse().unwrap()];
+        let door = Egress::new(context, Shares::new(1000), direct, services, workers);
         let task = tokio::spawn(door.serve_unix(socket, Gate::new(true)));
         let opened = Self { dir, metrics, _task: tokio_util::task::AbortOnDropHandle::new(task) };
         while !opened.path().exists() {

@@ -2,6 +2,7 @@
 //! last said stays in effect.
 
 pub mod authority;
+pub mod cluster_ips;
 pub mod configmap;
 pub mod names;
 pub mod nodes;
