@@ -92,7 +92,7 @@ pub async fn run(
 }
 
 /// Asks which Service has this address as its first. API servers can be asked since Kubernetes 1.31.
-pub(in crate::kube) async fn ask(
+pub async fn ask(
     client: &kube::Client,
     address: IpAddr,
     deadline: Duration,
