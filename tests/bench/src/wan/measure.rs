@@ -44,7 +44,7 @@ struct Span {
 }
 
 impl Span {
-    const FULL: Self = Self { bulk: Duration::from_secs(4), keys: 60, visits: 5, outage: 1.0 };
+    const FULL: Self = Self { bulk: Duration::from_secs(3), keys: 40, visits: 5, outage: 1.0 };
     const SMOKE: Self = Self { bulk: Duration::from_millis(100), keys: 3, visits: 1, outage: 0.02 };
 }
 
