@@ -1,8 +1,8 @@
 //! kube-apiserver reaches nodes and pods through the egress door by its EgressSelector, with nothing redirected.
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use postern_testbed::cluster::pods::{IDLE, TALK, shell};
 use postern_testbed::cluster::webhook::{FORBIDDEN, Webhook};
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, pods, postern};
@@ -46,15 +46,6 @@ impl Kind {
 
 pub(super) fn socket(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("egress.sock")
-}
-
-fn write_selection(path: &Path, connection: &Value) -> Result<()> {
-    let configuration = json!({
-        "apiVersion": "apiserver.k8s.io/v1beta1",
-        "kind": "EgressSelectorConfiguration",
-        "egressSelections": [{ "name": "cluster", "connection": connection }],
-    });
-    std::fs::write(path, configuration.to_string()).with_context(|| format!("writing {}", path.display()))
 }
 
 pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
@@ -115,14 +106,8 @@ pub(super) async fn select(
     kind: Kind,
     more: &[&str],
 ) -> Result<()> {
-    let file = testbed.dir().join("egress-selector.json");
-    write_selection(&file, &kind.connection(testbed, cluster)?)?;
-    cluster.control_plane.kill_apiserver().await?;
-    let flag = format!("--egress-selector-config-file={}", file.display());
-    cluster
-        .control_plane
-        .set_flags([flag].into_iter().chain(more.iter().map(|flag| (*flag).to_owned())).collect());
-    cluster.restart_apiserver().await
+    let connection = kind.connection(testbed, cluster)?;
+    cluster.select_egress(&connection, more).await
 }
 
 async fn through_the_door(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {

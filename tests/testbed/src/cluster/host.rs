@@ -52,7 +52,9 @@ impl Host {
     pub async fn create(testbed: &Testbed, spec: Spec, pki: &Pki, api: &str) -> Result<Self> {
         let name = spec.name.clone();
         let dir = testbed.dir().join("hosts").join(&name);
-        for folder in ["var/lib/kubelet", "var/lib/containerd", "var/log", "var/tmp", "var/cache", "cni"] {
+        for folder in
+            ["var/lib/kubelet", "var/lib/containerd", "var/log", "var/tmp", "var/cache", "cni", "manifests"]
+        {
             let folder = dir.join(folder);
             fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         }
@@ -73,6 +75,11 @@ impl Host {
         command.arg("--config").arg(dir.join("containerd.toml"));
         let containerd = Process::spawn(testbed.dir(), &format!("containerd-{name}"), command)?;
         Ok(Self { spec, kubeconfig, dir, pods_cgroup, holder, containerd, kubelet: None, proxy: None })
+    }
+
+    /// Where its kubelet finds static pods, as /etc/kubernetes/manifests of kubeadm's nodes.
+    pub fn manifests(&self) -> PathBuf {
+        self.dir.join("manifests")
     }
 
     /// A command on this machine, with its files.
@@ -168,6 +175,7 @@ authorization: {{ mode: Webhook }}
 tlsCertFile: {certificate}
 tlsPrivateKeyFile: {key}
 readOnlyPort: 10255
+staticPodPath: {manifests}
 cgroupDriver: cgroupfs
 cgroupRoot: {cgroup}
 enforceNodeAllocatable: []
@@ -181,6 +189,7 @@ shutdownGracePeriod: 0s
             ca = pki.file("ca.crt").display(),
             certificate = pki.file(&format!("{serving}.crt")).display(),
             key = pki.file(&format!("{serving}.key")).display(),
+            manifests = self.manifests().display(),
             cgroup = self.pods_cgroup,
         )
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::api::{Api, is_true};
 use super::control_plane::{ControlPlane, Master, start_apiserver};
@@ -163,7 +163,7 @@ impl<'a> Cluster<'a> {
 
     pub async fn wait_ready(&self, node: &str) -> Result<()> {
         let path = format!("/api/v1/nodes/{node}");
-        let ready = |node: &serde_json::Value| is_true(node, "Ready");
+        let ready = |node: &Value| is_true(node, "Ready");
         self.api.wait(&format!("node {node} to be ready"), &path, NODE_READY, ready).await?;
         Ok(())
     }
@@ -186,6 +186,24 @@ impl<'a> Cluster<'a> {
     pub fn move_host(&mut self, node: &str, address: Ipv4Addr) -> Result<()> {
         let host = self.hosts.iter_mut().find(|host| host.spec.name == node);
         host.with_context(|| format!("no host {node}"))?.set_address(address, &self.pki)
+    }
+
+    /// Starts the API server with this way to nodes, pods and Services (an EgressSelectorConfiguration's `connection`), and
+    /// further flags.
+    pub async fn select_egress(&mut self, connection: &Value, more: &[&str]) -> Result<()> {
+        let file = self.testbed.dir().join("egress-selector.json");
+        let configuration = json!({
+            "apiVersion": "apiserver.k8s.io/v1beta1",
+            "kind": "EgressSelectorConfiguration",
+            "egressSelections": [{ "name": "cluster", "connection": connection }],
+        });
+        std::fs::write(&file, configuration.to_string())
+            .with_context(|| format!("writing {}", file.display()))?;
+        self.control_plane.kill_apiserver().await?;
+        let flag = format!("--egress-selector-config-file={}", file.display());
+        let more = more.iter().map(|flag| (*flag).to_owned());
+        self.control_plane.set_flags([flag].into_iter().chain(more).collect());
+        self.restart_apiserver().await
     }
 
     /// Starts the API server again after it was killed, and waits until it is ready.
