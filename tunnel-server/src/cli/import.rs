@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -22,6 +23,7 @@ pub struct ImportCommand {
 enum ImportAction {
     /// The tcp and https maps of SuperEdge's tunnel_cloud.toml.
     Superedge {
+        /// The file; - is standard input.
         #[arg(value_name = "FILE")]
         file: PathBuf,
         /// The node that the maps lead to [default: to be filled in].
@@ -61,7 +63,13 @@ impl ImportCommand {
     /// The file cannot be used: where and why.
     pub fn run(&self) -> Result<(), ConfigError> {
         let ImportAction::Superedge { file, node } = &self.action;
-        let printed = read(file).and_then(|text| superedge(&text, node.as_ref()));
+        // The image has nothing that could put a file into a pod.
+        let text = if file.as_os_str() == "-" {
+            io::read_to_string(io::stdin()).map_err(|error| error.to_string())
+        } else {
+            read(file)
+        };
+        let printed = text.and_then(|text| superedge(&text, node.as_ref()));
         let wrong = |reason| ConfigError::new("import superedge", file.display().to_string(), reason);
         print!("{}", printed.map_err(wrong)?);
         Ok(())
