@@ -112,7 +112,8 @@ pub(crate) fn for_cluster(command: &mut Command) -> Result<()> {
 /// Builds what the tests of deploy/ need besides, and tells the scenarios where it is.
 pub(crate) fn for_deploy(command: &mut Command) -> Result<()> {
     command.env("POSTERN_PEERS_HELM", build(Peer::Helm)?);
-    Ok(())
+    // For the migration from it.
+    for_konnectivity(command)
 }
 
 /// Builds metrics-server, and tells the scenarios where it is.

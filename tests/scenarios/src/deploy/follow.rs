@@ -12,20 +12,25 @@ use tokio::process::Command;
 /// How long the commands of one section may take.
 const SECTION: Duration = Duration::from_secs(150);
 
-/// Runs the commands of the section whose title begins with `title`, in the run's folder, with kubectl and helm on PATH.
-/// `replaced`: what a test has to set differently.
+/// The commands of the section whose title begins with `title`.
+pub(super) fn commands(document: &str, title: &str) -> Result<String> {
+    let section = document.split("\n## ").find(|section| section.starts_with(title));
+    let section = section.with_context(|| format!("the document has no section {title:?}"))?;
+    let blocks: Vec<&str> =
+        section.split("\n```sh\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
+    ensure!(!blocks.is_empty(), "the section {title:?} has no commands");
+    Ok(blocks.join("\n"))
+}
+
+/// Runs the commands of a section ([`commands`]) in the run's folder, with kubectl and helm on PATH. `replaced`: what a test
+/// has to set differently.
 pub(super) async fn section(
     cluster: &Cluster<'_>,
     document: &str,
     title: &str,
     replaced: &[(&str, &str)],
 ) -> Result<String> {
-    let section = document.split("\n## ").find(|section| section.starts_with(title));
-    let section = section.with_context(|| format!("the document has no section {title:?}"))?;
-    let blocks: Vec<&str> =
-        section.split("\n```sh\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
-    ensure!(!blocks.is_empty(), "the section {title:?} has no commands");
-    let mut commands = blocks.join("\n");
+    let mut commands = commands(document, title)?;
     for (from, to) in replaced {
         ensure!(commands.contains(from), "the section {title:?} does not have {from:?}");
         commands = commands.replace(from, to);

@@ -25,6 +25,7 @@ mod callers;
 mod chart;
 mod follow;
 mod guide;
+mod konnectivity;
 mod metrics;
 mod migration;
 mod monitoring;
@@ -36,6 +37,7 @@ mod two_masters;
 use callers::callers_are_asked_for;
 use chart::chart_is_installed_upgraded_and_removed;
 use guide::the_guide_is_followed;
+use konnectivity::migration_from_konnectivity;
 use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::alerts_fire_and_stay_silent;
@@ -45,6 +47,7 @@ use two_masters::two_masters_are_updated;
 scenarios! {
     manifests_run_unchanged(images, limit = 420),
     migration_from_yurttunnel_and_back(images, limit = 420),
+    migration_from_konnectivity(images, limit = 600),
     chart_renders_what_kustomize_does(images),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
