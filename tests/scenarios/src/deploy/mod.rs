@@ -32,6 +32,7 @@ mod monitoring;
 mod plugin;
 mod render;
 mod rights;
+mod superedge;
 mod two_masters;
 
 use callers::callers_are_asked_for;
@@ -42,12 +43,14 @@ use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::alerts_fire_and_stay_silent;
 use render::chart_renders_what_kustomize_does;
+use superedge::migration_from_superedge;
 use two_masters::two_masters_are_updated;
 
 scenarios! {
     manifests_run_unchanged(images, limit = 420),
     migration_from_yurttunnel_and_back(images, limit = 420),
     migration_from_konnectivity(images, limit = 600),
+    migration_from_superedge(images, limit = 600),
     chart_renders_what_kustomize_does(images),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
