@@ -1,0 +1,204 @@
+use super::*;
+use prometheus_client::metrics::counter::Counter;
+
+fn serve() -> (Serving, Readiness, logging::Handle) {
+    let mut registry = Registry::default();
+    let counter = Counter::<u64>::default();
+    registry.sub_registry_with_prefix("postern").register("things", "Things seen", counter.clone());
+    counter.inc_by(3);
+    register_process_metrics(&mut registry, "1.2.3");
+    let readiness = Readiness::new();
+    let log = logging::Handle::detached();
+    let admin = Admin {
+        registry: Arc::new(registry),
+        readiness: readiness.clone(),
+        status: Arc::new(|| serde_json::json!({"answer": 42})),
+        flags: Arc::new(["--log-level=info".to_owned()]),
+        bench: Some(Arc::new(|node: String| -> BenchAnswer {
+            Box::pin(async move {
+                if node == "edge-1" {
+                    Ok(serde_json::json!({"node": node}))
+                } else {
+                    Err(format!("no {node}"))
+                }
+            })
+        })),
+        pages: &[Page { path: "/ui/", content_type: "text/html; charset=utf-8", body: "<p>status</p>" }],
+        log: log.clone(),
+    };
+    let bound = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap();
+    (bound.serve().unwrap(), readiness, log)
+}
+
+async fn ask(serving: &Serving, method: Method, path: &str, body: &'static str) -> client::Answer {
+    client::request(serving.address(), method, path, body.into()).await.unwrap()
+}
+
+#[tokio::test]
+async fn metrics_are_those_of_the_registry_and_of_the_process() {
+    let (serving, _, _) = serve();
+    let answer = ask(&serving, Method::GET, "/metrics", "").await;
+    assert_eq!(answer.status, StatusCode::OK);
+    assert_eq!(answer.content_type.as_deref(), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let text = answer.text();
+    for line in [
+        "# TYPE postern_things_total counter\npostern_things_total 3\n",
+        "\npostern_build_info{version=\"1.2.3\"} 1\n",
+        "\nprocess_resident_memory_bytes ",
+    ] {
+        assert!(text.contains(line), "{line}{text}");
+    }
+}
+
+#[tokio::test]
+async fn the_flags_are_shown_and_a_measurement_is_asked_for() {
+    let (serving, _, _) = serve();
+    let flags = ask(&serving, Method::GET, "/config", "").await;
+    assert_eq!(flags.text(), "[\"--log-level=info\"]");
+    let answer = ask(&serving, Method::POST, "/bench/edge-1", "").await;
+    assert_eq!((answer.status, answer.text()), (StatusCode::OK, "{\"node\":\"edge-1\"}"));
+    let answer = ask(&serving, Method::POST, "/bench/edge-9", "").await;
+    assert_eq!((answer.status, answer.text()), (StatusCode::BAD_GATEWAY, "no edge-9\n"));
+    assert_eq!(ask(&serving, Method::GET, "/bench/edge-1", "").await.status, StatusCode::METHOD_NOT_ALLOWED);
+}
+
+#[tokio::test]
+async fn browsers_are_led_to_the_page() {
+    let (serving, _, _) = serve();
+    let get = async |path: &str, accept: &str| {
+        let request = format!("GET {path} HTTP/1.1\r\n{accept}Connection: close\r\n\r\n");
+        send(&serving, request.as_bytes()).await
+    };
+    let led = get("/", "Accept: text/html,application/xhtml+xml;q=0.9\r\n").await;
+    assert!(led.starts_with("HTTP/1.1 303 ") && led.contains("\r\nlocation: ui/\r\n"), "{led}");
+    let listed = get("/", "Accept: */*\r\n").await;
+    assert!(listed.starts_with("HTTP/1.1 200 ") && listed.contains("/ui/\n/metrics\n"), "{listed}");
+    let page = get("/ui/", "").await;
+    assert!(page.contains("content-security-policy: default-src 'none'; script-src 'self'"), "{page}");
+    assert!(page.contains("x-content-type-options: nosniff") && page.ends_with("<p>status</p>"), "{page}");
+    let led = get("/ui", "").await;
+    assert!(led.starts_with("HTTP/1.1 303 ") && led.contains("\r\nlocation: ui/\r\n"), "{led}");
+}
+
+#[tokio::test]
+async fn readyz_names_what_is_pending() {
+    let (serving, readiness, _) = serve();
+    let redirect = readiness.pending("redirect");
+    let inventory = readiness.pending("inventory");
+    let answer = ask(&serving, Method::GET, "/readyz", "").await;
+    assert_eq!(
+        (answer.status, answer.text()),
+        (StatusCode::SERVICE_UNAVAILABLE, "pending: redirect, inventory\n")
+    );
+    drop((redirect, inventory));
+    let answer = ask(&serving, Method::GET, "/readyz", "").await;
+    assert_eq!((answer.status, answer.text()), (StatusCode::OK, "ok\n"));
+    assert_eq!(ask(&serving, Method::GET, "/healthz", "").await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn status_is_json_and_unknown_paths_are_not_found() {
+    let (serving, _, _) = serve();
+    let answer = ask(&serving, Method::GET, "/status", "").await;
+    assert_eq!(answer.content_type.as_deref(), Some("application/json"));
+    assert_eq!(answer.text(), "{\"answer\":42}");
+    assert_eq!(ask(&serving, Method::GET, "/nothing", "").await.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn the_log_level_is_set_as_with_klog() {
+    let (serving, _, log) = serve();
+    let path = "/debug/flags/v";
+    let answer = ask(&serving, Method::PUT, path, "5\n").await;
+    assert_eq!(answer.status, StatusCode::OK);
+    assert_eq!(answer.text(), "successfully set klog.logging.verbosity to 5");
+    assert_eq!(log.level(), logging::Level::Debug);
+    ask(&serving, Method::PUT, path, "warn").await;
+    assert_eq!(log.level(), logging::Level::Warn);
+
+    let answer = ask(&serving, Method::PUT, path, "loud").await;
+    assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+    assert!(answer.text().starts_with("\"loud\": not a log level"), "{}", answer.text());
+    let long = "1111111111111111111111111111111111111111111111111111111111111111111111111111111111";
+    assert_eq!(ask(&serving, Method::PUT, path, long).await.status, StatusCode::BAD_REQUEST);
+    for method in [Method::GET, Method::POST, Method::DELETE] {
+        assert_eq!(ask(&serving, method, path, "5").await.status, StatusCode::NOT_ACCEPTABLE);
+    }
+    assert_eq!(log.level(), logging::Level::Warn);
+}
+
+/// Sends `request`, and reads until the endpoint closes.
+async fn send(serving: &Serving, request: &[u8]) -> String {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let mut stream = tokio::net::TcpStream::connect(serving.address()).await.unwrap();
+    stream.write_all(request).await.unwrap();
+    let mut answer = Vec::new();
+    let limit = serve::READ_TIMEOUT * 2;
+    // A reset is as good an end as any.
+    let _ = tokio::time::timeout(limit, stream.read_to_end(&mut answer)).await.expect("it closes in time");
+    String::from_utf8(answer).unwrap()
+}
+
+#[tokio::test]
+async fn a_head_that_never_ends_is_closed() {
+    let (serving, _, _) = serve();
+    let answers =
+        tokio::join!(send(&serving, b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: "), send(&serving, b""));
+    assert!(!answers.0.contains(" 200 ") && !answers.1.contains(" 200 "), "{answers:?}");
+}
+
+#[tokio::test]
+async fn a_head_larger_than_its_bound_is_refused() {
+    let (serving, _, _) = serve();
+    let request =
+        |size| format!("GET /healthz HTTP/1.1\r\nConnection: close\r\nX: {}\r\n\r\n", "x".repeat(size));
+    assert!(send(&serving, request(15_000).as_bytes()).await.starts_with("HTTP/1.1 200 "));
+    assert!(send(&serving, request(17_000).as_bytes()).await.starts_with("HTTP/1.1 431 "));
+}
+
+#[tokio::test]
+async fn a_foreign_page_does_not_change_the_log_level() {
+    let (serving, _, log) = serve();
+    let before = log.level();
+    let put = async |headers: &str| {
+        let request = format!(
+            "PUT /debug/flags/v HTTP/1.1\r\n{headers}\r\nContent-Length: 1\r\nConnection: close\r\n\r\n5"
+        );
+        send(&serving, request.as_bytes()).await
+    };
+    for foreign in ["Host: evil.example:10265", "Host: 127.0.0.1\r\nOrigin: http://evil.example"] {
+        let answer = put(foreign).await;
+        assert!(
+            answer.starts_with("HTTP/1.1 403 ") && answer.contains("may not change anything"),
+            "{answer}"
+        );
+    }
+    assert_eq!(log.level(), before);
+    assert!(put("Host: localhost:10265").await.starts_with("HTTP/1.1 200 "));
+    assert_eq!(log.level(), logging::Level::Debug);
+}
+
+#[tokio::test]
+async fn an_address_in_use_is_an_error_until_its_server_stops() {
+    let (serving, _, _) = serve();
+    let address = serving.address();
+    let admin = || Admin {
+        registry: Arc::default(),
+        readiness: Readiness::new(),
+        status: Arc::new(|| serde_json::Value::Null),
+        flags: Arc::new([]),
+        bench: None,
+        pages: &[],
+        log: logging::Handle::detached(),
+    };
+    let error = admin().bind("--admin-address", address).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        format!(
+            "--admin-address: cannot listen on {address}: address in use: another process listens there; stop it \
+             or choose another port"
+        )
+    );
+    drop(serving);
+    admin().bind("--admin-address", address).unwrap();
+}
