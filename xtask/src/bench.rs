@@ -6,6 +6,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context as _, Result, ensure};
 
 use crate::command::{cargo, is_root, program, root, run, run_in_foreground, succeeds, target_dir};
+use crate::demo::PROGRAMS;
 use crate::peers::{self, Peer};
 use crate::{build_ebpf, packages};
 
@@ -64,9 +65,14 @@ impl Options {
     }
 }
 
-/// Every line of every peer for a moment: for tests.
-pub(crate) fn smoke() -> Result<ExitCode> {
-    run_bench(&Options { smoke: true, all_peers: true, ..Options::default() })
+/// Every line of every peer for a moment, with the programs that tests use as well: for tests. A whole run has `built` them.
+pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
+    let options = Options { smoke: true, all_peers: true, ..Options::default() };
+    install(&options)?;
+    if !built {
+        build_all(&options)?;
+    }
+    measure(&options, &Commit::read())
 }
 
 /// A part of the report: everything on one machine, and wide-area paths.
@@ -135,6 +141,22 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
     );
     let commit = Commit::read();
     let recorded = recorded(options, &commit)?;
+    install(options)?;
+    build_all(options)?;
+    let code = measure(options, &commit)?;
+    if code == ExitCode::SUCCESS {
+        for part in recorded {
+            record(&target_dir()?.join("bench"), part)?;
+        }
+    }
+    if code == ExitCode::SUCCESS && options.record {
+        let kept = kept(&commit)?;
+        fs::remove_dir_all(&kept).with_context(|| format!("removing {}", kept.display()))?;
+    }
+    Ok(code)
+}
+
+fn install(options: &Options) -> Result<()> {
     packages::install(&[packages::TESTBED])?;
     // What cannot be installed is named in the tables, and everything else is measured.
     match packages::install(&[packages::BENCH]) {
@@ -142,17 +164,27 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
         Err(error) => println!("{error:#}"),
         Ok(()) => {}
     }
-    build_ebpf::run()?;
-    // Whether it works shows with the programs that tests use as well, and those are built already.
-    let (profile, folder): (&[&str], _) =
-        if options.smoke { (&[], "debug") } else { (&["--release"], "release") };
-    let programs = ["-p", "tunnel-server", "-p", "tunnel-agent", "-p", "postern-bench"];
-    run(cargo().arg("build").args(profile).args(programs))?;
+    Ok(())
+}
 
+fn build_all(options: &Options) -> Result<()> {
+    build_ebpf::run()?;
+    let packages = PROGRAMS.iter().chain(&["postern-bench"]).flat_map(|package| ["-p", package]);
+    run(cargo().arg("build").args((!options.smoke).then_some("--release")).args(packages))
+}
+
+/// What was measured of the commit before a run was interrupted.
+fn kept(commit: &Commit) -> Result<PathBuf> {
+    Ok(target_dir()?.join("bench-kept").join(&commit.name))
+}
+
+/// Runs the `bench` program.
+fn measure(options: &Options, commit: &Commit) -> Result<ExitCode> {
     let target = target_dir()?;
     let typed = ["cargo xtask bench".to_owned()].into_iter().chain(options.arguments());
     let typed = typed.collect::<Vec<_>>().join(" ");
-    let mut bench = Command::new(target.join(folder).join("bench"));
+    let profile = if options.smoke { "debug" } else { "release" };
+    let mut bench = Command::new(target.join(profile).join("bench"));
     bench.args(options.arguments()).args(["--command", &typed, "--commit", &commit.title()]);
     bench.arg("--out").arg(target.join("bench"));
     for (name, found) in
@@ -167,21 +199,12 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
             }
         };
     }
-    let kept = target.join("bench-kept").join(&commit.name);
     if options.record {
+        let kept = kept(commit)?;
         fs::create_dir_all(&kept).with_context(|| format!("creating {}", kept.display()))?;
         bench.arg("--keep").arg(&kept);
     }
-    let code = run_in_foreground(&mut bench)?;
-    if code == ExitCode::SUCCESS {
-        for part in recorded {
-            record(&target.join("bench"), part)?;
-        }
-    }
-    if code == ExitCode::SUCCESS && options.record {
-        fs::remove_dir_all(&kept).with_context(|| format!("removing {}", kept.display()))?;
-    }
-    Ok(code)
+    run_in_foreground(&mut bench)
 }
 
 /// Replaces a part's report and plots in docs/benchmarks.

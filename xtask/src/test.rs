@@ -262,27 +262,31 @@ fn run_scenarios(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
     Ok(())
 }
 
-type Run = fn() -> Result<ExitCode>;
+/// Its argument: whether everything is built.
+type Run = fn(bool) -> Result<ExitCode>;
 
 /// Programs that end with success or without. Of the benchmark only whether every line still gets a value.
 fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
     let programs: [(&str, Run); 3] = [
-        ("demo", || demo::run_demo_program(false, &[])),
-        ("demo::kubernetes", || demo::run_demo_program(true, &[])),
+        ("demo", |built| run_demo(built, false)),
+        ("demo::kubernetes", |built| run_demo(built, true)),
         ("bench::smoke", bench::smoke),
     ];
     programs.into_iter().filter(|(name, _)| options.selects(name)).collect()
 }
 
+fn run_demo(built: bool, kubernetes: bool) -> Result<ExitCode> {
+    packages::install(&[packages::DEMO, packages::CLUSTER])?;
+    if !built {
+        build(&["postern-demo"])?;
+    }
+    demo::run_demo_program(kubernetes, &[])
+}
+
 fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) {
     for (name, run) in programs {
         tally.heading(name);
-        let prepared = match *name {
-            "bench::smoke" => Ok(()),
-            _ => packages::install(&[packages::DEMO, packages::CLUSTER])
-                .and_then(|()| if options.runs_everything() { Ok(()) } else { build(&["postern-demo"]) }),
-        };
-        let result = prepared.and_then(|()| run()).and_then(|code| {
+        let result = run(options.runs_everything()).and_then(|code| {
             ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");
             Ok(())
         });
