@@ -7,7 +7,7 @@
 
 mod context;
 mod endpoints;
-mod partial_node;
+mod partial;
 pub mod read;
 mod reconcile;
 pub mod saved;

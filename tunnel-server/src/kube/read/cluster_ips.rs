@@ -1,7 +1,6 @@
 //! The Services by their cluster IPs, for the egress door: of each only what tells a connection's destination, so that a few
 //! megabytes hold the Services of the largest cluster. Where their endpoints are is asked when somebody wants to know.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::pin::pin;
@@ -9,15 +8,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
-use k8s_openapi::NamespaceResourceScope;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::api::core::v1::Service;
+use kube::Api;
 use kube::api::ListParams;
 use kube::runtime::watcher::{Config, Event};
-use kube::{Api, Resource};
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Health, RequestError, request};
+
+use crate::kube::partial::Partial;
 
 /// A Service with a cluster IP.
 #[derive(Debug, PartialEq, Eq)]
@@ -104,13 +104,7 @@ pub async fn ask(
     Ok(found.filter(|service| service.addresses.contains(&address.to_canonical())).map(Arc::new))
 }
 
-/// A Service of which only some fields are read.
-#[derive(Clone, Debug, Deserialize)]
-struct PartialService {
-    #[serde(deserialize_with = "partial_metadata")]
-    metadata: ObjectMeta,
-    spec: Option<Spec>,
-}
+type PartialService = Partial<Service, Spec>;
 
 #[derive(Clone, Debug, Deserialize)]
 struct Spec {
@@ -130,8 +124,7 @@ struct Port {
 
 impl PartialService {
     fn key(&self) -> (Box<str>, Box<str>) {
-        let text = |text: &Option<String>| text.as_deref().unwrap_or_default().into();
-        (text(&self.metadata.namespace), text(&self.metadata.name))
+        (self.namespace().into(), self.name().into())
     }
 
     /// None: it is headless, or only a name for something else.
@@ -153,47 +146,6 @@ impl PartialService {
         let (namespace, name) = self.key();
         Some(ClusterService { namespace, name, addresses: addresses.into(), ports })
     }
-}
-
-impl Resource for PartialService {
-    type DynamicType = ();
-    type Scope = NamespaceResourceScope;
-
-    fn kind(&(): &()) -> Cow<'_, str> {
-        "Service".into()
-    }
-
-    fn group(&(): &()) -> Cow<'_, str> {
-        "".into()
-    }
-
-    fn version(&(): &()) -> Cow<'_, str> {
-        "v1".into()
-    }
-
-    fn plural(&(): &()) -> Cow<'_, str> {
-        "services".into()
-    }
-
-    fn meta(&self) -> &ObjectMeta {
-        &self.metadata
-    }
-
-    fn meta_mut(&mut self) -> &mut ObjectMeta {
-        &mut self.metadata
-    }
-}
-
-fn partial_metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "camelCase")]
-    struct Metadata {
-        name: Option<String>,
-        namespace: Option<String>,
-        resource_version: Option<String>,
-    }
-    let Metadata { name, namespace, resource_version } = Metadata::deserialize(deserializer)?;
-    Ok(ObjectMeta { name, namespace, resource_version, ..ObjectMeta::default() })
 }
 
 #[cfg(test)]

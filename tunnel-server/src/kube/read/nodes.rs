@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
+use k8s_openapi::api::core::v1::Node;
 use kube::runtime::watcher::{Config, Event};
 use kube::{Api, Client};
 use tokio::time::{Instant, sleep_until};
@@ -14,10 +15,10 @@ use tunnel_core::text::printable;
 use tunnel_kube::Health;
 
 use crate::inventory::{Inventory, InventoryNode, NodeSpec, NodeStatus, Selector, read_node};
-use crate::kube::partial_node::PartialNode;
+use crate::kube::partial::Partial;
 
 /// A Node with the fields that the tunnel needs.
-pub type SlimNode = PartialNode<NodeSpec<String>, NodeStatus<String, i64>>;
+pub type SlimNode = Partial<Node, NodeSpec<String>, NodeStatus<String, i64>>;
 
 /// Changes that come this close together are published as one.
 const DEBOUNCE: Duration = Duration::from_millis(50);

@@ -6,6 +6,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams};
 use serde::Deserialize;
@@ -18,7 +19,7 @@ use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 
 use self::leader_term::{LeaderTerm, Want};
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
-use crate::kube::partial_node::PartialNode;
+use crate::kube::partial::Partial;
 use crate::shared_map::SharedSet;
 
 pub const CONDITION: &str = "PosternTunnel";
@@ -206,7 +207,7 @@ async fn list(api: &Api<ConditionNode>) -> Result<HashMap<NodeName, String>, Req
     }
 }
 
-type ConditionNode = PartialNode<IgnoredAny, NodeConditions>;
+type ConditionNode = Partial<Node, IgnoredAny, NodeConditions>;
 
 #[derive(Clone, Debug, Deserialize)]
 struct NodeConditions {

@@ -1,27 +1,36 @@
-//! A Node of which only some fields are read: conditions, images, managed fields and the like are skipped while parsing,
+//! Objects of which only some fields are read: conditions, images, managed fields and the like are skipped while parsing,
 //! so that a heartbeat costs little.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::marker::PhantomData;
 use std::time::SystemTime;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::Resource;
-use kube::core::ClusterResourceScope;
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 
-/// A Node. Of its metadata there are the name, the version, the labels and the time of its creation.
+/// An object of the kind `K`. Of its metadata there are the name, the namespace, the version, the labels and the time of
+/// its creation.
 #[derive(Clone, Debug, Deserialize)]
-pub struct PartialNode<Spec, Status> {
+#[serde(bound(deserialize = "Spec: Deserialize<'de>, Status: Deserialize<'de>"))]
+pub struct Partial<K, Spec, Status = IgnoredAny> {
     #[serde(deserialize_with = "partial_metadata")]
     metadata: ObjectMeta,
     pub spec: Option<Spec>,
     pub status: Option<Status>,
+    #[serde(skip)]
+    kind: PhantomData<fn() -> K>,
 }
 
-impl<Spec, Status> PartialNode<Spec, Status> {
+impl<K, Spec, Status> Partial<K, Spec, Status> {
     pub fn name(&self) -> &str {
         self.metadata.name.as_deref().unwrap_or_default()
+    }
+
+    pub fn namespace(&self) -> &str {
+        self.metadata.namespace.as_deref().unwrap_or_default()
     }
 
     pub fn labels(&self) -> &BTreeMap<String, String> {
@@ -34,24 +43,24 @@ impl<Spec, Status> PartialNode<Spec, Status> {
     }
 }
 
-impl<Spec, Status> Resource for PartialNode<Spec, Status> {
+impl<K: Resource<DynamicType = ()>, Spec, Status> Resource for Partial<K, Spec, Status> {
     type DynamicType = ();
-    type Scope = ClusterResourceScope;
+    type Scope = K::Scope;
 
-    fn kind(&(): &()) -> Cow<'_, str> {
-        "Node".into()
+    fn kind(kind: &()) -> Cow<'_, str> {
+        K::kind(kind)
     }
 
-    fn group(&(): &()) -> Cow<'_, str> {
-        "".into()
+    fn group(kind: &()) -> Cow<'_, str> {
+        K::group(kind)
     }
 
-    fn version(&(): &()) -> Cow<'_, str> {
-        "v1".into()
+    fn version(kind: &()) -> Cow<'_, str> {
+        K::version(kind)
     }
 
-    fn plural(&(): &()) -> Cow<'_, str> {
-        "nodes".into()
+    fn plural(kind: &()) -> Cow<'_, str> {
+        K::plural(kind)
     }
 
     fn meta(&self) -> &ObjectMeta {
@@ -68,11 +77,12 @@ fn partial_metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Object
     #[serde(rename_all = "camelCase")]
     struct Metadata {
         name: Option<String>,
+        namespace: Option<String>,
         resource_version: Option<String>,
         labels: Option<BTreeMap<String, String>>,
         creation_timestamp: Option<Time>,
     }
-    let Metadata { name, resource_version, labels, creation_timestamp } =
+    let Metadata { name, namespace, resource_version, labels, creation_timestamp } =
         Metadata::deserialize(deserializer)?;
-    Ok(ObjectMeta { name, resource_version, labels, creation_timestamp, ..ObjectMeta::default() })
+    Ok(ObjectMeta { name, namespace, resource_version, labels, creation_timestamp, ..ObjectMeta::default() })
 }
