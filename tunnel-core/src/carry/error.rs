@@ -71,6 +71,14 @@ impl RelayError {
             Self::Dial(outcome, _) | Self::Aborted(outcome, _) => *outcome,
         }
     }
+
+    /// A peer that has answered in full may take no more (RFC 9113 section 8.1): its answer says the rest.
+    pub(super) fn unless_unwanted(self) -> Result<(), Self> {
+        match self {
+            Self::Reset(Reason::NO_ERROR) => Ok(()),
+            error => Err(error),
+        }
+    }
 }
 
 impl From<h2::Error> for RelayError {

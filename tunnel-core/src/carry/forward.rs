@@ -15,6 +15,7 @@ use http::{HeaderValue, Response};
 
 use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
+use super::outward::{send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::outcome::Outcome;
@@ -192,7 +193,7 @@ impl Forward<'_> {
         };
         match ended {
             Ok(()) => Ok(Forwarded::All(status)),
-            Err(error) => match reset_of(to, error).await {
+            Err(error) => match send_error(to, error).await {
                 RelayError::Reset(Reason::NO_ERROR) => Ok(Forwarded::Unwanted),
                 error => Err(Cut::To(error)),
             },
@@ -214,7 +215,7 @@ impl Forward<'_> {
             let capacity = to.capacity();
             if capacity > 0 {
                 if let Err(error) = to.send_data(chunk.split_to(capacity.min(chunk.len())), false) {
-                    return Err(Cut::To(reset_of(to, error).await));
+                    return Err(Cut::To(send_error(to, error).await));
                 }
                 ticket = None;
                 continue;
@@ -235,7 +236,7 @@ impl Forward<'_> {
             });
             match changed.await? {
                 Some(capacity) => capacity.map(drop).map_err(|error| Cut::To(error.into()))?,
-                None => return Err(Cut::To(reset(to).await)),
+                None => return Err(Cut::To(RelayError::Reset(stream_reset(to).await))),
             }
         }
         Ok(())
@@ -247,7 +248,7 @@ impl Forward<'_> {
 pub(super) struct Held {
     pieces: VecDeque<Bytes>,
     run: BytesMut,
-    pub(super) ended: bool,
+    ended: bool,
 }
 
 impl Held {
@@ -275,20 +276,16 @@ impl Held {
         }
     }
 
-    pub(super) fn next(&mut self) -> Option<Bytes> {
+    fn next(&mut self) -> Option<Bytes> {
         self.pieces.pop_front().or_else(|| (!self.run.is_empty()).then(|| self.run.split().freeze()))
     }
-}
 
-/// h2 reports a stream that the peer has reset as misuse.
-pub(super) async fn reset_of(to: &mut SendStream<Bytes>, error: h2::Error) -> RelayError {
-    if error.is_io() || error.is_go_away() || error.is_reset() { error.into() } else { reset(to).await }
-}
-
-async fn reset(to: &mut SendStream<Bytes>) -> RelayError {
-    let reason = poll_fn(|cx| match to.poll_reset(cx) {
-        Poll::Ready(reason) => Poll::Ready(reason.unwrap_or(Reason::CANCEL)),
-        Poll::Pending => Poll::Ready(Reason::CANCEL),
-    });
-    RelayError::Reset(reason.await)
+    /// What is held, and then what comes; None at the stream's end.
+    pub(super) async fn receive(&mut self, from: &mut RecvStream) -> Result<Option<Bytes>, h2::Error> {
+        match self.next() {
+            Some(chunk) => Ok(Some(chunk)),
+            None if self.ended => Ok(None),
+            None => from.data().await.transpose(),
+        }
+    }
 }

@@ -10,16 +10,17 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::{BufMut, Bytes, BytesMut};
-use h2::{Reason, RecvStream, SendStream};
+use h2::{RecvStream, SendStream};
 use tokio::io::{
     AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream, ReadBuf, ReadHalf, WriteHalf,
 };
 use tokio_util::sync::CancellationToken;
 
 use super::error::{RelayError, Side};
-use super::forward::{Held, reset_of};
+use super::forward::Held;
 use super::frame::{Deframer, FrameError, HEADER_LEN, header};
 use super::inward::ended_well;
+use super::outward::{send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
 use crate::link::{Flow, SEND_BUFFER, Taken};
@@ -197,23 +198,21 @@ impl Pipe<'_> {
             let mut limited = (&mut segment).limit(room);
             let read = tokio::select! {
                 biased;
-                reset = poll_fn(|cx| send.poll_reset(cx)) => match reset.map_or_else(RelayError::from, RelayError::Reset) {
-                    // The target has answered in full and takes no more: its answer says the rest.
-                    RelayError::Reset(Reason::NO_ERROR) => return Ok(()),
-                    error => return Err(error),
-                },
+                reset = poll_fn(|cx| send.poll_reset(cx)) => {
+                    return reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted();
+                }
                 read = from.read_buf(&mut limited) => read.map_err(RelayError::Socket)?,
             };
             if read == 0 {
                 return match send.send_data(Bytes::new(), true) {
                     Ok(()) => Ok(()),
-                    Err(error) => unwanted(reset_of(send, error).await),
+                    Err(error) => send_error(send, error).await.unless_unwanted(),
                 };
             }
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
             segment[..HEADER_LEN].copy_from_slice(&head);
             if let Err(error) = send.send_data(segment.freeze(), false) {
-                return unwanted(reset_of(send, error).await);
+                return send_error(send, error).await.unless_unwanted();
             }
             self.traffic.count_from_socket(read);
         }
@@ -228,13 +227,8 @@ impl Pipe<'_> {
         send.reserve_capacity(queued + share);
         while send.capacity() < queued + least {
             match poll_fn(|cx| send.poll_capacity(cx)).await {
-                Some(capacity) => {
-                    capacity?;
-                }
-                None => match poll_fn(|cx| send.poll_reset(cx)).await {
-                    Ok(reason) => return Err(RelayError::Reset(reason)),
-                    Err(error) => return Err(error.into()),
-                },
+                Some(capacity) => capacity.map(drop)?,
+                None => return Err(RelayError::Reset(stream_reset(send).await)),
             }
         }
         Ok((send.capacity() - queued).min(share) - HEADER_LEN)
@@ -247,15 +241,7 @@ impl Pipe<'_> {
         abort: &Arc<Abort>,
     ) -> Result<(), RelayError> {
         let (mut held, mut deframer, mut taken) = (Held::default(), Deframer::default(), Taken::default());
-        loop {
-            let mut chunk = match held.next() {
-                Some(chunk) => chunk,
-                None if held.ended => break,
-                None => match stream.data().await.transpose()? {
-                    Some(chunk) => chunk,
-                    None => break,
-                },
-            };
+        while let Some(mut chunk) = held.receive(stream).await? {
             let length = chunk.len();
             while let Some(data) = deframer.next(&mut chunk)? {
                 self.write(to, &data, &mut held, stream, abort).await?;
@@ -303,13 +289,5 @@ impl Pipe<'_> {
             data = &data[written..];
         }
         Ok(())
-    }
-}
-
-/// A peer that has answered in full may reset the rest of the request with NO_ERROR (RFC 9113 section 8.1).
-fn unwanted(error: RelayError) -> Result<(), RelayError> {
-    match error {
-        RelayError::Reset(Reason::NO_ERROR) => Ok(()),
-        error => Err(error),
     }
 }

@@ -12,19 +12,18 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use h2::{Reason, RecvStream, SendStream};
+use h2::{RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::io::poll_read_buf;
 
 use super::error::{RelayError, Side};
 use super::forward::Held;
 use super::frame::{Deframer, FrameError, HEADER_LEN, header};
+use super::inward::ended_well;
 use super::outward::{SMALL_READ, next_size, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
-use super::{GRPC_STATUS, TARGET_RESET};
 use crate::link::{Bulk, Flow};
-use crate::text::printable;
 
 /// What relaying needs besides the client and the stream, on the server's end.
 #[derive(Debug)]
@@ -79,7 +78,7 @@ impl Pump<'_> {
             let read = tokio::select! {
                 biased;
                 reset = poll_fn(|cx| send.poll_reset(cx)) => {
-                    return unless_unwanted(reset.map_or_else(RelayError::from, RelayError::Reset));
+                    return reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted();
                 }
                 read = poll_fn(|cx| poll_read_buf(Pin::new(&mut *client), cx, &mut segment)) => {
                     read.map_err(RelayError::Socket)?
@@ -88,7 +87,7 @@ impl Pump<'_> {
             if read == 0 {
                 return match send.send_data(Bytes::new(), true) {
                     Ok(()) => Ok(()),
-                    Err(error) => unless_unwanted(send_error(send, error).await),
+                    Err(error) => send_error(send, error).await.unless_unwanted(),
                 };
             }
             size = next_size(size, read, self.flow.piece());
@@ -96,7 +95,7 @@ impl Pump<'_> {
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
             segment[..HEADER_LEN].copy_from_slice(&head);
             if let Err(error) = send_all(send, segment.freeze()).await {
-                return unless_unwanted(error);
+                return error.unless_unwanted();
             }
             self.traffic.count_from_socket(read);
         }
@@ -109,15 +108,7 @@ impl Pump<'_> {
         client: &mut (impl AsyncWrite + Unpin),
     ) -> Result<(), RelayError> {
         let (mut deframer, mut held) = (Deframer::default(), Held::default());
-        loop {
-            let mut chunk = match held.next() {
-                Some(chunk) => chunk,
-                None if held.ended => break,
-                None => match stream.data().await.transpose()? {
-                    Some(chunk) => chunk,
-                    None => break,
-                },
-            };
+        while let Some(mut chunk) = held.receive(stream).await? {
             let length = chunk.len();
             while let Some(mut data) = deframer.next(&mut chunk)? {
                 while !data.is_empty() {
@@ -134,15 +125,7 @@ impl Pump<'_> {
             stream.flow_control().release_capacity(length)?;
         }
         deframer.finish()?;
-        let trailers = stream.trailers().await?.unwrap_or_default();
-        match trailers.get(GRPC_STATUS) {
-            Some(status) if status == "0" => {}
-            Some(status) if status == TARGET_RESET => return Err(RelayError::TargetReset),
-            Some(status) => {
-                return Err(RelayError::Status(printable(&format!("grpc-status {status:?}"), 32)));
-            }
-            None => return Err(RelayError::Status("no grpc-status".to_owned())),
-        }
+        ended_well(stream).await?;
         match poll_fn(|cx| Pin::new(&mut *client).poll_shutdown(cx)).await {
             // It has gone already, as it may.
             Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
@@ -176,14 +159,6 @@ impl Pump<'_> {
             }
         })
         .await
-    }
-}
-
-/// A target that has answered in full may take no more (RFC 9113 section 8.1); the answer has the reason.
-fn unless_unwanted(error: RelayError) -> Result<(), RelayError> {
-    match error {
-        RelayError::Reset(Reason::NO_ERROR) => Ok(()),
-        error => Err(error),
     }
 }
 
