@@ -22,6 +22,7 @@ scenarios! {
     a_callers_end_reaches_the_target,
     ambiguous_requests_reach_nobody_twice,
     an_answer_that_breaks_off_is_not_whole,
+    a_request_that_comes_with_a_successor_is_answered,
 }
 
 const PORT: u16 = 9100;
@@ -317,5 +318,25 @@ async fn an_answer_that_breaks_off_is_not_whole(testbed: &Testbed) -> Result<()>
     ensure!(end == client::End::Reset, "half an answer ended with {end:?}");
     let line = server.wait_access("of a lost tunnel", |line| line.text("door") == "http").await?;
     ensure!(line.text("outcome") == "tunnel_lost", "access line {line:?}");
+    Ok(())
+}
+
+async fn a_request_that_comes_with_a_successor_is_answered(testbed: &Testbed) -> Result<()> {
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let _web = Web::start(testbed, 1, PORT)?;
+    let request = b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
+    let mut silent = connect(door()).await?;
+    // Connections are accepted in their order.
+    let mut other = connect(door()).await?;
+    other.write_all(request).await?;
+    read_answer(&mut other).await?;
+    let _second = server.successor()?;
+    server.wait_log("finishes what it carries").await?;
+    silent.write_all(request).await?;
+    let answer = read_answer(&mut silent).await?;
+    ensure!(answer.starts_with("HTTP/1.1 200 "), "the first request was answered {answer:?}");
+    // One that had its turn is closed.
+    let end = client::end_of(&mut other, client::PATIENCE).await?;
+    ensure!(end == client::End::Eof(0), "an idle connection ended with {end:?}");
     Ok(())
 }

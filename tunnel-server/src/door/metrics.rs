@@ -19,13 +19,13 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
 use tunnel_core::admin::exposition;
 use tunnel_core::carry::end_on_drop;
 use tunnel_core::error::chain;
 use tunnel_core::lifecycle::Drain;
 
 use super::context::OpenError;
+use super::first_request::FirstRequest;
 use super::open::{Door, Opened};
 use crate::accept::Gate;
 use crate::caller::{
@@ -41,8 +41,6 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long a connection may wait for a whole head, also for the first line of the next request: longer than Prometheus' usual
 /// 30 s from scrape to scrape.
 const IDLE: Duration = Duration::from_secs(45);
-/// How long a connection without a request yet may wait for one when connections are to end.
-const FIRST: Duration = Duration::from_secs(2);
 /// The longest head of a request, in bytes: twice the longest token.
 const MAX_HEAD: usize = 32 << 10;
 
@@ -80,9 +78,9 @@ impl MetricsDoor {
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let shown = certificate.map(caller_of_certificate).transpose().map_err(OpenError::Client)?;
         let _counted = Counted::new(&self.metrics);
-        let asked = CancellationToken::new();
+        let first = FirstRequest::default();
         let service = service_fn(|request: Request<Incoming>| {
-            asked.cancel();
+            first.came();
             // No request here has a body that matters.
             let (head, shown) = (request.into_parts().0, shown.as_ref());
             async move { Ok::<_, Infallible>(self.answer(&head, shown, client).await) }
@@ -93,7 +91,7 @@ impl MetricsDoor {
             let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
             tokio::select! {
                 ended = connection.as_mut() => ended,
-                () = self.over(&asked) => {
+                () = self.over(&first) => {
                     connection.as_mut().graceful_shutdown();
                     connection.await
                 }
@@ -110,15 +108,13 @@ impl MetricsDoor {
         Ok(())
     }
 
-    /// Ends when the connection is to end: another server answers the next ones. The first request, which a client of a new
-    /// connection would not send again, is answered.
-    async fn over(&self, asked: &CancellationToken) {
+    /// Ends when the connection is to end: another server answers the next ones.
+    async fn over(&self, first: &FirstRequest) {
         tokio::select! {
             () = self.drain.shutdown().draining() => {}
             () = self.gate.closed() => {}
         }
-        // Who still sends none is not waited for.
-        let _ = timeout(FIRST, asked.cancelled()).await;
+        first.wait().await;
     }
 
     async fn answer(&self, head: &Parts, shown: Option<&Caller>, client: SocketAddr) -> Answer {

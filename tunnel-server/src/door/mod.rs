@@ -11,6 +11,7 @@ mod connect;
 mod context;
 mod direct;
 mod egress;
+mod first_request;
 mod front;
 mod http;
 mod https;

@@ -17,6 +17,7 @@ use super::socket::{Faults, PrefixedSocket};
 use crate::admission::Shares;
 use crate::caller::caller_of_certificate;
 use crate::door::context::{DoorContext, OpenError};
+use crate::door::first_request::FirstRequest;
 
 /// How long a client may take for a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -81,12 +82,18 @@ impl Front {
             context: context.clone(),
             shares: shares.clone(),
         });
+        let first = FirstRequest::default();
+        let asked = first.clone();
         let service = service_fn(move |request| {
+            asked.came();
             let served = served.clone();
             async move { Ok::<_, std::convert::Infallible>(request::answer(&served, request).await) }
         });
         let io = TokioIo::new(stream);
-        let draining = context.drain.shutdown().draining_token().clone();
+        let over = async {
+            context.drain.shutdown().draining().await;
+            first.wait().await;
+        };
         let ended = if h2 {
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder
@@ -97,7 +104,7 @@ impl Front {
             let mut connection = std::pin::pin!(builder.serve_connection(io, service));
             tokio::select! {
                 ended = connection.as_mut() => ended,
-                () = draining.cancelled() => {
+                () = over => {
                     connection.as_mut().graceful_shutdown();
                     connection.await
                 }
@@ -109,7 +116,7 @@ impl Front {
             let mut connection = std::pin::pin!(connection);
             tokio::select! {
                 ended = connection.as_mut() => ended,
-                () = draining.cancelled() => {
+                () = over => {
                     connection.as_mut().graceful_shutdown();
                     connection.await
                 }
