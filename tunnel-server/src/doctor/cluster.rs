@@ -36,6 +36,10 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         let judged = async || judge_egress_services(&client, &namespace).await;
         checkup.run("egress rights", &["API server"], judged).await;
     }
+    if config.konnectivity.is_some() {
+        let judged = async || judge_konnectivity(&client, &namespace).await;
+        checkup.run("konnectivity rights", &["API server"], judged).await;
+    }
 }
 
 async fn judge(client: &Client, namespace: &str, names: &ObjectNames, role: Role) -> Outcome {
@@ -72,6 +76,16 @@ async fn judge_egress_services(client: &Client, namespace: &str) -> Outcome {
          `kubectl auth can-i list services -A --as system:serviceaccount:{namespace}:{account}`"
     );
     rights(client, namespace, &of_egress_services(), &fix).await
+}
+
+/// Without them only konnectivity's agents with a certificate are let in.
+async fn judge_konnectivity(client: &Client, namespace: &str) -> Outcome {
+    let account = account(Role::Server);
+    let fix = format!(
+        "add the component konnectivity-agents to the overlay (in the chart server.konnectivityAgents.enabled=true), then \
+         `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
+    );
+    rights(client, namespace, &of_konnectivity(), &fix).await
 }
 
 const fn account(role: Role) -> &'static str {
@@ -134,6 +148,11 @@ fn of_egress_services() -> Vec<Right> {
         Right::everywhere("", "services", &["list", "watch"]),
         Right::everywhere("discovery.k8s.io", "endpointslices", &["list"]),
     ]
+}
+
+/// deploy/components/konnectivity-agents/rbac.yaml.
+fn of_konnectivity() -> Vec<Right> {
+    vec![Right::everywhere("authentication.k8s.io", "tokenreviews", &["create"])]
 }
 
 #[cfg(test)]
@@ -201,6 +220,8 @@ mod tests {
         }
         let services = include_str!("../../../deploy/components/egress-services/rbac.yaml");
         assert_eq!(flat(&of_egress_services()), of_manifest(services));
+        let konnectivity = include_str!("../../../deploy/components/konnectivity-agents/rbac.yaml");
+        assert_eq!(flat(&of_konnectivity()), of_manifest(konnectivity));
         assert_eq!(of_metrics(false).len(), 2, "--client-ca-file takes the place of the ConfigMap");
     }
 }

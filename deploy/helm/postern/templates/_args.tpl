@@ -73,6 +73,9 @@
 {{- if .Values.server.egressServices }}
 - --egress-services=on
 {{- end }}
+{{- if .Values.server.konnectivityAgents.enabled }}
+- "--konnectivity-agent-port={{ $ports.konnectivityAgents }}"
+{{- end }}
 {{- if ne (int $ports.plain) 0 }}
 - "--plain-port={{ $ports.plain }}"
 {{- end }}

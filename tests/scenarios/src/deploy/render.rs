@@ -23,7 +23,7 @@ const REFUSED: &str = include_str!("chart-refused.txt");
 type Objects = BTreeMap<(String, String), Value>;
 
 /// A folder or a component of deploy/, and the values of the chart with which it renders the same.
-const SAME: [(&str, &[&str], &[&str]); 17] = [
+const SAME: [(&str, &[&str], &[&str]); 18] = [
     ("base", &[], &[]),
     ("overlays/nodeport", &[], &["--set=service.nodePort=31008"]),
     ("overlays/loadbalancer", &[], &["--set=service.type=LoadBalancer"]),
@@ -37,6 +37,7 @@ const SAME: [(&str, &[&str], &[&str]); 17] = [
     ("base", &["connect"], &["--set=server.connect.enabled=true"]),
     ("base", &["metrics"], &["--set=server.metrics.enabled=true"]),
     ("base", &["egress-services"], &["--set=server.egressServices=true"]),
+    ("base", &["konnectivity-agents"], &["--set=server.konnectivityAgents.enabled=true"]),
     ("base", &["kubelet-credentials"], &["--set=agent.kubeletCredentials.enabled=true"]),
     ("base", &["selinux"], &["--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t"]),
     (

@@ -5,13 +5,14 @@ use super::rights::unseen;
 use super::{DOCUMENT, PROGRAMS, deploy};
 
 /// The manifests with roles, in the document's order.
-const ROLES: [&str; 10] = [
+const ROLES: [&str; 11] = [
     "base/server-rbac.yaml",
     "components/node-condition/rbac.yaml",
     "components/https-callers/rbac.yaml",
     "components/connect/rbac.yaml",
     "components/metrics/rbac.yaml",
     "components/egress-services/rbac.yaml",
+    "components/konnectivity-agents/rbac.yaml",
     "base/agent-rbac.yaml",
     "components/edge-pods/rbac.yaml",
     "components/everywhere/redirector-rbac.yaml",
@@ -78,7 +79,7 @@ fn tables() -> Vec<(String, Vec<Row>)> {
 #[test]
 fn the_document_has_exactly_the_rules_of_the_manifests() {
     let rules = ROLES.map(|name| rules(&fs::read_to_string(deploy().join(name)).unwrap())).concat();
-    assert_eq!(rules.len(), 15);
+    assert_eq!(rules.len(), 16);
     let rendered = |roles: &[(String, Vec<Row>)]| {
         let row = |row: &Row| format!("| {} |", row.join(" | "));
         let role = |(role, rows): &(String, Vec<Row>)| {

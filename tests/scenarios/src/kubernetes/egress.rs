@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::checks::Checks;
 use super::{commands, forward, konnectivity, redirect, views};
 
-const PORT: u16 = 8132;
+const PORT: u16 = 8131;
 
 /// The ways that kube-apiserver knows.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +55,7 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     pods::run(&cluster.api, &all).await?;
     let mut checks = Checks::new();
     checks.run("without Postern, logs of an edge pod fail", redirect::nothing_works_yet(&cluster)).await;
-    let manifests = postern::install(&cluster, "base").await?;
+    let manifests = postern::install_with(&cluster, "base", &["konnectivity-agents"]).await?;
     let server = postern::server(&cluster, &manifests)
         .await?
         .flag("--redirect=off")
@@ -65,7 +65,6 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
         .flag(format!("--egress-client-ca={}", cluster.pki.file("ca.crt").display()))
         .flag("--egress-clients=kube-apiserver-egress")
         .flag(format!("--egress-direct={CLOUD}/32,{POD_CIDR}"))
-        .flag(format!("--konnectivity-agent-port={}", konnectivity::PORT))
         .flag(format!("--konnectivity-service-account={}", konnectivity::ACCOUNT))
         .start()
         .await?;

@@ -25,7 +25,8 @@ use tunnel_core::konnectivity::packet::Payload;
 
 use crate::egress::client::{ask, over};
 
-pub(super) const PORT: u16 = 8091;
+/// As in the component.
+const PORT: u16 = 8132;
 pub(super) const ACCOUNT: &str = "default/konnectivity-agent";
 const NAME: &str = "konnectivity-agent";
 const AUDIENCE: &str = "system:konnectivity-server";
@@ -36,16 +37,8 @@ struct Attached {
     answers: Streaming<Packet>,
 }
 
-/// Makes the ServiceAccount, and a pod of it on the edge. The server may ask about tokens.
+/// Makes the ServiceAccount, and a pod of it on the edge.
 pub(super) async fn prepare(cluster: &Cluster<'_>) -> Result<()> {
-    let reviews = json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": { "name": "tunnel-server-auth-delegator" },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:auth-delegator" },
-        "subjects": [{ "kind": "ServiceAccount", "name": "tunnel-server", "namespace": "kube-system" }],
-    });
-    cluster.api.create("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", &reviews).await?;
     let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": NAME } });
     cluster.api.create("/api/v1/namespaces/default/serviceaccounts", &account).await?;
     let mut pod = shell(NAME, EDGE_NODE, IDLE);
