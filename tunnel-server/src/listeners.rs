@@ -22,6 +22,8 @@ use crate::takeover::Predecessor;
 pub(crate) struct Listeners {
     pub(crate) agents: Option<TcpListener>,
     pub(crate) https: Option<TcpListener>,
+    /// Further ones of the https door, each with the port of nodes that it leads to.
+    pub(crate) secure: Vec<(u16, TcpListener)>,
     pub(crate) http: Option<TcpListener>,
     pub(crate) plain: Option<TcpListener>,
     pub(crate) egress: Option<TcpListener>,
@@ -51,7 +53,13 @@ impl Listeners {
                 mapped.push((map, listener));
             }
         }
+        let mut secure = Vec::new();
+        for (port, of_node) in &config.doors.secure_ports {
+            let listener = bind("--secure-ports", Https::NAME, at(Some(*port)), before).await?;
+            secure.extend(listener.map(|listener| (*of_node, listener)));
+        }
         Ok(Self {
+            secure,
             agents: bind("--agent-port", AGENTS, at(config.agent_port), before).await?,
             https: bind("--secure-port", Https::NAME, at(config.secure_port), before).await?,
             http: bind("--insecure-port", Http::NAME, config.insecure_address, before).await?,
@@ -116,7 +124,8 @@ impl Listeners {
 
     fn all(&self) -> impl Iterator<Item = (&'static str, &TcpListener)> {
         let agents = self.agents.iter().map(|listener| (AGENTS, listener));
-        let https = self.https.iter().map(|listener| (Https::NAME, listener));
+        let secure = self.secure.iter().map(|(_, listener)| listener);
+        let https = self.https.iter().chain(secure).map(|listener| (Https::NAME, listener));
         let http = self.http.iter().map(|listener| (Http::NAME, listener));
         let plain = self.plain.iter().map(|listener| (Plain::NAME, listener));
         let redirected = self.redirected.iter().map(|listener| (Redirected::NAME, listener));

@@ -105,6 +105,7 @@ impl<'a> Doors<'a> {
             agents: _,
             konnectivity: _,
             https,
+            secure,
             http,
             plain,
             egress,
@@ -123,9 +124,11 @@ impl<'a> Doors<'a> {
             tasks.spawn(egress_door.serve_tls(gates.door(listener), tls.current()));
             tasks.spawn(tls.follow(stop.clone()));
         }
-        if let Some(listener) = https {
-            let door = Https { front: fronts.https };
-            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.https)));
+        let shares = Shares::new(budget.https);
+        let secure = secure.into_iter().map(|(port, listener)| (Some(port), listener));
+        for (port, listener) in https.map(|listener| (None, listener)).into_iter().chain(secure) {
+            let door = Https { front: fronts.https.clone(), port };
+            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
         }
         if let Some(listener) = http {
             let door = Http(fronts.http);

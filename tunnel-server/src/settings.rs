@@ -24,9 +24,11 @@ pub enum InternalDoor {
 }
 
 /// The ports of the two doors; 0: the door is off, and no port of the internal Service leads there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Doors {
     pub https: u16,
+    /// By ports of nodes, further ports of the https door, which lead there instead of to the kubelet.
+    pub secure: BTreeMap<u16, u16>,
     /// The plain door.
     pub http: u16,
     /// What the pairs of the ConfigMap's lists name: the http door's port, as in YurtTunnel's lists.

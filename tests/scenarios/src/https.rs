@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect, echo};
-use postern_testbed::server;
+use postern_testbed::server::{self, Builder};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
@@ -24,6 +24,7 @@ scenarios! {
     unknown_names_get_an_alert,
     plaintext_is_refused,
     node_without_a_tunnel(edges = 2),
+    further_ports_lead_to_other_ports_of_nodes,
 }
 
 pub(crate) const KUBELET: u16 = 10250;
@@ -234,5 +235,30 @@ async fn node_without_a_tunnel(testbed: &Testbed) -> Result<()> {
     ensure!(end == client::End::Reset, "without a tunnel the connection ended with {end:?}");
     let line = server.wait_access("without a tunnel", |line| line.text("node") == "edge-2").await?;
     ensure!(line.text("outcome") == "no_tunnel", "access line {line:?}");
+    Ok(())
+}
+
+async fn further_ports_lead_to_other_ports_of_nodes(testbed: &Testbed) -> Result<()> {
+    const LED_TO: u16 = 9443;
+    let server = Builder::new(testbed).flag(format!("--secure-ports=10270={LED_TO}")).start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let (on_edge, kubelet) =
+        (target(testbed, 1, LED_TO, Behaviour::Echo)?, target(testbed, 1, KUBELET, Behaviour::Echo)?);
+    let hello = client_hello("edge-1")?;
+    let through = async |door: SocketAddr| {
+        let mut stream = connect(door).await?;
+        stream.write_all(&hello).await?;
+        expect_back(&mut stream, &hello).await
+    };
+    let further = SocketAddr::from((CLOUD, 10270));
+    through(further).await?;
+    through(door()).await?;
+    ensure!((on_edge.connections(), kubelet.connections()) == (1, 1), "both went to one port");
+    let destination = on_edge.address.to_string();
+    server.wait_access("of the further port", |line| line.text("destination") == destination).await?;
+    // A successor has it too.
+    let _second = server.take_over().await?;
+    through(further).await?;
+    ensure!(on_edge.connections() == 2, "{} connections", on_edge.connections());
     Ok(())
 }

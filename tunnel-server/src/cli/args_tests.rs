@@ -1,6 +1,6 @@
 //! Which configuration the flags yield.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -388,8 +388,11 @@ fn doors_that_speak_http_have_their_flags() {
         "--plain-port=10268",
         "--plain-clients=10.244.0.0/16",
         "--plain-ports=9100",
+        "--secure-ports=10270=9443, 10271=10257",
     ])
     .unwrap();
+    assert_eq!(all.doors.secure_ports, BTreeMap::from([(10270, 9443), (10271, 10257)]));
+    assert_eq!(all.internal_doors().secure, BTreeMap::from([(9443, 10270), (10257, 10271)]));
     assert!(all.doors.terminate_tls, "a CA of callers is given for that");
     assert_eq!(all.doors.targets.plain_ports, BTreeSet::from([9100, 9445]));
     let door = all.doors.plain.clone().unwrap();
@@ -421,6 +424,13 @@ fn doors_that_speak_http_have_their_flags() {
         (&["--metrics-port=10263", "--token-auth-file=/t"], "--secure-port has that port already"),
         (&["--metrics-port=10265", "--token-auth-file=/t"], "--metrics-port has that port already"),
         (&["--metrics-port=x"], "--metrics-port=x"),
+        (&["--secure-ports=9443"], "--secure-ports=9443: \"9443\" is not PORT=NODE-PORT"),
+        (&["--secure-ports=10270=9443,"], "\"\" is not PORT=NODE-PORT"),
+        (&["--secure-ports=0=9443"], "\"0=9443\" is not PORT=NODE-PORT"),
+        (&["--secure-ports=10270=1,10270=2"], "port 10270 is there twice"),
+        (&["--secure-ports=10270=1,10271=1"], "port 1 of nodes is there twice"),
+        (&["--secure-ports=10262=9443"], "--secure-ports=10262: --agent-port has that port already"),
+        (&["--secure-ports=10270=9443", "--secure-port=0"], "the https door is off"),
     ] {
         let error = error(args);
         assert!(error.contains(part), "{args:?}: {error}");

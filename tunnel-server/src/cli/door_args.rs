@@ -5,11 +5,15 @@ use std::path::PathBuf;
 use clap::Args;
 use tunnel_core::config::{ConfigError, parse_cidrs, parse_port, parse_ports};
 
-use crate::config::{DoorConfig, PlainConfig, TargetConfig, on_or_off};
+use crate::config::{DoorConfig, PlainConfig, TargetConfig, on_or_off, parse_secure_ports};
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Doors that speak HTTP")]
 pub struct DoorArgs {
+    /// Further ports of the https door, on --bind-address, for other ports of nodes than the kubelet's: PORT=NODE-PORT,
+    /// comma-separated, such as 10270=9443 [default: none].
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
+    pub secure_ports: String,
     /// on or off: --secure-port also ends the TLS of callers that address the server itself, who show a certificate or a bearer
     /// token [default: on with --client-ca-file, off without; with --client-ca-file and --connect-port or --metrics-port it has to
     /// be said].
@@ -73,6 +77,7 @@ impl DoorArgs {
         let pod_ca =
             || (!standalone && !kubeconfig).then(|| PathBuf::from(POD_CA)).filter(|path| path.exists());
         let config = DoorConfig {
+            secure_ports: parse_secure_ports(&self.secure_ports)?,
             terminate_tls,
             client_ca: self.client_ca_file.clone(),
             targets: TargetConfig {

@@ -47,6 +47,7 @@ const FLAGS: &[(&str, Option<&str>)] = &[
     ("token-auth-file", None),
     ("map", None),
     ("maps", None),
+    ("secure-ports", None),
     ("terminate-tls", None),
     ("client-ca-file", None),
     ("kubelet-certificate-authority", None),

@@ -1,6 +1,6 @@
 //! What the doors that speak HTTP are configured with.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use ipnet::IpNet;
@@ -11,6 +11,8 @@ use super::{Config, NodeSource};
 /// The doors that speak HTTP.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DoorConfig {
+    /// Further ports of the https door, each with the port of nodes that it leads to.
+    pub secure_ports: BTreeMap<u16, u16>,
     /// The https door ends the TLS of callers that address the server itself.
     pub terminate_tls: bool,
     /// Roots of callers' certificates at all doors that ask for one; None: in a cluster those of kube-apiserver.
@@ -42,6 +44,35 @@ pub struct PlainConfig {
     pub ports: BTreeSet<u16>,
 }
 
+/// More listeners are refused: a successor gets them all in one message.
+const MOST_SECURE_PORTS: usize = 32;
+
+/// Reads `--secure-ports`.
+///
+/// # Errors
+/// Names the entry that is not `PORT=NODE-PORT`, or is there twice.
+pub fn parse_secure_ports(value: &str) -> Result<BTreeMap<u16, u16>, ConfigError> {
+    let wrong = |reason| Err(ConfigError::new("--secure-ports", value, reason));
+    let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port != 0);
+    let mut ports = BTreeMap::new();
+    for entry in value.split(',').map(str::trim).filter(|_| !value.trim().is_empty()) {
+        let pair = entry.split_once('=').and_then(|(own, of_node)| Some((port(own)?, port(of_node)?)));
+        let Some((own, of_node)) = pair else {
+            return wrong(format!("{entry:?} is not PORT=NODE-PORT, such as 10270=9443"));
+        };
+        if ports.values().any(|other| *other == of_node) {
+            return wrong(format!("port {of_node} of nodes is there twice"));
+        }
+        if ports.insert(own, of_node).is_some() {
+            return wrong(format!("port {own} is there twice"));
+        }
+    }
+    if ports.len() > MOST_SECURE_PORTS {
+        return wrong(format!("{} ports; at most {MOST_SECURE_PORTS} are possible", ports.len()));
+    }
+    Ok(ports)
+}
+
 impl DoorConfig {
     /// Refuses what cannot work together. `standalone`: there is no cluster to ask.
     pub(crate) fn check(&self, standalone: bool, secure_port: bool) -> Result<(), ConfigError> {
@@ -62,6 +93,9 @@ impl DoorConfig {
                 "on",
                 "the https door is off: give --secure-port",
             ));
+        }
+        if !self.secure_ports.is_empty() && !secure_port {
+            return Err(without("--secure-ports", "the https door is off: give --secure-port"));
         }
         if self.terminate_tls && standalone && self.client_ca.is_none() {
             let reason = "with --inventory callers show certificates: give --client-ca-file";
@@ -95,6 +129,8 @@ impl Config {
         }
         let doors = &self.doors;
         flags.push(("terminate-tls", if doors.terminate_tls { "on" } else { "off" }.to_owned()));
+        let secure = doors.secure_ports.iter().map(|(port, of_node)| format!("{port}={of_node}"));
+        flags.push(("secure-ports", list(secure)));
         flags.push(("http-ports", list(&doors.targets.plain_ports)));
         for (flag, path) in [
             ("client-ca-file", &doors.client_ca),

@@ -7,7 +7,7 @@ mod parse;
 mod parts;
 mod role;
 
-pub use doors::{DoorConfig, PlainConfig, TargetConfig};
+pub use doors::{DoorConfig, PlainConfig, TargetConfig, parse_secure_ports};
 pub use egress::{DEFAULT_EGRESS_SOCKET_MODE, EgressConfig, EgressTlsConfig};
 pub use konnectivity::{
     DEFAULT_KONNECTIVITY_ACCOUNT, DEFAULT_KONNECTIVITY_AUDIENCE, KonnectivityConfig, service_account,
@@ -184,9 +184,8 @@ impl Config {
         flags.into_iter().map(|(flag, value)| format!("--{flag}={value}")).collect()
     }
 
-    /// Refuses two listeners on one address: the second would fail to bind, with an error that does not name the flag
-    /// of the first.
-    pub(crate) fn check_ports(&self) -> Result<(), ConfigError> {
+    /// The addresses of all doors but maps, each with its flag.
+    pub(crate) fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let at = |port: Option<u16>| port.map(|port| SocketAddr::new(self.bind_address, port));
         let doors = [
             ("--agent-port", at(self.agent_port)),
@@ -202,7 +201,14 @@ impl Config {
             ("--metrics-port", at(self.metrics_port)),
             ("--admin-address", self.admin_address),
         ];
-        let doors: Vec<_> = doors.into_iter().filter_map(|(key, address)| Some((key, address?))).collect();
+        let secure = self.doors.secure_ports.keys().map(|port| ("--secure-ports", at(Some(*port))));
+        doors.into_iter().chain(secure).filter_map(|(key, address)| Some((key, address?))).collect()
+    }
+
+    /// Refuses two listeners on one address: the second would fail to bind, with an error that does not name the flag
+    /// of the first.
+    pub(crate) fn check_ports(&self) -> Result<(), ConfigError> {
+        let doors = self.listeners();
         for (index, (key, address)) in doors.iter().enumerate() {
             for (other_key, other) in &doors[..index] {
                 let same_host = address.ip() == other.ip()

@@ -49,6 +49,7 @@ impl Config {
     pub(crate) fn internal_doors(&self) -> Doors {
         Doors {
             https: self.secure_port.unwrap_or_default(),
+            secure: self.doors.secure_ports.iter().map(|(port, of_node)| (*of_node, *port)).collect(),
             // The http door is on loopback, where no Service leads.
             http: self.doors.plain.as_ref().map_or(0, |plain| plain.port),
             pairs: self.insecure_address.map_or(0, |address| address.port()),

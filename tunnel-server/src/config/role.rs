@@ -20,6 +20,7 @@ pub struct RedirectorConfig {
 pub(crate) const OF_SERVERS: &[&str] = &[
     "agent-port",
     "secure-port",
+    "secure-ports",
     "insecure-bind-address",
     "insecure-port",
     "connect-port",

@@ -62,16 +62,8 @@ fn reachable(mut address: SocketAddr) -> SocketAddr {
 
 /// The ports that a server which does not run would not get.
 fn taken(config: &Config) -> Outcome {
-    let at = |port: Option<u16>| port.map(|port| SocketAddr::new(config.bind_address, port));
-    let wanted = [
-        ("--agent-port", at(config.agent_port)),
-        ("--secure-port", at(config.secure_port)),
-        ("--insecure-port", config.insecure_address),
-        ("--metrics-port", at(config.metrics_port)),
-        ("--admin-address", config.admin_address),
-    ];
     let mut faults = Vec::new();
-    for (flag, address) in wanted.into_iter().filter_map(|(flag, address)| Some((flag, address?))) {
+    for (flag, address) in config.listeners() {
         let Err(error) = TcpListener::bind(address) else { continue };
         let port = address.port();
         let fix = match error.kind() {

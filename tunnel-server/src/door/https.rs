@@ -1,6 +1,7 @@
 //! The https door. A ClientHello whose SNI names a node is passed through: every byte goes to the kubelet as it came, and the
 //! kubelet decides. One that names this server, or nobody, as for a URL with an address, has its TLS ended here, if that is
-//! switched on: then each request names its node. Any other name gets an alert.
+//! switched on: then each request names its node. Any other name gets an alert. Further ports of the door lead to other ports of
+//! nodes than the kubelet's.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,6 +24,8 @@ const UNRECOGNIZED_NAME: u8 = 112;
 pub(crate) struct Https {
     /// Ends the TLS of those who address this server; None: nobody's.
     pub(crate) front: Option<Arc<Front>>,
+    /// The port of nodes that a name leads to; None: the kubelet's.
+    pub(crate) port: Option<u16>,
 }
 
 impl Https {
@@ -61,7 +64,10 @@ impl Door for Https {
         };
         match (node, self.is_meant(name.as_deref())) {
             (Ok(node), _) => {
-                let target = SocketAddr::new(node.address, node.kubelet_port);
+                let target = match self.port {
+                    Some(port) => router.target(node.address, port),
+                    None => SocketAddr::new(node.address, node.kubelet_port),
+                };
                 Ok(Opened::Carried(OpenRequest::new(node.node, target, read.freeze())))
             }
             (Err(_), Some(front)) => Ok(Opened::Served { front: front.clone(), prefix: read.freeze() }),

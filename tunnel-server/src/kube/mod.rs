@@ -204,7 +204,7 @@ impl Kube {
         let publish = publish_nodes(saved, inventory, parts.known_nodes, self.nodes);
         let (client, health) = (context.client.clone(), context.health.clone());
         tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
-        tasks.spawn(configmap::run(context.clone(), events.clone(), doors, ports));
+        tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), ports));
         tasks.spawn(service_ranges::run(context.clone(), router.clone()));
         tasks.spawn(follow_ports(router, parts.settings.subscribe(), stop.clone()));
         tasks.spawn(pass_on(ports_now, parts.settings, stop));

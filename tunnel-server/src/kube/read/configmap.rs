@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use InternalDoor::{Http, Https};
 
-    const DOORS: Doors = Doors { https: 10263, http: 10268, pairs: 10264 };
+    const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
 
     fn data(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
         entries.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
@@ -286,7 +286,7 @@ mod tests {
                 ]
             )
         );
-        let elsewhere = Doors { https: 443, http: 0, pairs: 80 };
+        let elsewhere = Doors { https: 443, http: 0, pairs: 80, ..DOORS };
         let (settings, problems) = parse(&data(&[("dnat-ports-pair", "9100=80")]), &elsewhere);
         assert_eq!((internal(&settings), problems), (vec![(9100, Http)], Vec::new()));
     }

@@ -35,20 +35,20 @@ pub fn ports(
     doors: &Doors,
 ) -> Vec<ServicePort> {
     let tcp = |port: &ServicePort| port.protocol.as_deref().unwrap_or(TCP) == TCP;
-    let target_of = |door: &InternalDoor| match door {
-        InternalDoor::Https => doors.https,
+    let target_of = |number: u16, door: InternalDoor| match door {
+        InternalDoor::Https => doors.secure.get(&number).copied().unwrap_or(doors.https),
         InternalDoor::Http => doors.http,
     };
-    let target = |door: &InternalDoor| IntOrString::Int(i32::from(target_of(door)));
+    let target = |number, door| IntOrString::Int(i32::from(target_of(number, door)));
     let mut missing = wanted.clone();
     // The API server refuses a target port of 0, and with it the whole list.
-    missing.retain(|_, door| target_of(door) != 0);
+    missing.retain(|number, door| target_of(*number, *door) != 0);
     let mut ports = Vec::with_capacity(present.len() + wanted.len());
     for port in present {
         let mut port = port.clone();
         if tcp(&port) {
-            match u16::try_from(port.port).ok().and_then(|number| missing.remove(&number)) {
-                Some(door) => port.target_port = Some(target(&door)),
+            match u16::try_from(port.port).ok().and_then(|number| missing.remove_entry(&number)) {
+                Some((number, door)) => port.target_port = Some(target(number, door)),
                 None if port.name.as_deref().is_some_and(|name| name.starts_with(PREFIX)) => continue,
                 None => {}
             }
@@ -66,7 +66,7 @@ pub fn ports(
             name,
             port: i32::from(number),
             protocol: Some(TCP.into()),
-            target_port: Some(target(&door)),
+            target_port: Some(target(number, door)),
             ..ServicePort::default()
         });
     }
@@ -161,7 +161,7 @@ impl Reconcile for Ports {
 mod tests {
     use super::*;
 
-    const DOORS: Doors = Doors { https: 10263, http: 10268, pairs: 10264 };
+    const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
 
     fn port(name: &str, protocol: &str, number: i32, target: i32) -> ServicePort {
         ServicePort {
@@ -191,6 +191,15 @@ mod tests {
         expected.push(port("dnat-9443", TCP, 9443, 10263));
         let wanted = [(9443, InternalDoor::Https), (9100, InternalDoor::Http)];
         assert_eq!(after(&base(), &wanted), expected);
+    }
+
+    #[test]
+    fn a_port_of_its_own_at_the_https_door_is_the_target() {
+        let doors = Doors { secure: BTreeMap::from([(9443, 10270)]), ..DOORS };
+        let wanted = BTreeMap::from([(9443, InternalDoor::Https), (9444, InternalDoor::Https)]);
+        let mut expected = base();
+        expected.extend([port("dnat-9443", TCP, 9443, 10270), port("dnat-9444", TCP, 9444, 10263)]);
+        assert_eq!(super::ports(&base(), &wanted, &doors), expected);
     }
 
     #[test]
