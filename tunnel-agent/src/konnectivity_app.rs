@@ -11,6 +11,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, watch};
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
 use tunnel_core::config::ConfigError;
+use tunnel_core::konnectivity::Room;
 use tunnel_core::lifecycle::{Readiness, Shutdown, raise_open_files};
 use tunnel_core::logging;
 
@@ -70,6 +71,7 @@ pub async fn build(
         dialler: Dialler::new(Arc::new(policy)),
         lookups: Semaphore::new(LOOKUPS),
         numbers: first_number(),
+        room: Arc::new(Room::of_process()),
         metrics,
         own_metrics,
         draining: own.draining_token().clone(),

@@ -9,6 +9,7 @@ use arc_swap::ArcSwap;
 use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
+use tunnel_core::konnectivity::Room;
 
 use super::config::KonnectivityConfig;
 use super::metrics::KonnectivityMetrics;
@@ -32,6 +33,8 @@ pub(crate) struct Shared {
     /// The last number of a connection. A server knows connections by the agent's id and this number only, whichever stream they
     /// came by.
     pub(crate) numbers: Arc<AtomicI64>,
+    /// What may wait for targets, whichever server it came from.
+    pub(crate) room: Arc<Room>,
     pub(crate) metrics: Metrics,
     pub(crate) own_metrics: KonnectivityMetrics,
     /// Take nothing new, finish what is carried.

@@ -44,7 +44,6 @@ const QUIET: Duration = Duration::from_secs(1);
 const BOUNDS: Bounds = Bounds {
     connections: 1 << 16,
     one: 4 << 20,
-    all: 64 << 20,
     patience: Duration::from_secs(2),
     stalled: "its target did not take what waited for it, and other connections of this agent were not to wait too",
     linger: Duration::from_secs(60),
@@ -106,9 +105,9 @@ impl Stream {
         leave: CancellationToken,
     ) -> Result<(), Status> {
         let Self { server_id, incoming, packets, _client, .. } = self;
-        let (forced, numbers) = (shared.forced.clone(), shared.numbers.clone());
+        let (forced, numbers, room) = (shared.forced.clone(), shared.numbers.clone(), shared.room.clone());
         let dialler = Arc::new(ForServer { shared, busy: busy.clone(), server_id });
-        let connections = Connections::new(dialler, BOUNDS, numbers, packets.clone());
+        let connections = Connections::new(dialler, BOUNDS, room, numbers, packets.clone());
         let mut serving = std::pin::pin!(connections.serve(incoming));
         tokio::select! {
             ended = &mut serving => return ended,

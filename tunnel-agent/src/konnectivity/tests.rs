@@ -18,6 +18,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::konnectivity::Room;
 use tunnel_core::konnectivity::agent_service_server::{AgentService, AgentServiceServer};
 use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::{Packet, PacketType};
@@ -188,6 +189,7 @@ fn shared(dir: &std::path::Path, port: u16, own: &Shutdown) -> Shared {
         dialler: Dialler::new(Arc::new(policy)),
         lookups: Semaphore::new(LOOKUPS),
         numbers: first_number(),
+        room: Arc::new(Room::of_process()),
         metrics: Metrics::new(&mut registry),
         own_metrics: KonnectivityMetrics::register(&mut registry),
         draining: own.draining_token().clone(),

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt as _};
@@ -17,6 +17,7 @@ use tonic::Status;
 
 use super::packet::Payload;
 use super::queue::{Inbox, Inlet, Outbox, Packets, Waiting, ends};
+use super::room::{Part, Room};
 use super::{CloseDial, CloseRequest, Data, DialRequest, Packet, PacketType};
 use crate::text::printable;
 
@@ -45,8 +46,6 @@ pub struct Bounds {
     pub connections: usize,
     /// Bytes of one connection that wait for its target.
     pub one: usize,
-    /// The same of all of the stream, those that were closed included.
-    pub all: usize,
     /// How long the stream is not read for one connection's sake, if it has others.
     pub patience: Duration,
     /// What the end of a connection that has gone beyond that is explained by.
@@ -113,8 +112,8 @@ pub struct Connections<D> {
     numbers: Arc<AtomicI64>,
     /// Whether there was a dial.
     dialled: bool,
-    /// Bytes that wait for all targets.
-    waiting: Arc<AtomicUsize>,
+    /// What may wait for all targets, those of closed connections included.
+    part: Part,
     ended: (mpsc::UnboundedSender<i64>, mpsc::UnboundedReceiver<i64>),
     /// Cancelled when the stream ends.
     over: CancellationToken,
@@ -125,8 +124,15 @@ pub struct Connections<D> {
 struct Over;
 
 impl<D: Dial> Connections<D> {
-    /// Connections are numbered from after `numbers` on, which streams share whose other end does not tell them apart.
-    pub fn new(dialler: Arc<D>, bounds: Bounds, numbers: Arc<AtomicI64>, packets: Packets) -> Self {
+    /// Connections are numbered from after `numbers` on, which streams share whose other end does not tell them apart. `room`:
+    /// what may wait for the targets of all streams that share it.
+    pub fn new(
+        dialler: Arc<D>,
+        bounds: Bounds,
+        room: Arc<Room>,
+        numbers: Arc<AtomicI64>,
+        packets: Packets,
+    ) -> Self {
         let over = CancellationToken::new();
         Self {
             dialler,
@@ -137,7 +143,7 @@ impl<D: Dial> Connections<D> {
             dials: HashMap::new(),
             numbers,
             dialled: false,
-            waiting: Arc::default(),
+            part: Part::new(room),
             ended: mpsc::unbounded_channel(),
             _over: over.clone().drop_guard(),
             over,
@@ -234,7 +240,7 @@ impl<D: Dial> Connections<D> {
         let closed = CancellationToken::new();
         let (cut, evicted) = (self.over.child_token(), CancellationToken::new());
         let gone = Gone { cut, closed: closed.clone(), evicted, linger: self.bounds.linger };
-        let (inlet, inbox, outbox) = ends(connect_id, self.packets.clone(), closed, self.waiting.clone());
+        let (inlet, inbox, outbox) = ends(connect_id, self.packets.clone(), closed, self.part.total());
         let stalled = Arc::new(AtomicBool::new(false));
         let task = Connection {
             dialler: self.dialler.clone(),
@@ -268,6 +274,7 @@ impl<D: Dial> Connections<D> {
         open.inlet.push(data);
         let waiting = open.inlet.waiting.clone();
         let Bounds { one, patience, .. } = self.bounds;
+        let one = one.min(self.part.bytes());
         let deadline = Instant::now() + patience;
         while waiting.bytes() > one {
             let shared = self.open.len() > 1;
@@ -293,7 +300,7 @@ impl<D: Dial> Connections<D> {
 
     /// The connection with the most pays.
     fn keep_to_the_bound_of_all(&self) {
-        if self.waiting.load(Ordering::Acquire) <= self.bounds.all {
+        if !self.part.is_exceeded() {
             return;
         }
         let open = self.open.iter().map(|(id, open)| (*id, &open.inlet.waiting, &open.gone.cut));
@@ -304,7 +311,7 @@ impl<D: Dial> Connections<D> {
             .filter(|(_, _, end)| !end.is_cancelled())
             .map(|(connect_id, waiting, _)| (waiting.bytes(), connect_id))
             .collect();
-        if live.iter().map(|(bytes, _)| bytes).sum::<usize>() > self.bounds.all
+        if live.iter().map(|(bytes, _)| bytes).sum::<usize>() > self.part.bytes()
             && let Some((_, connect_id)) = live.iter().max()
         {
             self.cut(*connect_id);
@@ -317,6 +324,15 @@ impl<D: Dial> Connections<D> {
             open.gone.cut.cancel();
         } else if let Some((_, gone)) = self.closing.get(&connect_id) {
             gone.evicted.cancel();
+        }
+    }
+}
+
+impl<D> Drop for Connections<D> {
+    /// Nobody could have those that were closed pay later.
+    fn drop(&mut self) {
+        if self.part.is_scarce() {
+            self.closing.values().for_each(|(_, gone)| gone.evicted.cancel());
         }
     }
 }

@@ -6,6 +6,7 @@
 mod connections;
 mod metadata;
 mod queue;
+mod room;
 mod words;
 
 use bytes::Bytes;
@@ -17,6 +18,7 @@ use packet::Payload;
 pub use connections::{Bounds, Connections, Dial, Gone};
 pub use metadata::single;
 pub use queue::{Inbox, Outbox, Packets, cost};
+pub use room::Room;
 pub use words::in_words_of_go;
 
 /// Clients written in Go send messages up to this size, in bytes.

@@ -14,6 +14,7 @@ use tokio_util::sync::{CancellationToken, PollSender, WaitForCancellationFutureO
 use tonic::Status;
 
 use super::Packet;
+use super::room::Total;
 
 /// What one packet carries at most: the buffer with which programs written in Go copy.
 const PACKET: usize = 32 << 10;
@@ -29,22 +30,22 @@ pub(super) struct Waiting {
     bytes: AtomicUsize,
     taken: Notify,
     /// The same of all connections together.
-    all: Arc<AtomicUsize>,
+    all: Arc<Total>,
 }
 
 impl Waiting {
-    fn new(all: Arc<AtomicUsize>) -> Self {
+    fn new(all: Arc<Total>) -> Self {
         Self { bytes: AtomicUsize::new(0), taken: Notify::new(), all }
     }
 
     fn add(&self, bytes: usize) {
         self.bytes.fetch_add(bytes, Ordering::AcqRel);
-        self.all.fetch_add(bytes, Ordering::AcqRel);
+        self.all.add(bytes);
     }
 
     fn take(&self, bytes: usize) {
         self.bytes.fetch_sub(bytes, Ordering::AcqRel);
-        self.all.fetch_sub(bytes, Ordering::AcqRel);
+        self.all.take(bytes);
         self.taken.notify_waiters();
     }
 
@@ -66,7 +67,7 @@ impl Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        self.all.fetch_sub(*self.bytes.get_mut(), Ordering::AcqRel);
+        self.all.take(*self.bytes.get_mut());
     }
 }
 
@@ -118,7 +119,7 @@ pub(super) fn ends(
     connect_id: i64,
     packets: Packets,
     closed: CancellationToken,
-    all: Arc<AtomicUsize>,
+    all: Arc<Total>,
 ) -> (Inlet, Inbox, Outbox) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let (waiting, ended) = (Arc::new(Waiting::new(all)), CancellationToken::new());

@@ -10,12 +10,14 @@ use super::*;
 const BOUNDS: Bounds = Bounds {
     connections: 6,
     one: 1000,
-    all: 3000,
     patience: Duration::from_secs(2),
     stalled: "stalled",
     linger: Duration::from_secs(60),
     early: "too early",
 };
+
+/// What may wait for all.
+const ALL: usize = 3000;
 
 /// `echo:1` echoes, `stalls:1` reads nothing, `waits:1` does not answer its dial, others are refused.
 struct Dialler;
@@ -65,11 +67,16 @@ struct Caller {
 
 impl Caller {
     fn new() -> Self {
+        Self::sharing(&Arc::new(Room::new(ALL)))
+    }
+
+    fn sharing(room: &Arc<Room>) -> Self {
         let (packets, stream) = mpsc::channel(1);
         let (sender, answers) = mpsc::channel(4);
         let stream =
             futures_util::stream::unfold(stream, |mut stream| async { Some((stream.recv().await?, stream)) });
-        let connections = Connections::new(Arc::new(Dialler), BOUNDS, Arc::new(AtomicI64::new(100)), sender);
+        let numbers = Arc::new(AtomicI64::new(100));
+        let connections = Connections::new(Arc::new(Dialler), BOUNDS, room.clone(), numbers, sender);
         let task = tokio::spawn(connections.serve(Box::pin(stream)));
         Self { packets, answers, _task: AbortOnDropHandle::new(task) }
     }
@@ -202,6 +209,48 @@ async fn closed_connections_count_until_they_have_ended() {
     // The others have ended after a while.
     tokio::time::sleep(Duration::from_secs(2)).await;
     caller.dial("echo:1", 9).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn streams_have_equal_parts_of_what_they_share() {
+    let room = Arc::new(Room::new(ALL));
+    let (mut greedy, mut other) = (Caller::sharing(&room), Caller::sharing(&room));
+    let (first, second) =
+        (greedy.dial("stalls:1", 1).await.unwrap(), greedy.dial("stalls:1", 2).await.unwrap());
+    greedy.send(Packet::data(first, Bytes::from_static(&[0; 900]))).await;
+    greedy.send(Packet::data(second, Bytes::from_static(&[0; 700]))).await;
+    assert_eq!(greedy.closed().await, (first, "stalled".to_owned()), "1,600 of 1,500");
+    let (waits, echo) = (other.dial("stalls:1", 1).await.unwrap(), other.dial("echo:1", 2).await.unwrap());
+    other.send(Packet::data(waits, Bytes::from_static(&[0; 900]))).await;
+    other.echo(echo).await;
+    // Alone it has everything.
+    drop(other);
+    let third = greedy.dial("stalls:1", 3).await.unwrap();
+    greedy.send(Packet::data(third, Bytes::from_static(&[0; 900]))).await;
+    assert!(timeout(BOUNDS.patience * 10, greedy.answers.recv()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn closed_connections_outlive_their_stream_where_there_is_room() {
+    let room = Arc::new(Room::new(ALL));
+    let left = async |connections: i64| {
+        let mut caller = Caller::sharing(&room);
+        for random in 1..=connections {
+            let connect_id = caller.dial("stalls:1", random).await.unwrap();
+            caller.send(Packet::data(connect_id, Bytes::from_static(&[0; 900]))).await;
+            caller.send(Packet::close_request(connect_id)).await;
+            assert_eq!(caller.closed().await, (connect_id, String::new()));
+        }
+        drop(caller);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        room.waiting()
+    };
+    assert_eq!(left(1).await, 900);
+    // Together with these it would be more than half.
+    assert_eq!(left(1).await, 900);
+    tokio::time::sleep(BOUNDS.linger).await;
+    assert_eq!(room.waiting(), 0);
+    assert_eq!(left(2).await, 0);
 }
 
 #[tokio::test(start_paused = true)]

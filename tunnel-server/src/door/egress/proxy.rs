@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_core::konnectivity::proxy_service_server::{ProxyService, ProxyServiceServer};
-use tunnel_core::konnectivity::{Connections, LARGEST_MESSAGE, Packet};
+use tunnel_core::konnectivity::{Connections, LARGEST_MESSAGE, Packet, Room};
 
 use super::dial::{Caller, Dialler};
 use super::stream::{Asked, BOUNDS};
@@ -46,7 +46,9 @@ impl ProxyService for Proxy {
     ) -> Result<Response<Self::ProxyStream>, Status> {
         let (packets, answer) = mpsc::channel(PACKETS);
         let asked = Asked { dialler: self.dialler.clone(), caller: self.caller.clone() };
-        let connections = Connections::new(Arc::new(asked), BOUNDS, Arc::default(), packets);
+        // The door's shares bound how many connections there are, and each of them is bounded.
+        let room = Arc::new(Room::new(usize::MAX));
+        let connections = Connections::new(Arc::new(asked), BOUNDS, room, Arc::default(), packets);
         tokio::spawn(connections.serve(request.into_inner()));
         Ok(Response::new(Box::pin(ReceiverStream::new(answer))))
     }

@@ -14,7 +14,6 @@ pub(super) const BOUNDS: Bounds = Bounds {
     // The door's shares bound them.
     connections: usize::MAX,
     one: 1 << 20,
-    all: usize::MAX,
     patience: Duration::ZERO,
     stalled: "its target took nothing of 1 MiB that waited for it, and other connections of this stream were not to wait too",
     linger: LINGER,
