@@ -127,8 +127,9 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let mut orphans = Orphans::default();
     if let Some(options) = config.redirect.clone() {
         orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
-        router.take_over_tokens(orphans.tokens());
-        router.take_over_tokens(before.as_ref().map_or(&[], Predecessor::tokens));
+        // What the predecessor redirects is newer than what a dead server has left.
+        let given = before.as_ref().map_or(&[][..], Predecessor::tokens);
+        router.take_over_tokens(&[given, orphans.tokens()].concat());
         let running = listeners.start_redirect(options, &mut before).await?;
         let collector = Box::new(RedirectMetrics(running.clone()));
         registry.sub_registry_with_prefix("postern").register_collector(collector);

@@ -286,8 +286,8 @@ impl Router {
         self.version.subscribe()
     }
 
-    /// Takes over the tokens of an earlier server of this host, before the first inventory: connections that it redirected
-    /// arrive with them.
+    /// Takes over the tokens of earlier servers of this host, before the first inventory: connections that they redirected
+    /// arrive with them. Of two that contradict each other the first counts.
     pub fn take_over_tokens(&self, found: &[(IpNet, IpAddr)]) {
         self.lock_planner().tokens.take_over(found, Instant::now());
     }

@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -104,8 +104,8 @@ impl Tokens {
         }
     }
 
-    /// Takes over what an earlier server has assigned, before the first assignment: an address keeps its token, and the
-    /// token of an address that is gone stays unused for the quarantine.
+    /// Takes over what earlier servers have assigned, before the first assignment: an address keeps its token, and the
+    /// token of an address that is gone stays unused for the quarantine. Of two that contradict each other the first counts.
     pub(super) fn take_over(&mut self, found: &[(IpNet, IpAddr)], now: Instant) {
         let number = |token: IpAddr| match token {
             IpAddr::V4(token) => u128::from(u32::from(token)),
@@ -220,30 +220,35 @@ impl Pool {
         }
     }
 
-    /// See [`Tokens::take_over`]. What lies outside the range, or overlaps, is left out: the range was another then.
-    fn take_over(&mut self, mut found: Vec<(IpNet, u128)>, now: Instant) {
-        found.sort_unstable_by_key(|(_, number)| *number);
-        let mut free = VecDeque::new();
-        let Some(mut rest) = self.free.pop_back() else { return };
+    /// See [`Tokens::take_over`]. What lies outside the range, or overlaps with what came before, is left out: the range was
+    /// another then.
+    fn take_over(&mut self, found: Vec<(IpNet, u128)>, now: Instant) {
+        // By their first number.
+        let mut free: BTreeMap<u128, u128> =
+            self.free.drain(..).map(|range| (range.start, range.end)).collect();
         for (net, number) in found {
             let bits = u32::from(net.max_prefix_len() - net.prefix_len());
             let Some(size) = 1_u128.checked_shl(bits).filter(|size| number & (size - 1) == 0) else {
                 continue;
             };
-            let Some(end) = number.checked_add(size).filter(|end| *end <= rest.end) else { continue };
-            if number < rest.start || self.found.contains_key(&net) {
+            let Some(end) = number.checked_add(size) else { continue };
+            let Some((start, last)) = free.range(..=number).next_back().map(|(start, last)| (*start, *last))
+            else {
+                continue;
+            };
+            if last < end || self.found.contains_key(&net) {
                 continue;
             }
-            if rest.start < number {
-                free.push_back(rest.start..number);
+            free.remove(&start);
+            if start < number {
+                free.insert(start, number);
             }
-            rest.start = end;
+            if end < last {
+                free.insert(end, last);
+            }
             self.found.insert(net, number);
         }
-        if !rest.is_empty() {
-            free.push_back(rest);
-        }
-        self.free = free;
+        self.free = free.into_iter().map(|(start, end)| start..end).collect();
         self.found_since = (!self.found.is_empty()).then_some(now);
     }
 

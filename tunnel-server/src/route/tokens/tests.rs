@@ -146,6 +146,8 @@ fn what_an_earlier_server_assigned_stays() {
     }
     let mut after = tokens();
     after.take_over(&found, start);
+    // There may be nothing more, and what is there stays.
+    after.take_over(&[], start);
     let late = wanted[4].clone();
     let others = [wanted[1..4].to_vec(), vec![owner(4), pods(4, "10.244.4.0/25")]].concat();
     let again = after.assign(others.clone(), start);
@@ -155,6 +157,45 @@ fn what_an_earlier_server_assigned_stays() {
     assert!(block.is_some() && block != given[&late], "{block:?}");
     let with_late = [others, vec![late.clone()]].concat();
     assert_eq!(after.assign(with_late, start)[&late], given[&late], "it was kept for its owner");
+}
+
+/// A server that was killed has left tokens, and the one that runs now has given others.
+#[test]
+fn of_what_two_servers_assigned_the_first_counts() {
+    let start = Instant::now();
+    let net = |text: &str| text.parse::<IpNet>().unwrap();
+    let token = |text: &str| text.parse::<IpAddr>().unwrap();
+    let given = [
+        (net("10.0.0.1/32"), token("198.18.0.9")),
+        (net("10.0.0.2/32"), token("198.18.0.4")),
+        (net("10.0.0.3/32"), token("198.18.2.7")),
+    ];
+    let left = [
+        // Another token of an address, a token of another address, and a block that a token lies in.
+        (net("10.0.0.1/32"), token("198.18.0.3")),
+        (net("10.0.0.4/32"), token("198.18.0.4")),
+        (net("10.244.5.0/24"), token("198.18.2.0")),
+        (net("10.0.0.6/32"), token("198.18.0.2")),
+    ];
+    for at_once in [true, false] {
+        let mut tokens = Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
+        if at_once {
+            tokens.take_over(&[&given[..], &left[..]].concat(), start);
+        } else {
+            tokens.take_over(&given, start);
+            tokens.take_over(&left, start);
+        }
+        let wanted = [owner(1), owner(2), owner(3), owner(4), owner(6), owner(7), pods(5, "10.244.5.0/24")];
+        let assigned = tokens.assign(wanted.to_vec(), start);
+        let of = |number: u8| assigned[&owner(number)].map(|token| token.to_string());
+        assert_eq!(of(1).as_deref(), Some("198.18.0.9"));
+        assert_eq!(of(2).as_deref(), Some("198.18.0.4"));
+        assert_eq!(of(3).as_deref(), Some("198.18.2.7"));
+        assert_eq!(of(6).as_deref(), Some("198.18.0.2"), "nothing stood against it");
+        // The holes are filled: what was not taken over is free.
+        assert_eq!((of(4).as_deref(), of(7).as_deref()), (Some("198.18.0.3"), Some("198.18.0.5")));
+        assert_eq!(assigned[&wanted[6]], Some(token("198.18.1.0")), "the last one that is whole");
+    }
 }
 
 #[test]
