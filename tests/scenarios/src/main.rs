@@ -41,6 +41,7 @@ mod restart;
 mod runner;
 mod scrapes;
 mod servers;
+mod slots;
 mod soak;
 mod status_page;
 mod systemd;

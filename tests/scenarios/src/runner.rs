@@ -18,19 +18,19 @@ use postern_testbed::{Shape, load_target, supervisor, sweep};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::scenario::Scenario;
+use crate::slots::Slots;
 use crate::{chaos, soak};
 
 /// Limit of open files of a scenario and of the programs that it starts.
 const OPEN_FILES: u64 = 20_000;
-/// Scenarios that run concurrently: most of their time is waiting.
+/// Scenarios that run at the same time: most of their time is waiting.
 const CONCURRENT: usize = 2;
 
 /// When the scenario of this process is killed.
 static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
-/// Held by a scenario with a cluster: two of them would take each other's processor time and time out.
-static CLUSTER: Mutex<()> = Mutex::new(());
+static SLOTS: OnceLock<Slots> = OnceLock::new();
 
 /// The `scenarios` program; `--run NAME --id ID` and `--target` are for the processes that it starts itself.
 pub(crate) fn main(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> ExitCode {
@@ -59,14 +59,16 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
         scenarios.retain(|scenario| scenario.quick);
     }
     let mut arguments = Arguments::from_iter(args);
-    arguments.test_threads.get_or_insert(CONCURRENT);
+    SLOTS.get_or_init(|| Slots::new(arguments.test_threads.unwrap_or(CONCURRENT)));
+    // All wait for their turns.
+    arguments.test_threads = Some(scenarios.len().max(1));
     if !arguments.list {
         prepare()?;
     }
-    let trial = |scenario: &'static Scenario| {
-        Trial::test(scenario.name(), move || in_own_process(scenario)).with_kind(scenario.kind)
+    let trial = |(place, scenario): (usize, &'static Scenario)| {
+        Trial::test(scenario.name(), move || in_own_process(place, scenario)).with_kind(scenario.kind)
     };
-    Ok(libtest_mimic::run(&arguments, scenarios.into_iter().map(trial).collect()).exit_code())
+    Ok(libtest_mimic::run(&arguments, scenarios.into_iter().enumerate().map(trial).collect()).exit_code())
 }
 
 fn prepare() -> Result<()> {
@@ -117,8 +119,8 @@ fn in_one_line(error: &anyhow::Error) -> String {
     }
 }
 
-fn in_own_process(scenario: &Scenario) -> Result<(), Failed> {
-    let _alone = scenario.has_cluster().then(|| CLUSTER.lock().unwrap_or_else(PoisonError::into_inner));
+fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
+    let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.has_cluster());
     let id = Id::new(Kind::Test);
     lock().push(id.clone());
     let result = supervise(scenario, &id);
