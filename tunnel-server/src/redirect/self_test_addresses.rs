@@ -73,6 +73,20 @@ impl SelfTestAddresses {
         })
     }
 
+    /// Pairs of which none was tried; there are at least eight.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub(super) fn besides(tried: &[Self], config: &RedirectConfig) -> Result<Self, RedirectError> {
+        loop {
+            let drawn = Self::new(config)?;
+            let is_new = |old: &Self| old.token != drawn.token && old.token_v6 != drawn.token_v6;
+            if tried.iter().all(is_new) {
+                return Ok(drawn);
+            }
+        }
+    }
+
     /// The routes from the origins to their tokens.
     pub(super) fn routes(&self, ipv6: bool) -> impl Iterator<Item = (IpNet, RouteTarget)> {
         let route = |origin: IpAddr, token: IpAddr| {

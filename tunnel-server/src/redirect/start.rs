@@ -122,14 +122,15 @@ impl Redirect {
     }
 
     fn first_verification(&self) -> Result<(), RedirectError> {
+        let mut tried = Vec::new();
         let mut result = self.verify_now();
         for _ in 1..SELF_TEST_ATTEMPTS {
             match result {
-                Err(RedirectError::SelfTest(_))
-                    if self.other_server()?.is_some_and(|other| other.certain) =>
-                {
+                // Whose programs it is that come first can be told by those who may read programs' names only.
+                Err(RedirectError::SelfTest(_)) if self.other_server()?.is_some() => {
                     let mut inner = self.lock();
-                    inner.self_test_addresses = SelfTestAddresses::new(&self.config)?;
+                    tried.push(inner.self_test_addresses);
+                    inner.self_test_addresses = SelfTestAddresses::besides(&tried, &self.config)?;
                     self.rewrite(&mut inner)?;
                     drop(inner);
                     result = self.verify_now();
