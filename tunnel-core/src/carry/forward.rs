@@ -18,6 +18,7 @@ use super::error::{RelayError, Side};
 use super::outward::{send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
+use crate::link::{Flow, Taken};
 use crate::outcome::Outcome;
 
 /// Pieces shorter than this (bytes) are copied together while the other stream takes nothing: in h2 each takes some 250
@@ -29,6 +30,10 @@ const RUN: usize = 64 << 10;
 /// What passing a connection on needs besides its two streams.
 #[derive(Debug)]
 pub struct Forward<'a> {
+    /// What is known about the path of the link with the server that has the client.
+    pub client: &'a Flow,
+    /// The same of the link with the agent.
+    pub agent: &'a Flow,
     /// The bound on what is held for receivers that do not read.
     pub stalls: &'a StallBound,
     /// Ends this connection from outside.
@@ -104,7 +109,8 @@ impl Forward<'_> {
         let mut answering = None;
         let ended = {
             let up = async {
-                let up = self.direction(&mut body, send, |bytes| self.traffic.count_from_socket(bytes)).await;
+                let passed = |bytes| self.traffic.count_from_socket(bytes);
+                let up = self.direction((&mut body, self.client), send, passed).await;
                 up.map_err(|cut| match cut {
                     Cut::From(error) => Ended::Client(error),
                     Cut::To(error) => Ended::Agent(error),
@@ -120,7 +126,8 @@ impl Forward<'_> {
                 let (head, mut from) = answer.into_parts();
                 let to = respond.send_response(Response::from_parts(head, ()), false);
                 let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
-                let down = self.direction(&mut from, to, |bytes| self.traffic.count_to_socket(bytes)).await;
+                let passed = |bytes| self.traffic.count_to_socket(bytes);
+                let down = self.direction((&mut from, self.agent), to, passed).await;
                 down.map_err(|cut| match cut {
                     Cut::From(error) => Ended::Agent(error),
                     Cut::To(error) => Ended::Client(error),
@@ -150,14 +157,15 @@ impl Forward<'_> {
         }
     }
 
-    /// Passes everything from `from` on to `to`, with its end; `passed` is told of bytes that `to` has taken.
+    /// Passes everything from `from`, a stream of the link of `flow`, on to `to`, with its end; `passed` is told of bytes
+    /// that `to` has taken.
     async fn direction(
         &self,
-        from: &mut RecvStream,
+        (from, flow): (&mut RecvStream, &Flow),
         to: &mut SendStream<Bytes>,
         passed: impl Fn(usize),
     ) -> Result<Forwarded, Cut> {
-        let mut held = Held::default();
+        let (mut held, mut taken) = (Held::default(), Taken::default());
         loop {
             let chunk = match held.next() {
                 Some(chunk) => chunk,
@@ -182,6 +190,7 @@ impl Forward<'_> {
                 Err(Cut::To(RelayError::Reset(Reason::NO_ERROR))) => return Ok(Forwarded::Unwanted),
                 sent => sent?,
             }
+            taken.add(length, flow);
             from.flow_control().release_capacity(length).map_err(|error| Cut::From(error.into()))?;
             passed(length);
         }

@@ -23,7 +23,7 @@ use super::inward::ended_well;
 use super::outward::{SMALL_READ, next_size, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
-use crate::link::{Bulk, Flow};
+use crate::link::{Bulk, Flow, Taken};
 
 /// What relaying needs besides the client and the stream, on the server's end.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ impl Pump<'_> {
         stream: &mut RecvStream,
         client: &mut (impl AsyncWrite + Unpin),
     ) -> Result<(), RelayError> {
-        let (mut deframer, mut held) = (Deframer::default(), Held::default());
+        let (mut deframer, mut held, mut taken) = (Deframer::default(), Held::default(), Taken::default());
         while let Some(mut chunk) = held.receive(stream).await? {
             let length = chunk.len();
             while let Some(mut data) = deframer.next(&mut chunk)? {
@@ -122,6 +122,7 @@ impl Pump<'_> {
                 }
             }
             self.patiently(stream, &mut held, |cx| Pin::new(&mut *client).poll_flush(cx)).await?;
+            taken.add(length, self.flow);
             stream.flow_control().release_capacity(length)?;
         }
         deframer.finish()?;

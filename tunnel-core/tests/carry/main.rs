@@ -5,3 +5,4 @@ mod ends;
 mod pipes;
 mod stalls;
 mod support;
+mod windows;

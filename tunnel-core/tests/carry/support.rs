@@ -50,6 +50,11 @@ pub(crate) use over_both;
 
 /// A link with a server that has the link with the agent.
 pub(crate) async fn passed_on() -> Link {
+    passed_on_along(Arc::default(), Arc::default()).await
+}
+
+/// The same; `client` and `agent` are what that server knows of the paths of its two links.
+pub(crate) async fn passed_on_along(client: Arc<Flow>, agent: Arc<Flow>) -> Link {
     let Link { send: to_agent, targets, agent_ends } = direct().await;
     let (server_io, middle_io) = tokio::io::duplex(1 << 20);
     tokio::spawn(async move {
@@ -57,11 +62,18 @@ pub(crate) async fn passed_on() -> Link {
         let stalls = stalls();
         while let Some(Ok((request, mut respond))) = connection.accept().await {
             let (to_agent, stalls) = (to_agent.clone(), stalls.clone());
+            let (client, agent) = (client.clone(), agent.clone());
             tokio::spawn(async move {
                 let mut to_agent = to_agent.ready().await.unwrap();
                 let (response, mut send) = to_agent.send_request(Request::new(()), false).unwrap();
                 let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-                let forward = Forward { stalls: &stalls, abort: &abort, traffic: &traffic };
+                let forward = Forward {
+                    client: &client,
+                    agent: &agent,
+                    stalls: &stalls,
+                    abort: &abort,
+                    traffic: &traffic,
+                };
                 let answer = async { Ok(response.await?) };
                 // The two ends say how it ended.
                 let _ = forward.run((request.into_body(), &mut respond), &mut send, answer).await;

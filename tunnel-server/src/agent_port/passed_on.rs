@@ -12,6 +12,7 @@ use tonic::{Code, Status};
 use tunnel_core::carry::{Abort, CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER};
 use tunnel_core::grpc;
 use tunnel_core::identity::NodeName;
+use tunnel_core::link::Flow;
 use tunnel_core::outcome::Outcome;
 
 use crate::door::{AccessLogGuard, DoorContext, OpenRequest};
@@ -24,6 +25,8 @@ pub(super) const DOOR: &str = "peer";
 pub(super) struct Caller {
     pub(super) server_id: String,
     pub(super) peer: SocketAddr,
+    /// Of its link.
+    pub(super) flow: Arc<Flow>,
 }
 
 /// What a request asks for, and for which client.
@@ -64,7 +67,13 @@ pub(super) async fn pass_on(
     }
 
     let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session.carried));
-    let forward = Forward { stalls: &session.stalls, abort: &abort, traffic: &traffic };
+    let forward = Forward {
+        client: &caller.flow,
+        agent: &link.flow,
+        stalls: &session.stalls,
+        abort: &abort,
+        traffic: &traffic,
+    };
     let Asked { response, mut send, since } = asked;
     let ended = {
         let answer = async {

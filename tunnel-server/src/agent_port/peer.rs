@@ -52,7 +52,7 @@ pub(super) async fn serve(
         tracing::info!(%peer, server_id, "another server has linked");
     }
     let refusal = redirector.as_ref().and_then(|redirector| redirector.judge().err());
-    let caller = Arc::new(Caller { server_id, peer });
+    let caller = Arc::new(Caller { server_id, peer, flow: flow.clone() });
     let told = redirector.is_some();
     let service =
         PeerServer::new(PeerService { context: context.clone(), bundle: told, refusal: refusal.clone() });
