@@ -18,7 +18,7 @@ use super::load::{Addresses, Client, Way};
 use super::nodes::Nodes;
 use super::plan::{Change, Fault};
 use super::rotation::Rotation;
-use super::stream::{Load, Wrong};
+use super::stream::{Load, Patience, Wrong};
 use crate::held::{ALLOCATOR, Held, of_process};
 
 /// The third server's address.
@@ -269,7 +269,8 @@ impl<'a> Fleet<'a> {
         wait_until("the fleet to be whole", WORKS, state, |state| state.is_empty()).await?;
         let reached = async || {
             for client in &self.clients {
-                client.run(Load::small(), wrong).await.with_context(|| client.to_string())?;
+                let run = client.run(Load::small(), Patience::SHORT, wrong);
+                run.await.with_context(|| client.to_string())?;
             }
             Ok(())
         };

@@ -13,11 +13,9 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::stream::{Load, Wrong, exchange};
+use super::stream::{Load, Patience, Wrong, exchange};
 use crate::https::{KUBELET, client_hello};
 
-/// How long a connect() may take.
-const CONNECT: Duration = Duration::from_secs(3);
 /// Between two connections of a client.
 const PACE: Duration = Duration::from_millis(25);
 
@@ -69,20 +67,19 @@ pub(super) struct Client {
 }
 
 impl Client {
-    pub(super) async fn run(&self, load: Load, wrong: &Wrong) -> Result<()> {
+    pub(super) async fn run(&self, load: Load, patience: Patience, wrong: &Wrong) -> Result<()> {
+        let Patience { connect: limit, stall } = patience;
         let node = u8::try_from(self.edge).context("the edge's number")?;
         let (stream, first) = match &self.way {
-            Way::Redirect(addresses) => {
-                (connect(addresses.get(self.edge).into(), KUBELET).await?, Vec::new())
-            }
-            Way::RedirectV6(address) => (connect(*address, KUBELET).await?, Vec::new()),
+            Way::Redirect(addresses) => (connect(addresses.get(self.edge).into(), limit).await?, Vec::new()),
+            Way::RedirectV6(address) => (connect(*address, limit).await?, Vec::new()),
             Way::Door(ns, server) => {
                 let (ns, door) = (ns.clone(), SocketAddr::new((*server).into(), 10263));
-                let connecting = tokio::task::spawn_blocking(move || connect_from(&ns, door, CONNECT));
+                let connecting = tokio::task::spawn_blocking(move || connect_from(&ns, door, limit));
                 (connecting.await.context("connecting")?.context("connecting")?, client_hello(&self.name)?)
             }
         };
-        exchange(stream, node, &first, load, wrong).await
+        exchange(stream, node, &first, load, stall, wrong).await
     }
 }
 
@@ -92,9 +89,9 @@ impl fmt::Display for Client {
     }
 }
 
-async fn connect(address: IpAddr, port: u16) -> Result<TcpStream> {
-    let connecting = TcpStream::connect(SocketAddr::new(address, port));
-    timeout(CONNECT, connecting).await.context("connect() took too long")?.context("connecting")
+async fn connect(address: IpAddr, limit: Duration) -> Result<TcpStream> {
+    let connecting = TcpStream::connect(SocketAddr::new(address, KUBELET));
+    timeout(limit, connecting).await.context("connect() took too long")?.context("connecting")
 }
 
 #[derive(Debug, Default)]
@@ -111,7 +108,7 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    pub(super) fn start(clients: &[Client], wrong: &Wrong) -> Self {
+    pub(super) fn start(clients: &[Client], patience: Patience, wrong: &Wrong) -> Self {
         let (stop, mut tasks, mut all) = (Arc::new(AtomicBool::new(false)), JoinSet::new(), Vec::new());
         for client in clients {
             let served = Arc::new(Served::default());
@@ -119,7 +116,7 @@ impl Clients {
             let (client, stop, wrong) = (client.clone(), stop.clone(), wrong.clone());
             tasks.spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
-                    let count = match client.run(Load::any(), &wrong).await {
+                    let count = match client.run(Load::any(), patience, &wrong).await {
                         Ok(()) => &served.whole,
                         Err(_) => &served.failed,
                     };

@@ -17,7 +17,7 @@ use postern_testbed::report::{figure, progress};
 use self::fleet::{EDGES, Fleet, SERVERS};
 use self::load::Clients;
 use self::plan::Plan;
-use self::stream::{Targets, Wrong};
+use self::stream::{Patience, Targets, Wrong};
 use crate::held::growth;
 use crate::https::KUBELET;
 
@@ -62,7 +62,7 @@ async fn go_wrong(testbed: &Testbed, seed: u64, length: Duration) -> Result<()> 
     fleet.works(&wrong).await.context("before anything went wrong")?;
     let before = calm(&fleet, &wrong).await?;
 
-    let clients = Clients::start(fleet.clients(), &wrong);
+    let clients = Clients::start(fleet.clients(), Patience::SHORT, &wrong);
     let (mut plan, mut rounds, mut longest) = (Plan::new(seed, SERVERS, EDGES), 0, Duration::ZERO);
     let begin = Instant::now();
     while rounds == 0 || begin.elapsed() < length {
@@ -94,7 +94,7 @@ async fn go_wrong(testbed: &Testbed, seed: u64, length: Duration) -> Result<()> 
 
 /// What is held after a time of load in which nothing is wrong: no connection may fail.
 async fn calm(fleet: &Fleet<'_>, wrong: &Wrong) -> Result<crate::held::Held> {
-    let clients = Clients::start(fleet.clients(), wrong);
+    let clients = Clients::start(fleet.clients(), Patience::LONG, wrong);
     tokio::time::sleep(CALM).await;
     let (whole, failed, never) = clients.stop().await?;
     ensure!(

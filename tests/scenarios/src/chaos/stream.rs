@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::Testbed;
+use postern_testbed::client::PATIENCE;
 use rand::Rng as _;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -16,8 +17,24 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-/// How long an end waits for the other.
-const STALL: Duration = Duration::from_secs(4);
+/// How long a client waits before it gives up.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// For the connection.
+    pub(super) connect: Duration,
+    /// For the other end.
+    pub(super) stall: Duration,
+}
+
+impl Patience {
+    /// While something is wrong: what is stuck is soon tried again.
+    pub(super) const SHORT: Self = Self { connect: Duration::from_secs(3), stall: Duration::from_secs(4) };
+    /// While nothing is, but a packet may be lost: a SYN is sent again after one second and after three.
+    pub(super) const LONG: Self = Self { connect: PATIENCE, stall: PATIENCE };
+}
+
+/// How long a target waits: no client has more patience.
+const STALL: Duration = Patience::LONG.stall;
 /// First byte of a TLS handshake record, and the length of its header (RFC 8446 section 5.1).
 const HANDSHAKE: u8 = 22;
 const RECORD_HEADER: usize = 5;
@@ -113,13 +130,14 @@ async fn send(
     seed: u64,
     length: u64,
     pause: Duration,
+    stall: Duration,
 ) -> Result<(), Failure> {
     let mut buffer = vec![0; 16 * 1024];
     let mut sent = 0;
     while sent < length {
         let chunk = usize::try_from(length - sent).unwrap_or(usize::MAX).min(buffer.len());
         fill(seed, sent, &mut buffer[..chunk]);
-        timeout(STALL, stream.write_all(&buffer[..chunk])).await??;
+        timeout(stall, stream.write_all(&buffer[..chunk])).await??;
         sent += chunk as u64;
         if !pause.is_zero() {
             sleep(pause).await;
@@ -129,12 +147,17 @@ async fn send(
 }
 
 /// Reads exactly so much; a clean end before is wrong.
-async fn receive(stream: &mut (impl AsyncRead + Unpin), seed: u64, length: u64) -> Result<(), Failure> {
+async fn receive(
+    stream: &mut (impl AsyncRead + Unpin),
+    seed: u64,
+    length: u64,
+    stall: Duration,
+) -> Result<(), Failure> {
     let (mut buffer, mut expected) = (vec![0; 16 * 1024], vec![0; 16 * 1024]);
     let mut got = 0;
     while got < length {
         let most = usize::try_from(length - got).unwrap_or(usize::MAX).min(buffer.len());
-        let n = timeout(STALL, stream.read(&mut buffer[..most])).await??;
+        let n = timeout(stall, stream.read(&mut buffer[..most])).await??;
         if n == 0 {
             return Err(Failure::Wrong(format!("a clean end after {got} of {length} bytes")));
         }
@@ -147,18 +170,23 @@ async fn receive(stream: &mut (impl AsyncRead + Unpin), seed: u64, length: u64) 
     Ok(())
 }
 
-async fn expect_byte(stream: &mut (impl AsyncRead + Unpin), expected: u8, what: &str) -> Result<(), Failure> {
+async fn expect_byte(
+    stream: &mut (impl AsyncRead + Unpin),
+    expected: u8,
+    what: &str,
+    stall: Duration,
+) -> Result<(), Failure> {
     let mut byte = [0];
-    match timeout(STALL, stream.read(&mut byte)).await?? {
+    match timeout(stall, stream.read(&mut byte)).await?? {
         1 if byte[0] == expected => Ok(()),
         1 => Err(Failure::Wrong(format!("{what} is {} instead of {expected}", byte[0]))),
         _ => Err(Failure::Wrong(format!("a clean end instead of {what}"))),
     }
 }
 
-async fn expect_end(stream: &mut (impl AsyncRead + Unpin)) -> Result<(), Failure> {
+async fn expect_end(stream: &mut (impl AsyncRead + Unpin), stall: Duration) -> Result<(), Failure> {
     let mut byte = [0];
-    match timeout(STALL, stream.read(&mut byte)).await?? {
+    match timeout(stall, stream.read(&mut byte)).await?? {
         0 => Ok(()),
         _ => Err(Failure::Wrong("bytes after the last one".to_owned())),
     }
@@ -175,6 +203,7 @@ pub(super) async fn exchange(
     node: u8,
     first: &[u8],
     load: Load,
+    stall: Duration,
     wrong: &Wrong,
 ) -> Result<()> {
     let abandoned = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
@@ -187,24 +216,24 @@ pub(super) async fn exchange(
     }
     let (mut read, mut write) = stream.split();
     let up = async {
-        timeout(STALL, write.write_all(&header)).await??;
-        send(&mut write, load.seed, load.up, load.pause).await?;
-        timeout(STALL, write.shutdown()).await??;
+        timeout(stall, write.write_all(&header)).await??;
+        send(&mut write, load.seed, load.up, load.pause, stall).await?;
+        timeout(stall, write.shutdown()).await??;
         Ok(())
     };
     let down = async {
-        match timeout(STALL, read.read_u8()).await?? {
+        match timeout(stall, read.read_u8()).await?? {
             byte if byte == node => {}
             ALERT if !first.is_empty() => return Err(Failure::Lost),
             byte => return Err(Failure::Wrong(format!("the node {byte}"))),
         }
-        receive(&mut read, answer(load.seed), load.down).await
+        receive(&mut read, answer(load.seed), load.down, stall).await
     };
     let outcome = match tokio::try_join!(up, down) {
         Ok(_) => {
             async {
-                expect_byte(&mut read, DONE, "the last byte").await?;
-                expect_end(&mut read).await
+                expect_byte(&mut read, DONE, "the last byte", stall).await?;
+                expect_end(&mut read, stall).await
             }
             .await
         }
@@ -283,11 +312,11 @@ async fn serve(mut stream: TcpStream, node: u8) -> Result<(), Failure> {
     let (mut read, mut write) = stream.split();
     let answers = async {
         timeout(STALL, write.write_all(&[node])).await??;
-        send(&mut write, answer(seed), down, Duration::ZERO).await
+        send(&mut write, answer(seed), down, Duration::ZERO, STALL).await
     };
     let takes = async {
-        receive(&mut read, seed, up).await?;
-        expect_end(&mut read).await
+        receive(&mut read, seed, up, STALL).await?;
+        expect_end(&mut read, STALL).await
     };
     tokio::try_join!(answers, takes)?;
     timeout(STALL, write.write_all(&[DONE])).await??;
@@ -301,7 +330,7 @@ mod tests {
     use super::*;
 
     async fn received(bytes: &[u8]) -> Result<(), Failure> {
-        receive(&mut &*bytes, 3, 100).await
+        receive(&mut &*bytes, 3, 100, STALL).await
     }
 
     #[tokio::test]
@@ -317,7 +346,8 @@ mod tests {
         assert!(matches!(received(&bytes[..99]).await, Err(Failure::Wrong(_))), "one is missing");
         bytes.swap(50, 51);
         assert!(matches!(received(&bytes).await, Err(Failure::Wrong(_))), "two are swapped");
-        assert!(matches!(expect_end(&mut &b"x"[..]).await, Err(Failure::Wrong(_))), "one too many");
-        assert!(matches!(expect_byte(&mut &[2][..], DONE, "the last byte").await, Err(Failure::Wrong(_))));
+        assert!(matches!(expect_end(&mut &b"x"[..], STALL).await, Err(Failure::Wrong(_))), "one too many");
+        let last = expect_byte(&mut &[2][..], DONE, "the last byte", STALL).await;
+        assert!(matches!(last, Err(Failure::Wrong(_))));
     }
 }
