@@ -77,6 +77,14 @@ impl LinkIo {
         }
     }
 
+    /// Answers [`Flow::silence`]. To be called wherever the link is polled: while it cannot be written to, h2 does not read
+    /// before a PING that is due has been written.
+    fn answer_if_asked(&self) {
+        if self.flow.is_asked() {
+            self.flow.answer(delivery(self.stream.get_ref().0).and_then(|delivery| delivery.silence));
+        }
+    }
+
     fn count(&self, written: &Poll<io::Result<usize>>) {
         if let Poll::Ready(Ok(bytes)) = written {
             self.flow.add_sent(*bytes);
@@ -106,9 +114,7 @@ impl AsyncRead for LinkIo {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.flow.is_asked() {
-            self.flow.answer(delivery(self.stream.get_ref().0).and_then(|delivery| delivery.silence));
-        }
+        self.answer_if_asked();
         let before = buffer.filled().len();
         let read = Pin::new(&mut *self.stream).poll_read(cx, buffer);
         self.flow.add_received(buffer.filled().len() - before);
@@ -118,6 +124,7 @@ impl AsyncRead for LinkIo {
 
 impl AsyncWrite for LinkIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.answer_if_asked();
         self.follow_rate();
         let written = Pin::new(&mut *self.stream).poll_write(cx, bytes);
         self.count(&written);
@@ -129,6 +136,7 @@ impl AsyncWrite for LinkIo {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.answer_if_asked();
         self.follow_rate();
         let written = Pin::new(&mut *self.stream).poll_write_vectored(cx, slices);
         self.count(&written);
@@ -145,5 +153,69 @@ impl AsyncWrite for LinkIo {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut *self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use futures_util::FutureExt as _;
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use rustls_pki_types::{PrivateKeyDer, ServerName};
+    use tokio::net::TcpListener;
+    use tokio_rustls::{TlsAcceptor, TlsConnector, server};
+
+    use super::*;
+
+    /// A link, and its other end.
+    async fn link() -> (LinkIo, server::TlsStream<TcpStream>) {
+        let own = rcgen::generate_simple_self_signed(vec!["link".to_owned()]).unwrap();
+        let key = PrivateKeyDer::try_from(own.signing_key.serialize_der()).unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(own.cert.der().clone()).unwrap();
+        let provider = || Arc::new(rustls::crypto::ring::default_provider());
+        let connector = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let acceptor = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![own.cert.der().clone()], key)
+            .unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (far, _) = listener.accept().await.unwrap();
+        let name = ServerName::try_from("link").unwrap();
+        let (near, far) = tokio::try_join!(
+            TlsConnector::from(Arc::new(connector)).connect(name, near),
+            TlsAcceptor::from(Arc::new(acceptor)).accept(far),
+        )
+        .unwrap();
+        (LinkIo::new(near), far)
+    }
+
+    #[tokio::test]
+    async fn who_asks_for_the_silence_is_answered_however_the_link_is_polled() {
+        let (mut link, _far) = link().await;
+        let flow = link.flow();
+        for way in ["read", "write", "write_vectored"] {
+            let mut asked = std::pin::pin!(flow.silence());
+            assert!(asked.as_mut().now_or_never().is_none(), "{way}: nobody has looked yet");
+            poll_fn(|cx| {
+                let link = Pin::new(&mut link);
+                match way {
+                    "read" => drop(link.poll_read(cx, &mut ReadBuf::new(&mut [0; 16]))),
+                    "write" => drop(link.poll_write(cx, b"some")),
+                    _ => drop(link.poll_write_vectored(cx, &[IoSlice::new(b"some")])),
+                }
+                Poll::Ready(())
+            })
+            .await;
+            assert!(asked.now_or_never().is_some(), "{way}: no answer");
+        }
     }
 }
