@@ -9,6 +9,7 @@ use postern_testbed::{Testbed, process};
 
 scenarios! {
     units_are_valid,
+    what_a_unit_may_write_is_writable,
 }
 
 async fn units_are_valid(testbed: &Testbed) -> Result<()> {
@@ -42,6 +43,35 @@ async fn units_are_valid(testbed: &Testbed) -> Result<()> {
         ensure!(used.len() > 2 && unknown.is_empty(), "{program} has no {unknown:?}");
     }
     Ok(())
+}
+
+/// What systemd-analyze does not tell: that two settings for one path are one, the stricter.
+async fn what_a_unit_may_write_is_writable(_testbed: &Testbed) -> Result<()> {
+    for (unit, expected) in
+        [("postern-server@.service", Some("/sys/fs/bpf")), ("postern-agent@.service", None)]
+    {
+        let text = shipped(unit)?;
+        let (writable, read_only) = (words(&text, "ReadWritePaths"), words(&text, "ReadOnlyPaths"));
+        ensure!(
+            writable == Vec::from_iter(expected),
+            "{unit}: ReadWritePaths= has {writable:?} instead of {expected:?}"
+        );
+        let undone: Vec<_> = writable.iter().filter(|path| read_only.contains(path)).collect();
+        ensure!(undone.is_empty(), "{unit}: {undone:?} is read-only too");
+        // It has /sys and folders below it, /sys/fs/bpf among them, as read-only paths of its own.
+        let tunables = words(&text, "ProtectKernelTunables") == ["yes"];
+        let below_sys = writable.iter().any(|path| Path::new(path).starts_with("/sys"));
+        ensure!(!(tunables && below_sys), "{unit}: ProtectKernelTunables=yes undoes {writable:?}");
+        let protected = ["/sys", "/proc/sys"].iter().all(|path| read_only.contains(path));
+        ensure!(tunables || protected, "{unit} leaves the kernel's settings writable");
+    }
+    Ok(())
+}
+
+/// What a unit gives a setting, without the marks of paths that need not exist.
+fn words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
+    let values = unit.lines().filter_map(|line| line.strip_prefix(setting)?.strip_prefix('='));
+    values.flat_map(str::split_whitespace).map(|word| word.trim_start_matches('-')).collect()
 }
 
 fn shipped(name: &str) -> Result<String> {
