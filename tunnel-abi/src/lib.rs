@@ -19,10 +19,15 @@ use core::net::{Ipv4Addr, Ipv6Addr};
 /// always reach an edge address directly (`"POST"` in ASCII).
 pub const SOCKET_MARK: u32 = 0x504f_5354;
 
-/// Entries that each of the route and origin tries holds.
+/// Routes of one address family, that of the self-test among them; each has an origin.
 pub const ROUTE_CAPACITY: u32 = 131_072;
-/// Entries that each of the exclusion and client tries holds.
+/// Networks of one address family that are excluded, and as many clients.
 pub const LIST_CAPACITY: u32 = 131_072;
+/// Entries that each of the route and origin tries holds: what is new is written before what is old is
+/// removed, and before Linux 6.13 a full trie refuses even a replacement. Unused ones take no memory.
+pub const ROUTE_ENTRIES: u32 = 2 * ROUTE_CAPACITY;
+/// Entries that each of the exclusion tries holds, for the same reason. Clients are removed first.
+pub const EXCLUDED_ENTRIES: u32 = 2 * LIST_CAPACITY;
 /// 64-bit words of the port bitmap: one bit per TCP port.
 pub const PORT_WORDS: u32 = 65_536 / 64;
 /// Slot of the IPv4 listener in `LISTENER`.

@@ -9,23 +9,23 @@ use aya_ebpf::{
     maps::{Array, LpmTrie, PerCpuArray, SockMap, lpm_trie::Key},
 };
 use tunnel_abi::{
-    ANY_PORT_ROUTES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix, ROUTE_CAPACITY, SERVING,
-    SOCKET_MARK, V4, V6, counter,
+    ANY_PORT_ROUTES, EXCLUDED_ENTRIES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix,
+    ROUTE_ENTRIES, SERVING, SOCKET_MARK, V4, V6, counter,
     verdict::{GlobalState, Tables},
 };
 
 #[map]
-pub(crate) static EXCLUDED_V4: LpmTrie<V4, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+pub(crate) static EXCLUDED_V4: LpmTrie<V4, u32> = LpmTrie::with_max_entries(EXCLUDED_ENTRIES, 0);
 #[map]
-pub(crate) static EXCLUDED_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
+pub(crate) static EXCLUDED_V6: LpmTrie<V6, u32> = LpmTrie::with_max_entries(EXCLUDED_ENTRIES, 0);
 #[map]
-pub(crate) static ROUTES_V4: LpmTrie<V4, Mapping<V4>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+pub(crate) static ROUTES_V4: LpmTrie<V4, Mapping<V4>> = LpmTrie::with_max_entries(ROUTE_ENTRIES, 0);
 #[map]
-pub(crate) static ROUTES_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+pub(crate) static ROUTES_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entries(ROUTE_ENTRIES, 0);
 #[map]
-pub(crate) static ORIGINS_V4: LpmTrie<V4, Mapping<V4>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+pub(crate) static ORIGINS_V4: LpmTrie<V4, Mapping<V4>> = LpmTrie::with_max_entries(ROUTE_ENTRIES, 0);
 #[map]
-pub(crate) static ORIGINS_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entries(ROUTE_CAPACITY, 0);
+pub(crate) static ORIGINS_V6: LpmTrie<V6, Mapping<V6>> = LpmTrie::with_max_entries(ROUTE_ENTRIES, 0);
 #[map]
 pub(crate) static CLIENTS_V4: LpmTrie<V4, u32> = LpmTrie::with_max_entries(LIST_CAPACITY, 0);
 #[map]

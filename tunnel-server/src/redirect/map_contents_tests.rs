@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::{IpNet, Ipv4Net};
 use proptest::prelude::*;
+use tunnel_abi::{EXCLUDED_ENTRIES, LIST_CAPACITY, ROUTE_CAPACITY, ROUTE_ENTRIES};
 
 use super::change::Change;
 use super::map_contents::{HostContext, MapContents};
@@ -294,6 +295,42 @@ fn more_routes_than_the_kernel_holds_are_refused() {
     let error = complete_with(&desired, &config, &BTreeSet::new()).unwrap_err();
     // One more: the self-test's own.
     assert!(matches!(error, RedirectError::Full { what: "routes", wanted: 131_073, .. }), "{error}");
+}
+
+/// What is new is written before what is old is removed.
+#[test]
+fn on_the_way_from_one_full_state_to_another_every_map_has_room() {
+    let config = RedirectConfig { token_range: "20.0.0.0/8".parse().unwrap(), ..RedirectConfig::default() };
+    let nth = |first: u32, n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n)));
+    let full = |routes: u32, tokens: u32, lists: u32| {
+        // The self-test has a route as well, and the loopback range is in both lists.
+        let target =
+            |n: u32| RouteTarget { token: Ipv4Addr::from(tokens + n).into(), up: true, any_port: false };
+        let desired = Desired {
+            ports: [10250].into(),
+            excluded: (1..LIST_CAPACITY).map(|n| nth(lists, n)).collect(),
+            clients: (1..LIST_CAPACITY).map(|n| nth(lists, n)).collect(),
+            routes: (1..ROUTE_CAPACITY).map(|n| (nth(routes, n), target(n))).collect(),
+        };
+        complete_with(&desired, &config, &BTreeSet::new()).unwrap()
+    };
+    let mut now = full(0x0a00_0000, 0x1400_0000, 0x0c00_0000);
+    // Other nodes, and then the same addresses with other tokens.
+    for want in [full(0x1e00_0000, 0x1410_0000, 0x0d00_0000), full(0x1e00_0000, 0x1420_0000, 0x0e00_0000)] {
+        let mut most = [0_usize; 4];
+        for change in now.changes_to(&want) {
+            now.record(&change);
+            let sizes = [now.routes.len(), now.origins.len(), now.excluded.len(), now.clients.len()];
+            // One of each is of the other family.
+            most = std::array::from_fn(|map| most[map].max(sizes[map] - 1));
+        }
+        assert!(now == want);
+        let [routes, origins, excluded, clients] = most;
+        let (has, list) = (ROUTE_ENTRIES as usize, EXCLUDED_ENTRIES as usize);
+        // Routes are replaced as well, for which one entry has to be free.
+        assert!(routes < has && origins <= has && excluded <= list, "{most:?}");
+        assert!(clients <= LIST_CAPACITY as usize, "{most:?}");
+    }
 }
 
 #[test]

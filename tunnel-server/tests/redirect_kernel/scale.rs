@@ -116,7 +116,13 @@ fn routed(nodes: u32, token_range: &str) -> (Router, Registry) {
     };
     let mut registry = Registry::default();
     let router = Router::new(config, &mut registry);
-    let node = |n: u32| InventoryNode {
+    router.set_inventory((0..nodes).map(node).collect());
+    (0..nodes).for_each(|n| router.set_live(&format!("edge-{n}").parse().unwrap(), Holder::This, true));
+    (router, registry)
+}
+
+fn node(n: u32) -> InventoryNode {
+    InventoryNode {
         name: format!("edge-{n}").parse().unwrap(),
         edge: true,
         addresses: vec![nth(n).into()],
@@ -125,10 +131,7 @@ fn routed(nodes: u32, token_range: &str) -> (Router, Registry) {
         pod_cidrs: Vec::new(),
         created: None,
         labels: BTreeMap::new(),
-    };
-    router.set_inventory((0..nodes).map(node).collect());
-    (0..nodes).for_each(|n| router.set_live(&format!("edge-{n}").parse().unwrap(), Holder::This, true));
-    (router, registry)
+    }
 }
 
 fn nth(n: u32) -> Ipv4Addr {
@@ -163,14 +166,22 @@ fn too_many() {
     // An agent that leaves, at once and alone.
     router.set_live(&"edge-7".parse().unwrap(), Holder::This, false);
     assert_eq!(world.redirect.apply(&router.desired()).unwrap(), Applied { writes: 1, deletes: 0 });
+    // One that has gone makes room for one that waits, which is written first.
+    router.set_inventory((0..140_001).filter(|n| *n != 7).map(node).collect());
+    assert_eq!(world.redirect.apply(&router.desired()).unwrap(), Applied { writes: 2, deletes: 2 });
+    let next = nth(u32::try_from(MAX_ROUTES).unwrap());
+    let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(next))).unwrap().token;
+    assert_eq!(ask((next, PORT).into()).unwrap().local, (token, PORT).into());
 
-    // Exclusions that do not fit change nothing: no route has them.
-    let mut state = router.desired();
-    for n in 0..131_073_u32 {
-        state.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0c00_0000 + n))));
+    // Exclusions that do not fit change nothing: no route has them. Nor do others in their place.
+    for first in [0x0c00_0000_u32, 0x0d00_0000] {
+        let mut state = router.desired();
+        for n in 0..131_073_u32 {
+            state.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n))));
+        }
+        world.redirect.apply(&state).unwrap();
+        assert!(world.redirect.left_out() > 0);
     }
-    world.redirect.apply(&state).unwrap();
-    assert!(world.redirect.left_out() > 0);
     println!("report {} exclusions left out", world.redirect.left_out());
     let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(nth(1)))).unwrap().token;
     assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (token, PORT).into());
