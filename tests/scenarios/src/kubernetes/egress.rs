@@ -113,14 +113,7 @@ async fn through_the_door(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<
     let before = connections(server, EDGE_NODE)?;
     commands::logs(&cluster.kubectl).await?;
     commands::exec(&cluster.kubectl).await?;
-    server
-        .wait_access("of the edge at the egress door", |line| {
-            line.text("door") == "egress" && line.text("node") == EDGE_NODE
-        })
-        .await?;
-    let after = connections(server, EDGE_NODE)?;
-    ensure!(after > before, "{before} connections of the edge before, {after} after");
-    Ok(())
+    wait_more(server, EDGE_NODE, before).await
 }
 
 pub(super) async fn admission(cluster: &Cluster<'_>, webhook: &Webhook) -> Result<()> {
@@ -149,9 +142,14 @@ async fn cloud(cluster: &Cluster<'_>, server: &Server<'_>) -> Result<()> {
     let before = connections(server, "")?;
     let printed = cluster.kubectl.run(&["exec", "cloud-idle", "--", "hostname"]).await?;
     ensure!(printed == "cloud-idle\n", "hostname printed {printed:?}");
-    let more = async || Ok(connections(server, "")?);
-    let limit = Duration::from_secs(10);
-    wait_until("an access line of the cloud's node", limit, more, |now| *now > before).await.map(drop)
+    wait_more(server, "", before).await
+}
+
+/// Waits until more of [`connections`] have ended than before.
+async fn wait_more(server: &Server<'_>, node: &str, before: usize) -> Result<()> {
+    let what = format!("more than {before} connections of the egress door to {node:?}");
+    let count = async || connections(server, node);
+    wait_until(&what, Duration::from_secs(10), count, |now| *now > before).await.map(drop)
 }
 
 /// Connections of the egress door to this node that have ended; none: those that the server has dialled itself.
