@@ -68,6 +68,9 @@ impl<'a> Fleet<'a> {
             Ok(via.len())
         };
         wait_until(&what, TOLD, via, |servers| *servers == usize::from(has)).await?;
+        if has {
+            client::session_began();
+        }
         Ok(())
     }
 }

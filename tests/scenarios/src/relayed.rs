@@ -70,6 +70,9 @@ impl<'a> Pair<'a> {
             Ok(via.len())
         };
         wait_until(&what, limit, via, |servers| *servers == usize::from(has)).await?;
+        if has {
+            client::session_began();
+        }
         Ok(())
     }
 }
@@ -142,9 +145,7 @@ async fn a_server_that_goes_takes_its_nodes_along(testbed: &Testbed) -> Result<(
     let end = client::end_of(&mut held, client::PATIENCE).await?;
     ensure!(end == client::End::Reset, "the connection ended with {end:?}");
     pair.wait_told(false).await?;
-    let start = Instant::now();
     expect_unreachable((testbed.edge(1).address, 9100)).await?;
-    ensure!(start.elapsed() < Duration::from_secs(1), "a connect failed after {:?}", start.elapsed());
     pair.second.start_again().await?;
     pair.second.wait_connected("edge-1", true, agent::START).await?;
     pair.wait_told(true).await?;

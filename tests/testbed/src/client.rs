@@ -21,14 +21,14 @@ use crate::wait::wait_until;
 /// How long one step of a client may take before the scenario fails.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long the kernel's routes may lag behind a session's start or end; milliseconds in practice.
+/// How long the kernel's routes may lag behind a session's start; milliseconds in practice.
 const SETTLE: Duration = Duration::from_secs(1);
 
 /// When the routes have caught up with what the test last saw begin.
 static SETTLED: Mutex<Option<Instant>> = Mutex::new(None);
 
-/// A session has just been seen to begin: for [`SETTLE`] a connect() may still find no route.
-pub(crate) fn session_began() {
+/// A session has just been seen to begin, here or at another server: for a second a connect() may still find no route.
+pub fn session_began() {
     *SETTLED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now() + SETTLE);
 }
 
@@ -74,13 +74,14 @@ pub async fn connect_error(address: impl Into<SocketAddr>, limit: Duration) -> R
     }
 }
 
-/// Fails unless connect() itself fails with EHOSTUNREACH, [`SETTLE`] from now at the latest.
+/// Fails unless connect() itself fails with EHOSTUNREACH; routes lag behind a session's end. Without the redirect there is no
+/// answer: the router drops what would go past it.
 pub async fn expect_unreachable(address: impl Into<SocketAddr>) -> Result<()> {
     let address = address.into();
     let connected = async || Ok(attempt(address, PATIENCE).await);
     let unreachable = |result: &io::Result<TcpStream>| result.as_ref().is_err_and(is_unreachable);
     let what = format!("connect() to {address} to fail with EHOSTUNREACH");
-    wait_until(&what, SETTLE, connected, unreachable).await.map(drop)
+    wait_until(&what, PATIENCE, connected, unreachable).await.map(drop)
 }
 
 /// Sends `text` and expects it back.
