@@ -354,12 +354,12 @@ enum Heard {
     Answer,
     /// Closed or reset without an answer.
     End,
-    /// Neither within two seconds.
+    /// Neither for as long as this waits.
     Nothing,
 }
 
 /// Sends garbage of one kind and reads the answer.
-async fn send_garbage(mut stream: tokio::net::TcpStream, kind: usize) -> Heard {
+async fn send_garbage(mut stream: tokio::net::TcpStream, port: u16, kind: usize) -> Heard {
     let mut bytes = vec![0; 8192];
     rand::rng().fill_bytes(&mut bytes);
     let beginning: &[u8] = match kind % 6 {
@@ -376,7 +376,9 @@ async fn send_garbage(mut stream: tokio::net::TcpStream, kind: usize) -> Heard {
         stream.write_all(&bytes).await?;
         stream.read_to_end(&mut answer).await
     };
-    let ended = tokio::time::timeout(Duration::from_secs(2), talk).await.is_ok();
+    // These wait for the rest of a handshake; at the others nothing may stay open.
+    let limit = if matches!(port, AGENTS | HTTPS) { Duration::from_secs(2) } else { client::PATIENCE };
+    let ended = tokio::time::timeout(limit, talk).await.is_ok();
     match ended {
         _ if !answer.is_empty() => Heard::Answer,
         true => Heard::End,
@@ -422,9 +424,8 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
                     };
                     match stream {
                         Ok(stream) => {
-                            drop(
-                                senders.spawn(async move { (port, from, send_garbage(stream, kind).await) }),
-                            );
+                            let sent = send_garbage(stream, port, kind);
+                            drop(senders.spawn(async move { (port, from, sent.await) }));
                         }
                         Err(_) => note((port, from, Heard::Refused)),
                     }

@@ -189,7 +189,7 @@ async fn sixteen_at_once_after_each_start(testbed: &Testbed) -> Result<()> {
         client::visit(shell.address).await?;
         for _ in 0..3 {
             let visit = || async move {
-                let limit = Duration::from_secs(2);
+                let limit = Duration::from_secs(10);
                 tokio::time::timeout(limit, client::visit(shell.address)).await.context("an echo is late")?
             };
             let visits = at_once(16, visit).await.with_context(|| format!("after start {start}"))?;
