@@ -167,7 +167,9 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     std::fs::write(&upload, vec![b'u'; 20 << 20])?;
     let (file, host) = (format!("@{}", upload.display()), "Host: edge-1:9100");
     let length = "body=20971520";
-    for more in [&[][..], &["-H", "Transfer-Encoding: chunked"], &["-H", "Expect: 100-continue"]] {
+    let chunked = "Transfer-Encoding: chunked";
+    let expects = ["-H", "Expect: 100-continue"];
+    for more in [&[][..], &["-H", chunked], &["-X", "GET", "-H", chunked], &expects] {
         let args = [&[DOOR, "-H", host, "--data-binary", &file][..], more].concat();
         curl(testbed, &args).await?.expect(200, length).with_context(|| format!("{more:?}"))?;
     }

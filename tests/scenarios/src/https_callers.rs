@@ -88,6 +88,12 @@ async fn http_2_reaches_nodes(testbed: &Testbed) -> Result<()> {
     answer.expect(200, "HTTP/2.0 client=certificate")?;
     let answer = call(testbed, &cas, &["--http2", DOOR, "-H", "Host: edge-1:9100"]).await?;
     answer.expect(200, "HTTP/1.1 client=").context("to a target that speaks HTTP/1.1 only")?;
+    // A body without a length, which only its chunks can tell such a target.
+    let unsized_get = ["--http2", "-X", "GET", "--data-binary", "seven b", "-H", "Content-Length:"];
+    let answer =
+        call(testbed, &cas, &[&unsized_get[..], &[DOOR, "-H", "Host: edge-1:9100"]].concat()).await?;
+    answer.expect(200, "GET / HTTP/1.1 client=")?;
+    answer.expect(200, "\nbody=7\n").context("a GET's body to a target that speaks HTTP/1.1 only")?;
     let url = format!("{DOOR}/trailers");
     let answer = call(testbed, &cas, &["--http2", "--include", &url, "-H", "Host: edge-1:10250"]).await?;
     answer.expect(200, "x-sum: 42").context("trailers")?;

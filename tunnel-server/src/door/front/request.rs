@@ -129,6 +129,10 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     if let Err(reason) = served.rewrite(&mut head, caller.as_ref(), &destination, wants.as_ref(), h2) {
         return Err(failed(record, Failure::bad_request(reason)));
     }
+    // Unless the head says that a GET or HEAD has a body, hyper sends none whose length is unknown.
+    if !h2 && !body.is_end_stream() && !head.headers.contains_key(header::CONTENT_LENGTH) {
+        head.headers.insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    }
     let request = with_expectation(head, body);
     let (answer, connection) = backend.send(request).await;
     let exchange = Exchange { record, traffic, pipe, connection, faults: served.faults.clone() };
