@@ -212,6 +212,11 @@ async fn renewal_drops_no_connection(testbed: &Testbed) -> Result<()> {
         Ok(!server.is_connected("edge-1").await? || echo(&mut held, b"still").await.is_err())
     })
     .await?;
+    // The connection that proves the session's link dead is made with the new one.
+    testbed.forget_mappings()?;
+    wait_for("a new connection", Duration::from_secs(60), async || Ok(visit(on_edge.address).await.ok()))
+        .await?;
+    agent.wait_log("it is silent, and another connection to the server works").await?;
     agent.crash(&server).await?;
     agent.return_to(&server).await?;
     let metrics = server.metrics().await?;

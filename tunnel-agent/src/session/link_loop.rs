@@ -314,7 +314,7 @@ impl LinkLoop {
         let connected = match successor.take() {
             Some(connected) => Ok(connected),
             None => tokio::select! {
-                connected = connect(&self.shared, &named, tls.clone()) => connected,
+                connected = connect(&self.shared, &named, tls) => connected,
                 () = self.leaving.cancelled() => return SessionEnd::Stopping,
             },
         };
@@ -343,7 +343,7 @@ impl LinkLoop {
         };
         let mut left = std::pin::pin!(left);
         let mut passed = std::pin::pin!(self.shared.handover.passed());
-        let mut silence = std::pin::pin!(successor::find(&state, &tls));
+        let mut silence = std::pin::pin!(successor::find(&state, identity));
         let end = loop {
             tokio::select! {
                 ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),

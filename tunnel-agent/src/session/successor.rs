@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::Instant;
-use tokio_rustls::rustls::ClientConfig;
+use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
 use tunnel_core::link::Silence;
 
 use super::connect::{Connected, connect};
@@ -26,7 +27,10 @@ const ATTEMPT: Duration = Duration::from_secs(5);
 /// forgotten the link. While the line is out neither works, and the link is kept: it goes on when the line is back. If this
 /// node has lost the address that the link was made from, only a connection that works is waited for. After this machine was
 /// suspended, what is sent at once has to be acknowledged: the server has given the link up long ago, or a NAT.
-pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Connected {
+pub(super) async fn find(
+    session: &SessionState,
+    identity: &watch::Receiver<Arc<AgentIdentity>>,
+) -> Connected {
     let mut pause = CHECK;
     let mut addresses = session.shared.addresses.clone();
     let mut resumed = session.shared.resumed.subscribe();
@@ -46,8 +50,7 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
         pause = CHECK;
         if had && !addresses.borrow_and_update().contains(&session.local) {
             session.silent.store(true, Ordering::Relaxed);
-            let attempt = connect(&session.shared, &session.again, tls.clone());
-            if let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await {
+            if let Some(connected) = another(session, identity).await {
                 tracing::info!(server = %session.server, address = %session.local, "this node has lost the address of its link");
                 return connected;
             }
@@ -68,8 +71,7 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
             continue;
         }
         let start = Instant::now();
-        let attempt = connect(&session.shared, &session.again, tls.clone());
-        let Ok(Ok(connected)) = tokio::time::timeout(ATTEMPT, attempt).await else { continue };
+        let Some(connected) = another(session, identity).await else { continue };
         // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
         // what was lost has been sent again.
         session.report_load();
@@ -85,6 +87,17 @@ pub(super) async fn find(session: &SessionState, tls: &Arc<ClientConfig>) -> Con
             return connected;
         }
     }
+}
+
+/// Another connection to the session's server, if it works. The certificate and the roots are those of now: the session may
+/// have lasted longer than those that it began with.
+async fn another(
+    session: &SessionState,
+    identity: &watch::Receiver<Arc<AgentIdentity>>,
+) -> Option<Connected> {
+    let tls = agent_tls(&identity.borrow(), ALPN_TUNNEL).ok()?;
+    let attempt = connect(&session.shared, &session.again, tls);
+    tokio::time::timeout(ATTEMPT, attempt).await.ok()?.ok()
 }
 
 /// How long an answer may take.
