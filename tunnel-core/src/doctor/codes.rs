@@ -39,6 +39,7 @@ codes! {
     TOKEN_ROUTE_MISSING = "token-route-missing" Broken "redirected connects leave this host instead of reaching the server";
     REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";
     MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
+    NOT_PINNED = "not-pinned" Warning "when the server is killed, connects to edge nodes go where nobody answers instead of being refused";
     PROGRAMS_LEFT_BEHIND = "programs-left-behind" Warning "programs of a server that was killed are still in the kernel";
     PORT_TAKEN = "port-taken" Broken "the server cannot listen where its flags say";
     LISTENER_SILENT = "listener-silent" Broken "a door that the server has opened is not reached from this host";

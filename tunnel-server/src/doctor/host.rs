@@ -20,6 +20,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
     checkup.run("token route", &["running", "kernel"], async || token_route(options)).await;
     checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
     checkup.run("self-test", &["running"], async || running.map_or_else(unknown, self_test)).await;
+    checkup.run("pins", &["running"], async || running.map_or_else(unknown, |it| pins(options, it))).await;
     checkup.run("left behind", &["kernel"], async || left_behind(options)).await;
 }
 
@@ -115,6 +116,18 @@ fn self_test(running: &Running<StatusReport>) -> Outcome {
             let reason = redirect.reason.as_deref().unwrap_or("no reason is known");
             let fix = "what the reason names; the server verifies again every 30 s, so no restart is needed";
             Finding::new(&codes::REDIRECT_DEGRADED, reason, fix).into()
+        }
+    }
+}
+
+fn pins(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
+    match (&options.pins, &running.status.redirect.not_pinned) {
+        (None, _) => Outcome::Skipped("--bpffs=off".to_owned()),
+        (Some(pins), None) => Outcome::fine(format!("in {}", pins.dir.display())),
+        (Some(_), Some(reason)) => {
+            let fix = "name a BPF file system that the server may write to with --bpffs, and start it again; deploy/ has \
+                       units and manifests that work";
+            Finding::new(&codes::NOT_PINNED, reason, fix).into()
         }
     }
 }

@@ -51,7 +51,7 @@ impl Pins {
         }
         let prefix = prefix(config, netns).map_err(|error| error.to_string())?;
         let dir = config.dir.join(FOLDER).join(format!("{prefix}{:016x}", rand::random::<u64>()));
-        fs::create_dir_all(&dir).map_err(|error| format!("creating {}: {error}", dir.display()))?;
+        fs::create_dir_all(&dir).map_err(|error| not_made(&dir, &error))?;
         let pins = Self { dir };
         for name in [names::ROUTES_V4, names::ROUTES_V6, names::ALIVE] {
             let map = ebpf.map(name).ok_or_else(|| format!("the object has no map {name}"))?;
@@ -179,6 +179,22 @@ pub(super) fn monotonic_nanos() -> u64 {
     // It fails for unknown clocks only, and counts from the boot.
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Why this folder cannot be made, and what usually is the reason.
+fn not_made(folder: &Path, error: &io::Error) -> String {
+    let usual = match error.kind() {
+        io::ErrorKind::ReadOnlyFilesystem => {
+            ": it is mounted read-only for this process (systemd: ProtectKernelTunables=yes does that, whatever \
+             ReadWritePaths= says; Kubernetes: readOnly of the volumeMount)"
+        }
+        io::ErrorKind::PermissionDenied => {
+            ": a security module denies it (AppArmor's profile for containers everything below /sys/fs: mount it \
+             elsewhere in the container, and name that with --bpffs; SELinux: seLinuxOptions)"
+        }
+        _ => "",
+    };
+    format!("creating {}: {error}{usual}", folder.display())
 }
 
 fn netns_prefix(netns: &File) -> io::Result<String> {

@@ -52,6 +52,7 @@ pub struct Redirect {
     pub(super) netns: File,
     pub(super) ipv6: bool,
     pub(super) features: Features,
+    pub(super) not_pinned: Option<String>,
     pub(super) inner: Mutex<Inner>,
     pub(super) health: Mutex<Health>,
 }
@@ -149,6 +150,11 @@ impl Redirect {
     /// Where the links are pinned.
     pub fn pinned_in(&self) -> Option<PathBuf> {
         self.lock().programs.pinned_in().map(Path::to_path_buf)
+    }
+
+    /// Why they are pinned nowhere although they were to be.
+    pub fn not_pinned(&self) -> Option<&str> {
+        self.not_pinned.as_deref()
     }
 
     /// The addresses that are redirected, and the first token of each.

@@ -1,9 +1,11 @@
 //! Starts the redirect: loads the programs, attaches them, and verifies that they work.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::net::TcpListener;
 use std::sync::Mutex;
 
+use aya::Ebpf;
 use nix::sys::socket::{setsockopt, sockopt};
 use tunnel_abi::{LISTENER_V4, LISTENER_V6};
 
@@ -55,18 +57,7 @@ impl Redirect {
         let log = program_log::wanted();
         let mut ebpf = load::open(&config, features, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
-        let pins = config.pins.as_ref().and_then(|pins| match Pins::create(pins, &netns, &ebpf) {
-            Ok(pins) => Some(pins),
-            Err(reason) => {
-                tracing::warn!(
-                    bpffs = %pins.dir.display(), reason,
-                    "the programs are not pinned: should this process be killed, connects to edge nodes are not refused \
-                     but go where nobody answers; mount a BPF file system there, name another one with --bpffs, or say \
-                     --bpffs=off"
-                );
-                None
-            }
-        });
+        let (pins, not_pinned) = pins(&config, &netns, &ebpf);
         let mut maps = Maps::take(&mut ebpf)?;
         // The maps must be open while the programs that use them are loaded.
         let programs = Programs::load(ebpf)?;
@@ -101,6 +92,7 @@ impl Redirect {
             netns,
             ipv6: v6.is_some(),
             features,
+            not_pinned,
             inner: Mutex::new(inner),
             health: Mutex::new(Health::default()),
         };
@@ -139,5 +131,21 @@ impl Redirect {
             }
         }
         result
+    }
+}
+
+/// Where the programs are to be pinned, or why they cannot be.
+fn pins(config: &RedirectConfig, netns: &File, ebpf: &Ebpf) -> (Option<Pins>, Option<String>) {
+    let Some(wanted) = &config.pins else { return (None, None) };
+    match Pins::create(wanted, netns, ebpf) {
+        Ok(pins) => (Some(pins), None),
+        Err(reason) => {
+            tracing::warn!(
+                bpffs = %wanted.dir.display(), reason,
+                "the programs are not pinned: should this process be killed, connects to edge nodes are not refused \
+                 but go where nobody answers; --bpffs has to be a BPF file system that this process may write to, or off"
+            );
+            (None, Some(reason))
+        }
     }
 }

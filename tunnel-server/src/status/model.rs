@@ -137,6 +137,9 @@ pub struct RedirectStatus {
     /// Excluded ranges, not counting this host's own addresses.
     pub excluded: usize,
     pub programs: Vec<ProgramStatus>,
+    /// Why the programs are not pinned, so that they vanish with a server that is killed; None with `--bpffs=off` as well.
+    #[serde(default)]
+    pub not_pinned: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -234,6 +234,7 @@ impl Reporter {
                     instructions: program.verified_instructions,
                 })
                 .collect(),
+            not_pinned: redirect.not_pinned().map(str::to_owned),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
+use nix::mount::{MsFlags, mount};
 use postern_testbed::inventory::Inventory;
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
@@ -18,6 +19,7 @@ scenarios! {
     a_lost_token_route_is_found,
     a_failed_self_test_is_found,
     closed_listeners_are_found,
+    programs_that_are_not_pinned_are_found,
     what_a_killed_server_leaves_is_found,
     damaged_files_are_found,
     a_host_that_cannot_redirect_is_found,
@@ -67,6 +69,7 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
         "token route",
         "maps",
         "self-test",
+        "pins",
         "rules",
         "firewall",
         "listeners",
@@ -163,6 +166,21 @@ async fn closed_listeners_are_found(testbed: &Testbed) -> Result<()> {
     doctor(testbed, &[]).await?.expect("agent-port-filtered", "policy DROP")?;
     testbed.cloud.iptables("-A INPUT -p tcp --dport 10262 -j ACCEPT")?;
     doctor(testbed, &[]).await?.expect_only(&[])?;
+    drop(server);
+    Ok(())
+}
+
+async fn programs_that_are_not_pinned_are_found(testbed: &Testbed) -> Result<()> {
+    // As it is in a unit or container that may not write there.
+    let bpffs = testbed.bpffs();
+    let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
+    mount(None::<&str>, &bpffs, None::<&str>, read_only, None::<&str>)
+        .with_context(|| format!("remounting {}", bpffs.display()))?;
+    let server = Builder::new(testbed).start().await?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect("not-pinned", "mounted read-only")?;
+    said.expect_only(&["not-pinned"])?;
+    ensure!(said.exit == 1, "{:#}", said.report);
     drop(server);
     Ok(())
 }
