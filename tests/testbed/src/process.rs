@@ -152,6 +152,11 @@ impl Process {
         status_field(self.pid(), "VmRSS:").map(|kib| kib * 1024)
     }
 
+    /// Resident memory in bytes that is no file's, counted page by page: kernels let VmRSS be wrong by some hundred KiB.
+    pub fn anonymous_bytes(&self) -> Result<u64> {
+        field(self.pid(), "smaps_rollup", "Anonymous:").map(|kib| kib * 1024)
+    }
+
     /// The most memory that it has had resident.
     pub fn peak_resident_bytes(&self) -> Result<u64> {
         status_field(self.pid(), "VmHWM:").map(|kib| kib * 1024)
@@ -177,15 +182,18 @@ pub fn thread_count() -> Result<u64> {
     status_field(std::process::id(), "Threads:")
 }
 
-fn status_field(pid: u32, field: &str) -> Result<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/status"))
-        .with_context(|| format!("reading /proc/{pid}/status"))?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix(field))
-        .with_context(|| format!("no {field} in /proc/{pid}/status"))?;
+fn status_field(pid: u32, name: &str) -> Result<u64> {
+    field(pid, "status", name)
+}
+
+/// The number of a line of /proc/PID/FILE.
+fn field(pid: u32, file: &str, name: &str) -> Result<u64> {
+    let path = format!("/proc/{pid}/{file}");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let line = line.with_context(|| format!("no {name} in {path}"))?;
     let number = line.split_whitespace().next().unwrap_or_default();
-    number.parse().with_context(|| format!("{field} {line:?}"))
+    number.parse().with_context(|| format!("{name} {line:?}"))
 }
 
 /// A program built into the same folder as this one.

@@ -24,6 +24,7 @@ use super::ECHO;
 use super::client::{Caller, ask, connect};
 use super::konnectivity::{PAGE, back_and_forth, page_by_its_client};
 use crate::common::target;
+use crate::held::ALLOCATOR;
 
 /// Where all servers are reached.
 const SHARED: u16 = 8090;
@@ -132,7 +133,9 @@ pub(super) async fn proxy_servers(testbed: &Testbed) -> Result<Servers> {
 /// On edge 1, and attached to both.
 pub(super) async fn agent_at_both<'a>(testbed: &'a Testbed, servers: &Servers) -> Result<Agent<'a>> {
     let certificates = &servers.certificates;
-    let agent = Builder::alone(testbed, 1)
+    let builder =
+        ALLOCATOR.iter().fold(Builder::alone(testbed, 1), |builder, (name, value)| builder.env(name, value));
+    let agent = builder
         .flag(format!("--proxy-server-host={CLOUD}"))
         .flag(format!("--proxy-server-port={SHARED}"))
         .flag(certificates.flag("ca-cert", "ca.crt"))
