@@ -185,6 +185,8 @@ imageGCHighThresholdPercent: 100
 clusterDomain: cluster.local
 resolvConf: ''
 shutdownGracePeriod: 0s
+# When pods see a changed Secret or ConfigMap; a minute by default.
+syncFrequency: 10s
 ",
             ca = pki.file("ca.crt").display(),
             certificate = pki.file(&format!("{serving}.crt")).display(),
