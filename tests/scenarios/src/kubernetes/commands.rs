@@ -25,7 +25,16 @@ pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {
     vec![shell("talker", node, TALK), shell("idle", node, IDLE), with_stdin(shell("listener", node, answer))]
 }
 
+/// Everything.
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
+    interactive(checks, cluster).await;
+    for transport in [Transport::WebSocket, Transport::Spdy] {
+        bulk(checks, cluster, transport).await;
+    }
+}
+
+/// Everything but the copies.
+pub(super) async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
     checks.run("logs", logs(&cluster.kubectl)).await;
     checks.run("logs -f shows lines as they come", follow(&cluster.kubectl)).await;
     for transport in [Transport::WebSocket, Transport::Spdy] {
@@ -34,10 +43,15 @@ pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
         checks.run(&name("exec with standard input and an exit code"), exec(&kubectl)).await;
         checks.run(&name("exec -it follows the terminal's size"), resize(&kubectl)).await;
         checks.run(&name("attach"), attach(&kubectl)).await;
-        let dir = cluster.testbed.dir();
-        let copied = copy(&kubectl, dir, transport);
-        checks.run_within(Duration::from_secs(180), &name("cp of 200 MB both ways"), copied).await;
     }
+}
+
+/// Copies to and from the node.
+pub(super) async fn bulk(checks: &mut Checks, cluster: &Cluster<'_>, transport: Transport) {
+    let kubectl = cluster.kubectl.over(transport);
+    let copied = copy(&kubectl, cluster.testbed.dir(), transport);
+    let name = format!("cp of {MEGABYTES} MB both ways ({transport:?})");
+    checks.run_within(Duration::from_secs(180), &name, copied).await;
 }
 
 pub(super) async fn logs(kubectl: &Kubectl) -> Result<()> {

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use postern_testbed::cluster::kubectl::Transport;
 use postern_testbed::cluster::pods::{IDLE, TALK, shell};
 use postern_testbed::cluster::webhook::{FORBIDDEN, Webhook};
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, pods, postern};
@@ -82,10 +83,19 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
             None => webhook.insert(Webhook::start(&cluster).await?),
         };
         checks.run(&name("an admission webhook on an edge node"), admission(&cluster, webhook)).await;
-        commands::run(&mut checks, &cluster).await;
-        forward::run(&mut checks, &cluster).await;
-        if matches!(kind, Kind::GrpcOverUnix) {
-            views::run(&mut checks, &cluster).await;
+        match kind {
+            Kind::GrpcOverUnix => {
+                commands::run(&mut checks, &cluster).await;
+                forward::run(&mut checks, &cluster).await;
+                views::run(&mut checks, &cluster).await;
+            }
+            // What kubectl speaks ends at the API server, and how a forwarded connection ends is told within the one to the
+            // kubelet: neither depends on what carries that. Bulk does.
+            Kind::ConnectOverUnix | Kind::ConnectOverTls => {
+                commands::interactive(&mut checks, &cluster).await;
+                commands::bulk(&mut checks, &cluster, Transport::WebSocket).await;
+                forward::concurrent(&mut checks, &cluster).await;
+            }
         }
     }
     let name = "konnectivity's agent by its pod's token: not beside a tunnel-agent";
