@@ -1,7 +1,8 @@
 //! Which of the servers writes: the holder of a Lease.
 //!
 //! Only writing depends on it. A server that loses the Lease, or the API server, carries on with everything else and
-//! keeps trying.
+//! keeps trying. Clocks of servers are never compared: a Lease has ended when this server has seen it unchanged for as long
+//! as it is valid.
 
 use std::future::pending;
 use std::pin::pin;
@@ -69,6 +70,12 @@ struct Candidate {
     identity: String,
 }
 
+/// The Lease of another server, and since when it has been like that.
+struct Seen {
+    lease: LeaseSpec,
+    since: Instant,
+}
+
 impl Candidate {
     async fn run(
         self,
@@ -94,12 +101,13 @@ impl Candidate {
         // As far as this server knows.
         let mut holds = false;
         let mut expires: Option<Instant> = None;
+        let mut seen: Option<Seen> = None;
         let mut next = Instant::now();
         loop {
             let pause = sleep_until(next);
             let attempt = async {
                 pause.await;
-                (Instant::now(), self.acquire_or_renew().await)
+                (Instant::now(), self.acquire_or_renew(&mut seen).await)
             };
             let mut attempt = pin!(attempt);
             let (began, outcome) = loop {
@@ -139,7 +147,7 @@ impl Candidate {
 
     /// Whether this server holds the Lease now. Every write carries the version that was read, so that of two servers
     /// that want the Lease one gets it.
-    async fn acquire_or_renew(&self) -> Result<bool, RequestError> {
+    async fn acquire_or_renew(&self, seen: &mut Option<Seen>) -> Result<bool, RequestError> {
         let now = Timestamp::now();
         let Some(lease) = request(WRITE_DEADLINE, self.api.get_opt(&self.lease)).await? else {
             let lease = Lease {
@@ -162,7 +170,7 @@ impl Candidate {
         let version = lease.metadata.resource_version;
         let mut spec = json!({"renewTime": MicroTime(now), "leaseDurationSeconds": LEASE_SECONDS});
         if known.holder_identity.as_ref() != Some(&self.identity) {
-            if known.holder_identity.is_some() && is_valid(&known, now) {
+            if known.holder_identity.is_some() && !has_ended(&known, seen) {
                 return Ok(false);
             }
             spec["holderIdentity"] = json!(self.identity);
@@ -215,10 +223,11 @@ impl Candidate {
     }
 }
 
-/// Whether the holder has renewed in time.
-fn is_valid(lease: &LeaseSpec, now: Timestamp) -> bool {
-    let (Some(renewed), Some(seconds)) = (&lease.renew_time, lease.lease_duration_seconds) else {
-        return false;
-    };
-    now.duration_since(renewed.0).as_secs() < i64::from(seconds)
+/// Whether the holder has renewed nothing for as long as the Lease is valid. A Lease that does not say how long that is has
+/// ended.
+fn has_ended(lease: &LeaseSpec, seen: &mut Option<Seen>) -> bool {
+    let valid = lease.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or(0);
+    let unchanged = seen.take().filter(|seen| seen.lease == *lease);
+    let seen = seen.insert(unchanged.unwrap_or_else(|| Seen { lease: lease.clone(), since: Instant::now() }));
+    seen.since.elapsed() >= Duration::from_secs(valid)
 }

@@ -132,6 +132,43 @@ async fn a_lease_of_another_server_is_taken_when_it_ends() {
 }
 
 #[tokio::test]
+async fn a_holder_is_judged_by_what_it_renews_and_not_by_its_clock() {
+    // Of the one that is behind the Lease seems to have ended, of the other one it would never end.
+    tokio::join!(judge_a_clock_that_is_off_by(-1), judge_a_clock_that_is_off_by(1));
+}
+
+async fn judge_a_clock_that_is_off_by(hours: i64) {
+    let api = ApiServer::start();
+    let its_time = || {
+        let time = jiff::Timestamp::now() + jiff::SignedDuration::from_hours(hours);
+        json!(format!("{time:.6}"))
+    };
+    let spec = json!({
+        "holderIdentity": "server-z",
+        "leaseDurationSeconds": 5,
+        "acquireTime": its_time(),
+        "renewTime": its_time(),
+    });
+    api.put(LEASES, json!({"metadata": {"name": LEASE}, "spec": spec}));
+    let stop = CancellationToken::new();
+    let mut leader = start(&api, "server-a", &stop).await;
+    // Four checks take longer than the Lease is valid.
+    let path = format!("{LEASES}/{LEASE}");
+    eventually("four checks", || {
+        api.edit(LEASES, LEASE, |lease| lease["spec"]["renewTime"] = its_time());
+        (api.requests("get", &path) >= 4).then_some(())
+    })
+    .await;
+    assert!(!*leader.borrow(), "{hours}");
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-z", "{hours}");
+    // Then it is dead.
+    becomes(&mut leader, true).await;
+    assert_eq!(lease(&api).unwrap()["holderIdentity"], "server-a", "{hours}");
+    stop.cancel();
+    lease::released(leader).await;
+}
+
+#[tokio::test]
 async fn without_the_api_server_no_server_leads_and_a_stop_does_not_hang() {
     let api = ApiServer::start();
     api.inject("*", "leases", Fault::Status(403), 1);
