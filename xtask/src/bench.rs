@@ -157,7 +157,7 @@ pub(crate) fn run_bench(options: &Options) -> Result<ExitCode> {
 }
 
 fn install(options: &Options) -> Result<()> {
-    packages::install(&[packages::TESTBED])?;
+    packages::install(&[packages::TESTBED, packages::NAT])?;
     // What cannot be installed is named in the tables, and everything else is measured.
     match packages::install(&[packages::BENCH]) {
         Err(error) if options.all_peers => return Err(error),

@@ -44,10 +44,10 @@ fn folder() -> Result<PathBuf> {
 }
 
 /// Held until the file is closed, at the latest when the process ends.
-fn lock(path: &Path) -> Result<File> {
+pub(crate) fn lock(path: &Path) -> Result<File> {
     let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
     if file.try_lock().is_err() {
-        println!("waiting for another build that holds {}", path.display());
+        println!("waiting for another process that holds {}", path.display());
         file.lock().with_context(|| format!("locking {}", path.display()))?;
     }
     Ok(file)

@@ -116,13 +116,19 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 /// Runs a program that cleans up after itself when it is interrupted, and returns its exit code. Ctrl-C reaches the whole
 /// foreground group: this process only waits for the program.
 pub(crate) fn run_in_foreground(command: &mut Command) -> Result<ExitCode> {
-    let mut mask = SigSet::empty();
-    mask.add(Signal::SIGINT);
-    let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking SIGINT")?;
-    let child = command.spawn().with_context(|| format!("starting {}", shown(command)));
-    let status = child?.wait().with_context(|| format!("waiting for {}", shown(command)))?;
-    previous.thread_set_mask().context("unblocking SIGINT")?;
+    let status = holding_back(&[Signal::SIGINT], || {
+        command.status().with_context(|| format!("starting {}", shown(command)))
+    })?;
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Runs `work` to its end whatever of these signals comes: it takes effect afterwards. What `work` starts inherits that.
+pub(crate) fn holding_back<T>(signals: &[Signal], work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let mask: SigSet = signals.iter().copied().collect();
+    let previous = mask.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking signals")?;
+    let result = work();
+    previous.thread_set_mask().context("unblocking signals")?;
+    result
 }
 
 /// Runs a program to its end and returns what it prints; anything but success is an error.

@@ -22,6 +22,11 @@ pub(crate) struct Options {
     remove: bool,
 }
 
+/// Installs what one of the two demos runs of Debian's.
+pub(crate) fn install(kubernetes: bool) -> Result<()> {
+    packages::install(&[packages::TESTBED, if kubernetes { packages::CLUSTER } else { packages::DEMO }])
+}
+
 /// Runs one of the two demos, which is built already.
 pub(crate) fn run_demo_program(kubernetes: bool, arguments: &[&str]) -> Result<ExitCode> {
     let mut command = program(built("demo")?);
@@ -41,10 +46,7 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
         build(&["postern-demo"])?;
         return run_demo_program(false, &["--remove"]);
     }
-    packages::install(&[packages::TESTBED, packages::DEMO])?;
-    if options.kubernetes {
-        packages::install(&[packages::CLUSTER])?;
-    }
+    install(options.kubernetes)?;
     build_ebpf::run()?;
     build(PROGRAMS)?;
     build(&["postern-demo"])?;

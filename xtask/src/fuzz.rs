@@ -62,7 +62,7 @@ pub(crate) fn targets() -> Result<Vec<String>> {
 
 /// Installs what is missing and compiles all targets.
 pub(crate) fn prepare() -> Result<()> {
-    packages::install(&[packages::TESTBED])?;
+    packages::install(&[packages::FUZZ])?;
     need_cargo_tool("cargo-fuzz", VERSION)?;
     let mut unpack = Command::new("tar");
     unpack.args(["--extract", "--gzip", "--skip-old-files", "--file"]).arg(root().join(CORPUS));

@@ -19,6 +19,7 @@ mod peer_tests;
 mod peers;
 mod release;
 mod sbom;
+mod services;
 mod soak;
 mod source;
 mod tally;

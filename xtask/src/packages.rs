@@ -1,11 +1,10 @@
 //! Debian packages that tests and demo use.
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::collections::BTreeSet;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 
 use crate::command::{is_root, program, run, succeeds};
+use crate::services::without_services;
 
 /// A program and the package that brings it.
 pub(crate) struct Need {
@@ -13,15 +12,22 @@ pub(crate) struct Need {
     package: &'static str,
 }
 
-/// What the testbed is made with, and what fuzz targets are compiled with.
+/// What the testbed is made with.
 pub(crate) const TESTBED: &[Need] = &[
     Need { program: "ip", package: "iproute2" },
     Need { program: "iptables", package: "iptables" },
     Need { program: "nsenter", package: "util-linux" },
-    Need { program: "conntrack", package: "conntrack" },
+];
+
+/// What makes the testbed's NAT forget its mappings.
+pub(crate) const NAT: &[Need] = &[Need { program: "conntrack", package: "conntrack" }];
+
+/// What scenarios run besides; which of them runs what, their kinds do not tell.
+pub(crate) const SCENARIOS: &[Need] = &[
     Need { program: "tinyproxy", package: "tinyproxy-bin" },
     Need { program: "g++", package: "g++" },
     Need { program: "systemd-analyze", package: "systemd" },
+    Need { program: "prometheus", package: "prometheus" },
     Need { program: "promtool", package: "prometheus" },
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
     Need { program: "curl", package: "curl" },
@@ -30,6 +36,9 @@ pub(crate) const TESTBED: &[Need] = &[
     Need { program: "nc", package: "netcat-openbsd" },
     Need { program: "chromium", package: "chromium" },
 ];
+
+/// What fuzz targets are compiled with.
+pub(crate) const FUZZ: &[Need] = &[Need { program: "g++", package: "g++" }];
 
 /// What the demo shows.
 pub(crate) const DEMO: &[Need] = &[
@@ -71,14 +80,10 @@ pub(crate) const CLUSTER: &[Need] = &[
     Need { program: "prometheus-node-exporter", package: "prometheus-node-exporter" },
 ];
 
-/// Debian asks this program whether a service may start; 101 means no (invoke-rc.d).
-const POLICY: &str = "/usr/sbin/policy-rc.d";
-
-/// Installs what is missing with apt-get, and prints that it does. No installed service is started: the demo starts its
-/// own processes in its own namespaces.
+/// Installs what is missing with apt-get, and prints that it does. No installed service is started or enabled: tests and demo
+/// start processes of their own in their own namespaces.
 pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
-    let missing: Vec<&str> =
-        needs.iter().copied().flatten().filter(|need| !is_there(need)).map(|need| need.package).collect();
+    let missing = packages(needs.iter().copied().flatten().filter(|need| !is_there(need)));
     if missing.is_empty() {
         return Ok(());
     }
@@ -89,24 +94,40 @@ pub(crate) fn install(needs: &[&[Need]]) -> Result<()> {
         "this machine has no apt-get: install {list} yourself"
     );
     ensure!(is_root(), "installing packages needs root: run as root, or `apt-get install {list}` first");
-    let no_services = NoServices::put()?;
-    let apt = |args: &[&str]| {
-        let mut command = program("apt-get");
-        // Another run may be installing at this moment.
-        command.env("DEBIAN_FRONTEND", "noninteractive").args(["-o", "DPkg::Lock::Timeout=300"]).args(args);
-        run(&mut command)
-    };
     let install = [&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat();
-    if apt(&install).is_err() {
+    if without_services(|| apt_get(&install)).is_err() {
         println!("that failed, perhaps because the package lists are old: updating them");
-        apt(&["update"])?;
-        apt(&install)?;
+        apt_get(&["update"])?;
+        without_services(|| apt_get(&install))?;
     }
-    drop(no_services);
     for need in needs.iter().copied().flatten() {
         ensure!(is_there(need), "{} is still missing after installing {}", need.program, need.package);
     }
     Ok(())
+}
+
+/// The packages of these lists, for people.
+pub(crate) fn names(needs: &[&[Need]]) -> String {
+    packages(needs.iter().copied().flatten()).join(", ")
+}
+
+/// Each once.
+fn packages<'a>(needs: impl Iterator<Item = &'a Need>) -> Vec<&'static str> {
+    let names: BTreeSet<&'static str> = needs.map(|need| need.package).collect();
+    names.into_iter().collect()
+}
+
+fn apt_get(args: &[&str]) -> Result<()> {
+    // It inherits what this process holds back, and is to end by Ctrl-C all the same. Not every env has the option.
+    let unblock = "--default-signal=INT,TERM";
+    let can_unblock = succeeds(program("env").args([unblock, "true"]));
+    let mut command = program(if can_unblock { "env" } else { "apt-get" });
+    if can_unblock {
+        command.args([unblock, "apt-get"]);
+    }
+    // Another run may be installing at this moment.
+    command.env("DEBIAN_FRONTEND", "noninteractive").args(["-o", "DPkg::Lock::Timeout=300"]).args(args);
+    run(&mut command)
 }
 
 fn is_there(need: &Need) -> bool {
@@ -116,29 +137,13 @@ fn is_there(need: &Need) -> bool {
     on_path && (need.program != "busybox" || shell("busybox --list | grep -qx httpd"))
 }
 
-/// While it lives, installing a package starts no service.
-struct NoServices {
-    ours: bool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl NoServices {
-    fn put() -> Result<Self> {
-        if Path::new(POLICY).exists() {
-            return Ok(Self { ours: false });
-        }
-        fs::write(POLICY, "#!/bin/sh\nexit 101\n").with_context(|| format!("writing {POLICY}"))?;
-        fs::set_permissions(POLICY, fs::Permissions::from_mode(0o755))
-            .with_context(|| format!("making {POLICY} executable"))?;
-        Ok(Self { ours: true })
-    }
-}
-
-impl Drop for NoServices {
-    fn drop(&mut self) {
-        if self.ours
-            && let Err(error) = fs::remove_file(POLICY)
-        {
-            eprintln!("xtask: remove {POLICY} yourself: {error}");
-        }
+    #[test]
+    fn the_demo_needs_little_and_each_package_once() {
+        let demo = names(&[TESTBED, DEMO, TESTBED]);
+        assert_eq!(demo, "iproute2, iptables, prometheus, prometheus-node-exporter, util-linux");
     }
 }

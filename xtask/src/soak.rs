@@ -70,7 +70,7 @@ pub(crate) fn run_chaos(options: &ChaosOptions) -> Result<ExitCode> {
 /// Builds what the scenario needs; the command that runs it.
 fn scenario(what: &str, name: &str) -> Result<Command> {
     ensure!(is_root(), "needs root, as `cargo xtask test` does: run `sudo -E cargo xtask {what}`");
-    packages::install(&[packages::TESTBED])?;
+    packages::install(&[packages::TESTBED, packages::NAT])?;
     build_ebpf::run()?;
     build(&[&["postern-scenarios"], PROGRAMS].concat())?;
     let mut command = program(built("scenarios")?);

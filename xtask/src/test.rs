@@ -1,4 +1,5 @@
-//! `cargo xtask test`: every test there is, counted; with a filter, only what the filter needs is installed and built.
+//! `cargo xtask test`: every test there is, counted; with a filter, only what the filter needs is built,
+//! and of Debian's packages only what the kinds of its tests need is installed.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -16,15 +17,32 @@ use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests, peers}
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
 
-const WHY_ROOT: &str = "\
+fn why_root() -> String {
+    use packages::{BENCH, CLUSTER, DEMO, FUZZ, NAT, PIP, QEMU_USER, SCENARIOS, TESTBED, VIRTUAL_MACHINE};
+    let names = packages::names;
+    format!(
+        "\
 cargo xtask test needs root, because it
   - makes network namespaces and iptables rules inside them (a cloud host, a router with NAT, edge hosts),
   - makes child cgroups and attaches eBPF programs to those and to those namespaces, never to the machine's own,
   - starts the real tunnel-server, tunnel-agent, Prometheus, node exporters and a Kubernetes cluster in there,
-  - installs Debian packages that are missing (iptables, iproute2, util-linux, g++, systemd, prometheus, prometheus-node-exporter,
-    qemu-user-static and qemu-system-x86 for arm64 and another kernel,
-    and for the cluster etcd-server, containerd, runc, containernetworking-plugins, conntrack, busybox-static, haproxy, curl).
-Everything it makes is removed again, whether tests pass or fail.";
+  - installs Debian packages that are missing for the kinds of tests that are chosen, and neither starts nor enables their services:
+    {} for all of them,
+    {} for scenarios,
+    {} for the demo,
+    {} for the Kubernetes cluster,
+    {} for images, arm64 and another kernel,
+    {} for the benchmark, {} for fuzz targets.
+Everything it makes is removed again, whether tests pass or fail.",
+        names(&[TESTBED]),
+        names(&[NAT, SCENARIOS]),
+        names(&[DEMO]),
+        names(&[CLUSTER]),
+        names(&[PIP, QEMU_USER, VIRTUAL_MACHINE]),
+        names(&[NAT, BENCH]),
+        names(&[FUZZ]),
+    )
+}
 
 #[derive(clap::Args, Default)]
 pub(crate) struct Options {
@@ -49,7 +67,7 @@ impl Options {
 }
 
 pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode> {
-    println!("{WHY_ROOT}");
+    println!("{}", why_root());
     ensure!(is_root(), "not root: run `sudo -E cargo xtask test`");
     packages::install(&[packages::TESTBED])?;
 
@@ -229,10 +247,11 @@ fn run_scenarios(options: &Options, scenarios: &Scenarios, tally: &mut Tally) ->
     if scenarios.names.is_empty() {
         return Ok(());
     }
+    packages::install(&[packages::NAT, packages::SCENARIOS])?;
     let mut command = program(built("scenarios")?);
     if scenarios.cluster {
         tally.heading("the programs of the test cluster");
-        packages::install(&[packages::DEMO, packages::CLUSTER])?;
+        packages::install(&[packages::CLUSTER])?;
         peers::for_cluster(&mut command)?;
     }
     if scenarios.images {
@@ -276,7 +295,7 @@ fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
 }
 
 fn run_demo(built: bool, kubernetes: bool) -> Result<ExitCode> {
-    packages::install(&[packages::DEMO, packages::CLUSTER])?;
+    demo::install(kubernetes)?;
     if !built {
         build(&["postern-demo"])?;
     }
