@@ -15,7 +15,7 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use tokio::io::AsyncWriteExt as _;
 
-use crate::common::{HEALTHY, alongside, hold, skip, stalled_readers, target};
+use crate::common::{HEALTHY, alongside, hold, pause, skip, stalled_readers, target};
 use crate::path;
 
 scenarios! {
@@ -24,6 +24,7 @@ scenarios! {
     a_server_that_goes_takes_its_nodes_along(limit = 180),
     a_node_is_lost_and_comes_back,
     a_server_goes_silent(limit = 180),
+    a_server_is_replaced(limit = 180),
 }
 
 /// How soon a change at one server takes effect at the other.
@@ -31,6 +32,9 @@ const TOLD: Duration = Duration::from_secs(10);
 
 /// The same for one that hears nothing any more, and for its return: PING's time at most, and pauses between attempts.
 const SILENT: Duration = Duration::from_secs(45);
+
+/// How long a server may take to end once another one has taken over.
+const ENDS: Duration = Duration::from_secs(20);
 
 /// The first one redirects, and has no agent; the second one has all.
 struct Pair<'a> {
@@ -41,7 +45,15 @@ struct Pair<'a> {
 
 impl<'a> Pair<'a> {
     async fn start(testbed: &'a Testbed, neighbour: &'a Namespace) -> Result<Self> {
-        let first = Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await?;
+        Self::join(Self::first(testbed).await?, neighbour).await
+    }
+
+    /// The first one, which dials the second one in vain until there is one.
+    async fn first(testbed: &'a Testbed) -> Result<Server<'a>> {
+        Builder::new(testbed).flag(format!("--peers={NEIGHBOUR}:10262")).start().await
+    }
+
+    async fn join(first: Server<'a>, neighbour: &'a Namespace) -> Result<Self> {
         let second = Builder::on_neighbour(&first, neighbour)?;
         // Its own address may be among them.
         let second = second.flag(format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262")).start().await?;
@@ -184,4 +196,29 @@ async fn a_server_goes_silent(testbed: &Testbed) -> Result<()> {
     neighbour.iptables(&format!("-D {deaf}"))?;
     pair.wait_told_within(SILENT, true).await?;
     visit(on_edge.address).await.map(drop)
+}
+
+/// It has the agent, and the other one has dialled it in vain for a while before it was there.
+async fn a_server_is_replaced(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let first = Pair::first(testbed).await?;
+    // Until its pauses between two attempts are the longest.
+    pause(8).await?;
+    let mut pair = Pair::join(first, &neighbour).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let third = alongside("a takeover elsewhere", on_edge.address, async {
+        let third = pair.second.take_over().await?;
+        let status = pair.second.process.wait_exit(ENDS).await?;
+        ensure!(status.code() == Some(0), "the second server ended with {status}");
+        pause(1).await?;
+        anyhow::Ok(third)
+    })
+    .await?;
+    ensure!(third.is_connected("edge-1").await?, "the agent is not attached to the third server");
+    pair.wait_told(true).await?;
+    for line in pair.first.access_log()? {
+        ensure!(line.text("outcome") == "ok" && !line.text("via").is_empty(), "{line:?}");
+    }
+    Ok(())
 }

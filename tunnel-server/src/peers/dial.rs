@@ -120,7 +120,10 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
             () = draining.cancelled() => {
                 tracing::debug!(address, "the other server stops soon: its successor may have the same address");
                 leaving.spawn(link);
-                let _ = removed.run_until_cancelled(tokio::time::sleep(backoff.next_delay())).await;
+                // At once: the successor accepts already, and in a moment its agents are nowhere else. If there is none,
+                // the attempt fails, and a pause follows as after any other.
+                failing.clear();
+                backoff.reset();
                 continue;
             }
         };
