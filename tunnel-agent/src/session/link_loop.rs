@@ -11,6 +11,7 @@ use tokio_util::task::TaskTracker;
 use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::identity::{ALPN_TUNNEL, AgentIdentity, agent_tls};
 use tunnel_core::link::MAX_LINKS;
+use tunnel_core::log_once::LogOnce;
 
 use super::additional;
 use super::choice::Use;
@@ -201,6 +202,7 @@ impl LinkLoop {
         let mut resumed = self.shared.resumed.subscribe();
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
+        let mut out = LogOnce::default();
         // The link of the next session, if it is up already.
         let mut successor = None;
         loop {
@@ -251,8 +253,10 @@ impl LinkLoop {
             let retry_in_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
             if standby {
                 tracing::debug!(server = %self.server, reason = %end, retry_in_ms, "standing by");
-            } else {
+            } else if end.is_news(&mut out) {
                 tracing::warn!(server = %self.server, error = %end, retry_in_ms, "session ended");
+            } else {
+                tracing::debug!(server = %self.server, error = %end, retry_in_ms, "session ended as before");
             }
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}

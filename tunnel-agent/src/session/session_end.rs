@@ -5,6 +5,7 @@ use std::io;
 
 use tunnel_core::identity::concerns_certificates;
 use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+use tunnel_core::log_once::LogOnce;
 
 use crate::reach::tls_hint;
 
@@ -77,6 +78,17 @@ impl SessionEnd {
         }
     }
 
+    /// Whether the operator does not know it yet: a line that is out ends two attempts a second, for hours maybe. `out` is
+    /// how it did so last.
+    pub(super) fn is_news(&self, out: &mut LogOnce) -> bool {
+        if self.line_is_out() {
+            return out.is_new(self);
+        }
+        // Something has answered.
+        out.clear();
+        true
+    }
+
     /// Whether a new identity could fix it: the server is not verified by the roots, or refuses the certificate.
     pub(super) fn concerns_identity(&self) -> bool {
         match self {
@@ -102,6 +114,19 @@ mod tests {
         assert!(!SessionEnd::Slow { step: "TLS handshake" }.line_is_out());
         assert!(!SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()).line_is_out());
         assert!(!SessionEnd::Closed.line_is_out());
+    }
+
+    #[test]
+    fn a_line_that_is_out_is_news_once() {
+        let unreachable = || SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into());
+        let mut out = LogOnce::default();
+        assert!(unreachable().is_news(&mut out));
+        assert!(!unreachable().is_news(&mut out));
+        assert!(SessionEnd::Slow { step: TCP }.is_news(&mut out), "it is out in another way");
+        for _ in 0..2 {
+            assert!(SessionEnd::Closed.is_news(&mut out), "each is a session's");
+        }
+        assert!(SessionEnd::Slow { step: TCP }.is_news(&mut out), "it was back meanwhile");
     }
 
     #[test]
