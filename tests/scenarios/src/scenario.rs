@@ -19,6 +19,8 @@ pub(crate) struct Scenario {
     pub(crate) edges: u8,
     /// What it needs that takes long to build; `cargo xtask test` reads it from `--list`.
     pub(crate) kind: &'static str,
+    /// Whether it starts no cluster although its kind has one.
+    clusterless: bool,
     /// Whether it needs one more with the address of edge 1, in a site of its own.
     pub(crate) twin: bool,
     /// When its process is killed.
@@ -29,7 +31,16 @@ pub(crate) struct Scenario {
 
 impl Scenario {
     pub(crate) const fn new(path: &'static str, run: for<'a> fn(&'a Testbed) -> Run<'a>) -> Self {
-        Self { path, quick: false, edges: 1, kind: "", twin: false, limit: Duration::from_secs(120), run }
+        Self {
+            path,
+            quick: false,
+            edges: 1,
+            kind: "",
+            clusterless: false,
+            twin: false,
+            limit: Duration::from_secs(120),
+            run,
+        }
     }
 
     /// `subject::function`.
@@ -77,9 +88,15 @@ impl Scenario {
         self
     }
 
+    /// It needs what is built for such a cluster, but starts none.
+    pub(crate) const fn no_cluster(mut self) -> Self {
+        self.clusterless = true;
+        self
+    }
+
     /// Whether it starts a real Kubernetes.
     pub(crate) fn has_cluster(&self) -> bool {
-        matches!(self.kind, "cluster" | "images" | "metrics-server")
+        !self.clusterless && matches!(self.kind, "cluster" | "images" | "metrics-server")
     }
 
     pub(crate) const fn twin(mut self) -> Self {
