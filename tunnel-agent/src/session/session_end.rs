@@ -65,8 +65,8 @@ impl SessionEnd {
         Self::Tls { source: io::Error::other(error), proxy: None }
     }
 
-    /// Whether nothing answered at all: then trying again soon is no load for anybody, and finds the line as soon as it is
-    /// back.
+    /// Whether nothing answered at all, or no name was resolved: then trying again soon is no load for any server, and finds the
+    /// line as soon as it is back.
     pub(super) fn line_is_out(&self) -> bool {
         match self {
             Self::Slow { step } => *step == TCP,
@@ -111,6 +111,7 @@ mod tests {
     fn a_refusal_is_an_answer() {
         assert!(SessionEnd::Slow { step: TCP }.line_is_out());
         assert!(SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into()).line_is_out());
+        assert!(SessionEnd::Connect(io::ErrorKind::HostUnreachable.into()).line_is_out(), "or a name");
         assert!(!SessionEnd::Slow { step: "TLS handshake" }.line_is_out());
         assert!(!SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()).line_is_out());
         assert!(!SessionEnd::Closed.line_is_out());

@@ -18,7 +18,8 @@ const NEXT_ROUND: Duration = Duration::from_millis(1500);
 /// # Errors
 /// The name does not resolve, or every address refuses.
 pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
-    let addresses = interleaved(lookup_host(server).await?.collect());
+    let found = lookup_host(server).await.map_err(unresolved)?;
+    let addresses = interleaved(found.collect());
     if addresses.is_empty() {
         return Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
     }
@@ -46,6 +47,11 @@ pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
             }
         }
     }
+}
+
+/// The resolver's error has no kind of its own. While the line is out it is this one that comes.
+fn unresolved(error: io::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::HostUnreachable, error)
 }
 
 /// In the resolver's order, which knows what works best here, but the two families in turns.
@@ -77,6 +83,15 @@ mod tests {
         assert_eq!(mixed(&[x, y, a]), addresses(&[x, a, y]));
         assert_eq!(mixed(&[x, a, b, c]), addresses(&[x, a, b, c]));
         assert_eq!(mixed(&[]), addresses(&[]));
+    }
+
+    #[tokio::test]
+    async fn a_name_that_is_not_resolved_is_a_host_that_is_not_reached() {
+        // Too long for any resolver to ask another one.
+        let name = format!("{}:1", "a".repeat(300));
+        let says = lookup_host(&name).await.err().unwrap().to_string();
+        let error = connect(&name).await.unwrap_err();
+        assert_eq!((error.kind(), error.to_string()), (io::ErrorKind::HostUnreachable, says));
     }
 
     #[tokio::test]
