@@ -77,7 +77,7 @@ pub(super) async fn run(testbed: &Testbed, pace: u32) -> Result<Running<'_>> {
         let address = (edge.address, 9100).into();
         wait_for("the node exporter to answer on its own host", PATIENCE, async || {
             ensure!(exporter.ended()?.is_none(), "the node exporter ended:\n{}", exporter.output()?);
-            Ok(client::connect_from(&edge.ns, address, Duration::from_secs(1)).ok())
+            Ok(client::connect_from(&edge.ns, address, Duration::from_secs(1)).await.ok())
         })
         .await?;
         indented(&format!("{} listens on {address}", edge.name));

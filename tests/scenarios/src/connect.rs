@@ -286,7 +286,7 @@ async fn sshd(testbed: &Testbed) -> Result<(Process, PathBuf)> {
     let mut sshd = Process::spawn(testbed.dir(), "sshd", command)?;
     wait_for("sshd to listen", SOON, async || {
         ensure!(sshd.ended()?.is_none(), "sshd ended:\n{}", sshd.output()?);
-        Ok(client::connect_from(&edge.ns, (edge.address, 2222).into(), Duration::from_secs(1)).ok())
+        Ok(client::connect_from(&edge.ns, (edge.address, 2222).into(), Duration::from_secs(1)).await.ok())
     })
     .await?;
     Ok((sshd, dir.join("user")))
@@ -342,7 +342,7 @@ async fn prometheus_scrapes_through_its_proxy_url(testbed: &Testbed) -> Result<(
         let edge = testbed.edge(n);
         wait_for("the node exporter to answer on its own host", SOON, async || {
             ensure!(exporter.ended()?.is_none(), "the node exporter ended:\n{}", exporter.output()?);
-            Ok(client::connect_from(&edge.ns, (edge.address, 9100).into(), Duration::from_secs(1)).ok())
+            Ok(client::connect_from(&edge.ns, (edge.address, 9100).into(), Duration::from_secs(1)).await.ok())
         })
         .await?;
         exporters.push(exporter);
@@ -404,7 +404,7 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(([127, 0, 0, 1], 3001).into()).await?;
     // The allow-list: this host is not on it, the neighbour is, and its agent's own allow-list decides about the target.
     expect_reset((CLOUD, 3000).into()).await?;
-    let end = match client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON) {
+    let end = match client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON).await {
         Ok(mut allowed) => client::end_of(&mut allowed, SOON).await?,
         // It can come before connect() has returned.
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => client::End::Reset,

@@ -420,7 +420,7 @@ async fn garbage_on_every_port(testbed: &Testbed) -> Result<()> {
                         let local: SocketAddr = ([127, 0, 0, 1], port).into();
                         tokio::net::TcpStream::connect(local).await
                     } else {
-                        connect_from(&neighbour, (CLOUD, port).into(), Duration::from_millis(200))
+                        connect_from(&neighbour, (CLOUD, port).into(), Duration::from_millis(200)).await
                     };
                     match stream {
                         Ok(stream) => {

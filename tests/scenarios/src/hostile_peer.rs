@@ -66,7 +66,7 @@ pub(crate) async fn dial(
     identity: Option<&Identity>,
     alpn: &[u8],
 ) -> Result<TlsStream<TcpStream>> {
-    let stream = connect_from(ns, server, PATIENCE).with_context(|| format!("dialling {server}"))?;
+    let stream = connect_from(ns, server, PATIENCE).await.with_context(|| format!("dialling {server}"))?;
     tls::handshake(stream, SERVER_NAME, roots, identity, Some(alpn)).await
 }
 

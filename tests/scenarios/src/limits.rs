@@ -238,7 +238,7 @@ async fn take_all(ns: &Namespace, address: SocketAddr) -> Result<Vec<TcpStream>>
     let (mut held, mut refused) = (Vec::new(), 0);
     while refused < 20 && held.len() < FEW_FILES as usize {
         let carried = async {
-            let mut stream = connect_from(ns, address, client::PATIENCE)?;
+            let mut stream = connect_from(ns, address, client::PATIENCE).await?;
             echo(&mut stream, b"mine").await?;
             anyhow::Ok(stream)
         };

@@ -16,10 +16,12 @@ use postern_testbed::{CLOUD, Testbed};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::common::target;
+use crate::common::{hold, target};
+use crate::takeover::tokens;
 
 scenarios! {
     workloads_reach_what_their_node_may(edges = 2),
+    a_range_opens_no_edge_node_however_wide_it_is,
     workloads_find_the_next_server,
 }
 
@@ -40,9 +42,18 @@ rules:
     ports: [9300]
 "#;
 
+const ANYWHERE: &str = r#"
+rules:
+- name: anywhere
+  from: [{node: edge-1}]
+  to:
+  - addresses: [0.0.0.0/0, "::/0"]
+    ports: ["*"]
+"#;
+
 /// The connect door on an edge's loopback, as a workload there has it.
 async fn ask(ns: &Namespace, request: &str) -> Result<(TcpStream, String)> {
-    let mut stream = client::connect_from(ns, (([127, 0, 0, 1]), PROXY).into(), SOON)?;
+    let mut stream = client::connect_from(ns, (([127, 0, 0, 1]), PROXY).into(), SOON).await?;
     stream.write_all(request.as_bytes()).await?;
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -56,9 +67,9 @@ async fn connect(ns: &Namespace, to: &str) -> Result<(TcpStream, String)> {
     ask(ns, &format!("CONNECT {to} HTTP/1.1\r\nHost: {to}\r\n\r\n")).await
 }
 
-fn server(testbed: &Testbed) -> Result<Builder<'_>> {
+fn server<'a>(testbed: &'a Testbed, rules: &str) -> Result<Builder<'a>> {
     let policy = testbed.dir().join("policy.yaml");
-    fs::write(&policy, POLICY).with_context(|| format!("writing {}", policy.display()))?;
+    fs::write(&policy, rules).with_context(|| format!("writing {}", policy.display()))?;
     Ok(Builder::new(testbed).flag(format!("--policy={}", policy.display())))
 }
 
@@ -75,7 +86,7 @@ async fn edge<'a>(server: &Server<'a>, n: usize) -> Result<Agent<'a>> {
 
 async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     const BYTES: u64 = 8 << 20;
-    let server = server(testbed)?.start().await?;
+    let server = server(testbed, POLICY)?.start().await?;
     let (_first, _second) = (edge(&server, 1).await?, edge(&server, 2).await?);
     let (one, two) = (&testbed.edge(1).ns, &testbed.edge(2).ns);
     let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
@@ -102,7 +113,7 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     ensure!(head.starts_with("HTTP/1.1 200 "), "CONNECT edge-2:9101: {head:?}");
     client::echo(&mut stream, b"from edge to edge").await?;
     let local = SocketAddr::from(([127, 0, 0, 1], MAP));
-    let mut mapped = client::connect_from(one, local, SOON)?;
+    let mut mapped = client::connect_from(one, local, SOON).await?;
     client::echo(&mut mapped, b"through a map").await?;
 
     // What no rule permits, and what is not there.
@@ -119,7 +130,7 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
         let (_, head) = connect(ns, to).await.context(to.to_owned())?;
         ensure!(head.starts_with(&format!("HTTP/1.1 {status} ")), "CONNECT {to}: {head:?}");
     }
-    let mut denied = client::connect_from(two, local, SOON)?;
+    let mut denied = client::connect_from(two, local, SOON).await?;
     let end = client::end_of(&mut denied, SOON).await?;
     ensure!(end == client::End::Reset, "a map that the policy does not permit ended with {end:?}");
 
@@ -154,25 +165,44 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
     // A revoked node's workloads reach nothing any more.
     server.run(&["agent", "revoke", "edge-1"])?;
     let revoked = async || {
-        let mut stream = client::connect_from(one, local, SOON)?;
+        let mut stream = client::connect_from(one, local, SOON).await?;
         Ok(client::echo(&mut stream, b"still there?").await.is_err())
     };
     wait_until("a revoked node to reach nothing", SOON, revoked, |refused| *refused).await?;
     Ok(())
 }
 
+/// On the server's host its loopback and the redirect's tokens lead to edge nodes.
+async fn a_range_opens_no_edge_node_however_wide_it_is(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed, ANYWHERE)?.start().await?;
+    let _agent = edge(&server, 1).await?;
+    let one = &testbed.edge(1).ns;
+    let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    let kubelet = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let _redirected = hold(kubelet.address, b"of the cloud host").await?;
+    let token = tokens(testbed, &kubelet)?;
+    let (mut stream, head) = connect(one, &format!("{CLOUD}:9300")).await?;
+    ensure!(head.starts_with("HTTP/1.1 200 "), "what the rule is for: {head:?}");
+    client::echo(&mut stream, b"into the cloud").await?;
+    for to in [&token, "127.0.0.1:10264", "0.0.0.0:10264", "[::1]:10264", "[::ffff:127.0.0.1]:10265"] {
+        let (_, head) = connect(one, to).await.context(to.to_owned())?;
+        ensure!(head.starts_with("HTTP/1.1 403 "), "CONNECT {to}: {head:?}");
+    }
+    Ok(())
+}
+
 async fn workloads_find_the_next_server(testbed: &Testbed) -> Result<()> {
-    let first = server(testbed)?.start().await?;
+    let first = server(testbed, POLICY)?.start().await?;
     let _agent = edge(&first, 1).await?;
     let one = &testbed.edge(1).ns;
     let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
     let local = SocketAddr::from(([127, 0, 0, 1], MAP));
-    let mut held = client::connect_from(one, local, SOON)?;
+    let mut held = client::connect_from(one, local, SOON).await?;
     client::echo(&mut held, b"before").await?;
     // One that takes over on the same host, while a connection lasts.
     let _second = first.take_over().await?;
     let reached = async || {
-        let mut stream = client::connect_from(one, local, SOON)?;
+        let mut stream = client::connect_from(one, local, SOON).await?;
         Ok(client::echo(&mut stream, b"after").await.is_ok())
     };
     wait_until("a workload to reach the cloud through the new server", SOON, reached, |reached| *reached)

@@ -230,7 +230,7 @@ async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result
     let neighbour = testbed.add_neighbour()?;
     let (server, _agent) = server_and_agent(testbed).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let mut from_pod = connect_from(&pod, on_edge.address, client::PATIENCE).context("from the pod")?;
+    let mut from_pod = connect_from(&pod, on_edge.address, client::PATIENCE).await.context("from the pod")?;
     ensure!(
         from_pod.peer_addr()? == on_edge.address,
         "the pod's getpeername shows {}",
@@ -244,7 +244,7 @@ async fn pod_is_redirected_and_neighbour_is_refused(testbed: &Testbed) -> Result
     let token = sockets.split_whitespace().filter_map(|word| word.parse().ok()).find(is_token);
     let token = token.with_context(|| format!("no token address in the cloud's sockets:\n{sockets}"))?;
     neighbour.ip("route add 198.18.0.0/15 via 10.70.0.1")?;
-    let refused = connect_from(&neighbour, token, Duration::from_secs(3));
+    let refused = connect_from(&neighbour, token, Duration::from_secs(3)).await;
     ensure!(refused.is_err(), "a neighbour reached {token} and with it every edge");
     let before = on_edge.connections();
     visit(on_edge.address).await?;

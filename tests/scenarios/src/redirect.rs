@@ -75,6 +75,6 @@ async fn clients_of_ranges_that_no_node_names(testbed: &Testbed) -> Result<()> {
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let server = Builder::new(testbed).flag(format!("--redirect-clients={POD}/32")).start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
-    let mut stream = connect_from(&pod, on_edge.address, PATIENCE)?;
+    let mut stream = connect_from(&pod, on_edge.address, PATIENCE).await?;
     echo(&mut stream, b"from a pod").await
 }

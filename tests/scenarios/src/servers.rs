@@ -33,7 +33,8 @@ const SETTLED: Duration = Duration::from_secs(30);
 /// A connection through the https door of the second server.
 async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
     let door = SocketAddr::new(NEIGHBOUR.into(), 10263);
-    let mut stream = connect_from(neighbour, door, client::PATIENCE).context("the second server's door")?;
+    let mut stream =
+        connect_from(neighbour, door, client::PATIENCE).await.context("the second server's door")?;
     let hello = client_hello("edge-1")?;
     stream.write_all(&hello).await?;
     expect_back(&mut stream, &hello).await?;

@@ -309,7 +309,8 @@ async fn expect_refused(address: SocketAddr) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-fn tokens(testbed: &Testbed, target: &Target) -> Result<String> {
+/// The token, with the port, of a connection to the target that is redirected now.
+pub(crate) fn tokens(testbed: &Testbed, target: &Target) -> Result<String> {
     // The local address of the server's end of a redirected connection is its token.
     let sockets = testbed.cloud.output("ss", "-Htn state established")?;
     let port = format!(":{}", target.address.port());

@@ -16,7 +16,7 @@ async fn edges_only_dial_out(testbed: &Testbed) -> Result<()> {
     let on_cloud = Target::start(&testbed.cloud, CLOUD, 10262, Behaviour::Echo)?;
     for edge in testbed.edges() {
         let on_edge = Target::start(&edge.ns, edge.address, 10250, Behaviour::Echo)?;
-        let mut stream = connect_from(&edge.ns, on_cloud.address, client::PATIENCE)?;
+        let mut stream = connect_from(&edge.ns, on_cloud.address, client::PATIENCE).await?;
         client::echo(&mut stream, b"out through NAT").await?;
         let error = connect_error(on_edge.address, Duration::from_secs(2)).await?;
         ensure!(
@@ -28,23 +28,26 @@ async fn edges_only_dial_out(testbed: &Testbed) -> Result<()> {
         ensure!(error.kind() == std::io::ErrorKind::TimedOut, "nor by IPv6: {error}");
         let v6_on_cloud =
             Target::start(&testbed.cloud, "fd70::1".parse::<std::net::IpAddr>()?, 10262, Behaviour::Echo)?;
-        client::echo(&mut connect_from(&edge.ns, v6_on_cloud.address, client::PATIENCE)?, b"out by IPv6")
-            .await?;
+        client::echo(
+            &mut connect_from(&edge.ns, v6_on_cloud.address, client::PATIENCE).await?,
+            b"out by IPv6",
+        )
+        .await?;
         ensure!(on_edge.connections() == 0, "a connection got through to {}", edge.name);
     }
     testbed.cut_link(1)?;
-    let cut = connect_from(&testbed.edge(1).ns, on_cloud.address, Duration::from_secs(1));
+    let cut = connect_from(&testbed.edge(1).ns, on_cloud.address, Duration::from_secs(1)).await;
     ensure!(cut.is_err(), "the cut link of edge-1 still works");
-    connect_from(&testbed.edge(2).ns, on_cloud.address, client::PATIENCE)?;
+    connect_from(&testbed.edge(2).ns, on_cloud.address, client::PATIENCE).await?;
     testbed.restore_link(1)?;
-    connect_from(&testbed.edge(1).ns, on_cloud.address, client::PATIENCE)?;
+    connect_from(&testbed.edge(1).ns, on_cloud.address, client::PATIENCE).await?;
     Ok(())
 }
 
 async fn neighbour_and_pod_reach_the_cloud_host(testbed: &Testbed) -> Result<()> {
     let on_cloud = Target::start(&testbed.cloud, CLOUD, 10262, Behaviour::Echo)?;
     for (ns, address) in [(testbed.add_neighbour()?, NEIGHBOUR), (testbed.add_pod()?, POD)] {
-        let mut stream = connect_from(&ns, on_cloud.address, client::PATIENCE)?;
+        let mut stream = connect_from(&ns, on_cloud.address, client::PATIENCE).await?;
         ensure!(stream.local_addr()?.ip() == address, "{} came from elsewhere", ns.name());
         client::echo(&mut stream, b"hello").await?;
     }
@@ -67,7 +70,7 @@ async fn targets_behave(testbed: &Testbed) -> Result<()> {
     testbed.black_hole(1, 9105)?;
     let edge = testbed.edge(1);
     let hole = Target::start(&edge.ns, edge.address, 9105, Behaviour::Echo)?;
-    let dropped = connect_from(&edge.ns, hole.address, Duration::from_millis(500));
+    let dropped = connect_from(&edge.ns, hole.address, Duration::from_millis(500)).await;
     ensure!(
         dropped.is_err_and(|error| error.kind() == std::io::ErrorKind::TimedOut),
         "the black hole answered"

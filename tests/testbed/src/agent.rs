@@ -274,6 +274,7 @@ impl<'a> Agent<'a> {
         let ns = &self.builder.testbed.edge(self.builder.edge).ns;
         let address = "127.0.0.1:10266".parse().context("the agent's admin address")?;
         let stream = client::connect_from(ns, address, client::PATIENCE)
+            .await
             .context("connecting to the agent's admin port")?;
         client::http(stream, "GET", path, "").await
     }

@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::{RngCore as _, SeedableRng as _};
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
 use crate::netns::Namespace;
@@ -58,11 +58,11 @@ pub fn is_unreachable(error: &io::Error) -> bool {
     error.raw_os_error() == Some(nix::libc::EHOSTUNREACH)
 }
 
-pub fn connect_from(ns: &Namespace, address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
-    let stream = ns.run(|| Ok(std::net::TcpStream::connect_timeout(&address, limit)));
-    let stream = stream.map_err(io::Error::other)??;
-    stream.set_nonblocking(true)?;
-    TcpStream::from_std(stream)
+pub async fn connect_from(ns: &Namespace, address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
+    // A socket stays in the namespace that it was made in.
+    let made = || Ok(if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() });
+    let socket = ns.run(made).map_err(io::Error::other)??;
+    timeout(limit, socket.connect(address)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
 /// The error of a connect() that must not succeed; TimedOut when there was no answer.

@@ -191,7 +191,7 @@ impl<'a> Target<'a> {
 
     async fn counts(&self) -> Result<(u64, u64)> {
         let edge = self.testbed.edge(self.edge);
-        let mut stream = client::connect_from(&edge.ns, self.at(CONTROL), client::PATIENCE)?;
+        let mut stream = client::connect_from(&edge.ns, self.at(CONTROL), client::PATIENCE).await?;
         let open = stream.read_u64().await.context("asking the target")?;
         Ok((open, stream.read_u64().await.context("asking the target")?))
     }

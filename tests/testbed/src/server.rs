@@ -292,6 +292,7 @@ impl<'a> Server<'a> {
     /// An admin page: status and body.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let stream = client::connect_from(self.builder.host.ns, ADMIN, client::PATIENCE)
+            .await
             .context("connecting to the server's admin port")?;
         client::http(stream, "GET", path, "").await
     }

@@ -74,9 +74,8 @@ impl Client {
             Way::Redirect(addresses) => (connect(addresses.get(self.edge).into(), limit).await?, Vec::new()),
             Way::RedirectV6(address) => (connect(*address, limit).await?, Vec::new()),
             Way::Door(ns, server) => {
-                let (ns, door) = (ns.clone(), SocketAddr::new((*server).into(), 10263));
-                let connecting = tokio::task::spawn_blocking(move || connect_from(&ns, door, limit));
-                (connecting.await.context("connecting")?.context("connecting")?, client_hello(&self.name)?)
+                let door = SocketAddr::new((*server).into(), 10263);
+                (connect_from(ns, door, limit).await.context("connecting")?, client_hello(&self.name)?)
             }
         };
         exchange(stream, node, &first, load, stall, wrong).await

@@ -20,7 +20,7 @@ const VALUES: &str = include_str!("chart-values.txt");
 const REFUSED: &str = include_str!("chart-refused.txt");
 
 /// Objects by kind and name.
-type Objects = BTreeMap<(String, String), Value>;
+pub(super) type Objects = BTreeMap<(String, String), Value>;
 
 /// A folder or a component of deploy/, and the values of the chart with which it renders the same.
 const SAME: [(&str, &[&str], &[&str]); 18] = [
@@ -225,7 +225,7 @@ async fn output<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Result<std::process::O
     command.args(args).kill_on_drop(true).output().await.context("running helm")
 }
 
-async fn kustomize(folder: &Path) -> Result<Objects> {
+pub(super) async fn kustomize(folder: &Path) -> Result<Objects> {
     let mut command = Command::new(peers::kubernetes("kubectl")?);
     let output = command.arg("kustomize").arg(folder).kill_on_drop(true).output().await;
     let output = output.context("running kubectl kustomize")?;
