@@ -184,7 +184,8 @@ async fn a_range_opens_no_edge_node_however_wide_it_is(testbed: &Testbed) -> Res
     let (mut stream, head) = connect(one, &format!("{CLOUD}:9300")).await?;
     ensure!(head.starts_with("HTTP/1.1 200 "), "what the rule is for: {head:?}");
     client::echo(&mut stream, b"into the cloud").await?;
-    for to in [&token, "127.0.0.1:10264", "0.0.0.0:10264", "[::1]:10264", "[::ffff:127.0.0.1]:10265"] {
+    for to in [token.as_str(), "127.0.0.1:10264", "0.0.0.0:10264", "[::1]:10264", "[::ffff:127.0.0.1]:10265"]
+    {
         let (_, head) = connect(one, to).await.context(to.to_owned())?;
         ensure!(head.starts_with("HTTP/1.1 403 "), "CONNECT {to}: {head:?}");
     }

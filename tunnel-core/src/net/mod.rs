@@ -5,6 +5,7 @@ mod changes;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
+use ipnet::IpNet;
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
@@ -41,6 +42,15 @@ pub const fn identifies_host(address: IpAddr) -> bool {
     !(address.is_unspecified() || address.is_loopback() || link_local)
 }
 
+/// Whether one of the ranges says that this host may dial `address` for others. A range of anything does not mean this host
+/// itself: the unspecified address is in none, and loopback only in a range of its own, because what listens there trusts
+/// whoever reaches it.
+pub fn may_dial(ranges: &[IpNet], address: IpAddr) -> bool {
+    let address = address.to_canonical();
+    let meant = |range: &IpNet| !address.is_loopback() || range.network().is_loopback();
+    !address.is_unspecified() && ranges.iter().any(|range| range.contains(&address) && meant(range))
+}
+
 /// The source address that this host uses towards `peer`. Connecting a UDP socket asks the routing table and sends
 /// nothing. None when there is no route, or the source would be loopback or link-local.
 pub fn source_address(peer: SocketAddr) -> Option<IpAddr> {
@@ -71,5 +81,27 @@ mod tests {
         ] {
             assert_eq!(identifies_host(address.parse().unwrap()), expected, "{address}");
         }
+    }
+
+    #[test]
+    fn loopback_needs_a_range_of_its_own() {
+        let all: [IpNet; 2] = ["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()];
+        for (address, expected) in [
+            ("10.0.0.1", true),
+            ("fd00::1", true),
+            ("127.0.0.1", false),
+            ("127.9.9.9", false),
+            ("::1", false),
+            ("::ffff:127.0.0.1", false),
+            ("0.0.0.0", false),
+            ("::ffff:0.0.0.0", false),
+            ("::", false),
+        ] {
+            assert_eq!(may_dial(&all, address.parse().unwrap()), expected, "{address}");
+        }
+        let own: [IpNet; 1] = ["127.0.0.0/8".parse().unwrap()];
+        assert!(may_dial(&own, "127.0.0.1".parse().unwrap()));
+        assert!(!may_dial(&own, "10.0.0.1".parse().unwrap()));
+        assert!(!may_dial(&[], "10.0.0.1".parse().unwrap()));
     }
 }

@@ -11,6 +11,7 @@ pub(crate) use file::Ranges;
 
 use file::{File, What, Who};
 use tunnel_core::config::PortSet;
+use tunnel_core::net::may_dial;
 
 use crate::inventory::{InventoryNode, Selector};
 use crate::yaml;
@@ -187,9 +188,9 @@ impl Target {
                     }
             }
             Destination::Service(name) => wanted.service.as_ref().is_some_and(|wanted| wanted.0 == name),
-            // A range in the cloud opens no edge, however wide it is.
+            // A range in the cloud opens no edge, however wide it is: doors on this host's loopback lead to all of them.
             Destination::Cloud { address } => {
-                !on_nodes && wanted.addresses.as_ref().is_some_and(|ranges| contains(ranges, address))
+                !on_nodes && wanted.addresses.as_ref().is_some_and(|ranges| may_dial(&ranges.0, address))
             }
         }
     }
@@ -352,6 +353,26 @@ rules:
         // Where an agent connects from says nothing about the workload.
         let own = Destination::Edge { node: &berlin, address: "10.8.0.7".parse().unwrap() };
         assert_eq!(ask(&rome, "192.168.1.9", own, 8080), None);
+    }
+
+    #[test]
+    fn a_range_opens_the_servers_loopback_only_if_it_is_its_own() {
+        let policy = |ranges: &str| {
+            let to = format!("to: [{{addresses: [{ranges}], ports: [\"*\"]}}]");
+            let rule = format!("rules:\n- name: a\n  from: [{{clients: [10.0.0.0/8]}}]\n  {to}\n");
+            Policy::parse(&rule).unwrap()
+        };
+        let nobody = Identity::None;
+        let permits = |policy: &Policy, address: &str| {
+            let caller = Origin { identity: &nobody, client: "10.0.0.1".parse().unwrap(), node: None };
+            policy.permits(caller, Destination::Cloud { address: address.parse().unwrap() }, 10264).is_some()
+        };
+        let (all, own) = (policy("0.0.0.0/0, \"::/0\""), policy("127.0.0.0/8"));
+        for address in ["127.0.0.1", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::"] {
+            assert!(!permits(&all, address), "{address}");
+        }
+        assert!(permits(&all, "10.80.0.1") && permits(&all, "fd00::1"));
+        assert!(permits(&own, "127.0.0.1") && !permits(&own, "0.0.0.0") && !permits(&own, "10.80.0.1"));
     }
 
     #[test]

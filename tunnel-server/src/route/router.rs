@@ -271,6 +271,12 @@ impl Router {
         SocketAddr::new(if loopback { Ipv4Addr::LOCALHOST.into() } else { address }, port)
     }
 
+    /// Whether the address is in the ranges of tokens: there it stands for an edge node, whoever connects to it on this host.
+    pub fn is_token(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.config.token_ranges().iter().any(|range| range.contains(&address))
+    }
+
     /// The current routes, without a lock.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.snapshot.load_full()

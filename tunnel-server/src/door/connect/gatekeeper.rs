@@ -83,6 +83,7 @@ impl Gatekeeper {
                 let rule = permitted(Destination::Edge { node: &node, address })?;
                 Ok((self.edge(&node, address, port, own), rule))
             }
+            Meant::Cloud(address) if self.router.is_token(address) => Err(Denied::Policy),
             Meant::Cloud(address) => {
                 let rule = permitted(Destination::Cloud { address })?;
                 Ok((Reached::Cloud(SocketAddr::new(address, port)), rule))
@@ -99,6 +100,7 @@ impl Gatekeeper {
                         node: node.name.clone(),
                         target: SocketAddr::new(address, endpoint.port()),
                     },
+                    _ if self.router.is_token(endpoint.ip()) => return Err(Denied::Policy),
                     _ => Reached::Cloud(endpoint),
                 };
                 Ok((reached, rule))
