@@ -71,7 +71,7 @@ pub struct RunArgs {
     pub redirect_cgroup: Option<PathBuf>,
     /// BPF file system in which the programs stay while this server is killed and not back, so that connects to edge nodes
     /// are refused at once; off: they vanish with it, and such connects go where nobody answers.
-    #[arg(long, value_name = "DIR|off", default_value = DEFAULT_BPFFS)]
+    #[arg(long, value_name = "DIR|off", env = "POSTERN_BPFFS", default_value = DEFAULT_BPFFS)]
     pub bpffs: String,
     /// How long, with its unit (s, m, h), the programs redirect without a sign of life of this server; 5 s at least. After it
     /// edge nodes' addresses are direct again.

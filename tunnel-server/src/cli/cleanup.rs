@@ -18,7 +18,7 @@ pub struct CleanupCommand {
     #[arg(long, value_name = "CIDR", default_value = DEFAULT_TOKEN_RANGE_V6)]
     token_range_v6: String,
     /// Its --bpffs.
-    #[arg(long, value_name = "DIR|off", default_value = DEFAULT_BPFFS)]
+    #[arg(long, value_name = "DIR|off", env = "POSTERN_BPFFS", default_value = DEFAULT_BPFFS)]
     bpffs: String,
 }
 

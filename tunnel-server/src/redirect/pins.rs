@@ -106,7 +106,9 @@ impl Orphans {
             source,
         })?;
         let mut folders = folders(&pins.dir, &prefix)?;
-        folders.retain(|folder| Some(folder.as_path()) != live);
+        // Its container may have the file system at another path.
+        let live = live.and_then(Path::file_name);
+        folders.retain(|folder| folder.file_name() != live);
         let mut tokens = Vec::new();
         for folder in &folders {
             match read_tokens(folder) {
@@ -266,5 +268,26 @@ fn remove(path: &Path) {
             tracing::warn!(path = %path.display(), %error, "a pin stays");
         }
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_lives_is_no_orphan_though_its_file_system_is_at_another_path() {
+        let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let pins = PinConfig { dir: bpffs.path().into(), state_dir: state.path().into() };
+        let prefix = prefix(&pins, &this_netns().unwrap()).unwrap();
+        let folders = ["0", "1"].map(|number| bpffs.path().join(FOLDER).join(format!("{prefix}{number}")));
+        folders.iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
+        fs::create_dir(bpffs.path().join(FOLDER).join("1-2-3-another")).unwrap();
+        let config = RedirectConfig { pins: Some(pins), ..RedirectConfig::default() };
+        let live = Path::new("/elsewhere").join(FOLDER).join(format!("{prefix}0"));
+        assert_eq!(Orphans::find(&config, Some(&live)).unwrap().folders, folders[1..]);
+        let mut all = Orphans::find(&config, None).unwrap().folders;
+        all.sort();
+        assert_eq!(all, folders);
     }
 }

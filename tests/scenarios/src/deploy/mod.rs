@@ -54,6 +54,7 @@ scenarios! {
     migration_from_konnectivity(images, limit = 600),
     migration_from_superedge(images, limit = 600),
     chart_renders_what_kustomize_does(images, no_cluster),
+    programs_can_be_pinned(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),
