@@ -46,7 +46,7 @@ use crate::session::{Sessions, Workers, register_links};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::status::Reporter;
-use crate::takeover::{Gates, NODES, Predecessor, SERVERS, Succession, TakeOver};
+use crate::takeover::{Gates, NODES, PORTS, Predecessor, Succession, TakeOver};
 
 /// How long links and tasks may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
@@ -281,7 +281,7 @@ impl Bound {
         let revocations = RevocationStore::new(&config.state_dir);
         let redirector = match redirector {
             Some(redirector) => {
-                let linking = readiness.pending(SERVERS);
+                let linking = readiness.pending("a server");
                 tasks.spawn(redirector::ready_once_linked(peers.clone(), linking, stop.clone()));
                 Some(redirector.start(peers_now.clone(), &tasks, stop.clone()))
             }
@@ -311,6 +311,7 @@ impl Bound {
             revocations,
             standing: standing.clone(),
             nodes_known: readiness.pending(NODES),
+            ports_known: readiness.pending(PORTS),
             tasks: &tasks,
             eligible: eligible_now,
             draining: shutdown.draining_token().clone(),
@@ -410,6 +411,7 @@ impl Bound {
             gates: gates.clone(),
             admin: self.admin.as_ref().map(Serving::accepting),
             sessions: sessions.clone(),
+            peers: context.peers.clone(),
             redirect: redirect.clone(),
             handover,
             phase: watch::Sender::default(),
@@ -422,6 +424,7 @@ impl Bound {
             gates,
             router,
             sessions,
+            peers: context.peers,
             redirect: redirect.clone(),
             readiness: readiness.clone(),
             pending,

@@ -25,6 +25,7 @@ scenarios! {
     a_node_is_lost_and_comes_back,
     a_server_goes_silent(limit = 180),
     a_server_is_replaced(limit = 180),
+    a_successor_waits_for_what_the_other_servers_have(limit = 180),
 }
 
 /// How soon a change at one server takes effect at the other.
@@ -220,5 +221,31 @@ async fn a_server_is_replaced(testbed: &Testbed) -> Result<()> {
     for line in pair.first.access_log()? {
         ensure!(line.text("outcome") == "ok" && !line.text("via").is_empty(), "{line:?}");
     }
+    Ok(())
+}
+
+/// It has no agent to wait for, and reaches the server that has one only after a while.
+async fn a_successor_waits_for_what_the_other_servers_have(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let pair = Pair::start(testbed, &neighbour).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let syn = "INPUT -p tcp --dport 10262 --syn -j DROP";
+    neighbour.iptables(&format!("-I {syn}"))?;
+    let third = alongside("a takeover without the other server", on_edge.address, async {
+        let reached_again = async {
+            pause(3).await?;
+            neighbour.iptables(&format!("-D {syn}"))
+        };
+        let (third, ()) = tokio::try_join!(pair.first.take_over(), reached_again)?;
+        pause(1).await?;
+        anyhow::Ok(third)
+    })
+    .await?;
+    for line in pair.first.access_log()?.into_iter().chain(third.access_log()?) {
+        ensure!(line.text("outcome") == "ok" && !line.text("via").is_empty(), "{line:?}");
+    }
+    let log = third.process.output()?;
+    ensure!(!log.contains("no other server has these nodes"), "the third server did not wait");
     Ok(())
 }

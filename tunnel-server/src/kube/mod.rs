@@ -16,6 +16,7 @@ pub mod write;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
@@ -46,6 +47,10 @@ use crate::route::Router;
 use crate::session::Sessions;
 use crate::settings::{Doors, Settings};
 use crate::status::SourceReport;
+
+/// How long a start waits for the ports of the ConfigMap. They matter less than the nodes: a server that may not read them
+/// serves all others.
+const PORTS_WAIT: Duration = Duration::from_secs(10);
 
 /// The Kubernetes side before its CA is known.
 pub struct Kube {
@@ -91,6 +96,8 @@ pub struct Parts<'a> {
     pub standing: Standing,
     /// Done once the nodes are known.
     pub nodes_known: ReadyGuard,
+    /// Done once the ConfigMap's ports are known, or are not waited for any more.
+    pub ports_known: ReadyGuard,
     pub tasks: &'a TaskTracker,
     /// False while this server's successor may write to the cluster in its place.
     pub eligible: watch::Receiver<bool>,
@@ -206,7 +213,7 @@ impl Kube {
         tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), ports));
         tasks.spawn(service_ranges::run(context.clone(), router.clone()));
-        tasks.spawn(follow_ports(router, parts.settings.subscribe(), stop.clone()));
+        tasks.spawn(follow_ports(router, parts.settings.subscribe(), parts.ports_known, stop.clone()));
         tasks.spawn(pass_on(ports_now, parts.settings, stop));
         let (given, state_dir) = (parts.given_peers, parts.state_dir.clone());
         tasks.spawn(peers::run(context.clone(), given, state_dir, parts.peers));
@@ -260,18 +267,75 @@ async fn pass_on(
     }
 }
 
+/// Gives the router each change of the ports. `known` ends with the first one.
 async fn follow_ports(
     router: Arc<Router>,
     mut settings: watch::Receiver<Arc<Settings>>,
+    known: ReadyGuard,
     stop: CancellationToken,
 ) {
-    settings.mark_changed();
+    let mut known = Some(known);
+    let mut patience = std::pin::pin!(tokio::time::sleep(PORTS_WAIT));
     loop {
         tokio::select! {
-            changed = settings.changed() => if changed.is_err() { return },
+            changed = settings.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                let now = settings.borrow_and_update().clone();
+                router.set_ports(&now.tunnelled, &now.loopback);
+            }
+            () = &mut patience, if known.is_some() => {
+                tracing::warn!("the ports of the ConfigMap are not known yet: those of --redirect-ports are tunnelled");
+            }
             () = stop.cancelled() => return,
         }
-        let settings = settings.borrow_and_update().clone();
-        router.set_ports(&settings.tunnelled, &settings.loopback);
+        known.take();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tunnel_core::lifecycle::Readiness;
+
+    use super::*;
+    use crate::route::RouterConfig;
+
+    fn router() -> Arc<Router> {
+        let config = RouterConfig {
+            token_range: "198.18.0.0/15".parse().unwrap(),
+            token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
+            ports: [10250].into(),
+            pods: Vec::new(),
+            host: None,
+            edge_addresses: Vec::new(),
+            foreign: Vec::new(),
+            exclude: Vec::new(),
+            clients: Vec::new(),
+            host_addresses: || None,
+        };
+        Arc::new(Router::new(config, &mut Registry::default()))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_start_waits_for_the_ports_but_not_for_ever() {
+        for told in [true, false] {
+            let (router, readiness, stop) = (router(), Readiness::new(), CancellationToken::new());
+            let (settings, now) = watch::channel(Arc::<Settings>::default());
+            let pending = readiness.pending("ports");
+            let following = tokio::spawn(follow_ports(router.clone(), now, pending, stop.clone()));
+            tokio::time::sleep(PORTS_WAIT / 2).await;
+            assert!(!readiness.is_ready());
+            if told {
+                let ports = Settings { tunnelled: [9100].into(), ..Settings::default() };
+                settings.send_replace(Arc::new(ports));
+            }
+            tokio::time::sleep(if told { PORTS_WAIT / 4 } else { PORTS_WAIT }).await;
+            assert!(readiness.is_ready());
+            assert!(router.tunnels(10250));
+            assert_eq!(router.tunnels(9100), told);
+            stop.cancel();
+            following.await.unwrap();
+        }
     }
 }

@@ -14,6 +14,9 @@ pub(super) struct Hello {
     pub(super) pins: Option<PathBuf>,
     /// What it redirects, and the first token of each.
     pub(super) tokens: Vec<(IpNet, IpAddr)>,
+    /// The nodes that the other servers have.
+    #[serde(default)]
+    pub(super) fleet: Vec<String>,
 }
 
 /// What the second server asks for.
@@ -31,4 +34,16 @@ pub(super) enum Answer {
     /// The nodes whose agents were told.
     Told(Vec<String>),
     Released,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_does_not_tell_of_the_others_is_understood() {
+        let text = r#"{"server_id": "server-a", "pins": null, "tokens": [["192.0.2.1/32", "198.18.0.9"]]}"#;
+        let hello: Hello = serde_json::from_str(text).unwrap();
+        assert_eq!((hello.tokens.len(), hello.fleet), (1, Vec::new()));
+    }
 }

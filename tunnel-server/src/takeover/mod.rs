@@ -3,8 +3,9 @@
 //! The second connects to the first one's Unix socket (`tunnel_core::takeover`), and gets the listening sockets: whatever
 //! waits in them is accepted by whoever accepts next, so nothing is lost. Then:
 //!
-//! 1. The second one learns the nodes, and asks for the agents: the first one accepts none any more, and tells its own to
-//!    look for its successor. They keep the link that they have until the new one is in use.
+//! 1. The second one learns the nodes, and which of them the other servers have. Then it asks for the agents: the first one
+//!    accepts none any more, and tells its own to look for its successor. They keep the link that they have until the new
+//!    one is in use.
 //! 2. Once they have come, or no more do, it asks for the doors: the first one accepts no connection any more and lets go
 //!    of the redirect, where the second one's programs are in place already, with the same tokens.
 //! 3. The first one finishes what it carries. Standalone it ends then; in a cluster it waits to be stopped, because the
@@ -16,7 +17,7 @@ mod successor;
 
 use tokio::net::TcpListener;
 
-pub(crate) use predecessor::{NODES, Predecessor, SERVERS, TakeOver};
+pub(crate) use predecessor::{NODES, PORTS, Predecessor, TakeOver};
 pub(crate) use successor::Succession;
 
 use crate::accept::{Gate, Gated};

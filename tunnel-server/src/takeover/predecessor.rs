@@ -16,6 +16,7 @@ use tunnel_core::takeover;
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
+use crate::peers::Peers;
 use crate::redirect::{Orphans, Redirect};
 use crate::route::Router;
 use crate::session::Sessions;
@@ -25,7 +26,7 @@ use crate::session::Sessions;
 const QUIET: Duration = Duration::from_secs(10);
 /// How long agents are waited for altogether.
 const LONGEST: Duration = Duration::from_secs(120);
-/// How long a redirector waits for its first link with a server.
+/// How long what the other servers have is waited for.
 const LINKED: Duration = Duration::from_secs(10);
 /// How often to look.
 const CHECK: Duration = Duration::from_millis(20);
@@ -61,6 +62,11 @@ impl Predecessor {
         self.0.own().pins.as_deref()
     }
 
+    /// The nodes that the other servers have.
+    fn fleet(&self) -> Vec<NodeName> {
+        self.0.own().fleet.iter().filter_map(|node| node.parse().ok()).collect()
+    }
+
     fn server_id(&self) -> &str {
         &self.0.own().server_id
     }
@@ -71,6 +77,7 @@ pub(crate) struct TakeOver {
     pub(crate) gates: Gates,
     pub(crate) router: Arc<Router>,
     pub(crate) sessions: Arc<Sessions>,
+    pub(crate) peers: Arc<Peers>,
     pub(crate) redirect: Option<Arc<Redirect>>,
     pub(crate) readiness: Readiness,
     /// Held until the doors are open.
@@ -88,21 +95,13 @@ impl TakeOver {
 
     async fn take(self, predecessor: Option<Predecessor>, orphans: Orphans) {
         // Only this task's own guard is left when everything else that a start waits for is there.
-        while self.readiness.names().iter().any(|name| name == NODES) {
+        while self.readiness.names().iter().any(|name| name == NODES || name == PORTS) {
             sleep(CHECK).await;
-        }
-        if predecessor.is_some() {
-            // A redirector reaches no node before it is linked; the one before does.
-            let linked = async {
-                while self.readiness.names().iter().any(|name| name == SERVERS) {
-                    sleep(CHECK).await;
-                }
-            };
-            let _ = timeout(LINKED, linked).await;
         }
         let mut predecessor = predecessor;
         if let Some(before) = &mut predecessor {
             let started = Instant::now();
+            self.find_fleet(before.fleet()).await;
             match self.hand_over(before).await {
                 Ok((told, came)) => tracing::info!(
                     server_id = before.server_id(),
@@ -127,6 +126,25 @@ impl TakeOver {
         }
     }
 
+    /// Waits until it is known where these nodes are, which the other servers have: until then connects to them would fail
+    /// here, and the server before carries them.
+    async fn find_fleet(&self, mut missing: Vec<NodeName>) {
+        let found = async {
+            loop {
+                let held = self.peers.nodes();
+                missing.retain(|node| !held.contains(node) && self.sessions.get(node).is_none());
+                if missing.is_empty() {
+                    return;
+                }
+                sleep(pause(missing.len())).await;
+            }
+        };
+        if timeout(LINKED, found).await.is_err() {
+            let (nodes, such_as) = (missing.len(), missing.first().map(NodeName::as_str));
+            tracing::warn!(nodes, such_as, "no other server has these nodes any more, or it is not reached");
+        }
+    }
+
     /// How many nodes' agents were told, and how many of them have come.
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         let told = match before.0.ask(&Ask::Agents).await? {
@@ -134,7 +152,6 @@ impl TakeOver {
             Answer::Released => return Err(unexpected()),
         };
         let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
-        let pause = CHECK + EACH * u32::try_from(wanted.len()).unwrap_or(u32::MAX);
         let (started, mut last) = (Instant::now(), (0, Instant::now()));
         let came = loop {
             let came = wanted.iter().filter(|node| self.sessions.get(node).is_some()).count();
@@ -144,7 +161,7 @@ impl TakeOver {
             if came == wanted.len() || last.1.elapsed() > QUIET || started.elapsed() > LONGEST {
                 break came;
             }
-            sleep(pause).await;
+            sleep(pause(wanted.len())).await;
         };
         self.apply_routes().await;
         match before.0.ask(&Ask::Doors).await? {
@@ -166,8 +183,13 @@ impl TakeOver {
 
 /// What a start waits for until the nodes are known.
 pub(crate) const NODES: &str = "nodes";
-/// What a redirector's start waits for until it is linked with a server.
-pub(crate) const SERVERS: &str = "a server";
+/// The same until the ports of the ConfigMap are.
+pub(crate) const PORTS: &str = "ports";
+
+/// Between two looks for so many nodes.
+fn pause(nodes: usize) -> Duration {
+    CHECK + EACH * u32::try_from(nodes).unwrap_or(u32::MAX)
+}
 
 fn unexpected() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "an answer to something else")

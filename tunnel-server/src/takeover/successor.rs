@@ -14,6 +14,7 @@ use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
 use crate::agent_port::Handover;
+use crate::peers::Peers;
 use crate::redirect::Redirect;
 use crate::session::Sessions;
 
@@ -38,6 +39,7 @@ pub(crate) struct Succession {
     /// The admin port's.
     pub(crate) admin: Option<Accepting>,
     pub(crate) sessions: Arc<Sessions>,
+    pub(crate) peers: Arc<Peers>,
     pub(crate) redirect: Option<Arc<Redirect>>,
     pub(crate) handover: watch::Sender<Handover>,
     pub(crate) phase: watch::Sender<Phase>,
@@ -128,6 +130,7 @@ impl Succession {
             server_id: self.server_id.clone(),
             pins: redirect.and_then(|redirect| redirect.pinned_in()),
             tokens: redirect.map(|redirect| redirect.tokens()).unwrap_or_default(),
+            fleet: self.peers.nodes().iter().map(ToString::to_string).collect(),
         }
     }
 
