@@ -44,6 +44,32 @@ impl<K: Eq + Hash, V: Clone> AnswerCache<K, V> {
     }
 }
 
+/// Answers that are a yes or a no. They are kept apart: whoever has many a no cannot have a yes forgotten.
+#[derive(Debug)]
+pub(crate) struct VerdictCache<K, T, E> {
+    yes: AnswerCache<K, T>,
+    no: AnswerCache<K, E>,
+    yes_lasts: Duration,
+    no_lasts: Duration,
+}
+
+impl<K: Eq + Hash, T: Clone, E: Clone> VerdictCache<K, T, E> {
+    pub(crate) fn new(yes_lasts: Duration, no_lasts: Duration) -> Self {
+        Self { yes: AnswerCache::default(), no: AnswerCache::default(), yes_lasts, no_lasts }
+    }
+
+    pub(crate) fn get(&self, key: &K) -> Option<Result<T, E>> {
+        self.yes.get(key).map(Ok).or_else(|| self.no.get(key).map(Err))
+    }
+
+    pub(crate) fn put(&self, key: K, verdict: Result<T, E>) {
+        match verdict {
+            Ok(yes) => self.yes.put(key, yes, self.yes_lasts),
+            Err(no) => self.no.put(key, no, self.no_lasts),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,5 +91,17 @@ mod tests {
             assert!(cache.0.lock().unwrap().len() <= MOST);
         }
         assert_eq!(cache.get_at(&(3 * MOST - 1), now), Some(()));
+    }
+
+    #[test]
+    fn a_yes_outlasts_any_number_of_noes() {
+        let cache = VerdictCache::new(Duration::from_secs(3600), Duration::from_secs(3600));
+        cache.put(0, Ok("yes"));
+        for n in 1..=MOST + 1000 {
+            cache.put(n, Err("no"));
+        }
+        assert_eq!(cache.get(&0), Some(Ok("yes")));
+        assert_eq!(cache.get(&(MOST + 1000)), Some(Err("no")));
+        assert_eq!(cache.get(&(MOST + 1001)), None);
     }
 }

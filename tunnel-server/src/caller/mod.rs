@@ -7,6 +7,7 @@ mod access;
 mod bearer;
 mod certificate;
 mod identity;
+mod questions;
 mod review;
 mod roots;
 mod tls;

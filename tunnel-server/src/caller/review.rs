@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
@@ -11,21 +12,19 @@ use k8s_openapi::api::authorization::v1::{
 use kube::Api;
 use kube::api::PostParams;
 use sha2::{Digest as _, Sha256};
-use tokio::sync::Semaphore;
 use tunnel_core::identity::NodeName;
 use tunnel_kube::request;
 
 use super::access::Access;
 use super::identity::{Caller, Refusal};
-use crate::answer_cache::AnswerCache;
+use super::questions::{Asker, Questions};
+use crate::answer_cache::VerdictCache;
 
 /// How long a yes is remembered, which is also how long a deleted token or a withdrawn right still works here.
 const YES: Duration = Duration::from_secs(30);
 /// How long a no is remembered: a right that was just given is looked for again soon.
 const NO: Duration = Duration::from_secs(5);
 const DEADLINE: Duration = Duration::from_secs(4);
-/// Questions that may be open at the API server.
-const AT_A_TIME: usize = 32;
 
 /// What a caller wants to do.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -41,9 +40,9 @@ pub struct Reviewer {
     /// Whom the tokens must be for, if not the API server.
     audience: Option<String>,
     /// By the token's hash: tokens themselves are not kept.
-    tokens: AnswerCache<[u8; 32], Result<Caller, String>>,
-    rights: AnswerCache<(Caller, Right), Result<(), String>>,
-    open: Semaphore,
+    tokens: VerdictCache<[u8; 32], Caller, String>,
+    rights: VerdictCache<(Caller, Right), (), String>,
+    questions: Questions,
 }
 
 impl Reviewer {
@@ -51,9 +50,9 @@ impl Reviewer {
         Self {
             client,
             audience: None,
-            tokens: AnswerCache::default(),
-            rights: AnswerCache::default(),
-            open: Semaphore::new(AT_A_TIME),
+            tokens: VerdictCache::new(YES, NO),
+            rights: VerdictCache::new(YES, NO),
+            questions: Questions::default(),
         }
     }
 
@@ -62,21 +61,26 @@ impl Reviewer {
         Self { audience: Some(audience.to_owned()), ..self }
     }
 
-    /// Whose token this is (TokenReview).
+    /// Whose token this is (TokenReview). It was shown by somebody at the address `source`.
     ///
     /// # Errors
     /// Nobody's, or the API server does not say.
-    pub async fn caller_of_token(&self, token: &str) -> Result<Caller, Refusal> {
+    pub async fn caller_of_token(&self, token: &str, source: IpAddr) -> Result<Caller, Refusal> {
         let key: [u8; 32] = Sha256::digest(token).into();
-        let known = match self.tokens.get(&key) {
+        if let Some(known) = self.tokens.get(&key) {
+            return known.map_err(Refusal::Unauthenticated);
+        }
+        let _turn = self.questions.turn(Asker::new(None, source)).await?;
+        // While this one waited another may have asked.
+        let answer = match self.tokens.get(&key) {
             Some(known) => known,
             None => {
                 let answer = self.review_token(token).await?;
-                self.tokens.put(key, answer.clone(), if answer.is_ok() { YES } else { NO });
+                self.tokens.put(key, answer.clone());
                 answer
             }
         };
-        known.map_err(Refusal::Unauthenticated)
+        answer.map_err(Refusal::Unauthenticated)
     }
 
     async fn review_token(&self, token: &str) -> Result<Result<Caller, String>, Refusal> {
@@ -136,8 +140,13 @@ impl Reviewer {
         if let Some(known) = self.rights.get(&key) {
             return Ok(known);
         }
+        let _turn = self.questions.turn(Asker::Known(caller.name.clone())).await?;
+        // While this one waited another may have asked.
+        if let Some(known) = self.rights.get(&key) {
+            return Ok(known);
+        }
         let answer = self.review_access(caller, &key.1).await?;
-        self.rights.put(key, answer.clone(), if answer.is_ok() { YES } else { NO });
+        self.rights.put(key, answer.clone());
         Ok(answer)
     }
 
@@ -170,8 +179,6 @@ impl Reviewer {
             + serde::de::DeserializeOwned,
     {
         let api = Api::<K>::all(self.client.clone());
-        // It is never closed.
-        let _place = self.open.acquire().await;
         request(DEADLINE, api.create(&PostParams::default(), &review)).await.map_err(|error| {
             Refusal::Unavailable(format!("the API server cannot be asked about the caller: {error}"))
         })
@@ -220,9 +227,13 @@ impl fmt::Display for Right {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::Arc;
+
     use http::Method;
-    use postern_fake_kube::ApiServer;
+    use postern_fake_kube::{ApiServer, Fault, eventually};
     use serde_json::{Value, json};
+    use tokio::task::JoinSet;
     use tunnel_kube::ClientSettings;
 
     use super::*;
@@ -230,6 +241,7 @@ mod tests {
 
     const TOKENS: &str = "/apis/authentication.k8s.io/v1/tokenreviews";
     const RIGHTS: &str = "/apis/authorization.k8s.io/v1/subjectaccessreviews";
+    const SOURCE: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 
     /// Knows one token, whose user may read metrics of edge-1 and of this server, and do everything to edge-2.
     async fn reviewer() -> (ApiServer, Reviewer) {
@@ -274,13 +286,13 @@ mod tests {
     async fn the_api_server_knows_whose_token_it_is() {
         let (server, reviewer) = reviewer().await;
         for _ in 0..3 {
-            let caller = reviewer.caller_of_token("good").await.unwrap();
+            let caller = reviewer.caller_of_token("good", SOURCE).await.unwrap();
             assert_eq!(
                 (caller.name.as_str(), &caller.groups[..]),
                 ("prometheus", &["monitoring".to_owned()][..])
             );
             assert_eq!(caller.uid.as_deref(), Some("7"));
-            let refused = reviewer.caller_of_token("bad").await.unwrap_err();
+            let refused = reviewer.caller_of_token("bad", SOURCE).await.unwrap_err();
             assert!(
                 matches!(&refused, Refusal::Unauthenticated(why) if why.contains("expired")),
                 "{refused}"
@@ -292,7 +304,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn the_clusters_rules_decide() {
         let (server, reviewer) = reviewer().await;
-        let caller = reviewer.caller_of_token("good").await.unwrap();
+        let caller = reviewer.caller_of_token("good", SOURCE).await.unwrap();
         for (node_name, method, path, allowed) in [
             ("edge-1", Method::GET, "/metrics", true),
             ("edge-1", Method::GET, "/metrics/cadvisor", true),
@@ -319,7 +331,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn a_path_is_a_right_of_its_own() {
         let (server, reviewer) = reviewer().await;
-        let caller = reviewer.caller_of_token("good").await.unwrap();
+        let caller = reviewer.caller_of_token("good", SOURCE).await.unwrap();
         for _ in 0..3 {
             assert_eq!(reviewer.allow_path(&caller, "/metrics").await, Ok(()));
             let refused = reviewer.allow_path(&caller, "/status").await.unwrap_err();
@@ -335,16 +347,58 @@ mod tests {
     #[tokio::test(flavor = "multi_thread")]
     async fn while_the_api_server_is_away_nobody_new_is_let_in() {
         let (server, reviewer) = reviewer().await;
-        let caller = reviewer.caller_of_token("good").await.unwrap();
+        let caller = reviewer.caller_of_token("good", SOURCE).await.unwrap();
         let metrics = kubelet_accesses(&Method::GET, "/metrics");
         reviewer.allow(&caller, &metrics, &node("edge-1")).await.unwrap();
         server.down();
-        assert!(matches!(reviewer.caller_of_token("other").await, Err(Refusal::Unavailable(_))));
+        assert!(matches!(reviewer.caller_of_token("other", SOURCE).await, Err(Refusal::Unavailable(_))));
         assert!(matches!(
             reviewer.allow(&caller, &metrics, &node("edge-2")).await,
             Err(Refusal::Unavailable(_))
         ));
-        assert_eq!(reviewer.caller_of_token("good").await, Ok(caller.clone()));
+        assert_eq!(reviewer.caller_of_token("good", SOURCE).await, Ok(caller.clone()));
         assert_eq!(reviewer.allow(&caller, &metrics, &node("edge-1")).await, Ok(()));
+    }
+
+    /// The API server takes its time, and a stranger shows tokens as fast as it can.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_strangers_tokens_do_not_keep_others_waiting() {
+        const JUNK: usize = 200;
+        let (server, reviewer) = reviewer().await;
+        let reviewer = Arc::new(reviewer);
+        server.inject("create", "tokenreviews", Fault::Delay(Duration::from_secs(1)), usize::MAX);
+        let mut junk = JoinSet::new();
+        for number in 0..JUNK {
+            let reviewer = reviewer.clone();
+            junk.spawn(async move { reviewer.caller_of_token(&format!("junk {number}"), SOURCE).await });
+        }
+        let asked = || server.requests("create", TOKENS);
+        eventually("the stranger's first questions", || (asked() > 0).then_some(())).await;
+        let other = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2));
+        let caller = reviewer.caller_of_token("good", other).await.unwrap();
+        assert_eq!(caller.name, "prometheus");
+        // Not those that were there before it: the stranger's go on, a few at a time.
+        assert!(asked() < JUNK / 2, "{} questions came before", asked());
+        junk.shutdown().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_question_that_many_have_is_asked_few_times() {
+        let (server, reviewer) = reviewer().await;
+        let reviewer = Arc::new(reviewer);
+        server.inject("create", "*", Fault::Delay(Duration::from_millis(100)), usize::MAX);
+        let mut callers = JoinSet::new();
+        for _ in 0..200 {
+            let reviewer = reviewer.clone();
+            callers.spawn(async move {
+                let caller = reviewer.caller_of_token("good", SOURCE).await?;
+                reviewer.allow_path(&caller, "/metrics").await
+            });
+        }
+        assert!(callers.join_all().await.iter().all(Result::is_ok));
+        for path in [TOKENS, RIGHTS] {
+            let asked = server.requests("create", path);
+            assert!(asked <= 16, "{path} was asked {asked} times");
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! whose a token is, by the file or by the cluster.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -81,16 +82,16 @@ impl Authenticator {
         self.tokens.store(tokens.into());
     }
 
-    /// Whose token this is.
+    /// Whose token this is. It was shown by somebody at the address `source`.
     ///
     /// # Errors
     /// Nobody's, or the API server does not say.
-    pub(crate) async fn caller_of_token(&self, token: &str) -> Result<Caller, Refusal> {
+    pub(crate) async fn caller_of_token(&self, token: &str, source: IpAddr) -> Result<Caller, Refusal> {
         if let Some(caller) = self.tokens.load().caller(token) {
             return Ok(caller.clone());
         }
         match &self.reviewer {
-            Some(reviewer) => reviewer.caller_of_token(token).await,
+            Some(reviewer) => reviewer.caller_of_token(token, source).await,
             None => Err(Refusal::Unauthenticated("the token is not in --token-auth-file".to_owned())),
         }
     }
@@ -104,13 +105,14 @@ mod tests {
     async fn a_token_of_the_file_shows_its_user() {
         let tokens = Tokens::parse("secret,alice,1,\"ops,dev\"\nothers,bob,2\n").unwrap();
         let authenticator = Authenticator::new(tokens, None);
-        let alice = authenticator.caller_of_token("secret").await.unwrap();
+        let source = IpAddr::from([10, 0, 0, 1]);
+        let alice = authenticator.caller_of_token("secret", source).await.unwrap();
         assert_eq!((alice.name.as_str(), alice.uid.as_deref()), ("alice", Some("1")));
         assert_eq!(alice.groups, ["ops", "dev"]);
         let unknown = |refused| matches!(refused, Err(Refusal::Unauthenticated(_)));
-        assert!(unknown(authenticator.caller_of_token("Secret").await));
+        assert!(unknown(authenticator.caller_of_token("Secret", source).await));
         authenticator.set_tokens(Tokens::default());
-        assert!(unknown(authenticator.caller_of_token("secret").await));
+        assert!(unknown(authenticator.caller_of_token("secret", source).await));
     }
 
     #[test]

@@ -126,7 +126,7 @@ impl MetricsDoor {
             answer.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET"));
             return answer;
         }
-        if let Err(refusal) = self.admit(&head.headers, shown).await {
+        if let Err(refusal) = self.admit(&head.headers, shown, client).await {
             self.metrics.turned_away(Self::NAME);
             tracing::warn!(door = Self::NAME, %client, reason = %refusal, "client turned away");
             return refused(&refusal);
@@ -149,10 +149,15 @@ impl MetricsDoor {
     }
 
     /// Whether the caller may read. A certificate says more than a token beside it, as at the https door.
-    async fn admit(&self, headers: &HeaderMap, shown: Option<&Caller>) -> Result<(), Refusal> {
+    async fn admit(
+        &self,
+        headers: &HeaderMap,
+        shown: Option<&Caller>,
+        client: SocketAddr,
+    ) -> Result<(), Refusal> {
         let caller = match (shown, bearer_token(headers).map_err(Refusal::Unauthenticated)?) {
             (Some(caller), _) => caller.clone(),
-            (None, Some(token)) => self.authenticator.caller_of_token(token).await?,
+            (None, Some(token)) => self.authenticator.caller_of_token(token, client.ip()).await?,
             (None, None) => {
                 let reason = "a client certificate or a bearer token is needed";
                 return Err(Refusal::Unauthenticated(reason.to_owned()));

@@ -1,5 +1,7 @@
 //! Which node an agent with a service account's token is on: what the API server says of the token, not what the agent does.
 
+use std::net::IpAddr;
+
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 use tunnel_core::identity::NodeName;
@@ -14,11 +16,15 @@ const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const WANTED: &str =
     "a client certificate of this server's CA or a service account's token (authorization: Bearer) is needed";
 
-/// The node of the token in a call's metadata.
+/// The node of the token in a call's metadata; the call came from `agent`.
 ///
 /// # Errors
 /// There is none, it is nobody's or another one's, or it names no node.
-pub(super) async fn node_by_token(tokens: &Tokens, metadata: &MetadataMap) -> Result<NodeName, Status> {
+pub(super) async fn node_by_token(
+    tokens: &Tokens,
+    metadata: &MetadataMap,
+    agent: IpAddr,
+) -> Result<NodeName, Status> {
     let token = metadata
         .get("authorization")
         .and_then(|value| value.to_str().ok())
@@ -28,7 +34,7 @@ pub(super) async fn node_by_token(tokens: &Tokens, metadata: &MetadataMap) -> Re
         let reason = "tokens are checked by a cluster's API server, which this server has not: use a client certificate";
         return Err(Status::unauthenticated(reason));
     };
-    let caller = reviewer.caller_of_token(token.trim()).await.map_err(|refusal| match refusal {
+    let caller = reviewer.caller_of_token(token.trim(), agent).await.map_err(|refusal| match refusal {
         Refusal::Unavailable(reason) => Status::unavailable(reason),
         other => Status::unauthenticated(other.to_string()),
     })?;

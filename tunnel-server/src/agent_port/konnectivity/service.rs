@@ -63,7 +63,8 @@ impl AgentService for Service {
         let presented = match &self.certified {
             Some(presented) => presented.clone(),
             None => {
-                let node = node_by_token(&self.context.tokens, metadata).await.map_err(turned_away)?;
+                let node = node_by_token(&self.context.tokens, metadata, peer.ip()).await;
+                let node = node.map_err(turned_away)?;
                 // The API server takes no token of a node that was deleted.
                 Presented { node, issued: SystemTime::now() }
             }

@@ -94,7 +94,7 @@ impl Reception {
                 return Err(Refused::new(StatusCode::FORBIDDEN, reason));
             }
             Some(token) => {
-                let known = self.gatekeeper.authenticator.caller_of_token(token).await;
+                let known = self.gatekeeper.authenticator.caller_of_token(token, client.ip()).await;
                 known.map(Identity::Token).map_err(|refusal| {
                     let status = match refusal {
                         Refusal::Unauthenticated(_) => StatusCode::PROXY_AUTHENTICATION_REQUIRED,

@@ -251,7 +251,9 @@ impl Served {
         let token = bearer_token(headers).map_err(Refusal::Unauthenticated)?;
         match (token, reviewer) {
             (None, _) => Ok(None),
-            (Some(token), Some(reviewer)) => Ok(Some(reviewer.caller_of_token(token).await?)),
+            (Some(token), Some(reviewer)) => {
+                Ok(Some(reviewer.caller_of_token(token, self.peer.client.ip()).await?))
+            }
             (Some(_), None) => {
                 let reason = "without a cluster there is nobody who knows bearer tokens";
                 Err(Refusal::Unauthenticated(reason.to_owned()).into())
