@@ -41,3 +41,34 @@ pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
     }
     Ok(())
 }
+
+/// What servers need of their hosts, redirectors need of theirs.
+pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Result<()> {
+    let security = |objects: &Objects, name: &str| -> Result<Value> {
+        let pod = &object(objects, "DaemonSet", name)?["spec"]["template"]["spec"];
+        Ok(pod["containers"][0]["securityContext"].clone())
+    };
+    let plain = security(&rendered(testbed, "base", &["everywhere"]).await?, "tunnel-redirector")?;
+    for component in ["selinux", "cri-o", "kernel-5.10"] {
+        let objects = rendered(testbed, "base", &["everywhere", component]).await?;
+        let (server, redirector) =
+            (security(&objects, "tunnel-server")?, security(&objects, "tunnel-redirector")?);
+        ensure!(server != plain, "{component} changes nothing");
+        ensure!(
+            server == redirector,
+            "with {component} the server has {server}, the redirector {redirector}"
+        );
+    }
+    for folder in ["base", "overlays/openyurt-migration"] {
+        let objects = rendered(testbed, folder, &["everywhere"]).await?;
+        let ports = |role: &str| -> Result<Vec<Value>> {
+            let rule = &object(&objects, "Role", role)?["rules"][0];
+            ensure!(rule["resources"] == json!(["configmaps"]), "the first rule of {role} is {rule}");
+            Ok(rule["resourceNames"].as_array().cloned().unwrap_or_default())
+        };
+        let (server, redirector) = (ports("postern:tunnel-server")?, ports("postern:tunnel-redirector")?);
+        ensure!(server.len() == 1, "{folder}: the server's port lists are in {server:?}");
+        ensure!(redirector.contains(&server[0]), "{folder}: redirectors read {redirector:?}, not {server:?}");
+    }
+    Ok(())
+}
