@@ -9,7 +9,6 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use socket2::SockRef;
-use tokio::net::TcpStream;
 
 use crate::link;
 use crate::tcp_info::unacknowledged;
@@ -41,13 +40,13 @@ pub fn reset_on_drop(socket: &impl AsFd) {
 }
 
 /// Takes [`reset_on_drop`] back: the socket's close is an end of file.
-pub fn end_on_drop(socket: &TcpStream) {
+pub fn end_on_drop(socket: &impl AsFd) {
     linger(socket, None);
 }
 
 /// Waits until the peer's kernel has everything that was written, because a reset discards what was not sent. Gives up
 /// when nothing moves for [`FLUSH_PATIENCE`].
-pub async fn flushed(socket: &TcpStream) {
+pub async fn flushed(socket: &impl AsFd) {
     let mut last = (0, 0);
     let mut moved = Instant::now();
     let mut pause = Duration::from_millis(1);

@@ -26,7 +26,7 @@ use client::{CONNECTED, Caller, ask, channel, connect, random};
 use konnectivity::{konnectivitys_own_agent_attaches, konnectivitys_own_client_gets_its_page};
 use leaks::{nothing_is_left_of_ten_thousand_dials, the_agent_keeps_nothing_of_ten_thousand_dials_either};
 use proxy_server::the_agent_attaches_to_konnectivitys_servers;
-use tls::{callers_need_a_certificate, certificates_follow_their_files};
+use tls::{callers_need_a_certificate, certificates_follow_their_files, what_a_caller_reads_late_arrives};
 
 scenarios! {
     both_protocols_reach_edges(edges = 2, quick),
@@ -39,6 +39,7 @@ scenarios! {
     the_socket_passes_to_a_successor,
     callers_need_a_certificate(quick),
     certificates_follow_their_files,
+    what_a_caller_reads_late_arrives,
     nothing_is_left_of_ten_thousand_dials(edges = 2, limit = 400),
     konnectivitys_own_client_gets_its_page(konnectivity),
     konnectivitys_own_agent_attaches(konnectivity, edges = 2),

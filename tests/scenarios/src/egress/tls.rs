@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::echo;
+use postern_testbed::client::{digest, echo, pattern_digest};
 use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
@@ -17,6 +17,7 @@ use rcgen::{
 };
 use rustls::ClientConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -141,5 +142,30 @@ pub(super) async fn certificates_follow_their_files(testbed: &Testbed) -> Result
     let let_in = async || Ok(visit(testbed, Some(second.caller("b")?)).await.is_ok());
     wait_until("the new CA's callers to be let in", Duration::from_secs(20), let_in, |is| *is).await?;
     ensure!(visit(testbed, Some(first.caller("a")?)).await.is_err(), "the old CA's are let in");
+    Ok(())
+}
+
+/// For the server a connection is over as soon as its kernel has the last bytes.
+pub(super) async fn what_a_caller_reads_late_arrives(testbed: &Testbed) -> Result<()> {
+    // More than the caller's kernel takes, and not more than the server's.
+    const LENGTH: u64 = 250_000;
+    let callers = Authority::new()?;
+    callers.write(&client_ca(testbed))?;
+    let server = Builder::new(testbed)
+        .flag("--redirect=off")
+        .flag(format!("--egress-port={PORT}"))
+        .flag(format!("--egress-client-ca={}", client_ca(testbed).display()))
+        .start()
+        .await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let _source = target(testbed, 1, ECHO, Behaviour::Source(7, LENGTH))?;
+    let stream = shake_hands(testbed, Some(callers.caller("kube-apiserver")?), None).await?;
+    let (mut stream, answer) = ask(stream, &format!("edge-1:{ECHO}")).await?;
+    ensure!(answer == CONNECTED, "answered {answer:?}");
+    stream.shutdown().await?;
+    let line = server.wait_access("of the transfer", |line| line.text("door") == "egress").await?;
+    ensure!(line.text("outcome") == "ok" && line.bytes_from_node()? == LENGTH, "{line:?}");
+    let got = digest(&mut stream).await?;
+    ensure!(got == (LENGTH, pattern_digest(7, LENGTH)), "the bytes changed: {got:?}");
     Ok(())
 }

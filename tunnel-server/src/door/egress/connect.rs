@@ -7,10 +7,11 @@ use std::sync::Arc;
 use bytes::BytesMut;
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
 use super::dial::{Caller, Dialler};
-use super::halves::{Writer, closed};
+use super::halves::{Over, Writer, closed};
 use crate::door::answer::status_of;
 use crate::door::preface::{PrefaceError, read_preface, timed_out};
 
@@ -65,10 +66,10 @@ pub(super) async fn serve(
     mut write: impl Writer,
     watched: Arc<OwnedFd>,
     mut early: BytesMut,
-) {
+) -> Over {
     let asked = match read_preface(&mut read, &mut early, HEAD, parse).await {
         Ok(asked) => asked,
-        Err(PrefaceError::Lost(_)) => return,
+        Err(PrefaceError::Lost(_)) => return Over::Lost,
         Err(PrefaceError::Invalid((status, reason))) => return refuse(&mut write, status, &reason).await,
         Err(PrefaceError::TimedOut) => {
             return refuse(&mut write, StatusCode::REQUEST_TIMEOUT, &timed_out(HEAD)).await;
@@ -88,9 +89,12 @@ pub(super) async fn serve(
             closed(&watched).await;
         }
     };
-    // What became of it is in the access log; there is nobody to tell. Dropping a TLS stream without its end is an error to
-    // the caller.
-    let _ = connected.run(&mut read, &mut write, gone).await;
+    // What became of it is in the access log; there is nobody to tell.
+    match connected.run(&mut read, &mut write, gone).await {
+        Ok(()) => Over::Ended,
+        Err(failed) if failed.outcome == Outcome::TargetReset => Over::BrokenOff,
+        Err(_) => Over::Lost,
+    }
 }
 
 /// Reads what a caller sends although nothing has been answered yet, and ends when it has gone.
@@ -106,7 +110,7 @@ async fn until_end(read: &mut (impl AsyncRead + Unpin), early: &mut BytesMut) {
 }
 
 /// Answers with an error. The reason is in the status line too: that is all that kube-apiserver shows.
-async fn refuse(write: &mut impl Writer, status: StatusCode, reason: &str) {
+async fn refuse(write: &mut impl Writer, status: StatusCode, reason: &str) -> Over {
     let body = format!("tunnel-server: {reason}\n");
     let answer = format!(
         "HTTP/1.1 {} {}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
@@ -114,9 +118,11 @@ async fn refuse(write: &mut impl Writer, status: StatusCode, reason: &str) {
         printable(reason, 300),
         body.len()
     );
-    if write.write_all(answer.as_bytes()).await.is_ok() {
-        let _ = write.shutdown().await;
-    }
+    let told = async {
+        write.write_all(answer.as_bytes()).await?;
+        write.shutdown().await
+    };
+    if told.await.is_ok() { Over::Ended } else { Over::Lost }
 }
 
 #[cfg(test)]

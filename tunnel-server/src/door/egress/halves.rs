@@ -20,6 +20,17 @@ const CHECK: Duration = Duration::from_secs(5);
 /// How long a target may go on after its caller has closed, as the kernel gives it for sockets (`tcp_fin_timeout`).
 pub(super) const LINGER: Duration = Duration::from_secs(60);
 
+/// How a caller's connection is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Over {
+    /// Its end was said, behind everything else.
+    Ended,
+    /// The target broke it off: what it had sent is still the caller's.
+    BrokenOff,
+    /// Nobody waits for the rest of it, or there is a gap in it.
+    Lost,
+}
+
 /// The half that is written to.
 pub(super) trait Writer: AsyncWrite + Unpin + Send + 'static {
     /// Sends what the caller is to read by itself: what is written later never comes out of the same read.

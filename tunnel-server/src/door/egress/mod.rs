@@ -28,7 +28,7 @@ use ipnet::IpNet;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
-use tunnel_core::carry::prepare_socket;
+use tunnel_core::carry::{end_on_drop, flushed, prepare_socket};
 use tunnel_core::config::ConfigError;
 
 use super::context::DoorContext;
@@ -40,7 +40,7 @@ use crate::session::Workers;
 use authority::{Masked, PREFACE};
 use destination::Direct;
 use dial::{Caller, Dialler};
-use halves::Writer;
+use halves::{Over, Writer};
 
 pub(crate) use dial::NAME;
 pub(crate) use services::ClusterServices;
@@ -138,7 +138,10 @@ impl Egress {
         self.workers.next().spawn(async move {
             let _guard = guard;
             match stream.and_then(UnixStream::from_std).and_then(halves::of_unix) {
-                Ok((read, write, watched)) => serve(dialler, caller, read, write, watched).await,
+                // Closing a Unix socket discards nothing.
+                Ok((read, write, watched)) => {
+                    serve(dialler, caller, read, write, watched).await;
+                }
                 Err(error) => tracing::warn!(door = NAME, %error, "a caller's socket cannot be used"),
             }
         });
@@ -161,7 +164,20 @@ async fn receive_tls(
     let name = certificates.first().map(tls::common_name).unwrap_or_default();
     let caller = Caller { address: client, name: name.into() };
     let (read, write, watched) = halves::of_tls(stream).map_err(|error| error.to_string())?;
-    serve(dialler, caller, read, write, watched).await;
+    let shutdown = dialler.context.drain.shutdown().clone();
+    let over = serve(dialler, caller, read, write, watched.clone()).await;
+    // A reset otherwise: programs written in Go take an end of file between two records for the end of what was sent, although
+    // TLS did not say so.
+    if over == Over::Ended {
+        end_on_drop(&watched);
+    }
+    if over != Over::Lost {
+        // A reset discards what was not sent, and so does a close where the caller has sent something that was not read.
+        tokio::select! {
+            () = flushed(&watched) => {}
+            () = shutdown.forced() => {}
+        }
+    }
     Ok(())
 }
 
@@ -172,16 +188,17 @@ async fn serve(
     mut read: impl AsyncRead + Unpin + Send + 'static,
     write: impl Writer,
     watched: Arc<OwnedFd>,
-) {
+) -> Over {
     let mut early = BytesMut::new();
     match read_preface(&mut read, &mut early, "request", |read| Ok::<_, ()>(is_http2(read))).await {
         Ok(true) => {
             let read = Masked::new(std::io::Cursor::new(early.freeze()).chain(read));
-            proxy::serve(dialler, caller, tokio::io::join(read, write)).await;
+            proxy::serve(dialler, caller, tokio::io::join(read, write)).await
         }
         Ok(false) => connect::serve(&dialler, &caller, read, write, watched, early).await,
         Err(PrefaceError::Invalid(()) | PrefaceError::TimedOut | PrefaceError::Lost(_)) => {
             tracing::debug!(door = NAME, client = %caller.address, "a caller sent nothing");
+            Over::Lost
         }
     }
 }

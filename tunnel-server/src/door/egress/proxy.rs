@@ -16,6 +16,7 @@ use tunnel_core::konnectivity::proxy_service_server::{ProxyService, ProxyService
 use tunnel_core::konnectivity::{Connections, LARGEST_MESSAGE, Packet, Room};
 
 use super::dial::{Caller, Dialler};
+use super::halves::Over;
 use super::stream::{Asked, BOUNDS};
 
 /// Packets to a caller that wait for it to read, of at most 32 KiB each.
@@ -59,7 +60,7 @@ pub(super) async fn serve(
     dialler: Arc<Dialler>,
     caller: Caller,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-) {
+) -> Over {
     let shutdown = dialler.context.drain.shutdown().clone();
     let address = caller.address;
     let service =
@@ -80,11 +81,15 @@ pub(super) async fn serve(
             connection.as_mut().graceful_shutdown();
             tokio::select! {
                 ended = connection => ended,
-                () = shutdown.forced() => Ok(()),
+                () = shutdown.forced() => return Over::Lost,
             }
         }
     };
-    if let Err(error) = ended {
-        tracing::debug!(client = %address, %error, "a caller's connection ended");
+    match ended {
+        Ok(()) => Over::Ended,
+        Err(error) => {
+            tracing::debug!(client = %address, %error, "a caller's connection ended");
+            Over::Lost
+        }
     }
 }
