@@ -208,9 +208,17 @@ impl Kube {
         tasks.spawn(saved.clone().use_file(ports_now.clone(), parts.settings.clone(), stop.clone()));
         let health = context.health.clone();
         tasks.spawn(saved.clone().keep(context.inventory.clone(), ports_now.clone(), health, stop.clone()));
+        let last_known = {
+            let saved = saved.clone();
+            move || {
+                let saved = saved.clone();
+                async move { saved.last_known().await }
+            }
+        };
         let publish = publish_nodes(saved, inventory, parts.known_nodes, self.nodes);
         let (client, health) = (context.client.clone(), context.health.clone());
-        tasks.spawn(nodes::run(client, parts.selector, health, parts.allow_empty, publish, stop.clone()));
+        let (selector, allow_empty) = (parts.selector, parts.allow_empty);
+        tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), ports));
         tasks.spawn(service_ranges::run(context.clone(), router.clone()));
         tasks.spawn(follow_ports(router, parts.settings.subscribe(), parts.ports_known, stop.clone()));

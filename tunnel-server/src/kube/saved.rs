@@ -114,6 +114,18 @@ impl Saved {
         self.ready();
     }
 
+    /// The nodes in effect, else those of the file. Against these an API server that has none is not believed.
+    pub async fn last_known(&self) -> Inventory {
+        let known = self.router.snapshot().inventory().clone();
+        if !known.is_empty() {
+            return known;
+        }
+        let path = self.path.clone();
+        // Why it cannot be read is for whoever uses it to say.
+        let read = tokio::task::spawn_blocking(move || read(&path)).await;
+        read.ok().and_then(Result::ok).flatten().map(|content| content.nodes).unwrap_or_default()
+    }
+
     /// Uses the file if the API server does not say in time which nodes there are. `settings` gets the ports unless they are
     /// known, as `known` says.
     pub async fn use_file(
@@ -156,7 +168,11 @@ impl Saved {
         self.age.0.set(at.max(1));
         self.ready();
         let old_s = self.age.seconds();
-        tracing::warn!(nodes, old_s, "the API server does not answer: the nodes last known are in effect");
+        tracing::warn!(
+            nodes,
+            old_s,
+            "the API server does not say which nodes there are: those last known are in effect"
+        );
     }
 
     fn ready(&self) {

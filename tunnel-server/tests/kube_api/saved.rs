@@ -47,6 +47,13 @@ impl Following {
         let (inventory, inventory_now) = watch::channel(Arc::<Inventory>::default());
         tasks.spawn(saved.clone().use_file(known_now.clone(), settings, stop.clone()));
         tasks.spawn(saved.clone().keep(inventory_now, known_now, health.clone(), stop.clone()));
+        let last_known = {
+            let saved = saved.clone();
+            move || {
+                let saved = saved.clone();
+                async move { saved.last_known().await }
+            }
+        };
         let publish = move |nodes: Inventory| {
             let (saved, inventory) = (saved.clone(), inventory.clone());
             async move {
@@ -55,7 +62,7 @@ impl Following {
             }
         };
         let selector = "node-role.kubernetes.io/edge".parse().unwrap();
-        tasks.spawn(nodes::run(client, selector, health, false, publish, stop.clone()));
+        tasks.spawn(nodes::run(client, selector, health, false, last_known, publish, stop.clone()));
         tasks.close();
         Self { router, age, readiness, known, settings: settings_now, tasks, stop: stop.drop_guard() }
     }
@@ -121,6 +128,49 @@ async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
     assert_eq!(content["nodes"].as_array().unwrap().len(), 2);
     // The ConfigMap was not read: its ports stay.
     assert_eq!(content["settings"]["tunnelled"], json!([9100]));
+}
+
+/// As one with an empty store.
+#[tokio::test]
+async fn an_api_server_without_nodes_takes_none_from_a_server_that_starts() {
+    let api = ApiServer::start();
+    let state = tempfile::tempdir().unwrap();
+    api.put(NODES, node("edge-1", "192.168.50.2"));
+    let mut routed = vec!["192.168.50.2/32"];
+    let first = Following::start(&api, state.path()).await;
+    first.until_routed(&routed).await;
+    first.stop().await;
+    api.remove(NODES, "edge-1");
+
+    // It is away when the server starts, or answers at once. Then a node comes.
+    for (away, name, address, route) in [
+        (true, "edge-2", "192.168.51.2", "192.168.51.2/32"),
+        (false, "edge-3", "192.168.52.2", "192.168.52.2/32"),
+    ] {
+        let watches = api.requests("watch", NODES);
+        if away {
+            api.down();
+        }
+        let following = Following::start(&api, state.path()).await;
+        if away {
+            following.until_routed(&routed).await;
+            api.up();
+        }
+        // Of the list.
+        eventually("a watch", || (api.requests("watch", NODES) > watches).then_some(())).await;
+        following.until_routed(&routed).await;
+        eventually("the start to be done", || following.readiness.is_ready().then_some(())).await;
+        assert!(following.age.seconds().is_some(), "they are those of the file");
+        api.put(NODES, node(name, address));
+        routed.push(route);
+        following.until_routed(&routed).await;
+        eventually("the nodes to be current", || following.age.seconds().is_none().then_some(())).await;
+        following.stop().await;
+        api.remove(NODES, name);
+        let content = std::fs::read(state.path().join("cluster.json")).unwrap();
+        let content: Value = serde_json::from_slice(&content).unwrap();
+        assert_eq!(content["nodes"].as_array().unwrap().len(), routed.len(), "{content}");
+    }
 }
 
 #[tokio::test]

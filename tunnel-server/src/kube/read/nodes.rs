@@ -30,19 +30,21 @@ const MAX_SKIPPED: usize = 8;
 /// inventory always has all nodes, so the first is published when every node is known; cloud nodes are in it whether they
 /// are Ready or not.
 ///
-/// Unless `allow_empty`, nodes that vanish all at once stay: that is more likely a mistake of the API server.
+/// Unless `allow_empty`, nodes that vanish all at once stay: that is more likely a mistake of the API server. A list without
+/// any is refused, also the first one if nodes are known from before, as `last_known` says.
 ///
 /// A name, an address or a port that cannot be used is left out with a warning; the rest of its node stays.
-pub async fn run<F: Future<Output = ()> + Send>(
+pub async fn run<F: Future<Output = ()> + Send, K: Future<Output = Inventory> + Send>(
     client: Client,
     selector: Selector,
     health: Health,
     allow_empty: bool,
+    mut last_known: impl FnMut() -> K + Send,
     mut publish: impl FnMut(Inventory) -> F + Send,
     stop: CancellationToken,
 ) {
     let mut events = pin!(health.follow(Api::<SlimNode>::all(client), Config::default(), "nodes"));
-    let mut nodes = Nodes::new(selector);
+    let mut nodes = Nodes::new(selector, allow_empty);
     let mut due: Option<Instant> = None;
     let mut had_nodes = false;
     loop {
@@ -55,10 +57,7 @@ pub async fn run<F: Future<Output = ()> + Send>(
                 let inventory = nodes.inventory();
                 let empty = inventory.is_empty();
                 if empty && had_nodes && !allow_empty {
-                    tracing::warn!(
-                        "the API server lists no node any more; those known before stay in effect (if that is meant, \
-                         start with --allow-empty-inventory)"
-                    );
+                    log_vanished();
                     continue;
                 }
                 had_nodes = !empty;
@@ -66,6 +65,10 @@ pub async fn run<F: Future<Output = ()> + Send>(
             }
             event = events.next() => {
                 let Some(event) = event else { return };
+                if matches!(event, Event::InitDone) && nodes.needs_last_known() {
+                    nodes.inventory = last_known().await;
+                    had_nodes = !nodes.inventory.is_empty();
+                }
                 if nodes.apply(event) {
                     due.get_or_insert_with(|| Instant::now() + DEBOUNCE);
                 }
@@ -74,14 +77,23 @@ pub async fn run<F: Future<Output = ()> + Send>(
     }
 }
 
+fn log_vanished() {
+    tracing::warn!(
+        "the API server lists no node any more; those known before stay in effect (if that is meant, start with \
+         --allow-empty-inventory)"
+    );
+}
+
 struct Nodes {
     selector: Selector,
+    /// Whether a list may be without nodes.
+    allow_empty: bool,
     inventory: Inventory,
     /// What could not be used of which node.
     skipped: BTreeMap<String, Vec<SkippedField>>,
     /// A list that is not complete yet.
     listed: BTreeMap<String, Known>,
-    /// Whether there was a whole list.
+    /// Whether the API server has said which nodes there are.
     complete: bool,
 }
 
@@ -100,9 +112,19 @@ struct SkippedField {
 }
 
 impl Nodes {
-    fn new(selector: Selector) -> Self {
+    fn new(selector: Selector, allow_empty: bool) -> Self {
         let (inventory, skipped, listed) = (Inventory::default(), BTreeMap::new(), BTreeMap::new());
-        Self { selector, inventory, skipped, listed, complete: false }
+        Self { selector, allow_empty, inventory, skipped, listed, complete: false }
+    }
+
+    /// Whether the list must not be taken for true if there were nodes before.
+    fn lists_none(&self) -> bool {
+        !self.allow_empty && self.listed.values().all(|known| known.node.is_none())
+    }
+
+    /// Whether it matters which nodes an earlier run has known.
+    fn needs_last_known(&self) -> bool {
+        !self.complete && self.lists_none() && self.inventory.is_empty()
     }
 
     /// A copy: it costs nothing.
@@ -120,6 +142,12 @@ impl Nodes {
             Event::InitApply(node) => {
                 let known = self.read(&node);
                 self.listed.insert(node.name().to_owned(), known);
+                false
+            }
+            Event::InitDone if self.lists_none() && !self.inventory.is_empty() => {
+                log_vanished();
+                // What changes from now on is added to what is known.
+                self.listed.clear();
                 false
             }
             Event::InitDone => {
@@ -142,7 +170,9 @@ impl Nodes {
             }
             Event::Apply(node) => {
                 let known = self.read(&node);
-                self.set(node.name(), known)
+                // After a first list that was refused the first node counts, also when it was known.
+                let first = !std::mem::replace(&mut self.complete, true);
+                self.set(node.name(), known) || first
             }
             Event::Delete(node) => self.forget(node.name()),
         }
@@ -290,7 +320,7 @@ mod tests {
             ]
         );
 
-        let mut nodes = Nodes::new(Selector::default());
+        let mut nodes = Nodes::new(Selector::default(), false);
         assert!(listed(&mut nodes, &[node_with_bad_name(), node_named("edge-1")]));
         assert_eq!(names(&nodes), ["edge-1"]);
         assert!(!nodes.apply(Event::Apply(node_with_bad_name())), "it is not in the inventory");
@@ -306,7 +336,7 @@ mod tests {
 
     #[test]
     fn only_fields_that_the_tunnel_needs_are_a_change() {
-        let mut nodes = Nodes::new(Selector::default());
+        let mut nodes = Nodes::new(Selector::default(), false);
         assert!(listed(&mut nodes, &[]), "the first list counts even when it is empty");
         assert!(!listed(&mut nodes, &[]));
         assert!(nodes.apply(Event::Apply(node("a", "10.0.0.1"))));
@@ -319,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_complete_list_replaces_everything() {
-        let mut nodes = Nodes::new(Selector::default());
+        let mut nodes = Nodes::new(Selector::default(), false);
         listed(&mut nodes, &[node("a", "10.0.0.1"), node("b", "10.0.0.2")]);
         nodes.apply(Event::Init);
         nodes.apply(Event::InitApply(node("c", "10.0.0.3")));
@@ -331,8 +361,51 @@ mod tests {
     }
 
     #[test]
+    fn a_list_without_nodes_is_refused() {
+        let mut nodes = Nodes::new(Selector::default(), false);
+        listed(&mut nodes, &[node("a", "10.0.0.1"), node("b", "10.0.0.2")]);
+        assert!(!listed(&mut nodes, &[]));
+        assert!(!listed(&mut nodes, &[node_with_bad_name()]), "none of them can be used");
+        assert!(nodes.apply(Event::Apply(node("c", "10.0.0.3"))));
+        assert_eq!(names(&nodes), ["a", "b", "c"]);
+        assert!(listed(&mut nodes, &[node("c", "10.0.0.3")]));
+        assert_eq!(names(&nodes), ["c"], "a list with nodes is true");
+        // One by one they may go.
+        assert!(nodes.apply(Event::Delete(node("c", "10.0.0.3"))));
+        assert!(names(&nodes).is_empty());
+
+        let mut nodes = Nodes::new(Selector::default(), true);
+        listed(&mut nodes, &[node("a", "10.0.0.1")]);
+        assert!(listed(&mut nodes, &[]));
+        assert!(names(&nodes).is_empty(), "it is allowed");
+    }
+
+    #[test]
+    fn after_a_first_list_without_nodes_those_known_before_count_with_the_first_that_comes() {
+        let mut nodes = Nodes::new(Selector::default(), false);
+        nodes.apply(Event::Init);
+        assert!(nodes.needs_last_known());
+        nodes.inventory = [node("a", "10.0.0.1"), node("b", "10.0.0.2")]
+            .iter()
+            .filter_map(|node| read(node, &Selector::default()).node)
+            .collect();
+        assert!(!nodes.apply(Event::InitDone));
+        assert!(nodes.apply(Event::Apply(node("a", "10.0.0.1"))), "it is as it was");
+        assert_eq!(names(&nodes), ["a", "b"]);
+        assert!(!nodes.apply(Event::Apply(node("a", "10.0.0.1"))), "a heartbeat");
+        nodes.apply(Event::Init);
+        assert!(!nodes.needs_last_known());
+
+        let mut other = Nodes::new(Selector::default(), false);
+        other.apply(Event::Init);
+        other.apply(Event::InitApply(node("a", "10.0.0.1")));
+        assert!(!other.needs_last_known(), "there are nodes");
+        assert!(!Nodes::new(Selector::default(), true).needs_last_known(), "none is allowed");
+    }
+
+    #[test]
     fn a_warning_is_not_repeated_for_heartbeats() {
-        let mut nodes = Nodes::new(Selector::default());
+        let mut nodes = Nodes::new(Selector::default(), false);
         let warnings = |nodes: &Nodes, address| {
             let skipped = read(&node("a", address), &nodes.selector).skipped;
             nodes.not_logged("a", &skipped).count()

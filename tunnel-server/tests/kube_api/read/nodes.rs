@@ -60,7 +60,9 @@ impl Following {
             }
         };
         let client = client(server).await;
-        tokio::spawn(nodes::run(client, Selector::default(), health.clone(), false, publish, stop.clone()));
+        let none = || std::future::ready(Inventory::default());
+        let selector = Selector::default();
+        tokio::spawn(nodes::run(client, selector, health.clone(), false, none, publish, stop.clone()));
         Self { published, health, registry, _stop: stop.drop_guard() }
     }
 
@@ -282,10 +284,17 @@ async fn nodes_that_vanish_all_at_once_stay() {
     server.up();
     eventually("the list", || (server.requests("list", NODES) > lists).then_some(())).await;
     following.synced().await;
-    // The next change shows that it was seen.
+    // The next change shows that it was seen, and takes none away either.
     server.put(NODES, node("edge-3", "10.8.0.3", true));
     following.until("the new node", Instant::now(), |inventory| find(inventory, "edge-3").is_some()).await;
-    following.each(|inventory| assert!(!inventory.is_empty()));
+    following.each(|i| assert!(has(i, "edge-1", "10.8.0.1") && has(i, "edge-2", "10.8.0.2"), "{i:?}"));
+    // A list with nodes is true again.
+    server.down();
+    server.put(NODES, node("edge-4", "10.8.0.4", true));
+    server.compact();
+    server.up();
+    let listed = |i: &Inventory| i.len() == 2 && find(i, "edge-3").is_some() && find(i, "edge-4").is_some();
+    following.until("what the list has", Instant::now(), listed).await;
 }
 
 /// As the kubelet of edge-1 with its credentials: it may change its own Node.

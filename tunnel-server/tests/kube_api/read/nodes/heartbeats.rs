@@ -129,7 +129,9 @@ impl Consumer {
                             let _ = answer.send(thread_cpu());
                         }
                     });
-                    nodes::run(client, Selector::default(), Health::default(), false, publish, stop).await;
+                    let none = || std::future::ready(tunnel_server::inventory::Inventory::default());
+                    let (selector, health) = (Selector::default(), Health::default());
+                    nodes::run(client, selector, health, false, none, publish, stop).await;
                 });
             }
         });
