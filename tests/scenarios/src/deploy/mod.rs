@@ -43,7 +43,9 @@ use konnectivity::migration_from_konnectivity;
 use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::alerts_fire_and_stay_silent;
-use overlays::{programs_can_be_pinned, redirectors_get_what_servers_get};
+use overlays::{
+    programs_can_be_pinned, public_addresses_leave_no_node_port, redirectors_get_what_servers_get,
+};
 use render::chart_renders_what_kustomize_does;
 use superedge::migration_from_superedge;
 use two_masters::two_masters_are_updated;
@@ -56,6 +58,7 @@ scenarios! {
     chart_renders_what_kustomize_does(images, no_cluster),
     programs_can_be_pinned(cluster, no_cluster),
     redirectors_get_what_servers_get(cluster, no_cluster),
+    public_addresses_leave_no_node_port(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),

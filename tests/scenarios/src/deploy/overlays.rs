@@ -72,3 +72,23 @@ pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Resul
     }
     Ok(())
 }
+
+/// The API server refuses a Service of type ClusterIP that has them.
+pub(super) async fn public_addresses_leave_no_node_port(testbed: &Testbed) -> Result<()> {
+    let folders = [
+        "base",
+        "overlays/nodeport",
+        "overlays/loadbalancer",
+        "overlays/openyurt-migration",
+        "overlays/superedge",
+    ];
+    for folder in folders {
+        let objects = rendered(testbed, folder, &["public-addresses"]).await?;
+        let service = &object(&objects, "Service", "x-tunnel-server-svc")?["spec"];
+        ensure!(service["type"] == "ClusterIP", "{folder}: it is of type {}", service["type"]);
+        ensure!(service["externalTrafficPolicy"].is_null(), "{folder}: it has a policy: {service}");
+        let expected = json!([{ "name": "tcp", "port": 10262, "targetPort": 10262, "protocol": "TCP" }]);
+        ensure!(service["ports"] == expected, "{folder}: it has {}", service["ports"]);
+    }
+    Ok(())
+}
