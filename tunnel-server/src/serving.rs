@@ -115,8 +115,8 @@ impl<'a> Doors<'a> {
             maps,
             redirected,
         } = listeners;
-        let (shares, direct) = (Shares::new(budget.egress), config.egress.direct.clone());
-        let egress_door = Egress::new(context.clone(), shares, direct, services, workers);
+        let direct = config.egress.direct.clone();
+        let egress_door = Egress::new(context.clone(), budget.egress, direct, services, workers);
         if let Some(socket) = egress_socket {
             tasks.spawn(egress_door.clone().serve_unix(socket, gates.doors.clone()));
         }

@@ -28,13 +28,14 @@ use tunnel_core::proto::enrollment_client::EnrollmentClient;
 
 use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, server_and_agent, target};
 use crate::hostile_peer::Credentials;
-use crate::web::Web;
+use crate::web::{Authority, Web};
 
 scenarios! {
     silent_handshakes_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
     idle_enrolments_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
     greedy_clients_leave_open_files_to_the_others(edges = 2, limit = 240),
     strangers_at_the_https_door_leave_the_http_door,
+    strangers_at_the_egress_port_leave_the_http_door,
     two_thousand_connects_at_once(limit = 180),
     black_holed_dials_leave_turns_to_others,
 }
@@ -300,13 +301,34 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
 
 async fn strangers_at_the_https_door_leave_the_http_door(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
+    the_http_door_answers_beside_strangers(testbed, &server, 10263, "https").await
+}
+
+async fn strangers_at_the_egress_port_leave_the_http_door(testbed: &Testbed) -> Result<()> {
+    let callers = Authority::new(testbed, "callers")?;
+    let server = Builder::new(testbed)
+        .open_files(FEW_FILES)
+        .flag("--egress-port=8132")
+        .flag(format!("--egress-client-ca={}", callers.file().display()))
+        .start()
+        .await?;
+    the_http_door_answers_beside_strangers(testbed, &server, 8132, "egress").await
+}
+
+/// While strangers have all that another door gives them.
+async fn the_http_door_answers_beside_strangers(
+    testbed: &Testbed,
+    server: &Server<'_>,
+    port: u16,
+    full: &str,
+) -> Result<()> {
+    let _agent = Agent::enrol(server, 1).await?;
     let _web = Web::start(testbed, 1, 9100)?;
     let strangers = strangers_host(testbed)?;
-    let flood = Flood::start(&strangers, (CLOUD, 10263).into(), 100, &Stranger::Silent)?;
+    let flood = Flood::start(&strangers, (CLOUD, port).into(), 100, &Stranger::Silent)?;
     let refused =
-        async || Ok(server.metrics().await?.sum("postern_callers_refused_total", &[("door", "https")]));
-    wait_until("the https door to be full", client::PATIENCE, refused, |refused| *refused >= 100.0).await?;
+        async || Ok(server.metrics().await?.sum("postern_connections_over_limit_total", &[("door", full)]));
+    wait_until("the door to be full", client::PATIENCE, refused, |refused| *refused >= 100.0).await?;
     let door: SocketAddr = ([127, 0, 0, 1], 10264).into();
     for _ in 0..20 {
         let mut stream = connect(door).await?;
@@ -317,6 +339,7 @@ async fn strangers_at_the_https_door_leave_the_http_door(testbed: &Testbed) -> R
             "the http door answered {answer:?}"
         );
     }
+    ensure!(!server.process.output()?.contains("cannot accept"), "the open files were used up");
     flood.stop()
 }
 

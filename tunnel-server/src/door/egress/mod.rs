@@ -62,20 +62,24 @@ pub(crate) fn check_files(config: &EgressConfig) -> Result<(), ConfigError> {
 #[derive(Clone)]
 pub(crate) struct Egress {
     dialler: Arc<Dialler>,
+    /// Places of the port's connections, from before anybody knows who they are.
+    callers: Shares,
     workers: Arc<Workers>,
 }
 
 impl Egress {
+    /// `places`: of what is dialled, and as many of the port's connections.
     pub(crate) fn new(
         context: DoorContext,
-        shares: Shares,
+        places: u32,
         direct: Vec<IpNet>,
         services: Option<ClusterServices>,
         workers: Arc<Workers>,
     ) -> Self {
         context.metrics.door(NAME);
-        let services = services.map(Arc::new);
-        Self { dialler: Arc::new(Dialler { context, shares, direct: Direct(direct), services }), workers }
+        let (shares, services) = (Shares::new(places), services.map(Arc::new));
+        let dialler = Arc::new(Dialler { context, shares, direct: Direct(direct), services });
+        Self { dialler, callers: Shares::new(places), workers }
     }
 
     /// Serves the Unix socket until the drain starts. Once `gate` is open the path leads to it. While it is closed a successor
@@ -112,15 +116,28 @@ impl Egress {
                 accepted = listener.accept(NAME) => accepted,
                 () = self.dialler.context.drain.shutdown().draining() => return,
             };
+            let context = &self.dialler.context;
+            let place = match self.callers.admit(client.ip()) {
+                Ok(place) => place,
+                Err(full) => {
+                    context.metrics.over_limit(NAME, &full);
+                    context.metrics.turned_away(NAME);
+                    tracing::debug!(door = NAME, %client, %full, "connection refused at a bound");
+                    // A reset: an end of file would look like an answer.
+                    let _ = prepare_socket(&socket);
+                    continue;
+                }
+            };
             let acceptor = tls::acceptor(&tls);
             let dialler = self.dialler.clone();
             let work = async move {
+                let _place = place;
                 if let Err(reason) = receive_tls(dialler.clone(), socket, client, acceptor).await {
                     dialler.context.metrics.turned_away(NAME);
                     tracing::warn!(door = NAME, %client, reason, "client turned away");
                 }
             };
-            self.dialler.context.drain.spawn(work);
+            context.drain.spawn(work);
         }
     }
 

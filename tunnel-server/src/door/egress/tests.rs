@@ -73,7 +73,7 @@ impl Door {
         };
         let workers = Arc::new(Workers::start(1).unwrap());
         let direct = vec!["127.0.0.0/8".parse().unwrap()];
-        let door = Egress::new(context, Shares::new(1000), direct, services, workers);
+        let door = Egress::new(context, 1000, direct, services, workers);
         let task = tokio::spawn(door.serve_unix(socket, Gate::new(true)));
         let opened = Self { dir, metrics, _task: tokio_util::task::AbortOnDropHandle::new(task) };
         while !opened.path().exists() {
