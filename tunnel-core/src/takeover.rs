@@ -228,8 +228,8 @@ impl<H: DeserializeOwned> Predecessor<H> {
         timeout(ANSWER, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
 
-    /// Waits for its end. Until this is dropped it knows that its successor lives.
-    pub async fn ended(mut self) {
+    /// Waits for its end. Until `self` is dropped it knows that its successor lives.
+    pub async fn ended(&mut self) {
         // It says nothing more.
         let _ = self.stream.read_u8().await;
     }

@@ -472,8 +472,13 @@ impl Running {
     async fn stop(self, drain_timeout: Duration) -> anyhow::Result<()> {
         let _stopping = self.readiness.pending("stopping");
         self.succession.close();
-        if let Some(Err(error)) = self.redirect.as_ref().map(|redirect| redirect.drain()) {
-            tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
+        if let Some(redirect) = &self.redirect {
+            if self.succession.has_successor() {
+                // Its programs come second, and need not be found by their names.
+                redirect.release();
+            } else if let Err(error) = redirect.drain() {
+                tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
+            }
         }
         let drained = self.drain.finish(drain_timeout).await;
         self.stop.cancel();

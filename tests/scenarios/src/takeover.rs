@@ -12,7 +12,7 @@ use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
-use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::wait::wait_until;
 use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -24,6 +24,7 @@ scenarios! {
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
     a_successor_dies_while_the_first_one_drains(limit = 180),
     a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
+    a_server_that_waits_no_longer_leaves_the_redirect(edges = 2, limit = 180),
     an_agent_is_replaced(limit = 180),
     an_agents_successor_dies(limit = 180),
     an_agents_successor_dies_while_the_first_one_drains(limit = 180),
@@ -120,10 +121,7 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     agents[1].process.signal(Signal::SIGSTOP)?;
     let mut second = first.successor()?;
     first.wait_log("another server takes over").await?;
-    wait_for("the first agent to be told", agent::START, async || {
-        Ok((agents[0].metrics().await?.sum("postern_agent_sessions_started_total", &[]) > 1.0).then_some(()))
-    })
-    .await?;
+    wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
     second.process.crash().await?;
     first.wait_log("this server goes on").await?;
     agents[1].process.signal(Signal::SIGCONT)?;
@@ -131,10 +129,7 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
         first.wait_connected(&edge.name, true, agent::START).await?;
     }
     ensure!(server_id(&first).await? == before, "another server answers");
-    wait_for("the first agent to come back", agent::START, async || {
-        Ok((agents[0].metrics().await?.sum("postern_agent_sessions_started_total", &[]) > 2.0).then_some(()))
-    })
-    .await?;
+    wait_sessions(&agents[0], 3.0).await.context("the first agent comes back")?;
     echo(&mut held, b"after").await.context("on the connection held")?;
     visit(on_edge.address).await?;
     // The next one is taken.
@@ -184,6 +179,36 @@ async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed
     .await?;
     agents[1].process.signal(Signal::SIGCONT)?;
     second.wait_connected("edge-2", true, agent::START).await
+}
+
+/// Its drain is shorter than its successor's wait for an agent; and it does not know the other's programs by their names.
+async fn a_server_that_waits_no_longer_leaves_the_redirect(testbed: &Testbed) -> Result<()> {
+    let first = Builder::new(testbed).flag("--drain-timeout=2s").without_sys_admin();
+    let mut first = first.start().await?;
+    let mut agents = agents(&first, 2).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    agents[1].process.signal(Signal::SIGSTOP)?;
+    let second = alongside("a stop before the end of a takeover", on_edge.address, async {
+        let second = first.successor()?;
+        first.wait_log("another server takes over").await?;
+        wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
+        first.process.signal(Signal::SIGTERM)?;
+        let status = first.process.wait_exit(ENDS).await?;
+        ensure!(status.code() == Some(0), "the first server ended with {status}");
+        second.wait_log("the server before ended meanwhile").await?;
+        anyhow::Ok(second)
+    })
+    .await?;
+    agents[1].process.signal(Signal::SIGCONT)?;
+    second.wait_connected("edge-2", true, agent::START).await
+}
+
+/// Until the agent has begun so many sessions.
+async fn wait_sessions(agent: &Agent<'_>, count: f64) -> Result<()> {
+    let begun = async || Ok(agent.metrics().await?.sum("postern_agent_sessions_started_total", &[]));
+    let what = format!("{} to begin {count} sessions", agent.process.name());
+    wait_until(&what, agent::START, begun, |begun| *begun >= count).await.map(drop)
 }
 
 async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {

@@ -3,7 +3,7 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,6 +55,8 @@ pub struct Builder<'a> {
     /// Its hard limit of open files, if not this process's.
     open_files: Option<u32>,
     memory: Option<MemoryLimit>,
+    /// As in the shipped manifests.
+    without_sys_admin: bool,
     host: Host<'a>,
 }
 
@@ -84,6 +86,7 @@ impl<'a> Builder<'a> {
             stderr: None,
             open_files: None,
             memory: None,
+            without_sys_admin: false,
             host,
         }
     }
@@ -186,6 +189,13 @@ impl<'a> Builder<'a> {
         self
     }
 
+    /// It has no CAP_SYS_ADMIN, without which the names of other programs in the kernel cannot be read.
+    #[must_use]
+    pub fn without_sys_admin(mut self) -> Self {
+        self.without_sys_admin = true;
+        self
+    }
+
     #[must_use]
     pub fn ports(mut self, ports: &str) -> Self {
         self.ports = Some(ports.to_owned());
@@ -213,17 +223,18 @@ impl<'a> Builder<'a> {
 
     fn command(&self) -> Result<Command> {
         let dir = self.testbed.dir();
-        let program = process::program("tunnel-server")?;
-        let memory = self.memory.as_ref();
+        let mut line = Vec::new();
+        if let Some(limit) = self.open_files {
+            line.extend(["prlimit".to_owned(), format!("--nofile={limit}:{limit}")].map(PathBuf::from));
+        }
+        if self.without_sys_admin {
+            line.extend(["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"].map(PathBuf::from));
+        }
+        line.push(process::program("tunnel-server")?);
+        let (first, rest) = line.split_first().context("an empty command line")?;
         let host = Placement { ns: self.host.ns, cgroup: self.host.cgroup };
-        let mut command = match self.open_files {
-            None => host.command_below(memory, &program),
-            Some(limit) => {
-                let mut command = host.command_below(memory, Path::new("prlimit"));
-                command.arg(format!("--nofile={limit}:{limit}")).arg(program);
-                command
-            }
-        };
+        let mut command = host.command_below(self.memory.as_ref(), first);
+        command.args(rest);
         match &self.kubeconfig {
             Some(kubeconfig) => command.arg(format!("--kubeconfig={}", kubeconfig.display())),
             None => command.arg(format!("--inventory={}", dir.join("nodes.yaml").display())),

@@ -101,7 +101,7 @@ impl TakeOver {
         let mut predecessor = predecessor;
         if let Some(before) = &mut predecessor {
             let started = Instant::now();
-            self.find_fleet(before.fleet()).await;
+            self.find_fleet(before).await;
             match self.hand_over(before).await {
                 Ok((told, came)) => tracing::info!(
                     server_id = before.server_id(),
@@ -121,14 +121,15 @@ impl TakeOver {
         self.gates.doors.set(true);
         let Self { pending, .. } = self;
         pending.ready();
-        if let Some(before) = predecessor {
+        if let Some(mut before) = predecessor {
             before.0.ended().await;
         }
     }
 
-    /// Waits until it is known where these nodes are, which the other servers have: until then connects to them would fail
-    /// here, and the server before carries them.
-    async fn find_fleet(&self, mut missing: Vec<NodeName>) {
+    /// Waits until it is known where the nodes of the other servers are: until then connects to them would fail here, and the
+    /// server before, as long as it runs, carries them.
+    async fn find_fleet(&self, before: &mut Predecessor) {
+        let mut missing = before.fleet();
         let found = async {
             loop {
                 let held = self.peers.nodes();
@@ -139,7 +140,11 @@ impl TakeOver {
                 sleep(pause(missing.len())).await;
             }
         };
-        if timeout(LINKED, found).await.is_err() {
+        let found = tokio::select! {
+            found = timeout(LINKED, found) => found,
+            () = before.0.ended() => return,
+        };
+        if found.is_err() {
             let (nodes, such_as) = (missing.len(), missing.first().map(NodeName::as_str));
             tracing::warn!(nodes, such_as, "no other server has these nodes any more, or it is not reached");
         }
@@ -161,7 +166,11 @@ impl TakeOver {
             if came == wanted.len() || last.1.elapsed() > QUIET || started.elapsed() > LONGEST {
                 break came;
             }
-            sleep(pause(wanted.len())).await;
+            tokio::select! {
+                () = sleep(pause(wanted.len())) => {}
+                // Nobody else accepts.
+                () = before.0.ended() => return Err(io::ErrorKind::UnexpectedEof.into()),
+            }
         };
         self.apply_routes().await;
         match before.0.ask(&Ask::Doors).await? {

@@ -151,6 +151,11 @@ impl Succession {
         self.eligible.send_replace(true);
     }
 
+    /// Whether there is a successor that has its programs in place, and gets the agents or has them.
+    pub(crate) fn has_successor(&self) -> bool {
+        *self.handover.borrow() != Handover::Nothing
+    }
+
     /// Closes the copies of the listening sockets, so that nothing waits in them once this server accepts no more.
     pub(crate) fn close(&self) {
         self.sockets.close();
