@@ -14,11 +14,14 @@ use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, prometheus};
 use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use tokio::io::AsyncWriteExt as _;
 
 use crate::common::{expect_reset, target};
+use crate::web::Web;
 
 scenarios! {
     curl_by_certificate_token_and_address(edges = 2),
+    a_refused_upgrade_ends_the_connection,
     a_duplicated_address_is_reached_by_name(twin),
     the_policy_follows_its_file,
     ssh_through_connect,
@@ -197,6 +200,21 @@ async fn curl_by_certificate_token_and_address(testbed: &Testbed) -> Result<()> 
     server.wait_access("in the cloud", line("nobody by this host", "")).await?;
     let log = server.process.output()?;
     ensure!(!log.contains("alices-token") && !log.contains("nobodys"), "a token is in the log");
+    Ok(())
+}
+
+/// All of a connection goes to one target: a client must not send its next request there, which may be for another.
+async fn a_refused_upgrade_ends_the_connection(testbed: &Testbed) -> Result<()> {
+    let server = door(testbed, POLICY)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let _web = Web::start(testbed, 1, 9101)?;
+    let mut stream = connect(([127, 0, 0, 1], PORT)).await?;
+    let request =
+        "GET http://edge-1:9101/refuse HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    stream.write_all(request.as_bytes()).await?;
+    let answer = client::text(&mut stream, "the connection was kept").await?;
+    ensure!(answer.starts_with("HTTP/1.1 403 ") && answer.ends_with("not for you\n"), "{answer:?}");
+    ensure!(answer.to_lowercase().contains("connection: close\r\n"), "{answer:?}");
     Ok(())
 }
 

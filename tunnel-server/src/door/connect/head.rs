@@ -81,9 +81,10 @@ pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
     target_head(&mut head, authority.as_str(), upgrade.as_ref())?;
     // The body goes on as it comes.
     head.headers.extend(coding.map(|coding| (header::TRANSFER_ENCODING, coding)));
-    if upgrade.is_none() {
-        head.headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
-    }
+    // All that the client sends on this connection goes to this target, so its next request, with its credentials, must not. After
+    // an upgrade there is none; the target may refuse it.
+    let connection = if upgrade.is_some() { "Upgrade, close" } else { "close" };
+    head.headers.insert(header::CONNECTION, HeaderValue::from_static(connection));
     let mut text = format!("{method} {} HTTP/1.{version}\r\n", head.uri).into_bytes();
     for (name, value) in &head.headers {
         text.extend([name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"].concat());
@@ -210,8 +211,7 @@ mod tests {
         let sized = head("POST http://e:1 HTTP/1.0\r\nContent-Length: 3\r\n\r\nabc");
         assert_eq!(sized, "POST / HTTP/1.0\r\ncontent-length: 3\r\nhost: e:1\r\nconnection: close\r\n\r\n");
         let upgrade = head("GET http://e:1/ HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n");
-        assert!(upgrade.contains("connection: Upgrade\r\nupgrade: websocket\r\n"), "{upgrade}");
-        assert!(!upgrade.contains("close"), "{upgrade}");
+        assert!(upgrade.contains("connection: Upgrade, close\r\nupgrade: websocket\r\n"), "{upgrade}");
     }
 
     #[test]
