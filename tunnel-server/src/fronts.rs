@@ -37,7 +37,8 @@ pub(crate) struct FrontParts<'a> {
 impl Fronts {
     pub(crate) fn start(parts: FrontParts<'_>) -> Self {
         let FrontParts { config, client, reviewer, tls, targets, settings, tasks, stop } = parts;
-        let pods = client.map(|client| Arc::new(Pods::new(client)));
+        let pods = client.zip(reviewer.as_ref());
+        let pods = pods.map(|(client, reviewer)| Arc::new(Pods::new(client, reviewer.questions())));
         let everyone = Front {
             door: Http::NAME,
             admission: Admission::Everyone,

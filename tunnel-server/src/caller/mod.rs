@@ -17,6 +17,7 @@ pub use access::{Access, kubelet_accesses, other_accesses};
 pub use bearer::bearer_token;
 pub use certificate::caller_of_certificate;
 pub use identity::{Caller, Refusal};
+pub(crate) use questions::{Asker, Questions};
 pub use review::Reviewer;
 pub use roots::ClientRoots;
 pub(crate) use roots::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};

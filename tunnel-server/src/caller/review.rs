@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
@@ -30,6 +31,8 @@ const DEADLINE: Duration = Duration::from_secs(4);
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Right {
     Node(Access, NodeName),
+    /// The same of any node.
+    AllNodes(Access),
     /// GET of a path of this server itself.
     Path(&'static str),
 }
@@ -42,7 +45,7 @@ pub struct Reviewer {
     /// By the token's hash: tokens themselves are not kept.
     tokens: VerdictCache<[u8; 32], Caller, String>,
     rights: VerdictCache<(Caller, Right), (), String>,
-    questions: Questions,
+    questions: Arc<Questions>,
 }
 
 impl Reviewer {
@@ -52,13 +55,18 @@ impl Reviewer {
             audience: None,
             tokens: VerdictCache::new(YES, NO),
             rights: VerdictCache::new(YES, NO),
-            questions: Questions::default(),
+            questions: Arc::default(),
         }
     }
 
     /// Takes tokens for this audience only.
     pub(crate) fn for_audience(self, audience: &str) -> Self {
         Self { audience: Some(audience.to_owned()), ..self }
+    }
+
+    /// The turns at the API server, for who asks it other questions of the same callers.
+    pub(crate) fn questions(&self) -> Arc<Questions> {
+        self.questions.clone()
     }
 
     /// Whose token this is (TokenReview). It was shown by somebody at the address `source`.
@@ -117,9 +125,46 @@ impl Reviewer {
     /// # Errors
     /// It may do none of them, or the API server does not say.
     pub async fn allow(&self, caller: &Caller, accesses: &[Access], node: &NodeName) -> Result<(), Refusal> {
+        self.allow_any(caller, accesses, |access| Right::Node(access, node.clone())).await
+    }
+
+    /// Whether the caller may do one of these to the node of a pod. None: the pod has none here, which only those are told who may
+    /// do it to all nodes; to others all pods look alike.
+    ///
+    /// # Errors
+    /// It may do none of them, or the API server does not say.
+    pub async fn allow_at_pod(
+        &self,
+        caller: &Caller,
+        accesses: &[Access],
+        node: Option<&NodeName>,
+    ) -> Result<(), Refusal> {
+        let allowed = match node {
+            Some(node) => self.allow(caller, accesses, node).await,
+            None => self.allow_any(caller, accesses, Right::AllNodes).await,
+        };
+        allowed.map_err(|refusal| match refusal {
+            Refusal::Forbidden(_) => {
+                let wanted: Vec<_> = accesses.iter().map(in_words).collect();
+                let wanted = wanted.join(" or ");
+                Refusal::Forbidden(format!(
+                    "{caller} cannot {wanted} of this pod's node, or there is no such pod on an edge node: who can {wanted} \
+                     of all nodes is told more"
+                ))
+            }
+            other => other,
+        })
+    }
+
+    async fn allow_any(
+        &self,
+        caller: &Caller,
+        accesses: &[Access],
+        right: impl Fn(Access) -> Right,
+    ) -> Result<(), Refusal> {
         let mut reasons = Vec::new();
         for access in accesses {
-            match self.has(caller, Right::Node(access.clone(), node.clone())).await? {
+            match self.has(caller, right(access.clone())).await? {
                 Ok(()) => return Ok(()),
                 Err(reason) => reasons.push(reason),
             }
@@ -185,22 +230,34 @@ impl Reviewer {
     }
 }
 
+/// As in "get nodes/metrics".
+fn in_words(Access { verb, subresource }: &Access) -> String {
+    let verb = if verb.is_empty() { "use this method on" } else { *verb };
+    format!("{verb} nodes/{subresource}")
+}
+
+/// The question about a node, or without a name about all, without the caller.
+fn of_nodes(access: &Access, node: Option<&NodeName>) -> SubjectAccessReviewSpec {
+    SubjectAccessReviewSpec {
+        resource_attributes: Some(ResourceAttributes {
+            verb: Some(access.verb.to_owned()),
+            group: Some(String::new()),
+            version: Some("v1".to_owned()),
+            resource: Some("nodes".to_owned()),
+            subresource: Some(access.subresource.to_owned()),
+            name: node.map(ToString::to_string),
+            ..ResourceAttributes::default()
+        }),
+        ..SubjectAccessReviewSpec::default()
+    }
+}
+
 impl Right {
     /// The question about it, without the caller.
     fn asked(&self) -> SubjectAccessReviewSpec {
         match self {
-            Self::Node(access, node) => SubjectAccessReviewSpec {
-                resource_attributes: Some(ResourceAttributes {
-                    verb: Some(access.verb.to_owned()),
-                    group: Some(String::new()),
-                    version: Some("v1".to_owned()),
-                    resource: Some("nodes".to_owned()),
-                    subresource: Some(access.subresource.to_owned()),
-                    name: Some(node.to_string()),
-                    ..ResourceAttributes::default()
-                }),
-                ..SubjectAccessReviewSpec::default()
-            },
+            Self::Node(access, node) => of_nodes(access, Some(node)),
+            Self::AllNodes(access) => of_nodes(access, None),
             Self::Path(path) => SubjectAccessReviewSpec {
                 non_resource_attributes: Some(NonResourceAttributes {
                     path: Some((*path).to_owned()),
@@ -216,10 +273,8 @@ impl Right {
 impl fmt::Display for Right {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Node(Access { verb, subresource }, node) => {
-                let verb = if verb.is_empty() { "use this method on" } else { *verb };
-                write!(f, "{verb} nodes/{subresource} of {node}")
-            }
+            Self::Node(access, node) => write!(f, "{} of {node}", in_words(access)),
+            Self::AllNodes(access) => write!(f, "{} of all nodes", in_words(access)),
             Self::Path(path) => write!(f, "get the nonResourceURL {path}"),
         }
     }
@@ -228,7 +283,6 @@ impl fmt::Display for Right {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
-    use std::sync::Arc;
 
     use http::Method;
     use postern_fake_kube::{ApiServer, Fault, eventually};
@@ -326,6 +380,44 @@ mod tests {
         let asked = server.requests("create", RIGHTS);
         reviewer.allow(&caller, &kubelet_accesses(&Method::GET, "/metrics"), &node("edge-1")).await.unwrap();
         assert_eq!(server.requests("create", RIGHTS), asked, "a yes is remembered");
+    }
+
+    /// Else whoever has a token could find out which pods there are, and where.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn who_may_not_learns_nothing_of_pods() {
+        let (server, reviewer) = reviewer().await;
+        server.review("subjectaccessreviews", |review| {
+            let asked = &review["spec"]["resourceAttributes"];
+            let proxy = asked["subresource"] == "proxy" && asked["verb"] == "get";
+            let allowed = match review["spec"]["user"].as_str() {
+                Some("admin") => proxy,
+                Some("of edge-2") => proxy && asked["name"] == "edge-2",
+                _ => false,
+            };
+            let mut answer: Value = review.clone();
+            answer["status"] =
+                json!({"allowed": allowed, "reason": format!("the rules for {}", asked["name"])});
+            answer
+        });
+        let exec = kubelet_accesses(&Method::GET, "/exec/ns/web/c");
+        let (one, two) = (node("edge-1"), node("edge-2"));
+        let (reviewer, exec) = (&reviewer, &exec);
+        let may = async |user: &str, node: Option<&NodeName>| {
+            reviewer.allow_at_pod(&Caller::new(user.to_owned(), Vec::new()), exec, node).await
+        };
+        let refused = may("scraper", None).await.unwrap_err();
+        let text = refused.to_string();
+        assert!(matches!(refused, Refusal::Forbidden(_)), "{text}");
+        assert!(text.starts_with("scraper cannot get nodes/proxy of this pod's node"), "{text}");
+        for node in [Some(&one), Some(&two)] {
+            assert_eq!(may("scraper", node).await, Err(refused.clone()));
+        }
+        assert_eq!(may("of edge-2", Some(&two)).await, Ok(()));
+        assert_eq!(may("of edge-2", Some(&one)).await, may("of edge-2", None).await);
+        assert!(may("of edge-2", None).await.is_err());
+        for node in [Some(&one), None] {
+            assert_eq!(may("admin", node).await, Ok(()));
+        }
     }
 
     #[tokio::test(flavor = "multi_thread")]

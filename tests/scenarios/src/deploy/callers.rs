@@ -44,7 +44,7 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     let scraper = kubectl.run(&["create", "token", "scraper"]).await?;
     let reader = kubectl.run(&["create", "token", "reader"]).await?;
 
-    kubelets(testbed, &reader, &scraper).await?;
+    kubelets(cluster, &reader, &scraper).await?;
     progress("the https door asks the API server who may reach kubelets");
     by_connect(cluster, &scraper, &reader).await?;
     progress("the connect door asks the API server whose a token is, and where a Service leads");
@@ -67,7 +67,8 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
 }
 
 /// By the https door: kubelets' paths, for whom the cluster's rules for nodes permit it.
-async fn kubelets(testbed: &Testbed, reader: &str, scraper: &str) -> Result<()> {
+async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
+    let testbed = cluster.testbed;
     let door = format!("https://{CLOUD}:10263");
     let ask = async |path: &str, host: Option<&str>, token: &str| {
         let (url, token) = (format!("{door}{path}"), format!("Authorization: Bearer {}", token.trim()));
@@ -89,7 +90,26 @@ async fn kubelets(testbed: &Testbed, reader: &str, scraper: &str) -> Result<()> 
     ask("/metrics/resource", Some(&edge), scraper)
         .await?
         .expect(403, "system:serviceaccount:default:scraper")?;
-    ask("/metrics/resource", Some(&edge), "nonsense").await?.expect(401, "")
+    ask("/metrics/resource", Some(&edge), "nonsense").await?.expect(401, "")?;
+    // Which pods there are, and where, is for those who may do this to all nodes.
+    let refused = ask(logs, None, scraper).await?;
+    refused.expect(403, "system:serviceaccount:default:scraper cannot get nodes/proxy of")?;
+    let of_servers = "--selector=app.kubernetes.io/name=tunnel-server";
+    let name = "--output=jsonpath={.items[0].metadata.name}";
+    let on_cloud = cluster.kubectl.run(&["get", "pods", "--namespace", NAMESPACE, of_servers, name]).await?;
+    for (pod, status, reason) in [
+        (format!("{NAMESPACE}/{}", on_cloud.trim()), 400, "which is not an edge node"),
+        ("default/missing".to_owned(), 404, "does not exist"),
+    ] {
+        let path = format!("/containerLogs/{pod}/main");
+        ask(&path, None, reader).await?.expect(status, reason)?;
+        let answer = ask(&path, None, scraper).await?;
+        ensure!(
+            (answer.status, &answer.body) == (refused.status, &refused.body),
+            "{pod} is told apart from a pod at the edge: {answer:?} and {refused:?}"
+        );
+    }
+    Ok(())
 }
 
 /// By the connect door: what the policy permits a token's account.

@@ -3,15 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::StatusCode;
 use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use tunnel_core::text::printable;
 use tunnel_kube::request;
 
 use super::answer::Failure;
-use crate::answer_cache::AnswerCache;
+use crate::answer_cache::VerdictCache;
+use crate::caller::{Asker, Questions};
 
-/// How long an answer is kept. A pod never moves; one of the same name may run elsewhere.
+/// How long an answer is kept, also that there is none. A pod never moves; one of the same name may run elsewhere.
 const KEPT: Duration = Duration::from_secs(5);
 const DEADLINE: Duration = Duration::from_secs(4);
 /// Longer names than Kubernetes allows are not asked for.
@@ -20,19 +22,26 @@ const LONGEST: usize = 253;
 /// Finds pods' nodes.
 pub(crate) struct Pods {
     client: kube::Client,
-    known: AnswerCache<(String, String), Arc<str>>,
+    questions: Arc<Questions>,
+    known: VerdictCache<(String, String), Arc<str>, Failure>,
 }
 
 impl Pods {
-    pub(crate) fn new(client: kube::Client) -> Self {
-        Self { client, known: AnswerCache::default() }
+    pub(crate) fn new(client: kube::Client, questions: Arc<Questions>) -> Self {
+        Self { client, questions, known: VerdictCache::new(KEPT, KEPT) }
     }
 
-    /// The name of the pod's node.
+    /// The name of the pod's node, or why there is none: there is no such pod, or it runs nowhere yet. Which pods there are is not
+    /// for every caller to know.
     ///
     /// # Errors
-    /// There is no such pod, it runs nowhere yet, or the API server does not say.
-    pub(super) async fn node_of(&self, namespace: &str, name: &str) -> Result<Arc<str>, Failure> {
+    /// It is not the name of a pod, or the API server does not say.
+    pub(super) async fn node_of(
+        &self,
+        asker: Asker,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Result<Arc<str>, Failure>, Failure> {
         let shown = || format!("pod {}/{}", printable(namespace, 100), printable(name, 100));
         if ![namespace, name].into_iter().all(is_name) {
             return Err(Failure::bad_request(format!(
@@ -41,23 +50,29 @@ impl Pods {
             )));
         }
         let key = (namespace.to_owned(), name.to_owned());
-        if let Some(node) = self.known.get(&key) {
-            return Ok(node);
+        if let Some(known) = self.known.get(&key) {
+            return Ok(known);
+        }
+        let _turn = self.questions.turn(asker).await?;
+        // While this one waited another may have asked.
+        if let Some(known) = self.known.get(&key) {
+            return Ok(known);
         }
         let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
-        let pod = request(DEADLINE, api.get(name)).await.map_err(|error| {
-            if error.is_not_found() {
-                Failure::new(http::StatusCode::NOT_FOUND, format!("{} does not exist", shown()))
-            } else {
-                let reason = format!("the API server does not say where {} runs: {error}", shown());
-                Failure::new(http::StatusCode::SERVICE_UNAVAILABLE, reason)
-            }
+        let pod = request(DEADLINE, api.get_opt(name)).await.map_err(|error| {
+            let reason = format!("the API server does not say where {} runs: {error}", shown());
+            Failure::new(StatusCode::SERVICE_UNAVAILABLE, reason)
         })?;
-        let node = pod.spec.and_then(|spec| spec.node_name).filter(|node| !node.is_empty());
-        let node: Arc<str> =
-            node.ok_or_else(|| Failure::bad_request(format!("{} runs on no node yet", shown())))?.into();
-        self.known.put(key, node.clone(), KEPT);
-        Ok(node)
+        let found: Result<Arc<str>, Failure> = match pod {
+            None => Err(Failure::new(StatusCode::NOT_FOUND, format!("{} does not exist", shown()))),
+            Some(pod) => {
+                let node = pod.spec.and_then(|spec| spec.node_name).filter(|node| !node.is_empty());
+                node.map(Arc::from)
+                    .ok_or_else(|| Failure::bad_request(format!("{} runs on no node yet", shown())))
+            }
+        };
+        self.known.put(key, found.clone());
+        Ok(found)
     }
 }
 

@@ -19,13 +19,15 @@ use super::body::{AnswerBody, Body, Exchange};
 use super::destination::{Wanted, parse_destination};
 use super::expect::RequestBody;
 use super::kinds::{Admission, Front, MAX_HEAD, Peer};
+use super::pods::Pods;
 use super::socket::Faults;
 use super::{headers, tunnel, upgrade};
 use crate::admission::Shares;
-use crate::caller::{Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
+use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
 use crate::door::access_log::AccessLogGuard;
 use crate::door::context::{DoorContext, OpenRequest};
 use crate::door::resolve::resolve;
+use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::route::NodeAddress;
 
 const TOO_LARGE: &str = "the request's head is larger than 64 KiB";
@@ -89,8 +91,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
             return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "this door does not take CONNECT"));
         }
         let caller = served.caller(&head.headers).await?;
-        let destination = served.destination(&wanted).await?;
-        served.admit(caller.as_ref(), &head.method, &wanted, &destination).await?;
+        let destination = served.destination(caller.as_ref(), &head.method, &wanted).await?;
         Ok::<_, Failure>((caller, destination))
     };
     let (caller, destination) = admitted.await.inspect_err(|failure| served.turned_away(failure))?;
@@ -261,25 +262,53 @@ impl Served {
         }
     }
 
-    /// The node, and what its agent dials.
-    async fn destination(&self, wanted: &Wanted) -> Result<Destination, Failure> {
-        let router = &self.context.router;
-        let bad = Failure::bad_request;
-        if let Some(named) = &wanted.named {
-            let node = resolve(named, router).map_err(bad)?;
-            return self.at(node, wanted, Some(named));
-        }
-        let by_host = resolve(&wanted.host, router);
-        let node = match (by_host, &wanted.pod, &self.front.pods) {
-            (Ok(node), ..) => return self.at(node, wanted, None),
-            (Err(_), Some((namespace, pod)), Some(pods)) => {
-                let node = pods.node_of(namespace, pod).await?;
-                router.snapshot().by_name(&node).ok_or_else(|| {
-                    bad(format!("pod {namespace}/{pod} runs on {node}, which is not an edge node"))
-                })?
+    /// The node, and what its agent dials, if the caller may send this there.
+    async fn destination(
+        &self,
+        caller: Option<&Caller>,
+        method: &Method,
+        wanted: &Wanted,
+    ) -> Result<Destination, Failure> {
+        let named = wanted.named.as_deref();
+        let found = resolve(named.unwrap_or(&wanted.host), &self.context.router);
+        match (found, &wanted.pod, &self.front.pods) {
+            (Ok(node), ..) => {
+                let destination = self.at(node, wanted, named)?;
+                self.admit(caller, method, wanted, &destination).await?;
+                Ok(destination)
             }
-            (Err(reason), ..) => return Err(bad(reason)),
-        };
+            (Err(_), Some(pod), Some(pods)) if named.is_none() => {
+                self.at_pod(pods, pod, caller, method, wanted).await
+            }
+            (Err(reason), ..) => Err(Failure::bad_request(reason)),
+        }
+    }
+
+    /// The kubelet of the pod's node. Whether there is such a pod, and where, is known here before the caller's rights are, and told
+    /// to those only who have them.
+    async fn at_pod(
+        &self,
+        pods: &Pods,
+        (namespace, pod): &(String, String),
+        caller: Option<&Caller>,
+        method: &Method,
+        wanted: &Wanted,
+    ) -> Result<Destination, Failure> {
+        let asker = Asker::new(caller, self.peer.client.ip());
+        let found = pods.node_of(asker, namespace, pod).await?.and_then(|name| {
+            self.context.router.snapshot().by_name(&name).ok_or_else(|| {
+                let reason = format!("pod {namespace}/{pod} runs on {name}, which is not an edge node");
+                Failure::bad_request(reason)
+            })
+        });
+        let known = found.as_ref().ok();
+        let port = known.map_or(DEFAULT_KUBELET_PORT, |node| node.kubelet_port);
+        if let Some((caller, Some(reviewer))) = self.judge(caller, port)? {
+            let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
+            let accesses = kubelet_accesses(method, path);
+            reviewer.allow_at_pod(caller, &accesses, known.map(|node| &node.node)).await?;
+        }
+        let node = found?;
         let target = SocketAddr::new(node.address, node.kubelet_port);
         Ok(Destination { node, target, host: Some(target.to_string()), on_node: true })
     }
@@ -320,25 +349,35 @@ impl Served {
         destination: &Destination,
     ) -> Result<(), Failure> {
         let port = destination.target.port();
-        let reviewer = match (&self.front.admission, caller) {
-            (Admission::Everyone, _) => return Ok(()),
-            (Admission::Listed { ports, .. }, None) => {
-                if ports.is_empty() || ports.contains(&port) {
-                    return Ok(());
-                }
-                return Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into());
-            }
-            (Admission::Callers(reviewer) | Admission::Listed { reviewer, .. }, _) => reviewer,
-        };
+        let Some((caller, reviewer)) = self.judge(caller, port)? else { return Ok(()) };
         let path = wanted.path.as_ref().map_err(Failure::bad_request)?;
-        let Some(caller) = caller else {
-            return Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into());
-        };
         // Without a cluster its certificate is all that there is to know.
         let Some(reviewer) = reviewer else { return Ok(()) };
         let of_kubelet = destination.on_node && port == destination.node.kubelet_port;
         let accesses = if of_kubelet { kubelet_accesses(method, path) } else { other_accesses(method, path) };
         Ok(reviewer.allow(caller, &accesses, &destination.node.node).await?)
+    }
+
+    /// Whose rights decide, and who knows them. None: whoever may use the door may use this port.
+    fn judge<'a>(
+        &'a self,
+        caller: Option<&'a Caller>,
+        port: u16,
+    ) -> Result<Option<(&'a Caller, Option<&'a Reviewer>)>, Failure> {
+        let reviewer = match (&self.front.admission, caller) {
+            (Admission::Everyone, _) => return Ok(None),
+            (Admission::Listed { ports, .. }, None) => {
+                if ports.is_empty() || ports.contains(&port) {
+                    return Ok(None);
+                }
+                return Err(Refusal::Forbidden(format!("port {port} is not in --plain-ports")).into());
+            }
+            (Admission::Callers(reviewer) | Admission::Listed { reviewer, .. }, _) => reviewer,
+        };
+        match caller {
+            Some(caller) => Ok(Some((caller, reviewer.as_deref()))),
+            None => Err(Refusal::Unauthenticated("nobody knows the caller".to_owned()).into()),
+        }
     }
 
     /// How to speak to the target.
