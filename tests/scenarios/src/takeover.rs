@@ -1,6 +1,7 @@
 //! A second server of the same host takes over from the first, and what a killed one leaves.
 use std::io::ErrorKind;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -23,6 +24,7 @@ scenarios! {
     nobody_notices(edges = 2, limit = 240),
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
     a_successor_dies_while_the_first_one_drains(limit = 180),
+    a_server_that_dies_as_it_passes_on_leaves_nothing(edges = 2, limit = 180),
     a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
     a_server_that_waits_no_longer_leaves_the_redirect(edges = 2, limit = 180),
     an_agent_is_replaced(limit = 180),
@@ -34,6 +36,8 @@ scenarios! {
 
 /// How long a server may take to end once it has nothing to carry.
 const ENDS: Duration = Duration::from_secs(20);
+/// How long what a server that died has pinned may stay: it is dead after three seconds without a sign of life.
+const REMOVED: Duration = Duration::from_secs(10);
 
 async fn agents<'a>(server: &Server<'a>, count: usize) -> Result<Vec<Agent<'a>>> {
     let mut agents = Vec::new();
@@ -101,10 +105,21 @@ async fn nobody_notices(testbed: &Testbed) -> Result<()> {
     nothing_is_left(testbed)
 }
 
+/// The folders of pins.
+fn pinned(testbed: &Testbed) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(testbed.bpffs().join("postern")).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).collect()
+}
+
+/// Until only one server has pins.
+async fn wait_pinned_by_one(testbed: &Testbed) -> Result<()> {
+    let what = "the pins of a server that died to be removed";
+    wait_until(what, REMOVED, async || Ok(pinned(testbed)), |pinned| pinned.len() == 1).await.map(drop)
+}
+
 /// Neither pins nor routes.
 fn nothing_is_left(testbed: &Testbed) -> Result<()> {
-    let pins = testbed.bpffs().join("postern");
-    let left: Vec<_> = std::fs::read_dir(&pins).into_iter().flatten().flatten().collect();
+    let left = pinned(testbed);
     ensure!(left.is_empty(), "pins are left: {left:?}");
     let routes = testbed.cloud.output("ip", "-4 route show table local 198.18.0.0/15")?;
     ensure!(routes.is_empty(), "routes are left: {routes}");
@@ -132,6 +147,7 @@ async fn a_successor_that_dies_is_replaced(testbed: &Testbed) -> Result<()> {
     wait_sessions(&agents[0], 3.0).await.context("the first agent comes back")?;
     echo(&mut held, b"after").await.context("on the connection held")?;
     visit(on_edge.address).await?;
+    wait_pinned_by_one(testbed).await?;
     // The next one is taken.
     let second = alongside("a takeover", on_edge.address, first.take_over()).await?;
     ensure!(server_id(&second).await? != before, "the first server still answers");
@@ -150,6 +166,30 @@ async fn a_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Resul
     second.wait_connected("edge-1", true, agent::START).await?;
     visit(on_edge.address).await?;
     finishes(&mut first.process, held, on_edge.address).await
+}
+
+/// Its successor goes on, and removes what it had pinned.
+async fn a_server_that_dies_as_it_passes_on_leaves_nothing(testbed: &Testbed) -> Result<()> {
+    let mut first = server(testbed).await?;
+    let mut agents = agents(&first, 2).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    // It does not come to the second server, which waits for it.
+    agents[1].process.signal(Signal::SIGSTOP)?;
+    let mut second = first.successor()?;
+    first.wait_log("another server takes over").await?;
+    wait_sessions(&agents[0], 2.0).await.context("the first agent is told")?;
+    ensure!(pinned(testbed).len() == 2, "the pins of two servers: {:?}", pinned(testbed));
+    first.process.crash().await?;
+    second.wait_log("the server before ended meanwhile").await?;
+    agents[1].process.signal(Signal::SIGCONT)?;
+    second.wait_connected("edge-2", true, agent::START).await?;
+    visit(on_edge.address).await?;
+    wait_pinned_by_one(testbed).await?;
+    alongside("the programs of one server only", on_edge.address, pause(1)).await?;
+    let status = second.process.stop().await?;
+    ensure!(status.code() == Some(0), "the second server ended with {status}");
+    nothing_is_left(testbed)
 }
 
 /// The first one has carried what it had, and ends with it; the third one goes on.

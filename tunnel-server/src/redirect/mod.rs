@@ -45,7 +45,7 @@ pub use feed::Feeder;
 pub use listen::listen;
 pub use load::ProgramInfo;
 pub use metrics::RedirectMetrics;
-pub use pins::Orphans;
+pub use pins::{Orphans, Others};
 pub use running::{Applied, Health, Redirect};
 pub use self_test_addresses::{MAX_ROUTES, reserved_tokens, reserved_tokens_v6};
 pub use tunnel_abi::SOCKET_MARK;

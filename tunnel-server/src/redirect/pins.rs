@@ -100,12 +100,7 @@ impl Orphans {
     /// The BPF file system cannot be read.
     pub fn find(config: &RedirectConfig, live: Option<&Path>) -> Result<Self, RedirectError> {
         let Some(pins) = &config.pins else { return Ok(Self::default()) };
-        let netns = this_netns()?;
-        let prefix = prefix(pins, &netns).map_err(|source| RedirectError::Io {
-            what: format!("cannot read {}", pins.state_dir.display()),
-            source,
-        })?;
-        let mut folders = folders(&pins.dir, &prefix)?;
+        let mut folders = of_state(pins)?;
         // Its container may have the file system at another path.
         let live = live.and_then(Path::file_name);
         folders.retain(|folder| folder.file_name() != live);
@@ -134,9 +129,38 @@ impl Orphans {
     /// Ends what they redirect.
     pub fn remove(self) {
         for folder in self.folders {
-            tracing::info!(folder = %folder.display(), "removing the programs of a server that died");
-            remove_folder(&folder);
+            remove_of_dead(&folder);
         }
+    }
+}
+
+/// The folders of other servers with the same state directory, which may die.
+#[derive(Debug, Default)]
+pub struct Others(Vec<PathBuf>);
+
+impl Others {
+    /// `own` is the folder of this server.
+    ///
+    /// # Errors
+    /// The BPF file system cannot be read.
+    pub(super) fn find(config: &PinConfig, own: Option<&Path>) -> Result<Self, RedirectError> {
+        let mut folders = of_state(config)?;
+        folders.retain(|folder| Some(folder.as_path()) != own);
+        Ok(Self(folders))
+    }
+
+    /// Removes what those have pinned that are dead by now. That of one which has just died takes seconds.
+    pub async fn remove_dead(self) {
+        let remove = move || {
+            for folder in self.0 {
+                // One that stopped has removed its own.
+                if folder.exists() && !is_alive(&folder) {
+                    remove_of_dead(&folder);
+                }
+            }
+        };
+        // It fails only when this process ends.
+        let _ = tokio::task::spawn_blocking(remove).await;
     }
 }
 
@@ -208,6 +232,16 @@ fn prefix(config: &PinConfig, netns: &File) -> io::Result<String> {
     Ok(format!("{}{:x}-{:x}-", netns_prefix(netns)?, state.dev(), state.ino()))
 }
 
+/// The folders of the servers with this state directory.
+fn of_state(config: &PinConfig) -> Result<Vec<PathBuf>, RedirectError> {
+    let netns = this_netns()?;
+    let prefix = prefix(config, &netns).map_err(|source| RedirectError::Io {
+        what: format!("cannot read {}", config.state_dir.display()),
+        source,
+    })?;
+    folders(&config.dir, &prefix)
+}
+
 fn folders(bpffs: &Path, prefix: &str) -> Result<Vec<PathBuf>, RedirectError> {
     let path = bpffs.join(FOLDER);
     let failed =
@@ -247,6 +281,11 @@ fn read_tokens(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapError> {
     Ok(tokens)
 }
 
+fn remove_of_dead(folder: &Path) {
+    tracing::info!(folder = %folder.display(), "removing the programs of a server that died");
+    remove_folder(folder);
+}
+
 /// New connects first: while steering still works, none of them is led to where nobody listens.
 fn remove_folder(folder: &Path) {
     for hook in [AttachType::Connect4, AttachType::Connect6, AttachType::SkLookup] {
@@ -273,21 +312,43 @@ fn remove(path: &Path) {
 
 #[cfg(test)]
 mod tests {
+    use tempfile::TempDir;
+
     use super::*;
 
-    #[test]
-    fn a_server_that_lives_is_no_orphan_though_its_file_system_is_at_another_path() {
-        let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    /// The folders of two servers with this state directory, beside that of another.
+    fn folders_of_two(bpffs: &TempDir, state: &TempDir) -> (PinConfig, [PathBuf; 2]) {
         let pins = PinConfig { dir: bpffs.path().into(), state_dir: state.path().into() };
         let prefix = prefix(&pins, &this_netns().unwrap()).unwrap();
         let folders = ["0", "1"].map(|number| bpffs.path().join(FOLDER).join(format!("{prefix}{number}")));
         folders.iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
         fs::create_dir(bpffs.path().join(FOLDER).join("1-2-3-another")).unwrap();
+        (pins, folders)
+    }
+
+    #[test]
+    fn a_server_that_lives_is_no_orphan_though_its_file_system_is_at_another_path() {
+        let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (pins, folders) = folders_of_two(&bpffs, &state);
+        let live = folders[0].file_name().unwrap();
+        let live = Path::new("/elsewhere").join(FOLDER).join(live);
         let config = RedirectConfig { pins: Some(pins), ..RedirectConfig::default() };
-        let live = Path::new("/elsewhere").join(FOLDER).join(format!("{prefix}0"));
         assert_eq!(Orphans::find(&config, Some(&live)).unwrap().folders, folders[1..]);
         let mut all = Orphans::find(&config, None).unwrap().folders;
         all.sort();
         assert_eq!(all, folders);
+    }
+
+    #[tokio::test]
+    async fn what_another_server_leaves_is_removed_and_nothing_else() {
+        let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (pins, [own, other]) = folders_of_two(&bpffs, &state);
+        fs::write(other.join("connect4"), "").unwrap();
+        let others = Others::find(&pins, Some(&own)).unwrap();
+        assert_eq!(others.0, [other.clone()]);
+        // It gives no sign of life.
+        others.remove_dead().await;
+        assert!(!other.exists() && own.exists());
+        assert_eq!(fs::read_dir(bpffs.path().join(FOLDER)).unwrap().count(), 2);
     }
 }

@@ -1,6 +1,7 @@
 //! Ends the redirect, and removes what a killed server leaves.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
@@ -9,6 +10,7 @@ use super::attached::{self, AttachType, Other};
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
+use super::pins::Others;
 use super::running::{Redirect, token_ranges};
 use super::{netlink, pins, preflight};
 
@@ -39,6 +41,19 @@ impl Redirect {
         let mut inner = self.lock();
         inner.released = true;
         inner.programs.release();
+    }
+
+    /// The other servers with the same state directory that have pinned something by now. None of them may be starting: it
+    /// gives no sign of life yet.
+    pub async fn others(self: &Arc<Self>) -> Others {
+        let found = self.offload(|redirect| match &redirect.config.pins {
+            Some(pins) => Others::find(pins, redirect.pinned_in().as_deref()),
+            None => Ok(Others::default()),
+        });
+        found.await.unwrap_or_else(|error| {
+            tracing::warn!(%error, "what another server leaves should it die stays");
+            Others::default()
+        })
     }
 
     /// Takes the redirect back after [`release`](Self::release): the successor is gone.

@@ -17,7 +17,7 @@ use tunnel_core::takeover;
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
 use crate::peers::Peers;
-use crate::redirect::{Orphans, Redirect};
+use crate::redirect::{Orphans, Others, Redirect};
 use crate::route::Router;
 use crate::session::Sessions;
 
@@ -99,7 +99,12 @@ impl TakeOver {
             sleep(CHECK).await;
         }
         let mut predecessor = predecessor;
+        let mut others = Others::default();
         if let Some(before) = &mut predecessor {
+            if let Some(redirect) = &self.redirect {
+                // No successor of this one can have begun.
+                others = redirect.others().await;
+            }
             let started = Instant::now();
             self.find_fleet(before).await;
             match self.hand_over(before).await {
@@ -123,6 +128,8 @@ impl TakeOver {
         pending.ready();
         if let Some(mut before) = predecessor {
             before.0.ended().await;
+            // If it was killed its programs are there, which come first and go by what it knew.
+            others.remove_dead().await;
         }
     }
 

@@ -136,11 +136,14 @@ impl Succession {
 
     async fn take_back(&self) {
         if let Some(redirect) = self.redirect.clone() {
-            match tokio::task::spawn_blocking(move || redirect.resume()).await {
+            let resumed = redirect.clone();
+            match tokio::task::spawn_blocking(move || resumed.resume()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => tracing::error!(%error, "the redirect does not come back"),
                 Err(error) => tracing::error!(%error, "the redirect does not come back"),
             }
+            // The next successor has not begun. To see that this one is dead takes seconds.
+            tokio::spawn(redirect.others().await.remove_dead());
         }
         if let Some(admin) = &self.admin {
             admin.set(true);
