@@ -4,10 +4,7 @@ use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 use x509_parser::x509::AttributeTypeAndValue;
 
-use super::identity::Caller;
-
-/// Which every authenticated caller is in.
-const AUTHENTICATED: &str = "system:authenticated";
+use super::identity::{AUTHENTICATED, Caller};
 
 /// The common name is the user, the organisations are the groups.
 ///

@@ -5,6 +5,9 @@ use std::fmt;
 
 use tunnel_core::text::printable;
 
+/// The group which every authenticated caller is in.
+pub(super) const AUTHENTICATED: &str = "system:authenticated";
+
 /// Who sends a request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Caller {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use sha2::{Digest as _, Sha256};
 
-use super::identity::{Caller, Refusal};
+use super::identity::{AUTHENTICATED, Caller, Refusal};
 use super::review::Reviewer;
 
 /// Shorter ones can be guessed.
@@ -49,8 +49,9 @@ impl Tokens {
                 None if groups.contains(',') => return Err(wrong("put several groups in double quotes")),
                 None => groups,
             };
-            let groups =
-                groups.split(',').map(str::trim).filter(|group| !group.is_empty()).map(str::to_owned);
+            let groups = groups.split(',').map(str::trim);
+            let groups = groups.filter(|group| !group.is_empty() && *group != AUTHENTICATED);
+            let groups = groups.chain([AUTHENTICATED]).map(str::to_owned);
             let mut caller = Caller::new(user.to_owned(), groups.collect());
             caller.uid = Some(uid.to_owned()).filter(|uid| !uid.is_empty());
             if tokens.insert(Sha256::digest(token.as_bytes()).into(), caller).is_some() {
@@ -108,7 +109,7 @@ mod tests {
         let source = IpAddr::from([10, 0, 0, 1]);
         let alice = authenticator.caller_of_token("secret", source).await.unwrap();
         assert_eq!((alice.name.as_str(), alice.uid.as_deref()), ("alice", Some("1")));
-        assert_eq!(alice.groups, ["ops", "dev"]);
+        assert_eq!(alice.groups, ["ops", "dev", "system:authenticated"]);
         let unknown = |refused| matches!(refused, Err(Refusal::Unauthenticated(_)));
         assert!(unknown(authenticator.caller_of_token("Secret", source).await));
         authenticator.set_tokens(Tokens::default());
