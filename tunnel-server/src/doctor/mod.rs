@@ -66,7 +66,11 @@ async fn check_rules(checkup: &mut Checkup, config: &Config, files: &[PathBuf]) 
     checkup.add("rules", redirect);
     let firewall = match config.agent_port {
         Some(port) => {
-            judged(&|rules| rules::filtered(rules, port).into_iter().collect(), "the agent port is open")
+            let bind = config.bind_address;
+            judged(
+                &|rules| rules::filtered(rules, bind, port).into_iter().collect(),
+                "the agent port is open",
+            )
         }
         None => Outcome::Skipped("there is no agent port".to_owned()),
     };

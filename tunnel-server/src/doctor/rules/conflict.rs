@@ -1,6 +1,7 @@
 //! What rules do to a connection to a token, and to one of an agent.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 use tunnel_core::doctor::{Code, Finding, codes};
@@ -141,27 +142,38 @@ fn list(ports: &[u16]) -> String {
     ports.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// The rule, or the policy, that keeps every agent out of this port.
-pub(crate) fn filtered(rules: &Ruleset, port: u16) -> Option<Finding> {
-    rules.at(Hook::FilterInput).find_map(|chain| {
+/// The rule, or the policy, that keeps every agent out of this port of `bind`.
+pub(crate) fn filtered(rules: &Ruleset, bind: IpAddr, port: u16) -> Option<Finding> {
+    rules.at(Hook::FilterInput).filter(|chain| concerns(&chain.0, bind)).find_map(|chain| {
         let Verdict::Dropped(rule) = verdict(rules, chain, port, 0) else { return None };
         let found = format!("table {}, chain {}: {rule}", chain.0, chain.1);
-        let fix =
-            format!("iptables -I INPUT -p tcp --dport {port} -j ACCEPT (or the firewall's own command)");
+        let tool = if chain.0.starts_with("ip6 ") { "ip6tables" } else { "iptables" };
+        let fix = format!("{tool} -I INPUT -p tcp --dport {port} -j ACCEPT (or the firewall's own command)");
         Some(Finding::new(&codes::AGENT_PORT_FILTERED, found, fix))
     })
+}
+
+fn concerns(table: &str, bind: IpAddr) -> bool {
+    match table.split(' ').next() {
+        // Who binds `::` is reached by IPv4 as well.
+        Some("ip") => bind.is_ipv4() || bind.is_unspecified(),
+        Some("ip6") => bind.is_ipv6(),
+        _ => true,
+    }
 }
 
 enum Verdict {
     Accepted,
     Dropped(String),
-    /// The chain came to its end.
+    /// Some came to the chain's end, or left it before.
     Open,
 }
 
 /// What certainly happens to every connection to `port`. Who may be accepted is.
 fn verdict(rules: &Ruleset, name: &ChainName, port: u16, depth: usize) -> Verdict {
     let Some(chain) = rules.chains.get(name).filter(|_| depth <= DEPTH) else { return Verdict::Open };
+    // Connections that an earlier rule has let leave this chain are not dropped by a later one.
+    let (mut some_left, mut dropped) = (false, None);
     for rule in &chain.rules {
         if rule.tests.may_match(None, &[port]).is_empty()
             || only_answers(&rule.text)
@@ -172,22 +184,31 @@ fn verdict(rules: &Ruleset, name: &ChainName, port: u16, depth: usize) -> Verdic
         let certain = is_for_all(&rule.tests);
         match &rule.action {
             Action::Accept => return Verdict::Accepted,
-            Action::Drop if certain => return Verdict::Dropped(rule.text.clone()),
-            Action::Return if certain => return Verdict::Open,
-            Action::Jump { chain, .. } => {
+            Action::Drop if certain => {
+                dropped = Some(rule.text.clone());
+                break;
+            }
+            Action::Return if certain => break,
+            Action::Return => some_left = true,
+            Action::Jump { chain, back } => {
                 match verdict(rules, &(name.0.clone(), chain.clone()), port, depth + 1) {
-                    Verdict::Dropped(_) if !certain => {}
-                    Verdict::Open => {}
-                    decided => return decided,
+                    Verdict::Accepted => return Verdict::Accepted,
+                    Verdict::Dropped(by) if certain => {
+                        dropped = Some(by);
+                        break;
+                    }
+                    Verdict::Open if !back && certain => break,
+                    Verdict::Open if !back => some_left = true,
+                    _ => {}
                 }
             }
             _ => {}
         }
     }
-    if chain.drops {
-        Verdict::Dropped("policy DROP, and no rule accepts the port".to_owned())
-    } else {
-        Verdict::Open
+    match dropped {
+        Some(rule) if !some_left => Verdict::Dropped(rule),
+        _ if chain.drops => Verdict::Dropped("policy DROP, and no rule accepts the port".to_owned()),
+        _ => Verdict::Open,
     }
 }
 
