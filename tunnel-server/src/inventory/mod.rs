@@ -2,6 +2,7 @@
 
 mod file;
 mod file_watch;
+mod log_budget;
 mod node;
 mod nodes;
 mod parse;
@@ -12,6 +13,7 @@ mod parse_tests;
 
 pub use file::{FileSource, SourceStatus};
 pub(crate) use file_watch::FileWatch;
+pub(crate) use log_budget::LogBudget;
 pub use node::{DEFAULT_KUBELET_PORT, InventoryNode, MAX_ADDRESSES, NodeSpec, NodeStatus, read_node};
 pub use nodes::Inventory;
 pub use parse::{InventoryError, MAX_BYTES, parse};

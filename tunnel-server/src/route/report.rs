@@ -1,6 +1,6 @@
 //! Conflicts in the log and in the metrics.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ipnet::IpNet;
 use prometheus_client::metrics::family::Family;
@@ -9,15 +9,12 @@ use prometheus_client::registry::Registry;
 
 use super::capacity::Shortage;
 use super::conflict::{Conflict, ConflictKind};
+use crate::inventory::LogBudget;
 use crate::redirect::MAX_ROUTES;
 use crate::shared_map::SharedSet;
 
 /// Conflicts that one reload may log; the rest are counted in one line. `status` lists them all.
 pub(super) const MAX_LOGGED: usize = 20;
-/// Lines about conflicts that may come at once; a node that flips for hours must not fill the log.
-const BURST: u32 = 100;
-/// One more line may come after this time.
-const REFILL: Duration = Duration::from_secs(10);
 
 /// Reports what changed.
 #[derive(Debug)]
@@ -25,10 +22,7 @@ pub(super) struct Reports {
     counts: Family<[(&'static str, &'static str); 1], Gauge>,
     reported: SharedSet<Conflict>,
     shortage: Shortage,
-    lines: u32,
-    refilled: Option<Instant>,
-    /// Lines left out since the last one.
-    left_out: usize,
+    lines: LogBudget,
 }
 
 impl Reports {
@@ -43,9 +37,7 @@ impl Reports {
             counts,
             reported: SharedSet::default(),
             shortage: Shortage::default(),
-            lines: BURST,
-            refilled: None,
-            left_out: 0,
+            lines: LogBudget::new("conflicts that came and went"),
         }
     }
 
@@ -64,15 +56,15 @@ impl Reports {
             // What does not fit is told as a whole.
             let counted = conflict.kind != ConflictKind::NoRoom;
             new += usize::from(counted);
-            if counted && new <= MAX_LOGGED && self.may_log(now) {
+            if counted && new <= MAX_LOGGED && self.lines.may_log(now) {
                 tracing::warn!(kind = conflict.kind.as_str(), "inventory: {conflict}");
             }
         }
         let more = new.saturating_sub(MAX_LOGGED);
-        if more > 0 && self.may_log(now) {
+        if more > 0 && self.lines.may_log(now) {
             tracing::warn!("inventory: {more} more conflicts; tunnel-server status -o json lists them");
         }
-        if gone > 0 && self.may_log(now) {
+        if gone > 0 && self.lines.may_log(now) {
             tracing::info!("inventory: {gone} conflicts are gone, {} remain", self.reported.len());
         }
     }
@@ -110,25 +102,6 @@ impl Reports {
         }
         self.shortage = told;
     }
-
-    fn may_log(&mut self, now: Instant) -> bool {
-        let refilled = *self.refilled.get_or_insert(now);
-        let periods = now.saturating_duration_since(refilled).as_secs() / REFILL.as_secs();
-        if let Ok(periods @ 1..) = u32::try_from(periods) {
-            self.lines = self.lines.saturating_add(periods).min(BURST);
-            self.refilled = Some(now);
-        }
-        if self.lines == 0 {
-            self.left_out += 1;
-            return false;
-        }
-        self.lines -= 1;
-        if self.left_out > 0 {
-            let left_out = std::mem::take(&mut self.left_out);
-            tracing::warn!("inventory: {left_out} lines about conflicts that came and went were left out");
-        }
-        true
-    }
 }
 
 /// `told` is what was told last.
@@ -150,17 +123,5 @@ mod tests {
         let seen: Vec<_> =
             [0, 3, 4, 6, 7, 14, 1, 0, 0].into_iter().filter(|now| worth_telling(&mut told, *now)).collect();
         assert_eq!(seen, [3, 7, 0]);
-    }
-
-    #[test]
-    fn conflicts_that_come_and_go_do_not_fill_the_log() {
-        let mut reports = Reports::register(&mut Registry::default());
-        let start = Instant::now();
-        let mut lines = |now: Instant, times: usize| (0..times).filter(|_| reports.may_log(now)).count();
-        assert_eq!(lines(start, 1000), BURST as usize);
-        assert_eq!(lines(start + REFILL - Duration::from_millis(1), 10), 0);
-        assert_eq!(lines(start + REFILL, 10), 1);
-        assert_eq!(lines(start + 5 * REFILL, 10), 4);
-        assert_eq!(lines(start + 1000 * REFILL, 1000), BURST as usize);
     }
 }

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_core::text::printable;
 use tunnel_kube::Health;
 
-use crate::inventory::{Inventory, InventoryNode, NodeSpec, NodeStatus, Selector, read_node};
+use crate::inventory::{Inventory, InventoryNode, LogBudget, NodeSpec, NodeStatus, Selector, read_node};
 use crate::kube::partial::Partial;
 
 /// A Node with the fields that the tunnel needs.
@@ -95,6 +95,8 @@ struct Nodes {
     listed: BTreeMap<String, Known>,
     /// Whether the API server has said which nodes there are.
     complete: bool,
+    /// For what is skipped: a kubelet may write its Node as often as it likes.
+    lines: LogBudget,
 }
 
 struct Known {
@@ -114,7 +116,8 @@ struct SkippedField {
 impl Nodes {
     fn new(selector: Selector, allow_empty: bool) -> Self {
         let (inventory, skipped, listed) = (Inventory::default(), BTreeMap::new(), BTreeMap::new());
-        Self { selector, allow_empty, inventory, skipped, listed, complete: false }
+        let lines = LogBudget::new("parts of Nodes that cannot be used");
+        Self { selector, allow_empty, inventory, skipped, listed, complete: false, lines }
     }
 
     /// Whether the list must not be taken for true if there were nodes before.
@@ -196,9 +199,9 @@ impl Nodes {
         self.inventory.remove(name)
     }
 
-    fn read(&self, node: &SlimNode) -> Known {
+    fn read(&mut self, node: &SlimNode) -> Known {
         let known = read(node, &self.selector);
-        for field in self.not_logged(node.name(), &known.skipped) {
+        for field in self.to_log(node.name(), &known.skipped, Instant::now().into_std()) {
             tracing::warn!(
                 node = printable(node.name(), 253),
                 key = field.key,
@@ -210,14 +213,16 @@ impl Nodes {
         known
     }
 
-    /// Those that the node's last version did not have already.
-    fn not_logged<'a>(
-        &'a self,
+    /// Those that the node's last version did not have already, as long as there are not too many.
+    fn to_log<'a>(
+        &mut self,
         name: &str,
         skipped: &'a [SkippedField],
-    ) -> impl Iterator<Item = &'a SkippedField> {
+        now: std::time::Instant,
+    ) -> Vec<&'a SkippedField> {
         let logged = self.skipped.get(name).map_or(&[][..], Vec::as_slice);
-        skipped.iter().filter(|field| !logged.contains(field))
+        let new = skipped.iter().filter(|field| !logged.contains(field));
+        new.filter(|_| self.lines.may_log(now)).collect()
     }
 }
 
@@ -406,17 +411,30 @@ mod tests {
     #[test]
     fn a_warning_is_not_repeated_for_heartbeats() {
         let mut nodes = Nodes::new(Selector::default(), false);
-        let warnings = |nodes: &Nodes, address| {
+        let warnings = |nodes: &mut Nodes, address| {
             let skipped = read(&node("a", address), &nodes.selector).skipped;
-            nodes.not_logged("a", &skipped).count()
+            nodes.to_log("a", &skipped, std::time::Instant::now()).len()
         };
-        assert_eq!(warnings(&nodes, "10.0.0"), 1);
+        assert_eq!(warnings(&mut nodes, "10.0.0"), 1);
         listed(&mut nodes, &[node("a", "10.0.0")]);
-        assert_eq!(
-            (warnings(&nodes, "10.0.0"), warnings(&nodes, "10.0"), warnings(&nodes, "10.0.0.1")),
-            (0, 1, 0)
-        );
+        assert_eq!(warnings(&mut nodes, "10.0.0"), 0);
+        assert_eq!(warnings(&mut nodes, "10.0"), 1);
+        assert_eq!(warnings(&mut nodes, "10.0.0.1"), 0);
         nodes.apply(Event::Delete(node("a", "10.0.0")));
-        assert_eq!(warnings(&nodes, "10.0.0"), 1, "another node of that name");
+        assert_eq!(warnings(&mut nodes, "10.0.0"), 1, "another node of that name");
+    }
+
+    #[test]
+    fn a_node_that_names_ever_other_things_does_not_fill_the_log() {
+        let mut nodes = Nodes::new(Selector::default(), false);
+        let now = std::time::Instant::now();
+        let mut lines = 0;
+        for n in 0..1000 {
+            let known = read(&node("a", &format!("10.0.{n}")), &nodes.selector);
+            assert_eq!(known.skipped.len(), 1);
+            lines += nodes.to_log("a", &known.skipped, now).len();
+            nodes.set("a", known);
+        }
+        assert_eq!(lines, 100);
     }
 }
