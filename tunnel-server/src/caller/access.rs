@@ -23,9 +23,16 @@ const PATHS: &[(&str, &str)] = &[
     ("/spec", "spec"),
     ("/checkpoint", "checkpoint"),
 ];
-/// Paths of which kubelets since 1.33 ask this first, and `proxy` only if it is not allowed.
-const FINE: &[(&str, &str)] =
-    &[("/healthz", "healthz"), ("/configz", "configz"), ("/pods", "pods"), ("/runningpods", "pods")];
+/// Paths of which kubelets since 1.33 ask this first, and `proxy` only if it is not allowed. Of the last two some ask for this alone;
+/// to whoever may `proxy`, which is more, they tell nothing new.
+const FINE: &[(&str, &str)] = &[
+    ("/healthz", "healthz"),
+    ("/configz", "configz"),
+    ("/pods", "pods"),
+    ("/runningpods", "pods"),
+    ("/statusz", "statusz"),
+    ("/flagz", "configz"),
+];
 
 /// What a request to a kubelet asks for: any of these will do. `path` is decoded, and can be read in one way only.
 pub fn kubelet_accesses(method: &Method, path: &str) -> Vec<Access> {
@@ -94,6 +101,8 @@ mod tests {
         }
         assert_eq!(kubelet(&Method::GET, "/pods"), [("get", "pods"), ("get", "proxy")]);
         assert_eq!(kubelet(&Method::GET, "/healthz/ping"), [("get", "healthz"), ("get", "proxy")]);
+        assert_eq!(kubelet(&Method::GET, "/statusz"), [("get", "statusz"), ("get", "proxy")]);
+        assert_eq!(kubelet(&Method::GET, "/flagz"), [("get", "configz"), ("get", "proxy")]);
         for (method, verb) in [
             (Method::POST, "create"),
             (Method::PUT, "update"),
