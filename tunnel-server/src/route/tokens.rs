@@ -239,16 +239,12 @@ impl Pool {
             if last < end || self.found.contains_key(&net) {
                 continue;
             }
-            free.remove(&start);
-            if start < number {
-                free.insert(start, number);
-            }
-            if end < last {
-                free.insert(end, last);
-            }
+            // Nothing may be left on either side.
+            free.extend([(start, number), (end, last)]);
             self.found.insert(net, number);
         }
-        self.free = free.into_iter().map(|(start, end)| start..end).collect();
+        let ranges = free.into_iter().map(|(start, end)| start..end);
+        self.free = ranges.filter(|range| !range.is_empty()).collect();
         self.found_since = (!self.found.is_empty()).then_some(now);
     }
 
