@@ -28,8 +28,8 @@ const SOCKET: &str = "takeover";
 const ANSWER: Duration = Duration::from_secs(5);
 /// The longest message, in bytes: a hundred thousand nodes need a twentieth.
 const LONGEST: usize = 128 << 20;
-/// Sockets that one program may pass on.
-const MOST_SOCKETS: usize = 160;
+/// Sockets that one program may pass on. The kernel sends 253 at most (SCM_MAX_FD).
+pub const MOST_SOCKETS: usize = 200;
 /// Sent with the sockets, so that there is something to send them with.
 const MAGIC: [u8; 8] = *b"postern1";
 
@@ -349,6 +349,17 @@ mod tests {
         assert_eq!(second.ask::<_, Option<usize>>(&"question").await.unwrap(), Some(8));
         drop(second);
         first.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn as_many_sockets_as_there_may_be_are_passed_on() {
+        let (first, second) = UnixStream::pair().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let sockets = vec![listener.as_fd(); MOST_SOCKETS + 1];
+        let refused = send_sockets(&first, &sockets).await.unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidInput);
+        send_sockets(&first, &sockets[1..]).await.unwrap();
+        assert_eq!(receive_sockets(&second).await.unwrap().len(), MOST_SOCKETS);
     }
 
     #[tokio::test]

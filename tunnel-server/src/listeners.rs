@@ -7,16 +7,24 @@ use std::sync::Arc;
 
 use tokio::net::TcpListener;
 use tunnel_core::config::{BindError, ConfigError};
+use tunnel_core::takeover::MOST_SOCKETS;
 
 use crate::agent_port::KONNECTIVITY;
-use crate::config::{Config, EgressConfig};
+use crate::config::{Config, EgressConfig, MOST_SECURE_PORTS};
 use crate::door::{
     Connect, Door as _, EGRESS, EgressSocket, Http, Https, MAP, MetricsDoor, Plain, Redirected,
 };
-use crate::maps::Map;
+use crate::maps::{MOST as MOST_MAPS, Map};
 use crate::redirect::{self, Redirect, RedirectConfig, RedirectError};
 use crate::status::AGENTS;
 use crate::takeover::Predecessor;
+
+/// Listeners besides those of maps and of further ports of the https door: the two of the redirect, those for agents and
+/// for konnectivity's agents, the admin port, and one each of https, http, plain, connect and metrics door and of the egress
+/// door's port and path.
+const OTHERS: usize = 12;
+// A successor gets all of them at once.
+const _: () = assert!(MOST_MAPS + MOST_SECURE_PORTS + OTHERS <= MOST_SOCKETS);
 
 /// A listener that is None is switched off.
 pub(crate) struct Listeners {

@@ -45,7 +45,7 @@ pub struct PlainConfig {
 }
 
 /// More listeners are refused: a successor gets them all in one message.
-const MOST_SECURE_PORTS: usize = 32;
+pub(crate) const MOST_SECURE_PORTS: usize = 32;
 
 /// Reads `--secure-ports`.
 ///

@@ -7,6 +7,7 @@ mod parse;
 mod parts;
 mod role;
 
+pub(crate) use doors::MOST_SECURE_PORTS;
 pub use doors::{DoorConfig, PlainConfig, TargetConfig, parse_secure_ports};
 pub use egress::{DEFAULT_EGRESS_SOCKET_MODE, EgressConfig, EgressTlsConfig};
 pub use konnectivity::{
