@@ -44,7 +44,8 @@ use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
 use monitoring::alerts_fire_and_stay_silent;
 use overlays::{
-    programs_can_be_pinned, public_addresses_leave_no_node_port, redirectors_get_what_servers_get,
+    components_go_where_the_servers_are, programs_can_be_pinned, public_addresses_leave_no_node_port,
+    redirectors_get_what_servers_get,
 };
 use render::chart_renders_what_kustomize_does;
 use superedge::migration_from_superedge;
@@ -59,6 +60,7 @@ scenarios! {
     programs_can_be_pinned(cluster, no_cluster),
     redirectors_get_what_servers_get(cluster, no_cluster),
     public_addresses_leave_no_node_port(cluster, no_cluster),
+    components_go_where_the_servers_are(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),

@@ -1,10 +1,13 @@
 //! What Kustomize makes of folders and components together, without a cluster.
+use std::fs;
+
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::cluster::manifests::write_overlay;
 use serde_json::{Value, json};
 
 use super::render::{Objects, kustomize};
+use super::{components, text};
 
 /// What `deploy/FOLDER` with these components renders.
 async fn rendered(testbed: &Testbed, folder: &str, components: &[&str]) -> Result<Objects> {
@@ -89,6 +92,34 @@ pub(super) async fn public_addresses_leave_no_node_port(testbed: &Testbed) -> Re
         ensure!(service["externalTrafficPolicy"].is_null(), "{folder}: it has a policy: {service}");
         let expected = json!([{ "name": "tcp", "port": 10262, "targetPort": 10262, "protocol": "TCP" }]);
         ensure!(service["ports"] == expected, "{folder}: it has {}", service["ports"]);
+    }
+    Ok(())
+}
+
+/// An overlay that sets the namespace, and one above it that adds a component: nothing is moved.
+pub(super) async fn components_go_where_the_servers_are(testbed: &Testbed) -> Result<()> {
+    const PLACE: &str = "somewhere";
+    for component in components()? {
+        let lower = testbed.dir().join("lower");
+        // It is for what another one adds.
+        let others: &[&str] = if component == "everywhere-metrics" { &["everywhere"] } else { &[] };
+        write_overlay(&lower, "base", others, &json!([]))?;
+        let file = lower.join("kustomization.yaml");
+        let mut kustomization: Value = serde_json::from_str(&fs::read_to_string(&file)?)?;
+        kustomization["namespace"] = json!(PLACE);
+        fs::write(&file, kustomization.to_string()).context("writing the overlay")?;
+        let lower = fs::canonicalize(&lower).context("the overlay's folder")?;
+        let objects = rendered(testbed, text(&lower)?, &[component.as_str()]).await?;
+        for ((kind, name), object) in &objects {
+            let expected = if kind.starts_with("ClusterRole") { Value::Null } else { json!(PLACE) };
+            let found = &object["metadata"]["namespace"];
+            ensure!(*found == expected, "{component}: {kind} {name} is in {found}, not in {expected}");
+            for subject in object["subjects"].as_array().into_iter().flatten() {
+                let found = &subject["namespace"];
+                let is_account = subject["kind"] == "ServiceAccount";
+                ensure!(!is_account || found == PLACE, "{component}: {kind} {name} is for {subject}");
+            }
+        }
     }
     Ok(())
 }
