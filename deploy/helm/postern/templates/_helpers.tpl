@@ -56,9 +56,6 @@ imagePullSecrets:
 {{- if and (or .Values.service.loadBalancerSourceRanges .Values.service.loadBalancerClass) (ne .Values.service.type "LoadBalancer") -}}
 {{- fail (printf "service.loadBalancerSourceRanges and loadBalancerClass: only with service.type LoadBalancer, and it is %s" .Values.service.type) -}}
 {{- end -}}
-{{- if and .Values.agent.servers (not .Values.agent.kubeletCredentials.enabled) -}}
-{{- fail "agent.servers: agents that are given their servers enrol with the kubelet's credentials only: set agent.kubeletCredentials.enabled" -}}
-{{- end -}}
 {{- if and .Values.agent.allowTargets .Values.server.edgePodRoutes -}}
 {{- fail "agent.allowTargets: with server.edgePodRoutes agents take the ranges of pods from their Nodes; name the ranges in allowTargets with extraArgs --edge-pod-routes instead" -}}
 {{- end -}}
