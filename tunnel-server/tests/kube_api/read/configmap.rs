@@ -27,7 +27,12 @@ impl Following {
         let (context, Inputs { settings: publish, .. }) = context(server, false).await;
         let (settings, health, stop) = (publish.subscribe(), context.health.clone(), context.stop.clone());
         let events = Events::start(context.client.clone(), "server-1", stop.clone());
-        tokio::spawn(run(context, Some(events), Doors { https: 10263, http: 10268, pairs: 10264 }, publish));
+        tokio::spawn(run(
+            context,
+            Some(events),
+            Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 },
+            publish,
+        ));
         Self { settings, health, _stop: stop.drop_guard() }
     }
 

@@ -1,5 +1,6 @@
 //! The ports of the internal Service.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use postern_fake_kube::{Fault, eventually};
@@ -10,7 +11,7 @@ use tunnel_server::settings::{Doors, InternalDoor, Settings};
 
 use crate::fixture::{Fixture, INTERNAL, SERVICES};
 
-const DOORS: Doors = Doors { https: 10263, http: 10268, pairs: 10264 };
+const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10268, pairs: 10264 };
 
 fn port(name: &str, number: u16, target: u16) -> Value {
     json!({"name": name, "port": number, "protocol": "TCP", "targetPort": target})
