@@ -1,5 +1,6 @@
 //! Puts the agent together: [`build`] does everything that can fail at start, [`Bound::run`] serves until stopped.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -112,9 +113,16 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
         copies.push((ADMIN.to_owned(), bound.address(), bound.copy()?));
         serving = Some(bound.serve()?);
     }
-    let outbound = outbound::bind(&config.outbound).await?;
+    let replaces = before.is_some();
+    let taken = |address: SocketAddr| before.as_mut()?.listener(outbound::NAME, |at| at == address);
+    let outbound = outbound::bind(&config.outbound, replaces, taken).await?;
+    for (listen, listener) in &outbound {
+        if let Some(listener) = listener {
+            copies.push((outbound::NAME.to_owned(), listen.address, outbound::copy(listener)?));
+        }
+    }
     let handover = Handover::default();
-    handover.set_successor(before.is_some());
+    handover.set_successor(replaces);
     let ends = (config.when_replaced == WhenReplaced::Exit).then(|| shutdown.clone());
     let accepting = serving.as_ref().map(Serving::accepting);
     let succession =
@@ -189,6 +197,7 @@ impl Bound {
             self.config.reach.clone(),
             keeper.subscribe(),
             self.servers.known(),
+            self.handover.clone(),
             self.metrics.clone(),
             tasks.clone(),
             (own.draining_token().clone(), own.forced_token().clone()),
@@ -201,7 +210,24 @@ impl Bound {
         // These end with this function, not with the drain.
         let mut background = JoinSet::new();
         for (listen, listener) in self.outbound {
-            background.spawn(outbound.clone().serve(listen, listener));
+            let (outbound, succession) = (outbound.clone(), self.succession.clone());
+            let draining = own.draining_token().clone();
+            background.spawn(async move {
+                // The agent before accepts until then.
+                succession.opened().await;
+                let listener = match listener {
+                    Some(listener) => listener,
+                    None => {
+                        let late = draining.run_until_cancelled(outbound::listen_late(&listen)).await;
+                        let Some(listener) = late else { return };
+                        if let Ok(copy) = outbound::copy(&listener) {
+                            succession.add(outbound::NAME, listen.address, copy);
+                        }
+                        listener
+                    }
+                };
+                outbound.serve(listen, listener).await;
+            });
         }
         if let Some((before, pending)) = self.before {
             let (links, handover, succession) =

@@ -27,6 +27,7 @@ mod kubernetes;
 mod limits;
 mod load;
 mod logs;
+mod mapped;
 mod memory;
 mod operating;
 mod outbound;

@@ -19,6 +19,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
 use crate::common::{alongside, hold, pause, server, session_of, skip, target};
+use crate::mapped::{self, MAP, alongside_map, hold_mapped, visit_mapped};
 
 scenarios! {
     nobody_notices(edges = 2, limit = 240),
@@ -252,8 +253,9 @@ async fn wait_sessions(agent: &Agent<'_>, count: f64) -> Result<()> {
 }
 
 async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
-    let server = server(testbed).await?;
-    let mut agent = Agent::enrol_with(&server, 1, &["--drain-timeout=1m"]).await?;
+    let (server, _in_cloud) = mapped::server(testbed).await?;
+    let flags = ["--drain-timeout=1m", "--connect-address=127.0.0.1:10281", MAP];
+    let mut agent = Agent::enrol_with(&server, 1, &flags).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let length = 30_000_000;
     let source = target(testbed, 1, 9100, Behaviour::Source(22, length))?;
@@ -266,10 +268,11 @@ async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
     for turn in 1..=3 {
         let epoch = session_of(&server, 0).await?["epoch"].clone();
         let mut held = hold(on_edge.address, b"before").await?;
+        let mut mapped = hold_mapped(testbed).await?;
         let mut download = client::connect(source.address).await?;
         skip(&mut download, 1_000_000).await?;
         let started = Instant::now();
-        agent = alongside("an agent's replacement", on_edge.address, async {
+        let replacing = async {
             let second = agent.take_over().await?;
             figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
             // What the first one carries goes on.
@@ -278,14 +281,17 @@ async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
             ensure!(got + 1_000_000 == length, "a download of {got} bytes");
             download.shutdown().await.context("closing the download")?;
             ensure!(agent.process.ended()?.is_none(), "the first agent ended with a connection open");
-            echo(&mut held, b"still").await.context("on the connection held")?;
-            held.shutdown().await.context("closing")?;
-            ensure!(end_of(&mut held, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
+            for stream in [&mut held, &mut mapped] {
+                echo(stream, b"still").await.context("on a connection held")?;
+                stream.shutdown().await.context("closing")?;
+                ensure!(end_of(stream, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
+            }
             let status = agent.process.wait_exit(ENDS).await?;
             ensure!(status.code() == Some(0), "the first agent ended with {status}");
             anyhow::Ok(second)
-        })
-        .await?;
+        };
+        let replacing = alongside_map(testbed, replacing);
+        agent = alongside("an agent's replacement", on_edge.address, replacing).await?;
         ensure!(session_of(&server, 0).await?["epoch"] != epoch, "the first agent's session is the live one");
         agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)?;
         let ready = agent.get("/readyz").await?;
@@ -318,11 +324,12 @@ async fn an_agents_successor_dies_while_the_first_one_drains(testbed: &Testbed) 
 }
 
 async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
-    let server = server(testbed).await?;
+    let (server, _in_cloud) = mapped::server(testbed).await?;
     // As in a pod, which is stopped by its kubelet.
-    let mut agent = Agent::enrol_with(&server, 1, &["--when-replaced=wait"]).await?;
+    let mut agent = Agent::enrol_with(&server, 1, &["--when-replaced=wait", MAP]).await?;
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let mut held = hold(on_edge.address, b"before").await?;
+    visit_mapped(testbed).await?;
     let epoch = session_of(&server, 0).await?["epoch"].clone();
 
     // Half-way: it reaches no server.
@@ -333,6 +340,9 @@ async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
         let mut second = agent.successor()?;
         agent.wait_log("another agent takes over").await?;
         second.wait_log("taking over from the one that runs here").await?;
+        for _ in 0..20 {
+            visit_mapped(testbed).await?;
+        }
         second.process.crash().await?;
         agent.wait_log("this agent goes on").await
     })
@@ -345,6 +355,7 @@ async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
     let mut second = alongside("a takeover", on_edge.address, agent.take_over()).await?;
     echo(&mut held, b"after").await.context("on the connection held")?;
     ensure!(agent.process.ended()?.is_none(), "the first agent ended by itself");
+    visit_mapped(testbed).await.context("after the takeover")?;
     let epoch = session_of(&server, 0).await?["epoch"].clone();
     second.process.crash().await?;
     let now = async || Ok(session_of(&server, 0).await?["epoch"].clone());
@@ -353,6 +364,7 @@ async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
     server.wait_connected("edge-1", true, agent::START).await?;
     echo(&mut held, b"still").await.context("on the connection held")?;
     visit(on_edge.address).await?;
+    visit_mapped(testbed).await.context("after the second agent's death")?;
 
     // The next one is taken.
     let third = alongside("another takeover", on_edge.address, agent.take_over()).await?;

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use ipnet::IpNet;
 use tunnel_core::config::{ConfigError, HostPort, parse_cidrs, parse_door};
 
-use crate::outbound::Listen;
+use crate::outbound::{Listen, MOST_LISTENERS};
 
 /// Who may use a listener on a loopback address that names nobody.
 fn this_host() -> Vec<IpNet> {
@@ -36,6 +36,10 @@ pub(super) fn outbound(connect: &str, clients: &str, maps: &[String]) -> Result<
     }
     for map in maps {
         listeners.push(parse_map(map).map_err(|reason| ConfigError::new("--map", map, reason))?);
+    }
+    if listeners.len() > MOST_LISTENERS {
+        let reason = format!("{} listeners; at most {MOST_LISTENERS} are possible", listeners.len());
+        return Err(ConfigError::without_value("--map", reason));
     }
     for (index, listen) in listeners.iter().enumerate() {
         if let Some(other) = listeners[..index].iter().find(|other| other.address == listen.address) {
@@ -115,5 +119,9 @@ mod tests {
             let error = outbound(connect, clients, &maps).unwrap_err().to_string();
             assert!(error.contains(reason), "{error:?} lacks {reason:?}");
         }
+        let maps = |most: u16| (1..=most).map(|port| format!("127.0.0.1:{port}=x:1")).collect::<Vec<_>>();
+        assert_eq!(outbound("127.0.0.1:0", "", &maps(128)).unwrap().len(), 128);
+        let error = outbound("127.0.0.1:0", "", &maps(129)).unwrap_err().to_string();
+        assert!(error.contains("129 listeners; at most 128 are possible"), "{error}");
     }
 }

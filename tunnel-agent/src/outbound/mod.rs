@@ -4,6 +4,7 @@
 //! the tunnel; a static map names its target in the stream's head.
 
 mod link;
+mod listen;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,69 +19,26 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::carry::{Abort, Relay, RelayError, Side, Traffic, end_on_drop, prepare_socket};
-use tunnel_core::config::{BindError, HostPort};
+use tunnel_core::config::HostPort;
 use tunnel_core::identity::AgentIdentity;
 use tunnel_core::outcome::Outcome;
 
 use crate::metrics::Metrics;
 use crate::reach::Reach;
+use crate::session::Handover;
 use link::{Links, Stream};
+pub use listen::Listen;
+pub(crate) use listen::{BoundListeners, MOST_LISTENERS, NAME, bind, copy, listen_late};
 
 /// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// How long a client may take to read why it gets nothing.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// A listener of this node, and where it leads.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listen {
-    pub address: SocketAddr,
-    /// None: each client says it, to the server.
-    pub target: Option<HostPort>,
-    /// Who may use it.
-    pub clients: Vec<IpNet>,
-}
-
-impl Listen {
-    /// The flag that it comes from.
-    pub(crate) fn name(&self) -> &'static str {
-        if self.target.is_some() { "--map" } else { "--connect-address" }
-    }
-
-    pub(crate) fn flag(&self) -> String {
-        format!("{}={}", self.name(), self.address)
-    }
-
-    /// The flags that give this listener.
-    pub(crate) fn flags(&self) -> Vec<(&'static str, String)> {
-        let clients = self.clients.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-        match &self.target {
-            Some(target) => vec![("map", format!("{}={target},{clients}", self.address))],
-            None => vec![("connect-address", self.address.to_string()), ("connect-clients", clients)],
-        }
-    }
-}
-
-/// Listeners that are bound.
-pub(crate) type BoundListeners = Vec<(Listen, TcpListener)>;
-
-/// Binds all.
-///
-/// # Errors
-/// An address that cannot be listened on.
-pub(crate) async fn bind(listeners: &[Listen]) -> Result<BoundListeners, BindError> {
-    let mut bound = Vec::new();
-    for listen in listeners {
-        let listener = TcpListener::bind(listen.address).await;
-        let listener = listener.map_err(|error| BindError::new(listen.name(), listen.address, error))?;
-        bound.push((listen.clone(), listener));
-    }
-    Ok(bound)
-}
-
 /// What carries the connections.
 pub(crate) struct Outbound {
     links: Links,
+    handover: Handover,
     metrics: Metrics,
     tasks: TaskTracker,
     draining: CancellationToken,
@@ -92,20 +50,21 @@ impl Outbound {
         reach: Reach,
         identity: watch::Receiver<Arc<AgentIdentity>>,
         servers: watch::Receiver<Arc<Vec<HostPort>>>,
+        handover: Handover,
         metrics: Metrics,
         tasks: TaskTracker,
         (draining, forced): (CancellationToken, CancellationToken),
     ) -> Arc<Self> {
         let links = Links::new(reach, identity, servers);
-        Arc::new(Self { links, metrics, tasks, draining, forced })
+        Arc::new(Self { links, handover, metrics, tasks, draining, forced })
     }
 
-    /// Serves a listener until the drain.
+    /// Serves a listener until the drain, but for the time in which another agent of this node has taken over.
     pub(crate) async fn serve(self: Arc<Self>, listen: Listen, listener: TcpListener) {
         let listen = Arc::new(listen);
         loop {
             let accepted = tokio::select! {
-                accepted = listener.accept() => accepted,
+                accepted = self.accept(&listener) => accepted,
                 () = self.draining.cancelled() => return,
             };
             match accepted {
@@ -117,6 +76,18 @@ impl Outbound {
                     tracing::warn!(address = %listen.address, %error, "cannot accept a connection to the cloud");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
+            }
+        }
+    }
+
+    /// The next client. Once another agent has taken over, which listens on the same socket, they are that one's.
+    async fn accept(&self, listener: &TcpListener) -> io::Result<(TcpStream, SocketAddr)> {
+        loop {
+            self.handover.leads().await;
+            tokio::select! {
+                biased;
+                () = self.handover.passed() => {}
+                accepted = listener.accept() => return accepted,
             }
         }
     }

@@ -121,6 +121,11 @@ impl Handover {
         self.until(|phase| *phase == Phase::Passed).await;
     }
 
+    /// Waits until there is no successor that has taken over, or it has died.
+    pub async fn leads(&self) {
+        self.until(|phase| *phase != Phase::Passed).await;
+    }
+
     /// Waits until no successor is half-way.
     pub async fn settled(&self) {
         self.until(|phase| !matches!(phase, Phase::Passing(_))).await;
@@ -141,14 +146,16 @@ mod tests {
         assert_eq!((states(), handover.is_alone()), ((true, true, true), true));
         handover.set(Phase::Passing(BTreeSet::new()));
         assert_eq!(states(), (true, true, false), "it may not come that far");
+        assert!(handover.leads().now_or_never().is_some());
         handover.set_attached(BTreeSet::from(["a:1".to_owned()]));
         assert_eq!((states(), handover.is_alone()), ((false, true, false), false));
         handover.set(Phase::Passed);
         handover.set_attached(BTreeSet::new());
         assert_eq!(states(), (false, false, true));
-        assert!(handover.passed().now_or_never().is_some());
+        assert!(handover.passed().now_or_never().is_some() && handover.leads().now_or_never().is_none());
         handover.set(Phase::Alone);
         assert_eq!(states(), (true, true, true), "it has died");
+        assert!(handover.leads().now_or_never().is_some());
         assert!(handover.alone().now_or_never().is_some() && handover.knows_successor());
         assert!(!Handover::default().knows_successor());
     }

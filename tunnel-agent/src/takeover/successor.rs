@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -26,7 +28,7 @@ const RETRY: Duration = Duration::from_secs(10);
 /// Passes this agent's place on to a successor.
 pub(crate) struct Succession {
     socket: PathBuf,
-    /// The admin port's.
+    /// Of the admin port and the listeners to the cloud.
     copies: Copies,
     admin: Option<Accepting>,
     handover: Handover,
@@ -60,6 +62,16 @@ impl Succession {
         self.open.cancel();
     }
 
+    /// Waits until there is: this agent has the node's place.
+    pub(crate) async fn opened(&self) {
+        self.open.cancelled().await;
+    }
+
+    /// Adds a listening socket for a successor.
+    pub(crate) fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
+        self.copies.add(name, at, socket);
+    }
+
     /// Only the first call counts.
     pub(crate) fn set_running(&self, links: Arc<LinkSet>, keeper: Arc<IdentityKeeper>) {
         let _ = self.running.set((links, keeper));
@@ -67,7 +79,7 @@ impl Succession {
 
     /// Waits for successors once this agent has something to pass on. Never ends.
     pub(crate) async fn run(self: Arc<Self>) {
-        self.open.cancelled().await;
+        self.opened().await;
         let mut listener = self.listen().await;
         loop {
             match listener.accept().await {

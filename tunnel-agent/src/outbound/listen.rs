@@ -1,0 +1,140 @@
+//! The listeners on this node, and where they lead.
+
+use std::io;
+use std::net::{self, SocketAddr};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::time::Duration;
+
+use ipnet::IpNet;
+use tokio::net::TcpListener;
+use tunnel_core::config::{BindError, HostPort};
+use tunnel_core::log_once::LogOnce;
+
+/// More are refused: a successor gets them all in one message.
+pub(crate) const MOST_LISTENERS: usize = 128;
+/// Their name among the listening sockets that a successor gets.
+pub(crate) const NAME: &str = "outbound";
+/// How often to try an address that another agent has.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// A listener of this node, and where it leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listen {
+    pub address: SocketAddr,
+    /// None: each client says it, to the server.
+    pub target: Option<HostPort>,
+    /// Who may use it.
+    pub clients: Vec<IpNet>,
+}
+
+impl Listen {
+    /// The flag that it comes from.
+    pub(crate) fn name(&self) -> &'static str {
+        if self.target.is_some() { "--map" } else { "--connect-address" }
+    }
+
+    pub(crate) fn flag(&self) -> String {
+        format!("{}={}", self.name(), self.address)
+    }
+
+    /// The flags that give this listener.
+    pub(crate) fn flags(&self) -> Vec<(&'static str, String)> {
+        let clients = self.clients.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        match &self.target {
+            Some(target) => vec![("map", format!("{}={target},{clients}", self.address))],
+            None => vec![("connect-address", self.address.to_string()), ("connect-clients", clients)],
+        }
+    }
+}
+
+/// Listeners that are bound, and those that another agent has still: see [`listen_late`].
+pub(crate) type BoundListeners = Vec<(Listen, Option<TcpListener>)>;
+
+/// Listens everywhere. `taken` gives the socket that the agent before has at an address. If there is one (`replaces`), and it
+/// has the address without giving the socket, it is of a version that keeps it.
+///
+/// # Errors
+/// An address that cannot be listened on.
+pub(crate) async fn bind(
+    listeners: &[Listen],
+    replaces: bool,
+    mut taken: impl FnMut(SocketAddr) -> Option<net::TcpListener>,
+) -> Result<BoundListeners, BindError> {
+    let mut bound = Vec::new();
+    for listen in listeners {
+        let listener = match taken(listen.address) {
+            Some(listener) => TcpListener::from_std(listener),
+            None => TcpListener::bind(listen.address).await,
+        };
+        let listener = match listener {
+            Ok(listener) => Some(listener),
+            Err(error) if replaces && error.kind() == io::ErrorKind::AddrInUse => {
+                let flag = listen.flag();
+                tracing::warn!(
+                    flag,
+                    "the agent before keeps this address: it is listened on once that one has ended"
+                );
+                None
+            }
+            Err(error) => return Err(BindError::new(listen.name(), listen.address, error)),
+        };
+        bound.push((listen.clone(), listener));
+    }
+    Ok(bound)
+}
+
+/// Listens where another agent did, as soon as that is possible.
+pub(crate) async fn listen_late(listen: &Listen) -> TcpListener {
+    let (flag, mut failing) = (listen.flag(), LogOnce::default());
+    loop {
+        match TcpListener::bind(listen.address).await {
+            Ok(listener) => {
+                tracing::info!(flag, "listening");
+                return listener;
+            }
+            Err(error) if failing.is_new(&error) => {
+                tracing::warn!(flag, %error, "cannot listen yet; trying again");
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+/// The socket once more, for a successor.
+///
+/// # Errors
+/// Too many open files.
+pub(crate) fn copy(listener: &TcpListener) -> io::Result<OwnedFd> {
+    listener.as_fd().try_clone_to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(address: SocketAddr) -> Listen {
+        Listen { address, target: Some("prometheus.monitoring:9090".parse().unwrap()), clients: Vec::new() }
+    }
+
+    #[tokio::test]
+    async fn what_the_agent_before_has_is_taken_or_waited_for() {
+        let (passed, kept) = (bind_one().await, bind_one().await);
+        let listeners = [map(passed.local_addr().unwrap()), map(kept.local_addr().unwrap())];
+        let taken = |address: SocketAddr| {
+            let socket = (address == listeners[0].address).then(|| copy(&passed).unwrap());
+            socket.map(net::TcpListener::from)
+        };
+        assert!(bind(&listeners, false, |_| None).await.is_err(), "nothing is passed on");
+        let bound = bind(&listeners, true, taken).await.unwrap();
+        let is_bound: Vec<_> = bound.iter().map(|(listen, now)| (listen, now.is_some())).collect();
+        assert_eq!(is_bound, [(&listeners[0], true), (&listeners[1], false)]);
+        drop(kept);
+        let late = listen_late(&listeners[1]).await;
+        assert_eq!(late.local_addr().unwrap(), listeners[1].address);
+    }
+
+    async fn bind_one() -> TcpListener {
+        TcpListener::bind("127.0.0.1:0").await.unwrap()
+    }
+}
