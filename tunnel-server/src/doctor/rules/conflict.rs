@@ -216,10 +216,20 @@ fn is_for_all(tests: &Tests) -> bool {
     !tests.other && !tests.not_tcp && tests.destination.is_none()
 }
 
-/// It accepts what belongs to a connection, not a new one.
+/// It accepts what belongs to a connection, or what was sent here by a rule for its destination: not what is new here.
 fn only_answers(rule: &str) -> bool {
-    let words = ["ESTABLISHED", "established"];
-    words.iter().any(|word| rule.contains(word)) && !rule.contains("NEW") && !rule.contains("new")
+    let states = ["--ctstate ", "--state ", "ct state "].iter().find_map(|key| Some(rule.split_once(key)?.1));
+    let Some(states) = states else {
+        return ["ct status dnat", "ct status 0x20"].iter().any(|status| rule.contains(status));
+    };
+    let end = if states.starts_with('{') { '}' } else { ' ' };
+    let states = states.split(end).next().unwrap_or_default();
+    let has = |wanted: &[&str]| {
+        states.split(|letter: char| !letter.is_ascii_alphanumeric()).any(|state| wanted.contains(&state))
+    };
+    // The numbers are those of `nft -n`.
+    let answers = has(&["ESTABLISHED", "established", "0x2", "RELATED", "related", "0x4"]);
+    answers && !has(&["NEW", "new", "0x8"])
 }
 
 fn only_loopback(rule: &str) -> bool {

@@ -1,4 +1,4 @@
-//! The output of `nft list ruleset`.
+//! The output of `nft list ruleset`, also with -n, which prints protocols and states as numbers.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -72,17 +72,23 @@ fn maps(text: &str) -> BTreeMap<(String, String), Vec<(String, String)>> {
             map = Some(rest.trim_end_matches('{').trim().to_owned());
         } else if line == "}" {
             map = None;
-        } else if let (Some(name), Some(elements)) = (&map, line.strip_prefix("elements = {")) {
-            let list = elements.trim_end_matches('}').split(',').filter_map(|element| {
-                let (key, verdict) = element.split_once(" : ")?;
-                // A comment of the element may stand between them.
-                let key = key.split(" comment ").next()?.trim();
-                Some((key.to_owned(), verdict.trim().to_owned()))
-            });
-            maps.insert((table.clone(), name.clone()), list.collect());
+        } else if let (Some(name), Some(list)) = (&map, line.strip_prefix("elements = ")) {
+            maps.insert((table.clone(), name.clone()), elements(list));
         }
     }
     maps
+}
+
+/// Keys and verdicts of `{ key : verdict, … }`.
+fn elements(list: &str) -> Vec<(String, String)> {
+    let list = list.trim_start_matches('{').split('}').next().unwrap_or_default();
+    let element = |text: &str| {
+        let (key, verdict) = text.split_once(" : ")?;
+        // A comment of the element may stand between them.
+        let key = key.split(" comment ").next()?.trim();
+        Some((key.to_owned(), verdict.trim().to_owned()))
+    };
+    list.split(',').filter_map(element).collect()
 }
 
 fn hook(line: &str) -> Option<Hook> {
@@ -95,13 +101,17 @@ fn hook(line: &str) -> Option<Hook> {
     }
 }
 
-/// One, or one for each element of a map of verdicts.
+/// One, or one for each element of a map of verdicts, which has a name or stands in the rule.
 fn rules_of(line: &str, maps: &BTreeMap<(String, String), Vec<(String, String)>>, table: &str) -> Vec<Rule> {
-    let (before, after) = line.split_once(" vmap ").unwrap_or((line, ""));
-    if let Some(name) = after.trim().strip_prefix('@') {
-        let name = name.split_whitespace().next().unwrap_or_default();
-        let elements = maps.get(&(table.to_owned(), name.to_owned()));
-        return elements.into_iter().flatten().map(|(key, verdict)| element(before, key, verdict)).collect();
+    if let Some((before, map)) = line.split_once(" vmap ") {
+        let elements = match map.trim().strip_prefix('@') {
+            Some(name) => {
+                let name = name.split_whitespace().next().unwrap_or_default();
+                maps.get(&(table.to_owned(), name.to_owned())).cloned().unwrap_or_default()
+            }
+            None => elements(map.trim()),
+        };
+        return elements.iter().map(|(key, verdict)| element(before, key, verdict)).collect();
     }
     let mut tests = Tests::default();
     let words: Vec<&str> = line.split_whitespace().collect();
@@ -109,19 +119,13 @@ fn rules_of(line: &str, maps: &BTreeMap<(String, String), Vec<(String, String)>>
     vec![Rule { tests, action: action(&words), text: line.to_owned() }]
 }
 
+/// `before` is the rule up to its map. It ends in the fields that the key has values of, and what it asks besides stands
+/// in front of them.
 fn element(before: &str, key: &str, verdict: &str) -> Rule {
     let mut tests = Tests::default();
-    for part in key.split(" . ") {
-        if let Ok(address) = part.parse::<IpAddr>() {
-            tests.destination = Some(Is {
-                not: false,
-                of: vec![IpNet::new_assert(address, if address.is_ipv4() { 32 } else { 128 })],
-            });
-        } else if let Ok(port) = part.parse::<u16>() {
-            tests.ports = Some(Is { not: false, of: vec![port..=port] });
-        } else if part != "tcp" {
-            tests.not_tcp = true;
-        }
+    for (field, value) in before.split(" . ").zip(key.split(" . ")) {
+        let words: Vec<&str> = field.split_whitespace().chain([value.trim()]).collect();
+        read_tests(&words, &mut tests);
     }
     let words: Vec<&str> = verdict.split_whitespace().collect();
     Rule { tests, action: action(&words), text: format!("{before} {key} : {verdict}") }
@@ -134,7 +138,12 @@ fn read_tests(words: &[&str], tests: &mut Tests) {
         match (words[at], rest.first().copied()) {
             ("tcp" | "th", Some("dport")) => {
                 let (not, values, used) = operand(&rest[1..]);
-                tests.ports = Some(Is { not, of: values.iter().filter_map(|value| port(value)).collect() });
+                // What a named set holds is not known here.
+                let ports: Option<Vec<_>> = values.iter().map(|value| port(value)).collect();
+                match ports {
+                    Some(of) => tests.ports = Some(Is { not, of }),
+                    None => tests.other = true,
+                }
                 at += used + 1;
             }
             ("udp" | "sctp" | "icmp" | "icmpv6", _) => tests.not_tcp = true,
@@ -153,14 +162,18 @@ fn read_tests(words: &[&str], tests: &mut Tests) {
                 }
                 at += used + 1;
             }
-            ("meta", Some("l4proto")) => {
+            ("meta", Some("l4proto")) | ("ip", Some("protocol")) | ("ip6", Some("nexthdr")) => {
                 let (not, values, used) = operand(&rest[1..]);
-                tests.not_tcp |= values.iter().any(|value| matches!(value.as_str(), "tcp" | "6")) == not;
+                let unknown = values.iter().any(|value| value.starts_with('@') || value == ".");
+                let tcp = values.iter().any(|value| matches!(value.as_str(), "tcp" | "6"));
+                tests.not_tcp |= !unknown && tcp == not;
+                // Of one IP version, it says nothing of the other.
+                tests.other |= unknown || words[at] != "meta";
                 at += used + 1;
             }
             (
                 "ip" | "ip6" | "meta" | "ct" | "fib" | "iifname" | "oifname" | "iif" | "oif" | "mark"
-                | "socket",
+                | "socket" | "tcp" | "th" | "ether" | "limit" | "quota" | "numgen",
                 _,
             ) => {
                 tests.other = true;

@@ -17,7 +17,7 @@ const TOOLS: [(&str, &[&str], Parse); 5] = [
     ("ip6tables-save", &[], iptables::parse),
     ("iptables-legacy-save", &[], iptables::parse),
     ("ip6tables-legacy-save", &[], iptables::parse),
-    ("nft", &["-n", "list", "ruleset"], nft::parse),
+    ("nft", &["list", "ruleset"], nft::parse),
 ];
 
 type Parse = fn(&str) -> Ruleset;

@@ -214,3 +214,134 @@ fn a_firewall_that_keeps_agents_out_is_found() {
     assert!(closed(nft).unwrap().contains("policy DROP"));
     assert_eq!(closed(&nft.replace("dport 22", "dport { 22, 10262 }")), None);
 }
+
+/// As nft 1.0.6 prints it without -n, and with it.
+const NATIVE: [&str; 2] = [
+    "table inet filter {
+	set open {
+		type inet_service
+		elements = { 22, 80 }
+	}
+
+	map by_port {
+		type inet_proto . inet_service : verdict
+		elements = { udp . 10262 : accept,
+			     tcp . 9200 comment \"x/y\" : accept }
+	}
+
+	chain input {
+		type filter hook input priority filter; policy drop;
+		ct state established,related accept
+		ct state vmap { invalid : drop, established : accept, related : accept }
+		ct state { established, related } accept
+		ct status dnat accept
+		iifname \"lo\" accept
+		ip protocol icmp accept
+		ip6 nexthdr ipv6-icmp accept
+		meta l4proto { icmp, ipv6-icmp } accept
+		tcp dport vmap { 22 : accept, 80-90 : drop }
+		meta l4proto . th dport vmap @by_port
+		meta l4proto { tcp, udp } th dport 53 accept
+		reject with icmpx admin-prohibited
+	}
+}
+",
+    "table inet filter {
+	set open {
+		type inet_service
+		elements = { 22, 80 }
+	}
+
+	map by_port {
+		type inet_proto . inet_service : verdict
+		elements = { 17 . 10262 : accept,
+			     6 . 9200 comment \"x/y\" : accept }
+	}
+
+	chain input {
+		type filter hook input priority 0; policy drop;
+		ct state 0x2,0x4 accept
+		ct state vmap { 0x1 : drop, 0x2 : accept, 0x4 : accept }
+		ct state { 0x2, 0x4 } accept
+		ct status 0x20 accept
+		iifname \"lo\" accept
+		ip protocol 1 accept
+		ip6 nexthdr 58 accept
+		meta l4proto { 1, 58 } accept
+		tcp dport vmap { 22 : accept, 80-90 : drop }
+		meta l4proto . th dport vmap @by_port
+		meta l4proto { 6, 17 } th dport 53 accept
+		reject with icmpx 3
+	}
+}
+",
+];
+
+#[test]
+fn a_firewall_of_nftables_is_read_with_names_and_with_numbers() {
+    for text in NATIVE {
+        assert!(closed(text).unwrap().contains("chain input: reject with icmpx"), "{text}");
+        let last = text.rfind("\t\treject").unwrap();
+        let with = |rule: &str| format!("{}\t\t{rule}\n{}", &text[..last], &text[last..]);
+        for open in [
+            "tcp dport 10262 accept",
+            "tcp dport { 22, 10000-10300 } accept",
+            "tcp dport vmap { 22 : drop, 10262 : accept }",
+            "tcp dport vmap { 10200-10300 : accept }",
+            // These may hold the port.
+            "tcp dport @open accept",
+            "meta l4proto @protocols accept",
+            "ip saddr 10.0.0.0/8 accept",
+            "ct state established,new accept",
+            "ct state 0x2,0x8 accept",
+            "ct state vmap { new : accept }",
+            "ct state != invalid accept comment \"not only established\"",
+        ] {
+            assert_eq!(closed(&with(open)), None, "{}", with(open));
+        }
+        for shut in [
+            "tcp dport vmap { 22 : accept, 80-90 : accept }",
+            "tcp dport != 10262 accept",
+            "udp dport vmap { 10262 : accept }",
+            "meta l4proto 17 th dport 10262 accept",
+            "ip protocol udp accept",
+            "meta mark 0x00000002 tcp dport 22 accept",
+        ] {
+            assert!(closed(&with(shut)).is_some(), "{}", with(shut));
+        }
+        // What drops some keeps none of the others out.
+        let open = text.replace("policy drop", "policy accept");
+        let last = open.rfind("\t\treject").unwrap();
+        for some in [
+            "limit rate over 10/second drop",
+            "tcp flags syn / fin,syn,rst,ack drop",
+            "tcp dport @open drop",
+            "tcp sport 22 drop",
+            "ct state vmap { 0x8 : drop }",
+        ] {
+            let text = format!("{}\t\t{some}\n\t}}\n}}\n", &open[..last]);
+            assert_eq!(closed(&text), None, "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_node_port_for_udp_takes_no_tcp_port_however_nft_prints_it() {
+    let nat = |protocol: &str| {
+        format!(
+            "table ip kube-proxy {{\n\tmap nodeports {{\n\t\ttype inet_proto . inet_service : verdict\n\
+             \t\telements = {{ {protocol} . 9100 : goto web }}\n\t}}\n\n\
+             \tchain out {{\n\t\ttype nat hook output priority -100; policy accept;\n\
+             \t\tfib daddr type 2 meta l4proto . th dport vmap @nodeports\n\t}}\n\n\
+             \tchain web {{\n\t\tdnat to 10.244.0.5:80\n\t}}\n}}\n"
+        )
+    };
+    for udp in ["udp", "17"] {
+        assert_eq!(conflicts(&nat(udp)), [], "{udp}");
+    }
+    for tcp in ["tcp", "6"] {
+        let found = conflicts(&nat(tcp));
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].1.contains("takes port 9100"), "{found:?}");
+    }
+}
