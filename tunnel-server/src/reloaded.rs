@@ -67,6 +67,8 @@ pub(crate) struct ReloadedFile<T> {
     metrics: FileMetrics,
     /// What the last reading found.
     last: Result<String, String>,
+    /// Why that, though good in itself, is not in effect. It is tried again: what was in its way may go.
+    unapplied: Option<String>,
 }
 
 impl<T: Send + 'static> ReloadedFile<T> {
@@ -83,11 +85,12 @@ impl<T: Send + 'static> ReloadedFile<T> {
         let text = read(path)?;
         let content = parse(&text)?;
         metrics.count(what, true);
-        let file = Self { what, path: path.to_owned(), parse, metrics: metrics.clone(), last: Ok(text) };
-        Ok((file, content))
+        let (path, metrics) = (path.to_owned(), metrics.clone());
+        Ok((Self { what, path, parse, metrics, last: Ok(text), unapplied: None }, content))
     }
 
-    /// Reads it again whenever it changes, until `stop`, and passes good content on to `apply`, which may still refuse it.
+    /// Reads it again whenever it changes, until `stop`, and passes good content on to `apply`, which may still refuse it, and
+    /// is then asked again at every poll.
     pub(crate) async fn run<F>(mut self, apply: impl Fn(T) -> F, stop: CancellationToken)
     where
         F: Future<Output = Result<(), String>>,
@@ -110,13 +113,24 @@ impl<T: Send + 'static> ReloadedFile<T> {
         // A network file system may let it wait.
         let text = tokio::task::spawn_blocking(move || read(&path)).await;
         let text = text.unwrap_or_else(|panicked| Err(panicked.to_string()));
-        if text == self.last {
+        let again = text == self.last;
+        if again && self.unapplied.is_none() {
             return;
         }
+        let before = self.unapplied.take();
         let loaded = match text.as_deref().map_err(Clone::clone).and_then(|text| (self.parse)(text)) {
-            Ok(content) => apply(content).await,
+            Ok(content) => {
+                let applied = apply(content).await;
+                self.unapplied = applied.as_ref().err().cloned();
+                applied
+            }
             Err(reason) => Err(reason),
         };
+        self.last = text;
+        if again && self.unapplied.is_some() && self.unapplied == before {
+            // It was said and counted.
+            return;
+        }
         self.metrics.count(self.what, loaded.is_ok());
         let (file, what) = (self.path.display(), self.what);
         match loaded {
@@ -125,7 +139,6 @@ impl<T: Send + 'static> ReloadedFile<T> {
                 tracing::error!(%file, what, "the file is not usable, its last good content stays in effect: {reason}");
             }
         }
-        self.last = text;
     }
 }
 
@@ -212,5 +225,45 @@ mod tests {
         assert_eq!(next(&mut changes).await, 3);
         stop.cancel();
         running.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_could_not_be_applied_is_tried_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("number");
+        let metrics = FileMetrics::default();
+        std::fs::write(&path, "1").unwrap();
+        let (mut file, _) = ReloadedFile::open("test", &path, number, &metrics).unwrap();
+        let in_the_way = Mutex::new(Some("taken"));
+        let applied = Mutex::new(Vec::new());
+        let apply = |number: u32| {
+            applied.lock().unwrap().push(number);
+            let reason = in_the_way.lock().unwrap().map(str::to_owned);
+            std::future::ready(reason.map_or(Ok(()), Err))
+        };
+        let count = |outcome: &'static str| {
+            metrics.reloads.get_or_create(&[("file", "test"), ("outcome", outcome)]).get()
+        };
+        std::fs::write(&path, "2").unwrap();
+        for _ in 0..3 {
+            file.reload(&apply).await;
+            assert_eq!((count("loaded"), count("refused")), (1, 1), "it is counted once");
+        }
+        *in_the_way.lock().unwrap() = Some("forbidden");
+        file.reload(&apply).await;
+        assert_eq!(count("refused"), 2, "another reason");
+        *in_the_way.lock().unwrap() = None;
+        for _ in 0..2 {
+            file.reload(&apply).await;
+            assert_eq!((count("loaded"), count("refused")), (2, 2));
+        }
+        assert_eq!(*applied.lock().unwrap(), [2; 5]);
+        assert_eq!(metrics.in_effect.get_or_create(&[("file", "test")]).get(), 1);
+        // What is wrong in itself stays so.
+        std::fs::write(&path, "x").unwrap();
+        for _ in 0..2 {
+            file.reload(&apply).await;
+            assert_eq!(count("refused"), 3);
+        }
     }
 }

@@ -455,9 +455,16 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
         &format!("{second}- {{listen: '127.0.0.1:3003', node: edge-1, target: 9101}}\n"),
     )?;
     server.wait_log("cannot listen on 127.0.0.1:3003").await?;
-    drop(taken);
     visit(new).await?;
     visit(([127, 0, 0, 1], 3001).into()).await?;
+    let in_effect = [("file", "maps")];
+    server.metrics().await?.expect("postern_file_in_effect", &in_effect, 0.0)?;
+    // Once the port is free the file is in effect, without another change.
+    let third = taken.address;
+    drop(taken);
+    let used = async || Ok(server.metrics().await?.sum("postern_file_in_effect", &in_effect));
+    wait_until("the file to be in effect", SOON, used, |used| *used == 1.0).await?;
+    visit(third).await?;
     write(testbed, "maps.yaml", "maps: []\n")?;
     wait_until("the maps to be gone", SOON, async || Ok(reaches(new).await), |reached| !*reached).await?;
     client::echo(&mut held, b"carried to its end").await?;
