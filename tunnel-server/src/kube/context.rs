@@ -1,5 +1,6 @@
 //! What every part of the Kubernetes side works with.
 
+use std::future::pending;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -90,4 +91,11 @@ pub struct KubeContext {
     pub settings: watch::Receiver<Arc<Settings>>,
     pub health: Health,
     pub stop: CancellationToken,
+}
+
+/// Waits until the value is so; for ever if nobody can change it any more.
+pub(super) async fn becomes(value: &mut watch::Receiver<bool>, wanted: bool) {
+    if value.wait_for(|now| *now == wanted).await.is_err() {
+        pending::<()>().await;
+    }
 }

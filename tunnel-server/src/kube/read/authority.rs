@@ -21,7 +21,7 @@ use tunnel_core::identity::Zeroizing;
 use tunnel_core::log_once::LogOnce;
 use tunnel_kube::{FIELD_MANAGER, named, request};
 
-use crate::kube::context::KubeContext;
+use crate::kube::context::{KubeContext, becomes};
 use crate::pki::{Ca, CaMaterial, CaState, KEY_SUFFIX, Lifetimes, PkiError, ROOTS};
 
 /// Annotation: when the root that signs was activated, so that `ca retire` knows how long the old one is needed.
@@ -360,8 +360,8 @@ pub async fn follow(context: KubeContext, state_dir: PathBuf) {
                 Some(event) => copy.take(event).await,
                 None => return,
             },
-            // The guard inside must not live across the other branches' awaits.
-            () = async { let _ = leader.wait_for(|leads| *leads).await; }, if copy.gone => {}
+            // Never again once this server drains.
+            () = becomes(&mut leader, true), if copy.gone => {}
             () = context.stop.cancelled() => return,
         }
         if copy.gone && *leader.borrow() {

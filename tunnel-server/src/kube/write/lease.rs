@@ -4,7 +4,6 @@
 //! keeps trying. Clocks of servers are never compared: a Lease has ended when this server has seen it unchanged for as long
 //! as it is valid.
 
-use std::future::pending;
 use std::pin::pin;
 use std::time::Duration;
 
@@ -19,7 +18,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 
-use crate::kube::context::WRITE_DEADLINE;
+use crate::kube::context::{WRITE_DEADLINE, becomes};
 
 /// How long the Lease is valid after it was renewed, in seconds.
 const LEASE_SECONDS: i32 = 15;
@@ -55,13 +54,6 @@ pub fn start(
 /// Waits until the Lease has been given back, which takes about a second at most after the stop.
 pub async fn released(mut leader: watch::Receiver<bool>) {
     while leader.changed().await.is_ok() {}
-}
-
-/// Waits until the value is so; for ever if nobody can change it any more.
-async fn becomes(value: &mut watch::Receiver<bool>, wanted: bool) {
-    if value.wait_for(|now| *now == wanted).await.is_err() {
-        pending::<()>().await;
-    }
 }
 
 struct Candidate {

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Secret;
 use postern_fake_kube::{ApiServer, Fault, eventually};
@@ -201,6 +203,40 @@ async fn the_copy_follows_the_secret_and_survives_its_removal() {
 
     context.stop.cancel();
     following.await.unwrap();
+}
+
+/// The election ends with the drain, and what follows the Secret with the stop.
+#[tokio::test]
+async fn while_a_server_drains_a_secret_that_is_gone_costs_nothing() {
+    let server = ApiServer::start();
+    let directory = state_dir(&server, "server");
+    let first = hash(&start(&server, &directory).await.unwrap());
+    let (context, inputs) = context(&server, false).await;
+    let polls = Arc::new(AtomicUsize::new(0));
+    let following = tokio::spawn({
+        let (polls, mut following) = (polls.clone(), Box::pin(follow(context.clone(), directory)));
+        std::future::poll_fn(move |task| {
+            polls.fetch_add(1, Ordering::Relaxed);
+            following.as_mut().poll(task)
+        })
+    });
+    eventually("it watches", || (server.open_watches(SECRETS) == 1).then_some(())).await;
+    drop(inputs.leader);
+    // Between the list that says so and the watch after it there is a second.
+    server.inject("watch", "secrets", Fault::Delay(Duration::from_secs(1)), usize::MAX);
+    let lists = server.requests("list", SECRETS);
+    server.down();
+    server.remove(SECRETS, NAME);
+    server.compact();
+    server.up();
+    eventually("the list", || (server.requests("list", SECRETS) > lists).then_some(())).await;
+    eventually("the watch", || (server.open_watches(SECRETS) == 1).then_some(())).await;
+    let polls = polls.load(Ordering::Relaxed);
+    assert!(polls < 1000, "it was polled {polls} times");
+    assert_eq!(server.requests("patch", SECRET), 1, "only the leader makes it again");
+    context.stop.cancel();
+    following.await.unwrap();
+    assert_eq!(hash(&Ca::open(&state_dir(&server, "server"), Lifetimes::default()).unwrap()), first);
 }
 
 /// The real program against the Secret. Returns what it printed, or its error.
