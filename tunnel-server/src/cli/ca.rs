@@ -16,7 +16,9 @@ use crate::pki::{Ca, CaState, IssuedLedger, Lifetimes, PkiError, Role, Root};
 /// Show and rotate the CA. To rotate: introduce, wait until the agents are connected, activate, wait until they have
 /// renewed, retire.
 ///
-/// Standalone, the CA is in --state-dir, and `ca status` counts the nodes that still use the old root.
+/// Standalone, the CA is in --state-dir, and `ca status` counts the nodes that still use the old root, by the certificates
+/// that this server has issued. Where several servers share the CA, run it on each, and retire only once none shows a node
+/// on the old root.
 ///
 /// In a cluster, the CA is in a Secret that all servers follow: give --kubeconfig FILE, or --in-cluster in a server's
 /// pod. Several servers issue certificates there and none knows them all, so `ca retire` goes by time: it refuses until
