@@ -35,13 +35,11 @@ impl Cgroup {
             Some(path) => Self::open(path)?,
             None => Self::host_root(&mounts)?,
         };
-        if let Some(own) = own_directory(&mounts)? {
-            let path = found.path.canonicalize().unwrap_or_else(|_| found.path.clone());
-            if !own.starts_with(&path) {
-                return Err(RedirectError::Outside { path, own });
-            }
+        let path = found.path.canonicalize().unwrap_or_else(|_| found.path.clone());
+        match own_directory(&mounts, &path)? {
+            Some(own) if !own.starts_with(&path) => Err(RedirectError::Outside { path, own }),
+            _ => Ok(found),
         }
-        Ok(found)
     }
 
     fn open(path: &Path) -> Result<Self, RedirectError> {
@@ -113,33 +111,33 @@ fn unescape(field: &str) -> PathBuf {
     PathBuf::from(std::ffi::OsString::from_vec(out))
 }
 
-/// Where this process's own cgroup is visible. None when it lies outside the namespace or the mounts: then only the
-/// self-test can tell.
-fn own_directory(mounts: &[Mount]) -> Result<Option<PathBuf>, RedirectError> {
+/// Where this process's own cgroup is, in the mount of the hierarchy that `dir` lies on. None when it lies outside the
+/// namespace or that mount: then only the self-test can tell.
+fn own_directory(mounts: &[Mount], dir: &Path) -> Result<Option<PathBuf>, RedirectError> {
     let path = "/proc/self/cgroup";
     let text = fs::read_to_string(path)
         .map_err(|source| RedirectError::Io { what: format!("cannot read {path}"), source })?;
     let Some(own) = text.lines().find_map(|line| line.strip_prefix("0::")) else { return Ok(None) };
-    let own = Path::new(own);
+    let Some(own) = seen_beside(mounts, dir, Path::new(own)) else { return Ok(None) };
+    match own.canonicalize() {
+        Ok(own) => Ok(Some(own)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(RedirectError::Io { what: format!("cannot resolve {}", own.display()), source }),
+    }
+}
+
+/// The path of the cgroup `own` through the mount that `dir` lies on. A container may have its own cgroup mounted too, where
+/// nothing lies inside `dir`.
+fn seen_beside(mounts: &[Mount], dir: &Path, own: &Path) -> Option<PathBuf> {
     if own.components().any(|part| part == Component::ParentDir) {
-        return Ok(None);
+        return None;
     }
-    for mount in mounts {
-        if let Ok(below) = own.strip_prefix(&mount.root) {
-            let dir = mount.point.join(below);
-            match dir.canonicalize() {
-                Ok(dir) => return Ok(Some(dir)),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(source) => {
-                    return Err(RedirectError::Io {
-                        what: format!("cannot resolve {}", dir.display()),
-                        source,
-                    });
-                }
-            }
-        }
-    }
-    Ok(None)
+    // Of several at one point the last one covers the others.
+    let mount = mounts
+        .iter()
+        .filter(|mount| dir.starts_with(&mount.point))
+        .max_by_key(|mount| mount.point.components().count())?;
+    Some(mount.point.join(own.strip_prefix(&mount.root).ok()?))
 }
 
 #[cfg(test)]
@@ -161,6 +159,35 @@ mod tests {
                 Mount { root: "/kube pods".into(), point: "/mnt/a\\b".into() },
             ]
         );
+    }
+
+    #[test]
+    fn a_cgroup_is_looked_for_on_the_mount_that_is_attached_to() {
+        // A container's own cgroup, and the host's hierarchy, as both look from within the container's namespace.
+        let mounts = parse_mounts(
+            "\
+40 39 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw
+41 39 0:26 /../../.. /host/cgroup ro - cgroup2 cgroup rw
+",
+        );
+        let seen = |dir: &str, own: &str| seen_beside(&mounts, Path::new(dir), Path::new(own));
+        assert_eq!(seen("/host/cgroup", "/"), None);
+        assert_eq!(seen("/host/cgroup/kubepods", "/init"), None);
+        assert_eq!(seen("/sys/fs/cgroup", "/init"), Some("/sys/fs/cgroup/init".into()));
+        assert_eq!(seen("/sys/fs/cgroup", "/../other"), None);
+        assert_eq!(seen("/sys/fs/cgroups", "/init"), None);
+        // The host's mounted over it, as hostPath: /sys/fs/cgroup does, and a subtree of a host that has no namespace.
+        let mounts = parse_mounts(
+            "\
+40 39 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw
+41 40 0:26 /../../.. /sys/fs/cgroup ro - cgroup2 cgroup rw
+42 39 0:26 /a.slice /mnt/a rw - cgroup2 cgroup rw
+",
+        );
+        let seen = |dir: &str, own: &str| seen_beside(&mounts, Path::new(dir), Path::new(own));
+        assert_eq!(seen("/sys/fs/cgroup", "/"), None);
+        assert_eq!(seen("/mnt/a/b", "/a.slice/b/c"), Some("/mnt/a/b/c".into()));
+        assert_eq!(seen("/mnt/a", "/b.slice"), None);
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::missing_token_routes", token_routes_missing),
     ("failures::not_a_cgroup", not_a_cgroup),
     ("failures::cgroup_namespace_root", namespace_root),
+    ("failures::the_hosts_cgroups_beside_the_containers_own", hierarchy_beside_own),
     ("failures::no_cgroup_v2_mounted", nothing_mounted),
     ("failures::process_outside_the_cgroup", outside),
     ("failures::missing_capabilities", capabilities),
@@ -115,6 +116,17 @@ fn namespace_root() {
     message_has(&error, &["root of a cgroup namespace", "--redirect-cgroup"]);
     // Given explicitly, the same directory is accepted.
     let redirect = start(RedirectConfig { cgroup: Some(seen.path().into()), ..config() }).unwrap();
+    drop(redirect);
+    umount2(seen.path(), MntFlags::MNT_DETACH).unwrap();
+}
+
+/// As in a container that has the host's hierarchy at another place than its own cgroup: what leads to its own through one of
+/// them says nothing of the other.
+fn hierarchy_beside_own() {
+    let seen = tempfile::tempdir().unwrap();
+    unshare(CloneFlags::CLONE_NEWCGROUP).unwrap();
+    mount(Some("none"), seen.path(), Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
+    let redirect = start(config()).unwrap();
     drop(redirect);
     umount2(seen.path(), MntFlags::MNT_DETACH).unwrap();
 }
