@@ -19,7 +19,7 @@ pub mod link;
 pub mod log_once;
 mod log_queue;
 pub mod logging;
-mod memory;
+pub mod memory;
 pub mod net;
 pub mod outcome;
 pub mod proto;

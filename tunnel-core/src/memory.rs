@@ -11,8 +11,7 @@ const MIN_BUDGET: u64 = 8 << 20;
 /// memory. A quarter more is allowed for a while, and the rest is for everything else: 2,000 connections with their sockets
 /// take half of an agent's 64 MiB.
 pub(crate) fn stall_budget() -> usize {
-    static BUDGET: LazyLock<usize> = LazyLock::new(read_budget);
-    *BUDGET
+    usize::try_from((limit() / 6).max(MIN_BUDGET)).unwrap_or(usize::MAX)
 }
 
 /// Bytes that may wait in front of one link.
@@ -20,12 +19,18 @@ pub(crate) fn link_queue() -> usize {
     stall_budget() / 2
 }
 
-fn read_budget() -> usize {
+/// Bytes that this process may use: the cgroup's memory limit, or the machine's memory.
+pub fn limit() -> u64 {
+    static LIMIT: LazyLock<u64> = LazyLock::new(read_limit);
+    *LIMIT
+}
+
+fn read_limit() -> u64 {
     let memory =
         memory_of_machine(&fs::read_to_string("/proc/meminfo").unwrap_or_default()).unwrap_or(1 << 30);
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let limit = limit_of_cgroup(Path::new("/sys/fs/cgroup"), &cgroups).filter(|limit| *limit < memory);
-    usize::try_from((limit.unwrap_or(memory) / 6).max(MIN_BUDGET)).unwrap_or(usize::MAX)
+    limit.unwrap_or(memory)
 }
 
 fn memory_of_machine(meminfo: &str) -> Option<u64> {
@@ -91,6 +96,6 @@ mod tests {
     #[test]
     fn the_memory_of_this_machine_is_read() {
         assert_eq!(memory_of_machine("MemTotal:       2048 kB\nMemFree: 1 kB\n"), Some(2 << 20));
-        assert!(stall_budget() >= 8 << 20);
+        assert!(limit() >= 8 << 20 && stall_budget() >= 8 << 20);
     }
 }

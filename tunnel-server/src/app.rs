@@ -331,7 +331,8 @@ impl Bound {
             tasks.spawn(feeder.run(stop.clone()));
             tasks.spawn(redirect.clone().watch(stop.clone()));
         }
-        let (budget, workers) = (Budget::of(self.open_files), Arc::new(self.workers));
+        let budget = Budget::of(self.open_files, tunnel_core::memory::limit());
+        let workers = Arc::new(self.workers);
         let drain = Drain::new(shutdown.clone());
         let to_peers = PeerContext {
             server_id: server_id.clone(),

@@ -124,7 +124,8 @@ impl<'a> Doors<'a> {
             tasks.spawn(egress_door.serve_tls(gates.door(listener), tls.current()));
             tasks.spawn(tls.follow(stop.clone()));
         }
-        let shares = Shares::new(budget.https);
+        let newcomers = Arc::new(Shares::new(budget.newcomers));
+        let shares = Shares::new(budget.https).with_newcomers(&newcomers);
         let secure = secure.into_iter().map(|(port, listener)| (Some(port), listener));
         for (port, listener) in https.map(|listener| (None, listener)).into_iter().chain(secure) {
             let door = Https { front: fronts.https.clone(), port };
@@ -136,7 +137,8 @@ impl<'a> Doors<'a> {
         }
         if let Some((listener, front)) = plain.zip(fronts.plain) {
             let door = Plain(front);
-            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.plain)));
+            let shares = Shares::new(budget.plain).with_newcomers(&newcomers);
+            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares));
         }
         if let Some((listener, tls)) = metrics.zip(tls.clone()) {
             let authenticator = reception.gatekeeper.authenticator.clone();

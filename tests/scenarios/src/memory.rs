@@ -2,24 +2,26 @@
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::cgroup::MemoryLimit;
-use postern_testbed::client::{self, End, connect, echo, end_of};
+use postern_testbed::client::{self, End, connect, connect_from, echo, end_of};
 use postern_testbed::metrics::Metrics;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{Testbed, load_target};
+use postern_testbed::{CLOUD, NEIGHBOUR, Testbed, load_target};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
 use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_readers, target};
+use crate::web::Web;
 
 scenarios! {
     stalled_readers_of_two_nodes(edges = 2, limit = 300),
     targets_that_never_read_beside_two_thousand_connections(limit = 300),
     downloads_that_nobody_reads_from_a_small_agent(limit = 300),
+    heads_that_strangers_never_end(limit = 180),
 }
 
 const SERVER: u64 = 256 << 20;
@@ -216,4 +218,50 @@ async fn downloads_that_nobody_reads_from_a_small_agent(testbed: &Testbed) -> Re
         ensure!(end == End::Eof(LENGTH), "a download ended with {end:?}");
     }
     expect_alive(&mut agent.process, &limit)
+}
+
+/// Heads that strangers begin and never end, at the plain and at the https door: they hold a part of the memory, and what one
+/// source holds is not in the way of others.
+async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
+    const STRANGERS: usize = 5_000;
+    const PLAIN: u16 = 10268;
+    const HTTPS: u16 = 10263;
+    let limit = testbed.limit_on_cloud("tunnel-server", SERVER)?;
+    let neighbour = testbed.add_neighbour()?;
+    let builder = server::Builder::new(testbed).memory(&limit).flag(format!("--plain-port={PLAIN}"));
+    let mut server = builder.flag(format!("--plain-clients={NEIGHBOUR}/32")).start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
+    let _web = Web::start(testbed, 1, 9100)?;
+    let filler = vec![b'x'; 60_000];
+    let head = [&b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nX: "[..], &filler[..]].concat();
+    // A TLS record with the beginning of a ClientHello.
+    let hello = [&[22, 3, 1, 0x3f, 0xff, 1, 0, 0x3f, 0xf0][..], &filler[..15_000]].concat();
+    let doors = [(PLAIN, head), (HTTPS, hello)];
+    let held = alongside("heads that never end", healthy.address, async {
+        let mut held = Vec::new();
+        for (port, head) in doors.iter().cycle().take(STRANGERS) {
+            // Who finds no place is reset, maybe before it knows that it is connected.
+            let Ok(mut stream) = connect((CLOUD, *port)).await else { continue };
+            if stream.write_all(head).await.is_ok() {
+                held.push(stream);
+            }
+        }
+        let metrics = server.metrics().await?;
+        for door in ["plain", "https"] {
+            let of_door = [("door", door), ("reason", "newcomer")];
+            let refused = metrics.sum("postern_connections_over_limit_total", &of_door);
+            ensure!(refused > 0.0, "the {door} door took all newcomers");
+            figure(&format!("the {door} door reset {refused} of {} newcomers", STRANGERS / 2));
+        }
+        let mut other = connect_from(&neighbour, (CLOUD, PLAIN).into(), client::PATIENCE)?;
+        other.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n").await?;
+        let answer = client::text(&mut other, "the plain door does not answer").await?;
+        ensure!(answer.starts_with("HTTP/1.1 200 "), "another source was answered {answer:?}");
+        Ok(held)
+    })
+    .await?;
+    expect_alive(&mut server.process, &limit)?;
+    drop(held);
+    Ok(())
 }

@@ -1,4 +1,4 @@
-//! The process's open files, divided into parts that guarantee each user of them its own.
+//! The process's open files, divided into parts that guarantee each user of them its own; and what strangers may have of its memory.
 
 /// More handshakes at a time would only wait for each other's signatures.
 const MOST_HANDSHAKES: u32 = 4096;
@@ -6,6 +6,10 @@ const MOST_HANDSHAKES: u32 = 4096;
 const MOST_SCRAPES: u32 = 32;
 /// An enrolment takes tens of milliseconds.
 const MOST_ENROLMENTS: u32 = 1024;
+/// Bytes that a newcomer may make the server hold: a head of 64 KiB, TLS, and what serves them.
+const NEWCOMER: u64 = 96 << 10;
+/// However little memory there is.
+const LEAST_NEWCOMERS: u32 = 64;
 
 /// How many connections of a kind may be open at a time. Each takes one open file of the process.
 ///
@@ -33,11 +37,14 @@ pub struct Budget {
     pub enrolments: u32,
     /// Links of busy nodes beyond their first.
     pub additional: u32,
+    /// Connections to the https and the plain door, and requests there, of which is not known yet who sends them or to which
+    /// node. They are bounded by memory, and their files are the door's.
+    pub newcomers: u32,
 }
 
 impl Budget {
-    /// Divides `open_files`.
-    pub fn of(open_files: u32) -> Self {
+    /// Divides `open_files`, and takes a sixth of `memory`, in bytes, for newcomers.
+    pub fn of(open_files: u32, memory: u64) -> Self {
         let part = |share: u32, of: u32| (open_files / of).saturating_mul(share);
         Self {
             redirect: part(11, 32),
@@ -53,6 +60,7 @@ impl Budget {
             certified: part(1, 32).min(MOST_HANDSHAKES),
             enrolments: part(1, 64).min(MOST_ENROLMENTS),
             additional: part(1, 32),
+            newcomers: u32::try_from(memory / 6 / NEWCOMER).unwrap_or(u32::MAX).max(LEAST_NEWCOMERS),
         }
     }
 }
@@ -61,6 +69,15 @@ impl Budget {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn newcomers_have_a_sixth_of_the_memory() {
+        let newcomers = |memory| Budget::of(524_288, memory).newcomers;
+        assert_eq!(newcomers(2 << 30), 3640);
+        assert_eq!(newcomers(256 << 20), 455);
+        assert_eq!(newcomers(0), LEAST_NEWCOMERS);
+        assert_eq!(newcomers(u64::MAX), u32::MAX);
+    }
 
     proptest! {
         #[test]
@@ -79,7 +96,8 @@ mod tests {
                 certified,
                 enrolments,
                 additional,
-            } = Budget::of(open_files);
+                newcomers: _,
+            } = Budget::of(open_files, 1 << 30);
             let own = [redirect, https, http, plain, egress, 3 * connect, maps];
             let agents = [strangers, known, certified, enrolments, additional];
             let parts = [&own[..], &agents].concat();

@@ -18,6 +18,8 @@ use super::source_key;
 pub(crate) struct Shares {
     limit: u32,
     counts: Arc<Mutex<Counts>>,
+    /// Those of newcomers; None: they have no bound of their own here.
+    newcomers: Option<Arc<Shares>>,
 }
 
 #[derive(Debug, Default)]
@@ -38,6 +40,11 @@ pub(crate) enum Full {
     Source { source_key: IpAddr, open: u32, free: u32, limit: u32 },
     #[error("{node} has {open} connections open, and this door has only {free} of its {limit} left")]
     Node { node: NodeName, open: u32, free: u32, limit: u32 },
+    #[error(
+        "{source_key} has its part of the {limit} connections and requests for which there is memory before it is known who \
+         sends them and to which node"
+    )]
+    Newcomers { source_key: IpAddr, limit: u32 },
 }
 
 impl Full {
@@ -47,16 +54,22 @@ impl Full {
             Self::Door { .. } => "door",
             Self::Source { .. } => "source",
             Self::Node { .. } => "node",
+            Self::Newcomers { .. } => "newcomer",
         }
     }
 
-    pub(crate) const LABELS: [&str; 3] = ["door", "source", "node"];
+    pub(crate) const LABELS: [&str; 4] = ["door", "source", "node", "newcomer"];
 }
 
 impl Shares {
     /// Of `limit` connections at a time.
     pub(crate) fn new(limit: u32) -> Self {
-        Self { limit, counts: Arc::default() }
+        Self { limit, counts: Arc::default(), newcomers: None }
+    }
+
+    /// The same for connections that hold a place among `newcomers` too, as long as nothing is known of them.
+    pub(crate) fn with_newcomers(self, newcomers: &Arc<Shares>) -> Self {
+        Self { newcomers: Some(newcomers.clone()), ..self }
     }
 
     /// Takes a place for a connection from `source`.
@@ -75,7 +88,21 @@ impl Shares {
         }
         counts.total += 1;
         counts.sources.insert(source, open + 1);
-        Ok(Share { shares: self.clone(), source, node: None })
+        Ok(Share { shares: self.clone(), source, node: None, newcomer: None })
+    }
+
+    /// Takes a place for a connection from `source` of which nothing is known yet, up to [`Share::known`].
+    pub(crate) fn admit_newcomer(&self, source: IpAddr) -> Result<Share, Full> {
+        let mut place = self.admit(source)?;
+        place.newcomer = self.newcomer(source)?.map(Box::new);
+        Ok(place)
+    }
+
+    /// Takes a place among newcomers only, for one more request on a connection that has its place.
+    pub(crate) fn newcomer(&self, source: IpAddr) -> Result<Option<Share>, Full> {
+        let Some(newcomers) = &self.newcomers else { return Ok(None) };
+        let full = |_| Full::Newcomers { source_key: source_key(source), limit: newcomers.limit };
+        newcomers.admit(source).map(Some).map_err(full)
     }
 }
 
@@ -85,9 +112,15 @@ pub(crate) struct Share {
     shares: Shares,
     source: IpAddr,
     node: Option<NodeName>,
+    newcomer: Option<Box<Share>>,
 }
 
 impl Share {
+    /// Who sends what, and to which node, is known: this is no newcomer any more.
+    pub(crate) fn known(&mut self) {
+        self.newcomer = None;
+    }
+
     /// Counts the connection as one of `node` too.
     pub(crate) fn reaches(&mut self, node: &NodeName) -> Result<(), Full> {
         let limit = self.shares.limit;
@@ -178,6 +211,23 @@ mod tests {
         let waiting: Vec<_> = (0..200).filter_map(|_| shares.admit(local).ok()).collect();
         assert_eq!(waiting.len(), 50);
         assert_eq!(shares.admit(local).unwrap_err(), Full::Door { limit: 100 });
+    }
+
+    #[test]
+    fn newcomers_have_a_bound_of_their_own_until_they_are_known() {
+        let newcomers = Arc::new(Shares::new(10));
+        let doors = [1000, 1000].map(|limit| Shares::new(limit).with_newcomers(&newcomers));
+        let mut held: Vec<_> = (0..20).filter_map(|_| doors[0].admit_newcomer(source(1)).ok()).collect();
+        assert_eq!(held.len(), 4);
+        let full = doors[1].admit_newcomer(source(1)).unwrap_err();
+        assert_eq!(full, Full::Newcomers { source_key: source(1), limit: 10 });
+        assert_eq!(lock(&doors[1].counts).total, 0, "who is refused keeps no place");
+        assert!(doors[1].newcomer(source(1)).is_err() && doors[1].newcomer(source(2)).unwrap().is_some());
+        // Who is known has its place at the door, and others come.
+        held.iter_mut().for_each(Share::known);
+        assert_eq!((lock(&newcomers.counts).total, lock(&doors[0].counts).total), (0, 4));
+        assert!(doors[0].admit_newcomer(source(1)).is_ok());
+        assert!(Shares::new(1).newcomer(source(1)).unwrap().is_none());
     }
 
     #[test]

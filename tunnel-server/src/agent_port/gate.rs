@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_thousand_agents_of_one_site_come_back_beside_strangers() {
-        let gate = Gate::new(&Budget::of(20_000));
+        let gate = Gate::new(&Budget::of(20_000, 1 << 30));
         let site = IpAddr::from([10, 0, 0, 1]);
         let node: NodeName = "edge-1".parse().unwrap();
         gate.certified(&node, site).unwrap().attached();
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn additional_links_leave_open_files_to_first_ones() {
-        let budget = Budget::of(2_000);
+        let budget = Budget::of(2_000, 1 << 30);
         let gate = Gate::new(&budget);
         let link = || gate.certified(&"edge-1".parse().unwrap(), [10, 0, 0, 1].into()).unwrap().additional();
         let mut links: Vec<_> = (0..budget.additional).map(|_| link().unwrap()).collect();
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn strangers_leave_places_to_certificates_and_to_other_enrolments() {
-        let gate = Gate::new(&Budget::of(2_000));
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30));
         let _handshakes = strangers(&gate);
         let _enrolments: Vec<_> =
             (0..1000u32).filter_map(|n| gate.enrolment([192, 0, 2, (n % 16) as u8].into())).collect();

@@ -63,7 +63,7 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
             accepted = listener.accept(D::NAME) => accepted,
             () = context.drain.shutdown().draining() => return,
         };
-        let place = match D::READS.then(|| shares.admit(client.ip())).transpose() {
+        let place = match D::READS.then(|| shares.admit_newcomer(client.ip())).transpose() {
             Ok(place) => place,
             Err(full) => {
                 over_limit::<D>(&context, client, &full);
@@ -84,7 +84,7 @@ pub(crate) async fn receive<D: Door>(
     client: SocketAddr,
     context: DoorContext,
     shares: Shares,
-    place: Option<Share>,
+    mut place: Option<Share>,
 ) {
     // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
     if let Err(error) = prepare_socket(&socket) {
@@ -95,7 +95,7 @@ pub(crate) async fn receive<D: Door>(
         Ok(Opened::Ended) => return,
         Ok(Opened::Served { front, prefix }) => {
             // Boxed: carried connections would hold its memory.
-            let served = Box::pin(front.serve(socket, prefix, client, &context, &shares));
+            let served = Box::pin(front.serve(socket, prefix, client, &context, &shares, place));
             if let Err(error) = served.await {
                 turned_away::<D>(&context, client, &error);
             }
@@ -105,6 +105,9 @@ pub(crate) async fn receive<D: Door>(
         Err(OpenError::SelfTest) => return end_on_drop(&socket),
         Err(error) => return turned_away::<D>(&context, client, &error),
     };
+    if let Some(place) = &mut place {
+        place.known();
+    }
     let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
     let admitted = place.map_or_else(|| shares.admit(client.ip()), Ok).and_then(|mut place| {
         let reached = place.reaches(&request.node);

@@ -105,7 +105,7 @@ impl Port {
             metrics,
             drain: Drain::new(Shutdown::new()),
         };
-        let budget = Budget::of(1024);
+        let budget = Budget::of(1024, 1 << 30);
         let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, doors, None, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();

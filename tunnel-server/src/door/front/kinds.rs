@@ -1,12 +1,13 @@
 //! What a door that speaks HTTP is made of.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ipnet::IpNet;
 
 use super::pods::Pods;
 use super::target_tls::TargetTls;
+use crate::admission::Share;
 use crate::caller::{Caller, CallerTls, Reviewer};
 
 /// The most bytes of a request's head.
@@ -39,4 +40,19 @@ pub(super) struct Peer {
     pub(super) client: SocketAddr,
     /// By its certificate.
     pub(super) caller: Option<Caller>,
+    /// The connection's place, if its door has given it one.
+    place: Mutex<Option<Share>>,
+}
+
+impl Peer {
+    pub(super) fn new(client: SocketAddr, caller: Option<Caller>, place: Option<Share>) -> Self {
+        Self { client, caller, place: Mutex::new(place) }
+    }
+
+    /// A request of its was admitted: it is no newcomer any more.
+    pub(super) fn admitted(&self) {
+        if let Some(place) = &mut *self.place.lock().unwrap_or_else(PoisonError::into_inner) {
+            place.known();
+        }
+    }
 }

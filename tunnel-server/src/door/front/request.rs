@@ -22,7 +22,7 @@ use super::kinds::{Admission, Front, MAX_HEAD, Peer};
 use super::pods::Pods;
 use super::socket::Faults;
 use super::{headers, tunnel, upgrade};
-use crate::admission::Shares;
+use crate::admission::{Full, Shares};
 use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
 use crate::door::access_log::AccessLogGuard;
 use crate::door::context::{DoorContext, OpenRequest};
@@ -95,6 +95,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
         Ok::<_, Failure>((caller, destination))
     };
     let (caller, destination) = admitted.await.inspect_err(|failure| served.turned_away(failure))?;
+    served.peer.admitted();
     let asked = OpenRequest::new(destination.node.node.clone(), destination.target, Bytes::new());
     let (client_address, context) = (served.peer.client, &served.context);
     let mut record = AccessLogGuard::new(served.front.door, client_address, &asked, context);
@@ -109,8 +110,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
         reached
     });
     if let Err(full) = admitted {
-        context.metrics.over_limit(served.front.door, &full);
-        return Err(failed(record, Failure::of_outcome(Outcome::Busy, full.to_string())));
+        return Err(failed(record, served.over_limit(&full)));
     }
     let (stream, traffic) = match tunnel::open(context, &asked, client_address, &mut record).await {
         Ok(opened) => opened,
@@ -214,6 +214,11 @@ impl Served {
         tracing::warn!(door, %client, status = failure.status.as_u16(), reason = failure.reason, "client turned away");
     }
 
+    fn over_limit(&self, full: &Full) -> Failure {
+        self.context.metrics.over_limit(self.front.door, full);
+        Failure::of_outcome(Outcome::Busy, full.to_string())
+    }
+
     /// Who sends the request, if this door wants to know.
     async fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, Failure> {
         match &self.front.admission {
@@ -253,7 +258,10 @@ impl Served {
         match (token, reviewer) {
             (None, _) => Ok(None),
             (Some(token), Some(reviewer)) => {
-                Ok(Some(reviewer.caller_of_token(token, self.peer.client.ip()).await?))
+                let client = self.peer.client.ip();
+                // One connection may have many requests that wait for the answer, each with its head.
+                let _place = self.shares.newcomer(client).map_err(|full| self.over_limit(&full))?;
+                Ok(Some(reviewer.caller_of_token(token, client).await?))
             }
             (Some(_), None) => {
                 let reason = "without a cluster there is nobody who knows bearer tokens";

@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use super::kinds::{Front, MAX_HEAD, Peer};
 use super::request::{self, Served};
 use super::socket::{Faults, PrefixedSocket};
-use crate::admission::Shares;
+use crate::admission::{Share, Shares};
 use crate::caller::caller_of_certificate;
 use crate::door::context::{DoorContext, OpenError};
 use crate::door::first_request::FirstRequest;
@@ -27,7 +27,7 @@ const IDLE: Duration = Duration::from_secs(30);
 const MAX_STREAMS: u32 = 128;
 
 impl Front {
-    /// Serves a connection until it ends. `prefix` was already read from it.
+    /// Serves a connection until it ends. `prefix` was already read from it; `place` is its own.
     ///
     /// # Errors
     /// Why it was given up before a request came.
@@ -38,11 +38,12 @@ impl Front {
         client: SocketAddr,
         context: &DoorContext,
         shares: &Shares,
+        place: Option<Share>,
     ) -> Result<(), OpenError> {
         let faults = Faults::default();
         let socket = PrefixedSocket::new(socket, prefix, faults.clone())?;
         let Some(tls) = &self.tls else {
-            let peer = Peer { client, caller: None };
+            let peer = Peer::new(client, None, place);
             return self.http(socket, false, peer, faults, context, shares).await;
         };
         let accepted = tokio::time::timeout(HANDSHAKE, tls.acceptor().accept(socket)).await;
@@ -60,7 +61,7 @@ impl Front {
             Some(certificate) => Some(caller_of_certificate(certificate).map_err(OpenError::Client)?),
             None => None,
         };
-        self.http(stream, h2, Peer { client, caller }, faults, context, shares).await
+        self.http(stream, h2, Peer::new(client, caller, place), faults, context, shares).await
     }
 
     async fn http<S>(
