@@ -34,6 +34,7 @@ pub(crate) async fn server(testbed: &Testbed) -> Result<(Server<'_>, Target)> {
 pub(crate) async fn hold_mapped(testbed: &Testbed) -> Result<TcpStream> {
     let map = SocketAddr::from(([127, 0, 0, 1], 9090));
     let mut stream = client::connect_from(&testbed.edge(1).ns, map, client::PATIENCE)
+        .await
         .context("connecting to the map on the edge")?;
     echo(&mut stream, b"from the edge").await.context("through the map")?;
     Ok(stream)
