@@ -172,7 +172,8 @@ impl Bound {
         let (own, resumed) = (Shutdown::new(), Resumed::default());
         let (bundles, announced) = mpsc::channel(BUNDLES);
         let policy =
-            Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone());
+            Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone())
+                .with_admin(self.config.admin_address);
         let shared = Arc::new(Shared {
             node: self.config.node_name.clone(),
             reach: self.config.reach.clone(),

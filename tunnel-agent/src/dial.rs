@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderValue};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::Instant;
 use tonic::Code;
+use tunnel_core::admin::TUNNELLED;
 use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
@@ -134,13 +135,24 @@ impl Dialler {
             .await
             .map_err(|_| DialError::NoTurn { target, after: deadline })?
             .ok_or(DialError::Busy)?;
-        let socket = tokio::time::timeout_at(deadline_at, TcpStream::connect(target))
+        let connecting = connect(target, self.policy.is_admin(target));
+        let socket = tokio::time::timeout_at(deadline_at, connecting)
             .await
             .map_err(|_| DialError::TimedOut { target, after: deadline })?
             .map_err(|error| DialError::from_io(target, deadline, error))?;
         prepare_socket(&socket).map_err(|error| DialError::Unreachable { target, error })?;
         Ok(socket)
     }
+}
+
+/// The agent's own admin port knows by the source address what comes from a server. Its own address is one of IPv4.
+async fn connect(target: SocketAddr, admin: bool) -> io::Result<TcpStream> {
+    if !admin {
+        return TcpStream::connect(target).await;
+    }
+    let socket = TcpSocket::new_v4()?;
+    socket.bind((TUNNELLED, 0).into())?;
+    socket.connect(SocketAddr::new(target.ip().to_canonical(), target.port())).await
 }
 
 /// `grpc-timeout`: up to eight digits and a unit (gRPC over HTTP/2, "Requests").
@@ -216,6 +228,29 @@ mod tests {
             let request = asked(&[(TARGET_HEADER, value.as_bytes())]);
             prop_assert_eq!(request.ok().map(|request| request.target), value.parse().ok());
         }
+    }
+
+    #[tokio::test]
+    async fn the_own_admin_port_is_dialled_from_an_address_that_tells() {
+        use tokio::net::TcpListener;
+
+        let (admin, other) = (
+            TcpListener::bind("127.0.0.1:0").await.unwrap(),
+            TcpListener::bind("127.0.0.1:0").await.unwrap(),
+        );
+        let rules = vec!["127.0.0.0/8:*".parse().unwrap()];
+        let policy = Policy::new(rules, Arc::default(), Arc::default()).with_admin(admin.local_addr().ok());
+        let dialler = Dialler::new(Arc::new(policy));
+        let source = async |listener: &TcpListener, host: &str| {
+            let target = format!("{host}:{}", listener.local_addr().unwrap().port()).parse().unwrap();
+            let dialled = dialler.dial(DialRequest::to(target), &BTreeSet::new()).await.unwrap();
+            let (_, source) = listener.accept().await.unwrap();
+            assert_eq!(source, dialled.local_addr().unwrap());
+            source.ip()
+        };
+        assert_eq!(source(&admin, "127.0.0.1").await, TUNNELLED);
+        assert_eq!(source(&admin, "[::ffff:127.0.0.1]").await, TUNNELLED);
+        assert_ne!(source(&other, "127.0.0.1").await, TUNNELLED);
     }
 
     #[test]

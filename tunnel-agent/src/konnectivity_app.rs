@@ -61,7 +61,8 @@ pub async fn build(
     let (_servers, known) = watch::channel(Arc::new(vec![servers.server.clone()]));
     let addresses = NodeAddresses::start(config.node_ip, known).await;
     let pods = Arc::<ArcSwap<Vec<IpNet>>>::default();
-    let policy = Policy::new(config.allow_targets.clone(), addresses.shared(), pods);
+    let policy =
+        Policy::new(config.allow_targets.clone(), addresses.shared(), pods).with_admin(config.admin_address);
     let own = Shutdown::new();
     let shared = Shared {
         config: servers,

@@ -18,6 +18,8 @@ pub struct Policy {
     rules: Vec<TargetRule>,
     addresses: Arc<ArcSwap<Vec<IpAddr>>>,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
+    /// The agent's own admin port.
+    admin: Option<SocketAddr>,
 }
 
 /// Why a target may not be dialled.
@@ -41,6 +43,10 @@ pub enum Denied {
     Foreign,
     #[error("no --allow-target of the agent allows it")]
     NoRule,
+    #[error(
+        "it is the agent's own admin port; its metrics are there for servers if its --admin-address is one of IPv4"
+    )]
+    Admin,
 }
 
 impl Policy {
@@ -50,7 +56,18 @@ impl Policy {
         addresses: Arc<ArcSwap<Vec<IpAddr>>>,
         pods: Arc<ArcSwap<Vec<IpNet>>>,
     ) -> Self {
-        Self { rules, addresses, pods }
+        Self { rules, addresses, pods, admin: None }
+    }
+
+    /// With the agent's own `--admin-address`.
+    #[must_use]
+    pub fn with_admin(self, admin: Option<SocketAddr>) -> Self {
+        Self { admin, ..self }
+    }
+
+    /// Whether it is the agent's own admin port.
+    pub(crate) fn is_admin(&self, target: SocketAddr) -> bool {
+        self.admin == Some(SocketAddr::new(target.ip().to_canonical(), target.port()))
     }
 
     /// `loopback_ports` are those that the server has named; they count only without rules.
@@ -62,6 +79,10 @@ impl Policy {
         let (address, port) = (target.ip().to_canonical(), target.port());
         if port == 0 {
             return Err(Denied::Port);
+        }
+        // There only an address of IPv4 tells what comes through the tunnel.
+        if address.is_ipv6() && self.is_admin(target) {
+            return Err(Denied::Admin);
         }
         let reach = Reach::of(address);
         let allowed = match reach {
@@ -181,6 +202,19 @@ mod tests {
         ] {
             assert_eq!(check(&policy, target), Err(reason), "{target}");
         }
+    }
+
+    #[test]
+    fn an_admin_port_that_cannot_tell_servers_is_closed_to_them() {
+        let with_admin = |admin: &str| policy(&[], &[]).with_admin(Some(admin.parse().unwrap()));
+        let v4 = with_admin("127.0.0.1:10266");
+        assert!(v4.is_admin("[::ffff:127.0.0.1]:10266".parse().unwrap()));
+        assert!(!v4.is_admin("127.0.0.1:10267".parse().unwrap()));
+        assert_eq!(check(&v4, "127.0.0.1:10266"), Ok(()));
+        assert_eq!(check(&v4, "[::1]:10266"), Ok(()));
+        let v6 = with_admin("[::1]:10266");
+        assert_eq!(check(&v6, "[::1]:10266"), Err(Denied::Admin));
+        assert_eq!(check(&v6, "127.0.0.1:10266"), Ok(()));
     }
 
     #[test]

@@ -10,6 +10,8 @@
 //! | `/config` | JSON: the flags in effect, without secrets |
 //! | `POST /bench/NODE` | JSON: measures the way to a node (server) |
 //! | `PUT /debug/flags/v` | sets the log level (a name or klog's number), and others for modules |
+//!
+//! Through the tunnel (from [`TUNNELLED`]) there is only `/metrics`.
 
 pub mod client;
 mod exposition;
@@ -23,6 +25,7 @@ mod tests;
 pub use exposition::exposition;
 pub use page::Page;
 pub use process::{register_process_metrics, register_tasks};
+pub use serve::TUNNELLED;
 pub use show::{Show, ShowError};
 
 use std::convert::Infallible;
@@ -124,6 +127,10 @@ impl Admin {
             .route("/debug/flags/v", any(level))
             .with_state(self)
     }
+
+    fn tunnelled_router(self) -> Router {
+        Router::new().route("/metrics", get(metrics)).with_state(self)
+    }
 }
 
 /// A listener; connections wait in its backlog until [`Bound::serve`].
@@ -161,7 +168,8 @@ impl Bound {
             runtime.block_on(async move {
                 let served = async {
                     let listener = tokio::net::TcpListener::from_std(listener)?;
-                    serve::answer(&listener, &admin.router(), open).await
+                    let tunnelled = admin.clone().tunnelled_router();
+                    serve::answer(&listener, (&admin.router(), &tunnelled), open).await
                 };
                 tokio::select! {
                     () = stopped.cancelled() => {}

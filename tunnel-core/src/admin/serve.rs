@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use axum::Router;
@@ -15,6 +15,9 @@ use tokio::sync::watch;
 
 use crate::text::printable;
 
+/// The source address of what an agent dials at its own admin port for a server. Whoever reaches a node's ports through the tunnel
+/// may read metrics there, and is not the node's administrator. An address tells also a process that has taken the listener over.
+pub const TUNNELLED: Ipv4Addr = Ipv4Addr::new(127, 80, 84, 1);
 /// How long a connection may take to send a request's head, from its start or from the last answer, and then its body.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest head of a request, in bytes.
@@ -22,10 +25,11 @@ const MAX_HEAD: usize = 16 << 10;
 /// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// Accepts connections while `open`, and answers their requests, until it is dropped.
+/// Accepts connections while `open`, and answers their requests, until it is dropped. The second router is for those from
+/// [`TUNNELLED`].
 pub(super) async fn answer(
     listener: &TcpListener,
-    router: &Router,
+    (own, tunnelled): (&Router, &Router),
     mut open: watch::Receiver<bool>,
 ) -> io::Result<Infallible> {
     let mut server = http1::Builder::new();
@@ -42,6 +46,7 @@ pub(super) async fn answer(
         };
         match accepted {
             Ok((socket, client)) => {
+                let router = if client.ip() == TUNNELLED { tunnelled } else { own };
                 let service = TowerToHyperService::new(router.clone());
                 let connection = server.serve_connection(TokioIo::new(socket), service);
                 tokio::spawn(async move {

@@ -1,5 +1,6 @@
 use super::*;
 use prometheus_client::metrics::counter::Counter;
+use tokio::net::{TcpSocket, TcpStream};
 
 fn serve() -> (Serving, Readiness, logging::Handle) {
     let mut registry = Registry::default();
@@ -129,8 +130,11 @@ async fn the_log_level_is_set_as_with_klog() {
 
 /// Sends `request`, and reads until the endpoint closes.
 async fn send(serving: &Serving, request: &[u8]) -> String {
+    exchange(TcpStream::connect(serving.address()).await.unwrap(), request).await
+}
+
+async fn exchange(mut stream: TcpStream, request: &[u8]) -> String {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let mut stream = tokio::net::TcpStream::connect(serving.address()).await.unwrap();
     stream.write_all(request).await.unwrap();
     let mut answer = Vec::new();
     let limit = serve::READ_TIMEOUT * 2;
@@ -201,4 +205,37 @@ async fn an_address_in_use_is_an_error_until_its_server_stops() {
     );
     drop(serving);
     admin().bind("--admin-address", address).unwrap();
+}
+
+#[tokio::test]
+async fn through_the_tunnel_there_are_the_metrics_only() {
+    let (serving, _, log) = serve();
+    let before = log.level();
+    let tunnelled = async |method: &str, path: &str| {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind((TUNNELLED, 0).into()).unwrap();
+        let stream = socket.connect(serving.address()).await.unwrap();
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nConnection: close\r\n\r\n5"
+        );
+        exchange(stream, request.as_bytes()).await
+    };
+    let metrics = tunnelled("GET", "/metrics").await;
+    assert!(metrics.starts_with("HTTP/1.1 200 ") && metrics.contains("postern_things_total 3"), "{metrics}");
+    for (method, path) in [
+        ("PUT", "/debug/flags/v"),
+        ("POST", "/bench/edge-1"),
+        ("GET", "/"),
+        ("GET", "/ui/"),
+        ("GET", "/config"),
+        ("GET", "/status"),
+        ("GET", "/healthz"),
+        ("GET", "/readyz"),
+    ] {
+        let answer = tunnelled(method, path).await;
+        assert!(answer.starts_with("HTTP/1.1 404 "), "{method} {path}: {answer}");
+    }
+    assert_eq!(log.level(), before);
+    assert_eq!(ask(&serving, Method::PUT, "/debug/flags/v", "5").await.status, StatusCode::OK);
+    assert_eq!(log.level(), logging::Level::Debug);
 }

@@ -1,12 +1,12 @@
 //! deploy/ as an administrator applies it: real images, real pods, and only the rights that are used.
 use std::cell::Cell;
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::client::visit;
+use postern_testbed::client::{self, visit};
 use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::manifests::{deploy, write_overlay};
 use postern_testbed::cluster::pods::{self, TALK, shell};
@@ -232,6 +232,29 @@ async fn ports(cluster: &Cluster<'_>) -> Result<()> {
             .is_some_and(|lines| lines.contains(&format!("\t{EDGE_NODE}")))
     };
     cluster.api.wait("the DNS records", &records, PATIENCE, named).await?;
+    agents_metrics(cluster).await
+}
+
+/// The agent's admin port, which the ConfigMap names: metrics for the cloud, the rest for the node only.
+async fn agents_metrics(cluster: &Cluster<'_>) -> Result<()> {
+    let edge = cluster.testbed.edge(1);
+    let tunnelled = async |method: &str, path: &str| {
+        let stream = client::connect((edge.address, 10266)).await?;
+        client::http(stream, method, path, "info").await
+    };
+    let metrics = wait_for("the agent's metrics, through the tunnel", PATIENCE, async || {
+        Ok(tunnelled("GET", "/metrics").await.ok())
+    })
+    .await?;
+    ensure!(metrics.0 == 200 && metrics.1.contains("postern_agent_"), "the agent's metrics: {metrics:?}");
+    for (method, path) in [("PUT", "/debug/flags/v"), ("GET", "/config"), ("GET", "/status")] {
+        let (status, said) = tunnelled(method, path).await?;
+        ensure!(status == 404, "{method} {path} through the tunnel: {status} {said}");
+    }
+    let own = SocketAddr::from((Ipv4Addr::LOCALHOST, 10266));
+    let stream = client::connect_from(&edge.ns, own, client::PATIENCE).await.context("on the node")?;
+    let (status, said) = client::http(stream, "PUT", "/debug/flags/v", "info").await?;
+    ensure!(status == 200, "PUT on the node: {status} {said}");
     Ok(())
 }
 
