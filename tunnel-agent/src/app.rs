@@ -188,22 +188,15 @@ impl Bound {
             max_links: self.config.max_links,
             keepalive: self.config.keepalive,
             bench: BenchPolicy::new(self.config.bench),
-            metrics: self.metrics.clone(),
+            metrics: self.metrics,
             draining: own.draining_token().clone(),
             forced: own.forced_token().clone(),
         });
         let Identity { keeper, enrolment } = self.identity;
         let tasks = TaskTracker::new();
-        let outbound = Outbound::new(
-            self.config.reach.clone(),
-            keeper.subscribe(),
-            self.servers.known(),
-            self.handover.clone(),
-            self.metrics.clone(),
-            tasks.clone(),
-            (own.draining_token().clone(), own.forced_token().clone()),
-        );
-        let links = LinkSet::new(shared, keeper.subscribe(), tasks.clone());
+        let links = LinkSet::new(shared.clone(), keeper.subscribe(), tasks.clone());
+        let servers = self.servers.known();
+        let outbound = Outbound::new(shared, links.clone(), keeper.subscribe(), servers, tasks.clone());
         self.status.set_running(links.clone(), keeper.clone());
         self.succession.set_running(links.clone(), keeper.clone());
         links.set(&self.servers.known().borrow());

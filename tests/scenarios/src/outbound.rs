@@ -23,6 +23,9 @@ scenarios! {
     workloads_reach_what_their_node_may(edges = 2),
     a_range_opens_no_edge_node_however_wide_it_is,
     workloads_find_the_next_server,
+    who_waits_for_a_server_is_told_with_all_others,
+    who_has_given_up_is_not_carried_later,
+    a_link_that_a_nat_has_forgotten_is_used_once,
 }
 
 const SOON: Duration = Duration::from_secs(30);
@@ -209,4 +212,80 @@ async fn workloads_find_the_next_server(testbed: &Testbed) -> Result<()> {
     wait_until("a workload to reach the cloud through the new server", SOON, reached, |reached| *reached)
         .await?;
     Ok(())
+}
+
+/// Keeps new connections of edge 1 from the servers.
+const NO_SYN: &str = "OUTPUT -p tcp --dport 10262 --syn -j DROP";
+
+/// Clients of the map that send something and close at once.
+async fn impatient(ns: &Namespace, count: usize) -> Result<()> {
+    for _ in 0..count {
+        let mut client = client::connect_from(ns, ([127, 0, 0, 1], MAP).into(), SOON).await?;
+        client.write_all(b"is anybody there?").await?;
+    }
+    Ok(())
+}
+
+async fn wait_outbound(agent: &Agent<'_>, outcome: &str, count: f64) -> Result<()> {
+    let ended = async || {
+        let metrics = agent.metrics().await?;
+        Ok(metrics.sum("postern_agent_outbound_connections_total", &[("outcome", outcome)]))
+    };
+    wait_until(&format!("{count} times {outcome}"), SOON, ended, |ended| *ended == count).await.map(drop)
+}
+
+async fn who_waits_for_a_server_is_told_with_all_others(testbed: &Testbed) -> Result<()> {
+    // An attempt takes ten seconds.
+    const AN_ATTEMPT: Duration = Duration::from_secs(25);
+    let server = server(testbed, POLICY)?.start().await?;
+    let agent = edge(&server, 1).await?;
+    let one = &testbed.edge(1).ns;
+    let echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    one.iptables(&format!("-I {NO_SYN}"))?;
+    impatient(one, 5).await?;
+    let local = SocketAddr::from(([127, 0, 0, 1], MAP));
+    let mut patient = client::connect_from(one, local, SOON).await?;
+    let end = client::end_of(&mut patient, AN_ATTEMPT).await.context("one of six clients")?;
+    ensure!(end == client::End::Reset, "without a server: {end:?}");
+    wait_outbound(&agent, "no_tunnel", 6.0).await?;
+    one.iptables(&format!("-D {NO_SYN}"))?;
+    let mut next = client::connect_from(one, local, SOON).await?;
+    client::echo(&mut next, b"and now?").await.context("after the outage")?;
+    ensure!(echo.connections() == 1, "{} connections came for one client", echo.connections());
+    Ok(())
+}
+
+async fn who_has_given_up_is_not_carried_later(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed, POLICY)?.start().await?;
+    let agent = edge(&server, 1).await?;
+    let one = &testbed.edge(1).ns;
+    let echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    one.iptables(&format!("-I {NO_SYN}"))?;
+    impatient(one, 5).await?;
+    let mut patient = client::connect_from(one, ([127, 0, 0, 1], MAP).into(), SOON).await?;
+    // Longer than a client that has closed may wait, shorter than an attempt.
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    one.iptables(&format!("-D {NO_SYN}"))?;
+    client::echo(&mut patient, b"still here").await.context("after a short outage")?;
+    wait_outbound(&agent, "client_reset", 5.0).await?;
+    ensure!(echo.connections() == 1, "{} connections came for one client", echo.connections());
+    Ok(())
+}
+
+async fn a_link_that_a_nat_has_forgotten_is_used_once(testbed: &Testbed) -> Result<()> {
+    let server = server(testbed, POLICY)?.start().await?;
+    let _agent = edge(&server, 1).await?;
+    let one = &testbed.edge(1).ns;
+    let _echo = Target::start(&testbed.cloud, CLOUD, 9300, Behaviour::Echo)?;
+    let local = SocketAddr::from(([127, 0, 0, 1], MAP));
+    let mut before = client::connect_from(one, local, SOON).await?;
+    client::echo(&mut before, b"before").await?;
+    testbed.forget_mappings()?;
+    let mut lost = client::connect_from(one, local, SOON).await?;
+    lost.write_all(b"lost").await?;
+    let end = client::end_of(&mut lost, SOON).await.context("on the link that was forgotten")?;
+    ensure!(end == client::End::Reset, "on the link that was forgotten: {end:?}");
+    // Sooner than PING gives that link up.
+    let mut next = client::connect_from(one, local, SOON).await?;
+    client::echo(&mut next, b"after").await.context("on the next link")
 }

@@ -1,9 +1,10 @@
 //! The connection with a server over which this agent opens streams. There is one at a time, made when it is needed.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -22,6 +23,7 @@ use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
 use crate::reach::{Reach, Server};
+use crate::session::LinkSet;
 
 /// How long a server may take to accept a stream.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -50,7 +52,15 @@ pub(super) struct Links {
     reach: Reach,
     identity: watch::Receiver<Arc<AgentIdentity>>,
     servers: watch::Receiver<Arc<Vec<HostPort>>>,
-    current: Mutex<Option<Arc<Link>>>,
+    sessions: Arc<LinkSet>,
+    current: Mutex<Current>,
+}
+
+#[derive(Default)]
+struct Current {
+    link: Option<Arc<Link>>,
+    /// When the last attempt to make one failed, and why.
+    failed: Option<(Instant, String)>,
 }
 
 impl Links {
@@ -58,18 +68,28 @@ impl Links {
         reach: Reach,
         identity: watch::Receiver<Arc<AgentIdentity>>,
         servers: watch::Receiver<Arc<Vec<HostPort>>>,
+        sessions: Arc<LinkSet>,
     ) -> Self {
-        Self { reach, identity, servers, current: Mutex::default() }
+        Self { reach, identity, servers, sessions, current: Mutex::default() }
     }
 
-    /// Opens a stream. Without a target, what is carried says it.
+    /// Opens a stream, unless the client has `given_up` before there is a link. Without a target, what is carried says it.
     ///
     /// # Errors
-    /// No server can be reached.
-    pub(super) async fn open(&self, target: Option<&HostPort>) -> Result<Stream, String> {
+    /// No server can be reached, or nobody wants it any more.
+    pub(super) async fn open(
+        &self,
+        target: Option<&HostPort>,
+        given_up: impl Fn() -> bool,
+    ) -> Result<Stream, RelayError> {
+        let no_tunnel = |reason| RelayError::Dial(Outcome::NoTunnel, reason);
         let mut last = String::new();
         for _ in 0..ATTEMPTS {
-            let link = self.link().await?;
+            let link = self.link().await.map_err(no_tunnel)?;
+            if given_up() {
+                let reason = "the client closed before a server was reached".to_owned();
+                return Err(RelayError::Dial(Outcome::ClientReset, reason));
+            }
             match ask(&link, target).await {
                 Ok(stream) => return Ok(stream),
                 Err(error) => {
@@ -79,20 +99,38 @@ impl Links {
                 }
             }
         }
-        Err(last)
+        Err(no_tunnel(last))
     }
 
+    /// The link, or a new one. Who comes while one is being made is told with all others if that fails: clients must not
+    /// wait for one attempt after the other.
     async fn link(&self) -> Result<Arc<Link>, String> {
+        let asked = Instant::now();
         let mut current = self.current.lock().await;
-        if let Some(link) = current.as_ref().filter(|link| !link.used_up.is_cancelled()) {
+        if let Some(link) = current.link.as_ref().filter(|link| !link.used_up.is_cancelled()) {
             return Ok(link.clone());
         }
-        *current = None;
+        if let Some((ended, reason)) = &current.failed
+            && asked < *ended
+        {
+            return Err(reason.clone());
+        }
+        current.link = None;
+        match self.connect_to_any().await {
+            Ok(link) => Ok(current.link.insert(link).clone()),
+            Err(reason) => {
+                current.failed = Some((Instant::now(), reason.clone()));
+                Err(reason)
+            }
+        }
+    }
+
+    async fn connect_to_any(&self) -> Result<Arc<Link>, String> {
         let servers = self.servers.borrow().clone();
         let mut reasons = Vec::new();
-        for server in servers.iter() {
-            match tokio::time::timeout(2 * HANDSHAKE_TIMEOUT, self.connect(server)).await {
-                Ok(Ok(link)) => return Ok(current.insert(link).clone()),
+        for server in in_order(&servers, &self.sessions.attached_at()) {
+            match tokio::time::timeout(HANDSHAKE_TIMEOUT, self.connect(server)).await {
+                Ok(Ok(link)) => return Ok(link),
                 Ok(Err(error)) => reasons.push(format!("{server}: {error}")),
                 Err(_) => reasons.push(format!("{server}: no answer")),
             }
@@ -145,6 +183,14 @@ impl Links {
     }
 }
 
+/// Those that are attached first: they can be reached.
+fn in_order<'a>(servers: &'a [HostPort], attached: &BTreeSet<String>) -> Vec<&'a HostPort> {
+    let (mut first, others): (Vec<_>, Vec<_>) =
+        servers.iter().partition(|server| attached.contains(&server.to_string()));
+    first.extend(others);
+    first
+}
+
 async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::Error> {
     let mut send = link.send.clone();
     std::future::poll_fn(|cx| send.poll_ready(cx)).await?;
@@ -159,10 +205,14 @@ async fn ask(link: &Arc<Link>, target: Option<&HostPort>) -> Result<Stream, h2::
         headers.insert(TARGET_HEADER, target);
     }
     let (response, stream) = send.send_request(request, false)?;
+    let used_up = link.used_up.clone();
     let answer = Box::pin(async move {
-        let response = tokio::time::timeout(ANSWER, response)
-            .await
-            .map_err(|_| RelayError::Dial(Outcome::TimedOut, "the server did not answer".to_owned()))??;
+        let Ok(response) = tokio::time::timeout(ANSWER, response).await else {
+            // A NAT may have forgotten the link. What it carries is left to PING.
+            used_up.cancel();
+            return Err(RelayError::Dial(Outcome::TimedOut, "the server did not answer".to_owned()));
+        };
+        let response = response?;
         if response.status() != StatusCode::OK {
             let reason = format!("the server answered with HTTP status {}", response.status());
             return Err(RelayError::Dial(Outcome::Protocol, reason));
@@ -190,5 +240,14 @@ mod tests {
     #[test]
     fn the_uri_has_the_path() {
         assert_eq!(http::Uri::from_static(EDGE_CARRY_URI).path(), EDGE_CARRY_PATH);
+    }
+
+    #[test]
+    fn servers_that_are_attached_are_tried_first() {
+        let servers = ["a:1", "b:1", "c:1", "d:1"].map(|server| server.parse::<HostPort>().unwrap());
+        let attached = BTreeSet::from(["d:1", "b:1", "x:1"].map(str::to_owned));
+        let order = in_order(&servers, &attached);
+        let order: Vec<_> = order.into_iter().map(ToString::to_string).collect();
+        assert_eq!(order, ["b:1", "d:1", "a:1", "c:1"]);
     }
 }

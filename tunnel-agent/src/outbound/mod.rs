@@ -9,54 +9,50 @@ mod listen;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
 use ipnet::IpNet;
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_core::carry::{Abort, Relay, RelayError, Side, Traffic, end_on_drop, prepare_socket};
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::AgentIdentity;
 use tunnel_core::outcome::Outcome;
 
-use crate::metrics::Metrics;
-use crate::reach::Reach;
-use crate::session::Handover;
+use crate::session::{LinkSet, Shared};
 use link::{Links, Stream};
 pub use listen::Listen;
 pub(crate) use listen::{BoundListeners, MOST_LISTENERS, NAME, bind, copy, listen_late};
 
 /// The pause after a failed accept: errors of a single connection do not repeat, EMFILE does.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+/// A client that has closed its end may wait for the answer, but has given up if it was not carried for so long.
+const PATIENCE: Duration = Duration::from_secs(3);
 /// How long a client may take to read why it gets nothing.
 const ANSWER: Duration = Duration::from_secs(1);
 
 /// What carries the connections.
 pub(crate) struct Outbound {
+    shared: Arc<Shared>,
     links: Links,
-    handover: Handover,
-    metrics: Metrics,
     tasks: TaskTracker,
-    draining: CancellationToken,
-    forced: CancellationToken,
 }
 
 impl Outbound {
+    /// `servers`: those that are known. The ones with a session are asked first.
     pub(crate) fn new(
-        reach: Reach,
+        shared: Arc<Shared>,
+        sessions: Arc<LinkSet>,
         identity: watch::Receiver<Arc<AgentIdentity>>,
         servers: watch::Receiver<Arc<Vec<HostPort>>>,
-        handover: Handover,
-        metrics: Metrics,
         tasks: TaskTracker,
-        (draining, forced): (CancellationToken, CancellationToken),
     ) -> Arc<Self> {
-        let links = Links::new(reach, identity, servers);
-        Arc::new(Self { links, handover, metrics, tasks, draining, forced })
+        let links = Links::new(shared.reach.clone(), identity, servers, sessions);
+        Arc::new(Self { shared, links, tasks })
     }
 
     /// Serves a listener until the drain, but for the time in which another agent of this node has taken over.
@@ -65,7 +61,7 @@ impl Outbound {
         loop {
             let accepted = tokio::select! {
                 accepted = self.accept(&listener) => accepted,
-                () = self.draining.cancelled() => return,
+                () = self.shared.draining.cancelled() => return,
             };
             match accepted {
                 Ok((socket, client)) => {
@@ -83,10 +79,10 @@ impl Outbound {
     /// The next client. Once another agent has taken over, which listens on the same socket, they are that one's.
     async fn accept(&self, listener: &TcpListener) -> io::Result<(TcpStream, SocketAddr)> {
         loop {
-            self.handover.leads().await;
+            self.shared.handover.leads().await;
             tokio::select! {
                 biased;
-                () = self.handover.passed() => {}
+                () = self.shared.handover.passed() => {}
                 accepted = listener.accept() => return accepted,
             }
         }
@@ -98,20 +94,24 @@ impl Outbound {
             return tracing::debug!(%client, %error, "a client left at once");
         }
         if !permits(&listen.clients, client.ip()) {
-            self.metrics.outbound(Outcome::Denied);
+            self.shared.metrics.outbound(Outcome::Denied);
             return tracing::warn!(address = %listen.address, %client, "this listener is not for that client");
         }
-        let ended = match self.links.open(listen.target.as_ref()).await {
+        let since = Instant::now();
+        // A request of a client that is gone must not be carried out once the line is back.
+        let given_up = || since.elapsed() >= PATIENCE && has_closed(&socket);
+        let opened = self.links.open(listen.target.as_ref(), given_up).await;
+        let ended = match opened {
             Ok(stream) => self.relay(&mut socket, stream).await,
-            Err(reason) => {
-                if listen.target.is_none() {
-                    unavailable(&mut socket, &reason).await;
+            Err(error) => {
+                if let (None, RelayError::Dial(Outcome::NoTunnel, reason)) = (&listen.target, &error) {
+                    unavailable(&mut socket, reason).await;
                 }
-                Err(RelayError::Dial(Outcome::NoTunnel, reason))
+                Err(error)
             }
         };
         let outcome = ended.as_ref().map_or_else(|error| error.outcome(Side::Server), |()| Outcome::Ok);
-        self.metrics.outbound(outcome);
+        self.shared.metrics.outbound(outcome);
         let error = ended.err().map(tracing::field::display);
         tracing::debug!(address = %listen.address, %client, %outcome, error, "connection to the cloud");
     }
@@ -132,7 +132,7 @@ impl Outbound {
             biased;
             ended = &mut running => return ended,
             () = link.over.cancelled() => Outcome::TunnelLost,
-            () = self.forced.cancelled() => Outcome::Shutdown,
+            () = self.shared.forced.cancelled() => Outcome::Shutdown,
         };
         abort.trigger(outcome);
         running.await
@@ -142,6 +142,12 @@ impl Outbound {
 fn permits(clients: &[IpNet], client: IpAddr) -> bool {
     let client = client.to_canonical();
     clients.iter().any(|range| range.contains(&client))
+}
+
+/// Whether the client has closed its end, whether or not what it sent before has been read.
+fn has_closed(socket: &TcpStream) -> bool {
+    let ready = socket.ready(Interest::READABLE).now_or_never();
+    matches!(ready, Some(Ok(ready)) if ready.is_read_closed())
 }
 
 /// The answer to a proxy's client while there is no server.
@@ -165,5 +171,28 @@ async fn unavailable(socket: &mut TcpStream, reason: &str) {
     };
     if matches!(tokio::time::timeout(ANSWER, answered).await, Ok(Ok(()))) {
         end_on_drop(socket);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_has_closed_is_noticed_behind_what_it_sent() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (socket, _) = listener.accept().await.unwrap();
+        assert!(!has_closed(&socket));
+        client.write_all(b"a request").await.unwrap();
+        socket.readable().await.unwrap();
+        assert!(!has_closed(&socket), "it waits for the answer");
+        drop(client);
+        let noticed = async {
+            while !has_closed(&socket) {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), noticed).await.unwrap();
     }
 }
