@@ -23,7 +23,7 @@ use crate::memory::link_queue;
 use crate::tcp_info::{Delivery, Silence};
 
 /// The time on the line of one piece.
-const PIECE_MS: u64 = 5;
+const PIECE_MS: u64 = 15;
 /// Before the link's rate is known.
 const FIRST_PIECE: usize = 16 << 10;
 /// Round trips over which a stream's rate is measured: what one window held for a receiver that has paused, and now takes
@@ -274,8 +274,9 @@ impl Taken {
         }
         let in_a_round = u128::from(self.bytes) * round.as_micros() / elapsed.as_micros();
         *self = Self { since: now, bytes: 0 };
-        // Twice the path's own capacity: a lost segment holds back what comes after it for another round trip.
-        let needed = u32::try_from(in_a_round * 2).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
+        // Lost segments hold back what comes after them for a round trip and more, and a stream that its window holds back in
+        // between does not show what the path could carry.
+        let needed = u32::try_from(in_a_round * 4).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
         if needed > flow.window() {
             flow.enlarge(needed.next_power_of_two().min(LARGEST_WINDOW));
         }
@@ -307,16 +308,16 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_is_the_limit_grows_to_twice_the_path() {
+    fn a_window_that_is_the_limit_grows_to_four_times_the_path() {
         // 200 Mbit/s and 100 ms: 2.5 MB in flight.
-        assert_eq!(window_after(100, 2_500_000, 10), 8 << 20);
-        assert_eq!(window_after(100, 2_500_000, 2), 2 << 20, "one step at a time");
+        assert_eq!(window_after(100, 2_500_000, 10), 16 << 20);
+        assert_eq!(window_after(100, 2_500_000, 2), 4 << 20, "one step at a time");
         assert_eq!(window_after(250, 12_500_000, 20), LARGEST_WINDOW);
     }
 
     #[test]
     fn a_window_that_is_not_the_limit_stays() {
-        assert_eq!(window_after(100, 500_000, 100), STREAM_WINDOW);
+        assert_eq!(window_after(100, 250_000, 100), STREAM_WINDOW);
         // 400 MB/s at a millisecond.
         assert_eq!(window_after(1, 400_000, 100), STREAM_WINDOW);
     }
@@ -393,9 +394,9 @@ mod tests {
             });
             flow.piece()
         };
-        assert_eq!(delivered(40, false), 25_000);
-        assert_eq!(delivered(41, false), 25_000, "not for every change");
-        assert_eq!(delivered(1, true), 25_000, "an idle link says nothing about the path");
+        assert_eq!(delivered(40, false), 75_000);
+        assert_eq!(delivered(41, false), 75_000, "not for every change");
+        assert_eq!(delivered(1, true), 75_000, "an idle link says nothing about the path");
         assert_eq!(delivered(1, false), SMALLEST_PIECE);
         assert_eq!(delivered(10_000, true), LARGEST_PIECE);
         assert_eq!(delivered(0, false), LARGEST_PIECE, "nothing is known yet");

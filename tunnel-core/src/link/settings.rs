@@ -112,9 +112,11 @@ pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>, piece: usize) {
     connection.set_buffer_limit(Some(piece));
 }
 
-/// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk.
+/// Unsent bytes in the kernel above which the link is not written to: keeps small messages from queueing behind bulk. The link's
+/// task may wake late. Where the kernel runs out of bytes meanwhile it sends a short last segment, and BBR, which counts
+/// segments, takes the path for a faster one and fills its buffer.
 pub(super) fn not_sent_limit(piece: usize) -> u32 {
-    u32::try_from(piece / 2).unwrap_or(u32::MAX)
+    u32::try_from(piece.min(LARGEST_PIECE / 2)).unwrap_or(u32::MAX)
 }
 
 /// Has the kernel ask whether the link is alive once it has been silent for so long. Only the agent's end does: its
