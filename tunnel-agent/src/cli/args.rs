@@ -52,7 +52,7 @@ pub struct RunArgs {
     /// Where /metrics, /healthz, /readyz and /status answer: a loopback address and a port, or only a port; port 0 turns
     /// them off.
     #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "health-server-port"],
-          default_value = DEFAULT_ADMIN_ADDRESS)]
+          env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     pub admin_address: String,
     /// What the servers may reach through this agent, as CIDR:PORTS or node:PORTS, PORTS being ports and ranges such as
     /// 22,8000-8099 or *; repeatable [default: this node's own addresses on any port, and with --pod-targets=on its pods]. Loopback is closed unless a

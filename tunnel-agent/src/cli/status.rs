@@ -13,7 +13,7 @@ pub struct StatusCommand {
     #[command(flatten)]
     show: Show,
     /// The running agent's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
+    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
 }
 

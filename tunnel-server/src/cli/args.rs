@@ -57,7 +57,7 @@ pub struct RunArgs {
     pub insecure_port: String,
     /// Where to serve /metrics, /healthz, /readyz and /status: a loopback address and a port, or a port; port 0: off.
     #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
-          default_value = DEFAULT_ADMIN_ADDRESS)]
+          env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     pub admin_address: String,
     /// Port of the metrics door, on --bind-address: /metrics over TLS for other hosts. Callers show a certificate or a bearer token,
     /// and in a cluster may get the nonResourceURL /metrics; 0: off.

@@ -32,7 +32,7 @@ pub struct BenchCommand {
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
     /// The running server's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
+    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
 }
 

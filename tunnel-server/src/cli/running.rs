@@ -11,7 +11,7 @@ use crate::status::StatusReport;
 #[derive(Args, Clone, Debug)]
 pub(super) struct AskArgs {
     /// The running server's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
+    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
 }
 

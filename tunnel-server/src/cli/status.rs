@@ -20,10 +20,10 @@ pub struct StatusCommand {
     all: bool,
     /// Show what `status -o json` printed, instead of asking; of several servers, one after the other, as one table. `-` is
     /// standard input.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["watch", "admin_address"])]
+    #[arg(long, value_name = "FILE", conflicts_with = "watch")]
     from: Option<PathBuf>,
     /// The running server's --admin-address.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = DEFAULT_ADMIN_ADDRESS)]
+    #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
 }
 

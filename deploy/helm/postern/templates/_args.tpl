@@ -28,9 +28,6 @@
 {{- if ne (int $ports.http) 10264 }}
 - "--insecure-port={{ $ports.http }}"
 {{- end }}
-{{- if ne (int $ports.admin) 10265 }}
-- "--admin-address=127.0.0.1:{{ $ports.admin }}"
-{{- end }}
 {{- if ne .Values.server.configMap "tunnel-server-cfg" }}
 - "--configmap={{ .Values.server.configMap }}"
 {{- end }}
@@ -89,9 +86,6 @@
 
 {{- define "postern.agentArgs" -}}
 - "--drain-timeout={{ .Values.agent.drainTimeout }}"
-{{- if ne (int .Values.agent.adminPort) 10266 }}
-- "--admin-address=127.0.0.1:{{ .Values.agent.adminPort }}"
-{{- end }}
 {{- with .Values.agent.servers }}
 - "--server={{ join "," . }}"
 {{- end }}
