@@ -418,6 +418,8 @@ fn doors_that_speak_http_have_their_flags() {
         (&["--plain-port=10268"], "nobody else may use the door"),
         (&["--plain-port=10263", "--plain-clients=::/0"], "--secure-port has that port already"),
         (&["--plain-clients=x"], "--plain-clients=x"),
+        (&["--plain-clients=10.0.0.0/8"], "--plain-clients=10.0.0.0/8: the plain door is off"),
+        (&["--plain-ports=9100"], "--plain-ports=9100: the plain door is off"),
         (&["--connect-port=10280", "--client-ca-file=/ca.crt"], "say on or off"),
         (&["--metrics-port=10269", "--client-ca-file=/ca.crt"], "say on or off"),
         (&["--metrics-port=10269"], "--metrics-port=10269: with --inventory callers show"),

@@ -74,6 +74,13 @@ impl DoorArgs {
         let clients = parse_cidrs("--plain-clients", &self.plain_clients)?;
         let ports = parse_ports("--plain-ports", &self.plain_ports)?;
         let plain = parse_port("--plain-port", &self.plain_port)?;
+        if plain.is_none() {
+            let given = [("--plain-clients", &self.plain_clients), ("--plain-ports", &self.plain_ports)];
+            if let Some((flag, value)) = given.into_iter().find(|(_, value)| !value.is_empty()) {
+                let reason = "the plain door is off; give --plain-port, or leave it out";
+                return Err(ConfigError::new(flag, value, reason));
+            }
+        }
         let pod_ca =
             || (!standalone && !kubeconfig).then(|| PathBuf::from(POD_CA)).filter(|path| path.exists());
         let config = DoorConfig {
