@@ -254,7 +254,7 @@ async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
             ensure!(refused > 0.0, "the {door} door took all newcomers");
             figure(&format!("the {door} door reset {refused} of {} newcomers", STRANGERS / 2));
         }
-        let mut other = connect_from(&neighbour, (CLOUD, PLAIN).into(), client::PATIENCE)?;
+        let mut other = connect_from(&neighbour, (CLOUD, PLAIN).into(), client::PATIENCE).await?;
         other.write_all(b"GET / HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: close\r\n\r\n").await?;
         let answer = client::text(&mut other, "the plain door does not answer").await?;
         ensure!(answer.starts_with("HTTP/1.1 200 "), "another source was answered {answer:?}");
