@@ -28,7 +28,10 @@ const PIECE_MS: u64 = 15;
 const FIRST_PIECE: usize = 16 << 10;
 /// Round trips over which a stream's rate is measured: what one window held for a receiver that has paused, and now takes
 /// all at once, is no reason for a larger one.
-const ROUNDS: u32 = 2;
+const ROUNDS: u32 = FACTOR;
+/// A stream's window is at least so many times what it takes in a round trip. Lost segments hold back what comes after them for a
+/// round trip and more, and a stream that its window holds back in between does not show what the path could carry.
+const FACTOR: u32 = 4;
 /// The shortest time for it.
 const SHORTEST_SPAN: Duration = Duration::from_millis(20);
 
@@ -274,9 +277,7 @@ impl Taken {
         }
         let in_a_round = u128::from(self.bytes) * round.as_micros() / elapsed.as_micros();
         *self = Self { since: now, bytes: 0 };
-        // Lost segments hold back what comes after them for a round trip and more, and a stream that its window holds back in
-        // between does not show what the path could carry.
-        let needed = u32::try_from(in_a_round * 4).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
+        let needed = u32::try_from(in_a_round * u128::from(FACTOR)).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
         if needed > flow.window() {
             flow.enlarge(needed.next_power_of_two().min(LARGEST_WINDOW));
         }
@@ -311,15 +312,15 @@ mod tests {
     fn a_window_that_is_the_limit_grows_to_four_times_the_path() {
         // 200 Mbit/s and 100 ms: 2.5 MB in flight.
         assert_eq!(window_after(100, 2_500_000, 10), 16 << 20);
-        assert_eq!(window_after(100, 2_500_000, 2), 4 << 20, "one step at a time");
+        assert_eq!(window_after(100, 2_500_000, 4), 4 << 20, "one step at a time");
         assert_eq!(window_after(250, 12_500_000, 20), LARGEST_WINDOW);
     }
 
     #[test]
     fn a_window_that_is_not_the_limit_stays() {
         assert_eq!(window_after(100, 250_000, 100), STREAM_WINDOW);
-        // 400 MB/s at a millisecond.
-        assert_eq!(window_after(1, 400_000, 100), STREAM_WINDOW);
+        // 250 MB/s at a millisecond.
+        assert_eq!(window_after(1, 250_000, 100), STREAM_WINDOW);
     }
 
     #[test]
@@ -331,7 +332,7 @@ mod tests {
             taken.add_at(STREAM_WINDOW as usize, &flow, start + Duration::from_secs(pause));
         }
         let mut taken = Taken { since: start, bytes: 0 };
-        taken.add_at(STREAM_WINDOW as usize, &flow, start + Duration::from_millis(200));
+        taken.add_at(STREAM_WINDOW as usize, &flow, start + Duration::from_millis(400));
         assert_eq!(flow.window(), STREAM_WINDOW);
     }
 
