@@ -277,7 +277,8 @@ impl Taken {
         }
         let in_a_round = u128::from(self.bytes) * round.as_micros() / elapsed.as_micros();
         *self = Self { since: now, bytes: 0 };
-        let needed = u32::try_from(in_a_round * u128::from(FACTOR)).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
+        let needed =
+            u32::try_from(in_a_round * u128::from(FACTOR)).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
         if needed > flow.window() {
             flow.enlarge(needed.next_power_of_two().min(LARGEST_WINDOW));
         }

@@ -1,4 +1,5 @@
 //! Callers of the egress door: HTTP CONNECT, and konnectivity's packets over gRPC.
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -20,16 +21,29 @@ use tunnel_core::konnectivity::{Packet, PacketType};
 /// The answer to a CONNECT that has worked.
 pub(super) const CONNECTED: &str = "HTTP/1.1 200 Connection Established\r\n\r\n";
 
-/// Sends a CONNECT, and returns what one read gives, as kube-apiserver takes it.
+/// Sends a CONNECT, and returns the answer; a refusal has a body.
 pub(crate) async fn ask<S: AsyncRead + AsyncWrite + Unpin>(
     mut stream: S,
     target: &str,
 ) -> Result<(S, String)> {
     let request = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
     stream.write_all(request.as_bytes()).await.context("sending the CONNECT")?;
-    let mut answer = vec![0; 4096];
-    let read = timeout(PATIENCE, stream.read(&mut answer)).await.context("no answer to the CONNECT")??;
-    answer.truncate(read);
+    let reading = async {
+        let mut answer = Vec::new();
+        // A target that speaks first is not a part of it.
+        while !answer.ends_with(b"\r\n\r\n") {
+            match stream.read_u8().await {
+                Ok(byte) => answer.push(byte),
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(answer),
+                Err(error) => return Err(error),
+            }
+        }
+        if answer != CONNECTED.as_bytes() {
+            stream.read_buf(&mut answer).await?;
+        }
+        Ok(answer)
+    };
+    let answer = timeout(PATIENCE, reading).await.context("no answer to the CONNECT")??;
     Ok((stream, String::from_utf8_lossy(&answer).into_owned()))
 }
 
