@@ -154,7 +154,7 @@ async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
         *open == 0 && *now_tasks <= tasks + 2 && *now_files <= files + 2
     };
     let mut memory = Vec::new();
-    for count in [WARM_UP, ROUND, ROUND, ROUND, ROUND, ROUND] {
+    for count in [WARM_UP, ROUND, ROUND] {
         dials(&dial, count).await?;
         let what = format!("nothing to be left of {count} dials");
         wait_until(&what, Duration::from_secs(90), &left, settled).await?;
