@@ -46,7 +46,7 @@ use crate::session::{Sessions, Workers, register_links};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::status::Reporter;
-use crate::takeover::{Gates, NODES, PORTS, Predecessor, Succession, TakeOver};
+use crate::takeover::{Before, Gates, NODES, PORTS, Predecessor, Succession, TakeOver};
 
 /// How long links and tasks may take to end once nothing is carried any more.
 const CLOSING: Duration = Duration::from_secs(3);
@@ -411,16 +411,17 @@ impl Bound {
             sockets,
             gates: gates.clone(),
             admin: self.admin.as_ref().map(Serving::accepting),
+            router: router.clone(),
             sessions: sessions.clone(),
             peers: context.peers.clone(),
             redirect: redirect.clone(),
-            handover,
+            handover: handover.clone(),
             phase: watch::Sender::default(),
+            closed: CancellationToken::new(),
             eligible,
         });
         let succeeded = succession.clone().run(config.state_dir, shutdown.draining_token().clone());
         tasks.spawn(succeeded);
-        let stopping = stop.clone();
         let take_over = TakeOver {
             gates,
             router,
@@ -428,10 +429,12 @@ impl Bound {
             peers: context.peers,
             redirect: redirect.clone(),
             readiness: readiness.clone(),
-            pending,
-            stop: stopping,
+            pending: Some(pending),
+            handover,
+            drain_timeout: config.drain_timeout,
+            stop: stop.clone(),
         };
-        tasks.spawn(take_over.run(self.before, self.orphans));
+        let before = take_over.start(self.before, self.orphans, &tasks);
         tasks.close();
         self.starting.ready();
         tracing::info!(server_id, %role, open_files = self.open_files, ?budget, "serving");
@@ -439,6 +442,7 @@ impl Bound {
             agent_port,
             redirect,
             succession,
+            before,
             drain,
             tasks,
             stop,
@@ -456,6 +460,7 @@ struct Running {
     agent_port: Option<Arc<AgentPort>>,
     redirect: Option<Arc<Redirect>>,
     succession: Arc<Succession>,
+    before: Before,
     drain: Drain,
     tasks: TaskTracker,
     /// Ends the tasks and links.
@@ -470,12 +475,17 @@ struct Running {
 
 impl Running {
     /// Waits for the connections in flight, then ends links and tasks and, last, the redirect.
-    async fn stop(self, drain_timeout: Duration) -> anyhow::Result<()> {
+    async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
         let _stopping = self.readiness.pending("stopping");
         self.succession.close();
+        let another = self.succession.has_successor() || self.before.take_back(self.drain.shutdown()).await;
+        if another {
+            // It answers there.
+            self.admin = None;
+        }
         if let Some(redirect) = &self.redirect {
-            if self.succession.has_successor() {
-                // Its programs come second, and need not be found by their names.
+            // Its programs are in place, and need not be found by their names.
+            if another && redirect.finds_another().await {
                 redirect.release();
             } else if let Err(error) = redirect.drain() {
                 tracing::warn!(%error, "new connects to edge nodes are not refused while draining");

@@ -16,6 +16,8 @@ use super::{netlink, pins, preflight};
 
 /// How long the kernel may take to detach a program that is not pinned any more.
 const DETACHED: Duration = Duration::from_secs(1);
+/// How long a server that goes on may take to attach its programs again.
+const RESUMED: Duration = Duration::from_secs(1);
 
 impl Redirect {
     /// Ends the redirect of new connects: to another server of this host if one runs, else every route
@@ -43,6 +45,22 @@ impl Redirect {
         inner.programs.release();
     }
 
+    /// Whether another server redirects here, which is about to attach its programs if it has not done so.
+    pub async fn finds_another(&self) -> bool {
+        let since = Instant::now();
+        loop {
+            match self.other_server() {
+                Ok(Some(_)) => return true,
+                Ok(None) if since.elapsed() < RESUMED => tokio::time::sleep(RESUMED / 50).await,
+                Ok(None) => return false,
+                Err(error) => {
+                    tracing::warn!(%error, "cannot tell whether another server redirects here");
+                    return false;
+                }
+            }
+        }
+    }
+
     /// The other servers with the same state directory that have pinned something by now. None of them may be starting: it
     /// gives no sign of life yet.
     pub async fn others(self: &Arc<Self>) -> Others {
@@ -67,6 +85,8 @@ impl Redirect {
         }
         inner.programs.attach(&self.cgroup, &self.netns)?;
         drop(inner);
+        // The successor has removed them if it looked for other programs before these were back.
+        self.ensure_routes()?;
         self.verify_now()
     }
 

@@ -25,6 +25,10 @@ pub(super) struct Hello {
 pub(super) enum Ask {
     Agents,
     Doors,
+    /// That the first server accepts agents again; the second one is told to stop.
+    Back,
+    /// That it does everything again.
+    Resume,
 }
 
 /// What the first one answers.
@@ -34,6 +38,9 @@ pub(super) enum Answer {
     /// The nodes whose agents were told.
     Told(Vec<String>),
     Released,
+    /// The nodes whose agents are with the first server by now.
+    Attached(Vec<String>),
+    Resumed,
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@
 //!    of the redirect, where the second one's programs are in place already, with the same tokens.
 //! 3. The first one finishes what it carries. Standalone it ends then; in a cluster it waits to be stopped, because the
 //!    kubelet would start it again, and goes on as before should the second one die.
+//! 4. A second one that is told to stop meanwhile gives everything back in the same order: the agents, then the doors.
 
 mod message;
 mod predecessor;
@@ -17,7 +18,7 @@ mod successor;
 
 use tokio::net::TcpListener;
 
-pub(crate) use predecessor::{NODES, PORTS, Predecessor, TakeOver};
+pub(crate) use predecessor::{Before, NODES, PORTS, Predecessor, TakeOver};
 pub(crate) use successor::Succession;
 
 use crate::accept::{Gate, Gated};

@@ -1,5 +1,6 @@
 //! The side of the second server: finds the first one, and takes over from it step by step.
 
+use std::collections::HashSet;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -8,14 +9,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tunnel_core::identity::NodeName;
-use tunnel_core::lifecycle::{Readiness, ReadyGuard};
+use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown};
 use tunnel_core::takeover;
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
+use crate::agent_port::Handover;
 use crate::peers::Peers;
 use crate::redirect::{Orphans, Others, Redirect};
 use crate::route::Router;
@@ -81,26 +86,81 @@ pub(crate) struct TakeOver {
     pub(crate) redirect: Option<Arc<Redirect>>,
     pub(crate) readiness: Readiness,
     /// Held until the doors are open.
-    pub(crate) pending: ReadyGuard,
+    pub(crate) pending: Option<ReadyGuard>,
+    /// What this server's own agents are told.
+    pub(crate) handover: watch::Sender<Handover>,
+    /// How long agents may take to go back: a stop waits for them.
+    pub(crate) drain_timeout: Duration,
     pub(crate) stop: CancellationToken,
+}
+
+/// The connection with the server before, which in a cluster waits to be stopped.
+pub(crate) struct Before {
+    leaving: CancellationToken,
+    /// Whether it is there in the end.
+    taking: JoinHandle<bool>,
+}
+
+impl Before {
+    /// Has it take back what this server has taken over from it, unless this one is to end at once. False: there is none.
+    pub(crate) async fn take_back(&mut self, shutdown: &Shutdown) -> bool {
+        self.leaving.cancel();
+        tokio::select! {
+            there = &mut self.taking => there.unwrap_or(false),
+            () = shutdown.forced() => false,
+        }
+    }
 }
 
 impl TakeOver {
     /// Takes over from `predecessor`, or from what dead servers have left, and opens the doors. Then keeps the connection
     /// open: as long as it is, the predecessor knows that this server lives.
-    pub(crate) async fn run(self, predecessor: Option<Predecessor>, orphans: Orphans) {
-        let stop = self.stop.clone();
-        let _ = stop.run_until_cancelled(self.take(predecessor, orphans)).await;
+    pub(crate) fn start(
+        self,
+        predecessor: Option<Predecessor>,
+        orphans: Orphans,
+        tasks: &TaskTracker,
+    ) -> Before {
+        let (leaving, stop) = (CancellationToken::new(), self.stop.clone());
+        let taking = self.take(predecessor, orphans, leaving.clone());
+        let taking = async move { stop.run_until_cancelled(taking).await.unwrap_or(false) };
+        Before { leaving, taking: tasks.spawn(taking) }
     }
 
-    async fn take(self, predecessor: Option<Predecessor>, orphans: Orphans) {
+    /// Returns whether the predecessor is there in the end.
+    async fn take(
+        mut self,
+        mut predecessor: Option<Predecessor>,
+        orphans: Orphans,
+        leaving: CancellationToken,
+    ) -> bool {
+        let taken = leaving.run_until_cancelled(self.take_over(predecessor.as_mut(), orphans)).await;
+        // One that has not passed everything on goes on as soon as it sees the connection's end.
+        let Some(others) = taken else { return predecessor.is_some() };
+        self.gates.doors.set(true);
+        drop(self.pending.take());
+        let Some(mut before) = predecessor else { return false };
+        tokio::select! {
+            () = before.0.ended() => {
+                // If it was killed its programs are there, which come first and go by what it knew.
+                let _ = leaving.run_until_cancelled(others.remove_dead()).await;
+                false
+            }
+            () = leaving.cancelled() => {
+                self.give_back(&mut before).await;
+                true
+            }
+        }
+    }
+
+    /// Returns what others have pinned that may die.
+    async fn take_over(&self, predecessor: Option<&mut Predecessor>, orphans: Orphans) -> Others {
         // Only this task's own guard is left when everything else that a start waits for is there.
         while self.readiness.names().iter().any(|name| name == NODES || name == PORTS) {
             sleep(CHECK).await;
         }
-        let mut predecessor = predecessor;
         let mut others = Others::default();
-        if let Some(before) = &mut predecessor {
+        if let Some(before) = predecessor {
             if let Some(redirect) = &self.redirect {
                 // No successor of this one can have begun.
                 others = redirect.others().await;
@@ -123,14 +183,7 @@ impl TakeOver {
             self.apply_routes().await;
         }
         orphans.remove();
-        self.gates.doors.set(true);
-        let Self { pending, .. } = self;
-        pending.ready();
-        if let Some(mut before) = predecessor {
-            before.0.ended().await;
-            // If it was killed its programs are there, which come first and go by what it knew.
-            others.remove_dead().await;
-        }
+        others
     }
 
     /// Waits until it is known where the nodes of the other servers are: until then connects to them would fail here, and the
@@ -161,7 +214,7 @@ impl TakeOver {
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         let told = match before.0.ask(&Ask::Agents).await? {
             Answer::Told(nodes) => nodes,
-            Answer::Released => return Err(unexpected()),
+            _ => return Err(unexpected()),
         };
         let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
         let (started, mut last) = (Instant::now(), (0, Instant::now()));
@@ -182,7 +235,51 @@ impl TakeOver {
         self.apply_routes().await;
         match before.0.ask(&Ask::Doors).await? {
             Answer::Released => Ok((told.len(), came)),
-            Answer::Told(_) => Err(unexpected()),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// This server is told to stop, and the one before goes on: it gets the agents, and then the doors.
+    async fn give_back(&self, before: &mut Predecessor) {
+        let started = Instant::now();
+        match self.hand_back(before).await {
+            Ok((told, came)) => tracing::info!(
+                server_id = before.server_id(),
+                told,
+                came,
+                took_ms = started.elapsed().as_millis(),
+                "the server before has taken back what this one had taken over"
+            ),
+            // It goes on all the same, once this connection ends.
+            Err(error) => {
+                tracing::warn!(server_id = before.server_id(), %error, "the server before does not wait for its agents");
+            }
+        }
+    }
+
+    /// How many nodes' agents were told, and how many of them have gone back.
+    async fn hand_back(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
+        self.gates.agents.set(false);
+        let mut back = attached(before).await?;
+        let told = self.sessions.live();
+        self.handover.send_replace(Handover::Agents);
+        let (started, mut last) = (Instant::now(), (0, Instant::now()));
+        let came = loop {
+            let came = told.iter().filter(|node| back.contains(node.as_str())).count();
+            if came != last.0 {
+                last = (came, Instant::now());
+            }
+            if came == told.len() || last.1.elapsed() > QUIET || started.elapsed() > self.drain_timeout {
+                break came;
+            }
+            sleep(pause(told.len())).await;
+            back = attached(before).await?;
+        };
+        // What comes now waits until the other one accepts.
+        self.gates.doors.set(false);
+        match before.0.ask(&Ask::Resume).await? {
+            Answer::Resumed => Ok((told.len(), came)),
+            _ => Err(unexpected()),
         }
     }
 
@@ -194,6 +291,14 @@ impl TakeOver {
         if let Ok(Err(error)) = applied {
             tracing::error!(%error, "the routes in the kernel are not current");
         }
+    }
+}
+
+/// The nodes whose agents are with the server before, which accepts them again.
+async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
+    match before.0.ask(&Ask::Back).await? {
+        Answer::Attached(nodes) => Ok(nodes.into_iter().collect()),
+        _ => Err(unexpected()),
     }
 }
 

@@ -16,6 +16,7 @@ use super::message::{Answer, Ask, Hello};
 use crate::agent_port::Handover;
 use crate::peers::Peers;
 use crate::redirect::Redirect;
+use crate::route::Router;
 use crate::session::Sessions;
 
 /// How far a successor is.
@@ -38,11 +39,14 @@ pub(crate) struct Succession {
     pub(crate) gates: Gates,
     /// The admin port's.
     pub(crate) admin: Option<Accepting>,
+    pub(crate) router: Arc<Router>,
     pub(crate) sessions: Arc<Sessions>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) redirect: Option<Arc<Redirect>>,
     pub(crate) handover: watch::Sender<Handover>,
     pub(crate) phase: watch::Sender<Phase>,
+    /// See [`Succession::close`].
+    pub(crate) closed: CancellationToken,
     /// Whether this server does what a cluster must have from one server only.
     pub(crate) eligible: watch::Sender<bool>,
 }
@@ -55,8 +59,10 @@ impl Succession {
             return;
         }
         let path = socket_path(&state_dir);
+        let mut listening = None;
         let serve = async {
             while let Some(listener) = bind(&path) {
+                let listener = listening.insert(listener);
                 while listener.is_found() {
                     match listener.accept().await {
                         Ok(stream) => self.serve(stream).await,
@@ -71,9 +77,10 @@ impl Succession {
         tokio::select! {
             () = serve => {}
             () = stop.cancelled() => {}
+            () = self.closed.cancelled() => {}
         }
-        if *self.phase.borrow() == Phase::Alone {
-            // A successor has its own there.
+        // Another server, which goes on, may have its own there.
+        if listening.is_some_and(|listener| listener.is_found()) {
             let _ = std::fs::remove_file(&path);
         }
     }
@@ -120,6 +127,20 @@ impl Succession {
                     self.phase.send_replace(Phase::Passed);
                     tracing::info!("the other server has taken over: this one finishes what it carries");
                 }
+                Some(Ask::Back) => {
+                    self.gates.agents.set(true);
+                    // Asked for again and again.
+                    self.handover.send_if_modified(|handover| {
+                        std::mem::replace(handover, Handover::Nothing) != Handover::Nothing
+                    });
+                    let nodes = self.sessions.live().iter().map(ToString::to_string).collect();
+                    send(stream, &Answer::Attached(nodes)).await?;
+                }
+                Some(Ask::Resume) => {
+                    self.take_back().await;
+                    send(stream, &Answer::Resumed).await?;
+                    tracing::info!("the successor stops, and has given back what it had taken over");
+                }
             }
         }
     }
@@ -136,8 +157,15 @@ impl Succession {
 
     async fn take_back(&self) {
         if let Some(redirect) = self.redirect.clone() {
-            let resumed = redirect.clone();
-            match tokio::task::spawn_blocking(move || resumed.resume()).await {
+            let (resumed, router) = (redirect.clone(), self.router.clone());
+            let resume = move || {
+                // The agents that have come back a moment ago are in it.
+                if let Err(error) = resumed.apply(&router.desired()) {
+                    tracing::error!(%error, "the routes in the kernel are not current");
+                }
+                resumed.resume()
+            };
+            match tokio::task::spawn_blocking(resume).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => tracing::error!(%error, "the redirect does not come back"),
                 Err(error) => tracing::error!(%error, "the redirect does not come back"),
@@ -159,9 +187,11 @@ impl Succession {
         *self.handover.borrow() != Handover::Nothing
     }
 
-    /// Closes the copies of the listening sockets, so that nothing waits in them once this server accepts no more.
+    /// Closes the copies of the listening sockets, so that nothing waits in them once this server accepts no more. No other
+    /// successor comes.
     pub(crate) fn close(&self) {
         self.sockets.close();
+        self.closed.cancel();
     }
 
     /// Waits until the successor has taken over; for ever if there is never one.

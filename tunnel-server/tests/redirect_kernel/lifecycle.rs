@@ -23,6 +23,7 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::killed_server_leaves_only_a_route_that_the_next_takes_over", killed),
     ("lifecycle::cleanup_removes_the_route_of_a_killed_server", cleanup_after_kill),
     ("lifecycle::replaced_under_load", replaced_under_load),
+    ("lifecycle::what_was_released_is_taken_back", taken_back),
     ("lifecycle::lost_route_is_noticed_and_restored", lost_route),
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
@@ -157,6 +158,22 @@ fn replaced_under_load() {
     println!("report {} connects during three replacements", connects.load(Ordering::Relaxed));
     drop(world);
     assert_eq!((programs(), token_routes().len()), ((0, 0), 0));
+}
+
+/// By a server whose successor ends. The tokens' route may have gone with that one.
+fn taken_back() {
+    let world = World::start(&desired(&[EDGE]));
+    let runtime = runtime();
+    world.redirect.release();
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+    assert!(!runtime.block_on(world.redirect.finds_another()), "there is none");
+    ip("route del local 198.18.0.0/15 dev lo table local");
+    world.redirect.resume().unwrap();
+    assert_eq!(token_routes().len(), 2, "{:?}", token_routes());
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    let next = World::start(&desired(&[EDGE]));
+    assert!(runtime.block_on(next.redirect.finds_another()));
+    drop((world, next));
 }
 
 fn lost_route() {

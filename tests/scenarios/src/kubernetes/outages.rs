@@ -39,7 +39,7 @@ pub(super) async fn outages(testbed: &Testbed) -> Result<()> {
 }
 
 /// A port of the node works as soon as the ConfigMap has it.
-async fn ports_are_followed(cluster: &Cluster<'_>, port: &str) -> Result<()> {
+pub(super) async fn ports_are_followed(cluster: &Cluster<'_>, port: &str) -> Result<()> {
     let edge = cluster.testbed.edge(1);
     let target = Target::start(&edge.ns, edge.address, port.parse()?, Behaviour::Echo)?;
     let change = json!({ "data": { "http-proxy-ports": port } }).to_string();

@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent};
+use postern_testbed::client::echo;
 use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::manifests::Manifests;
 use postern_testbed::cluster::postern::NAMESPACE;
@@ -11,13 +13,16 @@ use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, pods, postern};
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::Server;
+use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, CloudHost, NEIGHBOUR, ROUTER, Testbed};
 use serde_json::json;
 
 use super::checks::Checks;
 use super::following::Following;
+use super::outages::ports_are_followed;
 use super::{commands, forward, views};
+use crate::common::{alongside, hold, target};
 
 /// The second master.
 const SECOND: &str = "cloud-2";
@@ -25,6 +30,8 @@ const SECOND: &str = "cloud-2";
 const NOTICED: Duration = Duration::from_secs(45);
 /// How long what is to go on is watched while something is wrong.
 const WATCHED: Duration = Duration::from_secs(8);
+/// A server that stops waits for what it carries for 10 s.
+const STOPS: Duration = Duration::from_secs(30);
 /// A Lease of a dead server ends after 15 s.
 const LEADS: Duration = Duration::from_secs(40);
 
@@ -66,6 +73,7 @@ pub(super) async fn two_masters(testbed: &Testbed) -> Result<()> {
     checks.run("both API servers reach the edge by their own server", masters.each_by_its_own()).await;
     checks.run("a master is killed, and is back", masters.killed()).await;
     checks.run("a server is replaced, and its successor dies", masters.replaced()).await;
+    checks.run("a server's successor is stopped", masters.undone()).await;
     checks.run("a master and the agent do not reach each other", masters.apart_from_the_agent()).await;
     checks.run("the masters' servers do not reach each other", masters.apart()).await;
     checks.finish()
@@ -203,6 +211,37 @@ impl<'a> Masters<'a> {
         self.wait_attached(&[0, 1]).await?;
         self.wait_peers(1).await?;
         following.next(15).await.context("what the first one carries")
+    }
+
+    /// As by `kubectl rollout undo`: who waits to be stopped gets everything back, and nobody notices.
+    async fn undone(&mut self) -> Result<()> {
+        // No other way leads to the edge.
+        self.servers[1].process.crash().await?;
+        ports_are_followed(&self.cluster, "9101").await?;
+        let edge = target(self.cluster.testbed, 1, 9101, Behaviour::Echo)?;
+        let (server, kubectl) = (&self.servers[0], &self.kubectl[0]);
+        let first = id(server).await?;
+        let mut second = server.successor()?;
+        // Not by their logs: those of the ones before are in them, too.
+        let taken = async || Ok(id(server).await? != first && server.get("/readyz").await?.0 == 200);
+        wait_until("the second server to take over", NOTICED, taken, |taken| *taken).await?;
+        let mut held = hold(edge.address, b"before").await?;
+        alongside("the stop of a successor", edge.address, async {
+            second.process.signal(Signal::SIGTERM)?;
+            server.wait_log("has given back what it had taken over").await?;
+            works(kubectl).await?;
+            echo(&mut held, b"after").await.context("on the connection that the successor carries")?;
+            drop(held);
+            let status = second.process.wait_exit(STOPS).await?;
+            ensure!(status.code() == Some(0), "the successor ended with {status}");
+            Ok(())
+        })
+        .await?;
+        ensure!(id(server).await? == first, "another server answers");
+        self.wait_leads(&first).await.context("after the successor's end")?;
+        self.servers[1].start_again().await?;
+        self.wait_attached(&[0, 1]).await?;
+        self.wait_peers(1).await
     }
 
     async fn wait_leads(&self, id: &str) -> Result<()> {
