@@ -9,6 +9,7 @@ mod service;
 
 pub use node::test;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -35,7 +36,7 @@ pub async fn examine(
     let running = running.as_ref();
 
     host::check(&mut checkup, config, running).await;
-    check_rules(&mut checkup, config, rules).await;
+    check_rules(&mut checkup, config, running, rules).await;
     service::check_listeners(&mut checkup, config, running).await;
     pki::check(&mut checkup, config, SystemTime::now()).await;
     match &config.source {
@@ -47,7 +48,12 @@ pub async fn examine(
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
 }
 
-async fn check_rules(checkup: &mut Checkup, config: &Config, files: &[PathBuf]) {
+async fn check_rules(
+    checkup: &mut Checkup,
+    config: &Config,
+    running: Option<&Running<StatusReport>>,
+    files: &[PathBuf],
+) {
     let read = rules::read(files).await;
     let judged = |judge: &dyn Fn(&rules::Ruleset) -> Vec<Finding>, fine: &str| match &read {
         Err(reason) => Outcome::Skipped(reason.clone()),
@@ -56,7 +62,7 @@ async fn check_rules(checkup: &mut Checkup, config: &Config, files: &[PathBuf]) 
             Outcome::of(found, format!("{fine} (read with {})", rules.with.join(", ")))
         }
     };
-    let ports: Vec<u16> = config.redirect_ports.iter().copied().collect();
+    let ports = tunnelled(&config.redirect_ports, running);
     let tokens: [IpNet; 2] = [config.token_range.into(), config.token_range_v6.into()];
     let redirect = if config.redirect.is_some() {
         judged(&|rules| rules::taken(rules, &tokens, &ports), "none takes the tunnelled ports")
@@ -77,6 +83,12 @@ async fn check_rules(checkup: &mut Checkup, config: &Config, files: &[PathBuf]) 
     checkup.add("firewall", firewall);
 }
 
+/// The ports of the flags, and those that the running server has from its cluster's ConfigMap.
+fn tunnelled(flags: &BTreeSet<u16>, running: Option<&Running<StatusReport>>) -> Vec<u16> {
+    let running = running.into_iter().flat_map(|running| &running.status.redirect.ports);
+    flags.iter().chain(running).copied().collect::<BTreeSet<u16>>().into_iter().collect()
+}
+
 async fn names(config: &Config) -> Outcome {
     let mut faults = Vec::new();
     for peer in &config.peers {
@@ -92,4 +104,29 @@ pub fn bad_flags(reason: &str) -> Report {
     let fix = "correct the flag: `tunnel-server --help` has its form";
     checkup.add("flags", Finding::new(&codes::BAD_FLAGS, reason, fix).into());
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_of_the_configmap_are_examined_too() {
+        let mut status = serde_json::json!({
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
+            "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,
+                         "excluded": 0, "programs": []},
+            "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
+        });
+        let ports = |status: &serde_json::Value| {
+            let status = serde_json::from_value(status.clone()).unwrap();
+            let running = Running { status, pending: None, metrics: String::new(), flags: None };
+            tunnelled(&BTreeSet::from([10250, 10255]), Some(&running))
+        };
+        // One of a version that does not say them.
+        assert_eq!(ports(&status), [10250, 10255]);
+        status["redirect"]["ports"] = serde_json::json!([9200, 10250]);
+        assert_eq!(ports(&status), [9200, 10250, 10255]);
+        assert_eq!(tunnelled(&BTreeSet::from([10250]), None), [10250]);
+    }
 }

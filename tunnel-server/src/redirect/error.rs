@@ -137,9 +137,13 @@ pub enum SelfTestError {
         cgroup: String,
     },
     #[error(
-        "a redirected connect to {token} did not reach the listener ({reason}): check the route `local <token range> dev lo`, the sk_lookup program (`bpftool net`), and firewall rules for loopback"
+        "a redirected connect to {token} did not reach the listener ({reason}): check the route `local <token range> dev lo`, the sk_lookup program (`bpftool net`), firewall rules for loopback, and rules that take this port (`tunnel-server doctor`)"
     )]
-    NotSteered { token: IpAddr, reason: String },
+    NotSteered {
+        /// With the port that was asked for.
+        token: SocketAddr,
+        reason: String,
+    },
     #[error("getpeername() says {found} instead of {expected}: the {hook} program is not in effect")]
     WrongPeer {
         /// `getpeername4` or `getpeername6`.

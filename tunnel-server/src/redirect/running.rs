@@ -69,6 +69,8 @@ pub(super) struct Inner {
     /// This host's own addresses.
     pub(super) own: BTreeSet<IpAddr>,
     pub(super) self_test_addresses: SelfTestAddresses,
+    /// Whose self-test passed last.
+    pub(super) verified_port: Option<u16>,
     pub(super) serving: bool,
     /// Another server has taken over; do not attach again.
     pub(super) released: bool,

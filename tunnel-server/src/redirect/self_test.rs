@@ -1,7 +1,11 @@
 //! The proof that the hooks work: a real connection of this process to itself through all of them.
+//!
+//! Each round takes the next port, as rules of other programs may take a single one; after a failure the same one again.
 
+use std::collections::BTreeSet;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
+use std::ops::Bound;
 use std::time::Duration;
 
 use nix::libc;
@@ -18,7 +22,7 @@ const DEADLINE: Duration = Duration::from_secs(3);
 /// One family's part of the test.
 struct Probe {
     origin: SocketAddr,
-    token: IpAddr,
+    token: SocketAddr,
     connect: Hook,
     connect_name: &'static str,
     peer_name: &'static str,
@@ -28,6 +32,7 @@ struct Probe {
 
 /// Everything that the test needs, copied out of the lock.
 pub(super) struct SelfTest {
+    pub(super) port: u16,
     probes: Vec<Probe>,
     serving: bool,
     fails_at_connect: bool,
@@ -36,10 +41,10 @@ pub(super) struct SelfTest {
 
 impl SelfTest {
     pub(super) fn new(inner: &Inner, ipv6: bool, fails_at_connect: bool, cgroup: String) -> Self {
-        let port = inner.contents.ports.first().copied().unwrap_or(SELF_TEST_PORT);
+        let port = next_port(&inner.contents.ports, inner.verified_port);
         let v4 = Probe {
             origin: (inner.self_test_addresses.origin, port).into(),
-            token: inner.self_test_addresses.token.into(),
+            token: (inner.self_test_addresses.token, port).into(),
             connect: Hook::Connect4,
             connect_name: "connect4",
             peer_name: "getpeername4",
@@ -48,7 +53,7 @@ impl SelfTest {
         };
         let v6 = ipv6.then(|| Probe {
             origin: (inner.self_test_addresses.origin_v6, port).into(),
-            token: inner.self_test_addresses.token_v6.into(),
+            token: (inner.self_test_addresses.token_v6, port).into(),
             connect: Hook::Connect6,
             connect_name: "connect6",
             peer_name: "getpeername6",
@@ -56,6 +61,7 @@ impl SelfTest {
             v6: true,
         });
         Self {
+            port,
             probes: [Some(v4), v6].into_iter().flatten().collect(),
             serving: inner.serving,
             fails_at_connect,
@@ -118,6 +124,32 @@ impl SelfTest {
     }
 }
 
+/// The one after `last`, or else the first.
+fn next_port(ports: &BTreeSet<u16>, last: Option<u16>) -> u16 {
+    let later = last.and_then(|last| ports.range((Bound::Excluded(last), Bound::Unbounded)).next());
+    later.or_else(|| ports.first()).copied().unwrap_or(SELF_TEST_PORT)
+}
+
 fn describe(result: io::Result<TcpStream>) -> String {
     result.map_or_else(|error| error.to_string(), |_| "success".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_port_has_its_turn() {
+        let ports = BTreeSet::from([9100, 9200, 10250]);
+        let (mut tested, mut last) = (Vec::new(), None);
+        for _ in 0..4 {
+            last = Some(next_port(&ports, last));
+            tested.extend(last);
+        }
+        assert_eq!(tested, [9100, 9200, 10250, 9100]);
+        // The last one is not tunnelled any more, and then none is.
+        assert_eq!(next_port(&ports, Some(9150)), 9200);
+        assert_eq!(next_port(&ports, Some(u16::MAX)), 9100);
+        assert_eq!(next_port(&BTreeSet::new(), Some(9100)), SELF_TEST_PORT);
+    }
 }

@@ -80,6 +80,7 @@ impl Redirect {
             desired: Desired::default(),
             own: BTreeSet::new(),
             self_test_addresses,
+            verified_port: None,
             serving: true,
             released: false,
             stopped: false,

@@ -100,7 +100,7 @@ impl Redirect {
         }
     }
 
-    /// Connects to itself through every hook; [`watch`](Self::watch) does so every 30 s.
+    /// Connects to itself through every hook, at the next of the tunnelled ports; [`watch`](Self::watch) does so every 30 s.
     ///
     /// # Errors
     /// [`RedirectError::SelfTest`] says what does not work.
@@ -120,7 +120,9 @@ impl Redirect {
             let cgroup = self.cgroup.path.display().to_string();
             SelfTest::new(&inner, self.ipv6, self.features.set_retval, cgroup)
         };
-        test.run(|index| self.lock().maps.counter(index))
+        test.run(|index| self.lock().maps.counter(index))?;
+        self.lock().verified_port = Some(test.port);
+        Ok(())
     }
 
     /// Adds lost token routes and attaches lost programs again; returns the names of what was missing.

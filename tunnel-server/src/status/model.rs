@@ -136,6 +136,9 @@ pub struct RedirectStatus {
     pub routes_down: usize,
     /// Excluded ranges, not counting this host's own addresses.
     pub excluded: usize,
+    /// The tunnelled ports: of the flags, and of the cluster's ConfigMap.
+    #[serde(default)]
+    pub ports: Vec<u16>,
     pub programs: Vec<ProgramStatus>,
     /// Why the programs are not pinned, so that they vanish with a server that is killed; None with `--bpffs=off` as well.
     #[serde(default)]

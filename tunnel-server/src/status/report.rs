@@ -226,6 +226,7 @@ impl Reporter {
             routes: desired.routes.len(),
             routes_down: desired.routes.values().filter(|target| !target.up).count(),
             excluded: desired.excluded.len(),
+            ports: desired.ports.iter().copied().collect(),
             programs: redirect
                 .program_info()
                 .into_iter()

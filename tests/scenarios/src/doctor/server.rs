@@ -2,6 +2,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use nix::mount::{MsFlags, mount};
@@ -18,6 +19,7 @@ scenarios! {
     rules_of_other_programs_are_named(quick),
     a_lost_token_route_is_found,
     a_failed_self_test_is_found,
+    a_port_that_another_program_takes_is_found(limit = 150),
     closed_listeners_are_found,
     programs_that_are_not_pinned_are_found,
     what_a_killed_server_leaves_is_found,
@@ -149,9 +151,19 @@ async fn a_failed_self_test_is_found(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
     testbed.cloud.iptables("-I INPUT -i lo -d 198.18.0.0/15 -p tcp -j DROP")?;
     let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
-    wait_until("the self-test to fail", std::time::Duration::from_secs(60), degraded, |degraded| *degraded)
-        .await?;
+    wait_until("the self-test to fail", Duration::from_secs(60), degraded, |degraded| *degraded).await?;
     doctor(testbed, &[]).await?.expect("redirect-degraded", "did not reach the listener")
+}
+
+async fn a_port_that_another_program_takes_is_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).ports("9100,9200").start().await?;
+    testbed.cloud.iptables("-t nat -A OUTPUT -p tcp --dport 9200 -j REDIRECT --to-ports 9999")?;
+    doctor(testbed, &[]).await?.expect("foreign-rules", "takes port 9200")?;
+    // Each verification takes the next port.
+    let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
+    wait_until("the self-test of the port to fail", Duration::from_secs(100), degraded, |degraded| *degraded)
+        .await?;
+    doctor(testbed, &[]).await?.expect("redirect-degraded", ":9200 did not reach the listener")
 }
 
 async fn closed_listeners_are_found(testbed: &Testbed) -> Result<()> {

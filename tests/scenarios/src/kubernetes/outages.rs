@@ -104,6 +104,8 @@ async fn api_down(cluster: &mut Cluster<'_>, server: &mut Server<'_>, agent: &mu
     kubelet(cluster).await.context("through the restarted server")?;
     let exporter = Target::start(&cluster.testbed.edge(1).ns, address, 9101, Behaviour::Echo)?;
     visit(exporter.address).await.context("a port of the ConfigMap, through the restarted server")?;
+    let tunnelled = server.status().await?["redirect"]["ports"].clone();
+    ensure!(tunnelled == json!([9101, 10250, 10255]), "the tunnelled ports are {tunnelled}");
     let old = async || Ok(server.status().await?["inventory"]["old_s"].as_u64());
     let old_s = old().await?.context("status does not say how old the nodes are")?;
     figure(&format!("the restarted server has nodes that were current {old_s} s ago"));
