@@ -201,7 +201,7 @@ impl Nodes {
 
     fn read(&mut self, node: &SlimNode) -> Known {
         let known = read(node, &self.selector);
-        for field in self.to_log(node.name(), &known.skipped, Instant::now().into_std()) {
+        for field in self.worth_logging(node.name(), &known.skipped, Instant::now().into_std()) {
             tracing::warn!(
                 node = printable(node.name(), 253),
                 key = field.key,
@@ -214,7 +214,7 @@ impl Nodes {
     }
 
     /// Those that the node's last version did not have already, as long as there are not too many.
-    fn to_log<'a>(
+    fn worth_logging<'a>(
         &mut self,
         name: &str,
         skipped: &'a [SkippedField],
@@ -413,7 +413,7 @@ mod tests {
         let mut nodes = Nodes::new(Selector::default(), false);
         let warnings = |nodes: &mut Nodes, address| {
             let skipped = read(&node("a", address), &nodes.selector).skipped;
-            nodes.to_log("a", &skipped, std::time::Instant::now()).len()
+            nodes.worth_logging("a", &skipped, std::time::Instant::now()).len()
         };
         assert_eq!(warnings(&mut nodes, "10.0.0"), 1);
         listed(&mut nodes, &[node("a", "10.0.0")]);
@@ -432,7 +432,7 @@ mod tests {
         for n in 0..1000 {
             let known = read(&node("a", &format!("10.0.{n}")), &nodes.selector);
             assert_eq!(known.skipped.len(), 1);
-            lines += nodes.to_log("a", &known.skipped, now).len();
+            lines += nodes.worth_logging("a", &known.skipped, now).len();
             nodes.set("a", known);
         }
         assert_eq!(lines, 100);
