@@ -3,7 +3,7 @@
 use crate::verdict::{Reason, Verdict};
 
 /// Number of counters.
-pub const COUNT: u32 = 26;
+pub const COUNT: u32 = 28;
 
 /// `<hook>/<outcome>` of each counter, in the order of its index. "connect6" counts what an IPv6
 /// socket asked for, IPv4-mapped addresses included.
@@ -34,6 +34,8 @@ pub const NAMES: [&str; COUNT as usize] = [
     "lookup6/steered",
     "lookup6/no_listener",
     "lookup6/foreign_client",
+    "lookup4/replaced",
+    "lookup6/replaced",
 ];
 
 /// A program at `connect()`, by socket family.
@@ -54,6 +56,8 @@ pub enum Lookup {
     NoListener,
     /// The source may not use the token range: refused.
     ForeignClient,
+    /// Handed to our listener, in place of the socket of a program that is no server's.
+    Replaced,
 }
 
 /// Counter of a verdict at `hook`.
@@ -88,6 +92,7 @@ pub const fn of_lookup(v6: bool, lookup: Lookup) -> u32 {
         Lookup::Steered => 0,
         Lookup::NoListener => 1,
         Lookup::ForeignClient => 2,
+        Lookup::Replaced => return if v6 { 27 } else { 26 },
     };
     if v6 { 23 + outcome } else { 20 + outcome }
 }

@@ -70,7 +70,7 @@ pub mod names {
 
     /// Global `u32`: mark of exempt sockets.
     pub const MARK: &str = "MARK";
-    /// Global `u8`: `bpf_set_retval` exists (Linux 5.18), so a downed route fails at connect().
+    /// Global `u8`: `bpf_set_retval` exists (Linux 6.1), so a downed route fails at connect().
     pub const SET_RETVAL: &str = "SET_RETVAL";
     /// Global `u8`: `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).
     pub const INGRESS_IFINDEX: &str = "INGRESS_IFINDEX";

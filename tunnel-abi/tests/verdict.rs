@@ -335,6 +335,7 @@ fn every_counter_has_its_own_index() {
             (Lookup::Steered, "steered"),
             (Lookup::NoListener, "no_listener"),
             (Lookup::ForeignClient, "foreign_client"),
+            (Lookup::Replaced, "replaced"),
         ] {
             found.insert(of_lookup(v6, lookup), format!("{prefix}/{name}"));
         }

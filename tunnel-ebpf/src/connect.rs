@@ -42,7 +42,7 @@ pub(crate) unsafe fn describe<A>(ctx: *mut bpf_sock_addr, address: A) -> Connect
     Connect { address, port: u16::from_be(port as u16), tcp: protocol == IPPROTO_TCP, marked, bound_device }
 }
 
-/// Makes the connect fail with EHOSTUNREACH where the kernel can (5.18); false where it cannot.
+/// Makes the connect fail with EHOSTUNREACH where the kernel can (6.1); false where it cannot.
 #[inline(always)]
 pub(crate) fn fail_unreachable() -> bool {
     if SET_RETVAL.load() == 0 {

@@ -44,7 +44,7 @@ pub(crate) static ALIVE: Array<u64> = Array::with_max_entries(1, 0);
 
 #[unsafe(no_mangle)]
 pub(crate) static MARK: Global<u32> = Global::new(SOCKET_MARK);
-/// Off unless the loader sets it: a kernel before 5.18 refuses a program that calls the helper.
+/// Off unless the loader sets it: a kernel before 6.1 refuses a program that calls the helper.
 #[unsafe(no_mangle)]
 pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);
 #[unsafe(no_mangle)]

@@ -15,12 +15,14 @@ use tunnel_abi::{
     counter::{Lookup, of_lookup},
 };
 
-use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, TOKENS_V4, TOKENS_V6, count};
+use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, MARK, TOKENS_V4, TOKENS_V6, count};
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
 /// From `bpf_sk_assign`: another program of the chain has chosen a socket already.
 const EEXIST: i32 = 17;
+/// BPF_SK_LOOKUP_F_REPLACE: a socket that was chosen already is replaced.
+const F_REPLACE: u64 = 1;
 
 #[sk_lookup]
 pub(crate) fn postern_lookup(ctx: SkLookupContext) -> u32 {
@@ -89,11 +91,14 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
         count(of_lookup(v6, Lookup::ForeignClient));
         return SK_DROP;
     }
-    // No F_REPLACE: while an older server still runs, its programs also come first in the connect hook,
+    // What an older server has chosen stays: while it still runs, its programs also come first in the connect hook,
     // so the tokens are its own and the connection belongs to it.
-    match LISTENER.redirect_sk_lookup(ctx, if v6 { LISTENER_V6 } else { LISTENER_V4 }, 0) {
+    // SAFETY: the kernel's own context.
+    let taken = unsafe { is_taken(ctx.lookup) };
+    let (slot, flags) = (if v6 { LISTENER_V6 } else { LISTENER_V4 }, if taken { F_REPLACE } else { 0 });
+    match LISTENER.redirect_sk_lookup(ctx, slot, flags) {
         Ok(()) => {
-            count(of_lookup(v6, Lookup::Steered));
+            count(of_lookup(v6, if taken { Lookup::Replaced } else { Lookup::Steered }));
             SK_PASS
         }
         Err(error) if error == -EEXIST => {
@@ -105,6 +110,21 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
             SK_DROP
         }
     }
+}
+
+/// Whether an earlier program of the chain has chosen a socket that is no server's: those are marked.
+///
+/// # Safety
+/// `ctx` is the context that the kernel passed to the program.
+#[inline(always)]
+unsafe fn is_taken(ctx: *mut bpf_sk_lookup) -> bool {
+    // SAFETY: guaranteed by the caller; volatile, so that the load keeps its size.
+    let sk = unsafe { (&raw const (*ctx).__bindgen_anon_1.__bindgen_anon_1.sk).read_volatile() };
+    if sk.is_null() {
+        return false;
+    }
+    // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
+    unsafe { (&raw const (*sk).mark).read_volatile() != MARK.load() }
 }
 
 /// Whether the packet came from this host itself. Before Linux 5.17 the program cannot tell and relies

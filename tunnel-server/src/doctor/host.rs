@@ -16,7 +16,8 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
         let blocked = checkup.blocked(&["kernel"]).filter(|_| check.name == "other programs");
         checkup.add(check.name, blocked.map_or_else(|| judge(check.name, check.outcome), Outcome::Skipped));
     }
-    checkup.run("sk_lookup", &["kernel"], async || judge_lookups(redirect::foreign_lookups())).await;
+    let lookups = async || judge_lookups(redirect::foreign_lookups(), replaced(running));
+    checkup.run("sk_lookup", &["kernel"], lookups).await;
     checkup.run("token route", &["running", "kernel"], async || token_route(options)).await;
     checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
     checkup.run("self-test", &["running"], async || running.map_or_else(unknown, self_test)).await;
@@ -33,7 +34,7 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
     let error = match outcome {
         Ok(found) if name == "kernel" && !redirect::fails_at_connect(&found) => {
             let fix =
-                "upgrade to Linux 5.18 or newer if clients have to see that a node is away at connect()";
+                "upgrade to Linux 6.1 or newer if clients have to see that a node is away at connect()";
             return Finding::new(&codes::KERNEL_OLD, found, fix).into();
         }
         Ok(found) => return Outcome::Fine(found),
@@ -66,16 +67,24 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
     Finding::new(code, error.to_string(), fix).into()
 }
 
-fn judge_lookups(foreign: Result<Vec<String>, RedirectError>) -> Outcome {
-    match foreign {
-        Ok(foreign) if foreign.is_empty() => Outcome::fine("no other program"),
-        Ok(foreign) => {
-            let fix = "find its owner with `bpftool link show`; one that selects sockets for the token range has to leave it out";
-            let found = format!("also attached to this network namespace: {}", foreign.join(", "));
-            Finding::new(&codes::FOREIGN_SK_LOOKUP, found, fix).into()
-        }
-        Err(error) => Outcome::Skipped(error.to_string()),
+/// Redirected connections that another program had given to a socket of its own.
+fn replaced(running: Option<&Running<StatusReport>>) -> u64 {
+    let counters = running.into_iter().flat_map(|running| &running.status.redirect.counters);
+    counters.filter(|(name, _)| name.ends_with("/replaced")).map(|(_, count)| count).sum()
+}
+
+fn judge_lookups(foreign: Result<Vec<String>, RedirectError>, replaced: u64) -> Outcome {
+    let mut found = match foreign {
+        Ok(foreign) if foreign.is_empty() => return Outcome::fine("no other program"),
+        Ok(foreign) => format!("also attached to this network namespace: {}", foreign.join(", ")),
+        Err(_) if replaced > 0 => "another program selects sockets for tokens".to_owned(),
+        Err(error) => return Outcome::Skipped(error.to_string()),
+    };
+    if replaced > 0 {
+        found += &format!("; {replaced} connections were taken back from it");
     }
+    let fix = "find its owner with `bpftool link show`; one that selects sockets for the token range has to leave it out";
+    Finding::new(&codes::FOREIGN_SK_LOOKUP, found, fix).into()
 }
 
 fn token_route(options: &RedirectConfig) -> Outcome {
@@ -183,18 +192,42 @@ mod tests {
 
     #[test]
     fn another_sk_lookup_program_is_a_warning() {
-        let code = |foreign: &[&str]| match judge_lookups(Ok(foreign
-            .iter()
-            .map(|name| (*name).to_owned())
-            .collect()))
-        {
-            Outcome::Faults(findings) => (findings[0].code, findings[0].found.clone()),
-            _ => ("", String::new()),
+        let code = |foreign: Result<&[&str], &str>, replaced: u64| {
+            let foreign = match foreign {
+                Ok(names) => Ok(names.iter().map(|name| (*name).to_owned()).collect()),
+                Err(reason) => {
+                    Err(RedirectError::Io { what: reason.to_owned(), source: std::io::Error::other("EPERM") })
+                }
+            };
+            match judge_lookups(foreign, replaced) {
+                Outcome::Faults(findings) => (findings[0].code, findings[0].found.clone()),
+                Outcome::Skipped(reason) => ("skipped", reason),
+                Outcome::Fine(text) => ("", text),
+            }
         };
-        assert_eq!(code(&[]).0, "");
-        let (found, text) = code(&["tubular (id 7)"]);
+        assert_eq!(code(Ok(&[]), 0).0, "");
+        // One that is gone.
+        assert_eq!(code(Ok(&[]), 3).0, "");
+        let (found, text) = code(Ok(&["tubular (id 7)"]), 0);
         assert_eq!(found, "foreign-sk-lookup");
-        assert!(text.contains("tubular (id 7)"), "{text}");
+        assert!(text.ends_with("tubular (id 7)"), "{text}");
+        assert!(code(Ok(&["tubular (id 7)"]), 3).1.ends_with("; 3 connections were taken back from it"));
+        // Names that may not be read say nothing, the connections do.
+        assert_eq!(code(Err("names"), 0), ("skipped", "names: EPERM".to_owned()));
+        assert_eq!(code(Err("names"), 3).0, "foreign-sk-lookup");
+    }
+
+    #[test]
+    fn connections_that_were_taken_back_are_counted() {
+        let status = serde_json::json!({
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
+            "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0,
+                         "counters": {"lookup4/steered": 7, "lookup4/replaced": 2, "lookup6/replaced": 1}, "programs": []},
+            "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
+        });
+        let status = serde_json::from_value(status).unwrap();
+        let running = Running { status, pending: None, metrics: String::new(), flags: None };
+        assert_eq!((replaced(Some(&running)), replaced(None)), (3, 0));
     }
 
     #[test]

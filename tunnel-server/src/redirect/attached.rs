@@ -140,13 +140,29 @@ pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<
     }))
 }
 
-/// The sk_lookup programs that are certainly not a server's, with their names and ids.
+/// The sk_lookup programs that are not a server's, with their names and ids. A single one whose name may not be read is
+/// taken for the server's.
+///
+/// # Errors
+/// [`io::ErrorKind::PermissionDenied`]: there are several such, of which some may be another's.
 pub(super) fn foreign_lookups(netns: &File) -> io::Result<Vec<String>> {
     let ids = attached(netns, AttachType::SkLookup)?.ids;
-    let foreign = ids.into_iter().filter(|id| is_server(*id) == Some(false));
-    Ok(foreign
-        .map(|id| format!("{} (id {id})", program_name(id).unwrap_or_else(|| "<unnamed>".into())))
-        .collect())
+    let mut foreign = Vec::new();
+    for id in &ids {
+        match is_server(*id) {
+            Some(true) => {}
+            Some(false) => {
+                let name = program_name(*id).unwrap_or_else(|| "<unnamed>".into());
+                foreign.push(format!("{name} (id {id})"));
+            }
+            None if ids.len() == 1 => {}
+            None => {
+                let reason = format!("there are {}, whose names only CAP_SYS_ADMIN may read", ids.len());
+                return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
+            }
+        }
+    }
+    Ok(foreign)
 }
 
 /// Whether a program is a Postern server's; None when its name may not be read.

@@ -73,7 +73,8 @@ pub fn fails_at_connect(kernel: &str) -> bool {
 /// Programs at this network namespace's sk_lookup hook that are not ours, with what is known of each.
 ///
 /// # Errors
-/// They cannot be listed: CAP_NET_ADMIN is missing, or the kernel has no such hook.
+/// They cannot be listed: CAP_NET_ADMIN is missing, or the kernel has no such hook. Or there are several, whose names only
+/// CAP_SYS_ADMIN may read.
 pub fn foreign_lookups() -> Result<Vec<String>, RedirectError> {
     let listed = attached::foreign_lookups(&this_netns()?);
     listed.map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })

@@ -19,7 +19,7 @@ pub struct RedirectConfig {
     pub mark: u32,
     /// Sources that may use the token range, besides this host and [`Desired::clients`](super::Desired::clients).
     pub clients: Vec<IpNet>,
-    /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (5.18).
+    /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (6.1).
     /// False behaves as an older kernel does: it is accepted, and the server must reset it.
     pub fail_at_connect: bool,
     /// Keeps the programs attached when this process dies; none: they vanish with it.

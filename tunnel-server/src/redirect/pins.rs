@@ -345,7 +345,7 @@ mod tests {
         let (pins, [own, other]) = folders_of_two(&bpffs, &state);
         fs::write(other.join("connect4"), "").unwrap();
         let others = Others::find(&pins, Some(&own)).unwrap();
-        assert_eq!(others.0, [other.clone()]);
+        assert_eq!(others.0, std::slice::from_ref(&other));
         // It gives no sign of life.
         others.remove_dead().await;
         assert!(!other.exists() && own.exists());

@@ -16,7 +16,7 @@ const FLOOR: KernelVersion = KernelVersion::new(5, 10, 0);
 /// What depends on the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features {
-    /// `bpf_set_retval` (5.18): fail at connect().
+    /// `bpf_set_retval` (6.1): fail at connect().
     pub(super) set_retval: bool,
     /// `bpf_sk_lookup.ingress_ifindex` (5.17).
     pub(super) ingress_ifindex: bool,

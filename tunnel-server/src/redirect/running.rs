@@ -165,7 +165,7 @@ impl Redirect {
         inner.desired.routes.iter().map(|(net, target)| (*net, target.token)).collect()
     }
 
-    /// Whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 5.18 or newer). If not,
+    /// Whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer). If not,
     /// it is redirected, and the door must reset it.
     pub fn fails_at_connect(&self) -> bool {
         self.features.set_retval

@@ -84,8 +84,11 @@ impl SelfTest {
     ) -> Result<(), RedirectError> {
         let verdict = if self.serving { Verdict::Redirect(()) } else { Verdict::Down(()) };
         let redirected = of_verdict(probe.connect, &verdict);
-        let steered = of_lookup(probe.v6, Lookup::Steered);
-        let before = (count(redirected)?, count(steered)?, count(probe.restored)?);
+        let steered = || -> Result<u64, RedirectError> {
+            let of = |lookup| count(of_lookup(probe.v6, lookup));
+            Ok(of(Lookup::Steered)? + of(Lookup::Replaced)?)
+        };
+        let before = (count(redirected)?, steered()?, count(probe.restored)?);
         let failed = |error: SelfTestError| Err(error.into());
 
         let result = TcpStream::connect_timeout(&probe.origin, DEADLINE);
@@ -106,7 +109,7 @@ impl SelfTest {
                 return failed(SelfTestError::NotSteered { token: probe.token, reason });
             }
         };
-        if count(steered)? == before.1 {
+        if steered()? == before.1 {
             let reason = "something else accepted it".to_owned();
             return failed(SelfTestError::NotSteered { token: probe.token, reason });
         }

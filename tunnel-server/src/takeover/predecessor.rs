@@ -212,10 +212,7 @@ impl TakeOver {
 
     /// How many nodes' agents were told, and how many of them have come.
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
-        let told = match before.0.ask(&Ask::Agents).await? {
-            Answer::Told(nodes) => nodes,
-            _ => return Err(unexpected()),
-        };
+        let Answer::Told(told) = before.0.ask(&Ask::Agents).await? else { return Err(unexpected()) };
         let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
         let (started, mut last) = (Instant::now(), (0, Instant::now()));
         let came = loop {

@@ -227,7 +227,7 @@ fn down() {
     let mut some_down = desired(&[EDGE, EDGE_B]);
     route(&mut some_down, EDGE.0, EDGE.1, false);
     let world = World::start(&some_down);
-    assert!(world.redirect.fails_at_connect(), "this kernel has bpf_set_retval (5.18)?");
+    assert!(world.redirect.fails_at_connect(), "this kernel has bpf_set_retval (6.1)?");
     fails(at(EDGE.0, PORT), libc::EHOSTUNREACH);
     fails(at("::ffff:10.8.0.7", PORT), libc::EHOSTUNREACH);
     ask(at(EDGE_B.0, PORT)).unwrap();

@@ -12,12 +12,15 @@ use tunnel_server::redirect::{
 use crate::Case;
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::raw;
-use crate::support::{Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired, sysctl, token_routes};
+use crate::support::{
+    Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired, eventually, sysctl, token_routes,
+};
 
 pub(crate) const CASES: &[Case] = &[
     ("failures::foreign_exclusive_program", foreign),
     ("failures::foreign_exclusive_program_in_a_parent", foreign_in_parent),
     ("failures::foreign_sk_lookup_program", foreign_lookup),
+    ("failures::sk_lookup_programs_without_names", unnamed_lookups),
     ("failures::missing_token_routes", token_routes_missing),
     ("failures::not_a_cgroup", not_a_cgroup),
     ("failures::cgroup_namespace_root", namespace_root),
@@ -82,6 +85,18 @@ fn foreign_lookup() {
     let found = foreign_lookups().unwrap();
     assert!(found.len() == 1 && found[0].starts_with("cil_lookup (id "), "{found:?}");
     drop((link, world));
+}
+
+/// As for a doctor in the shipped pod: it says that it does not know whose they are.
+fn unnamed_lookups() {
+    let world = World::start(&desired(&[EDGE]));
+    let link = raw::attach_lookup(&File::open("/proc/thread-self/ns/net").unwrap());
+    have_only(DOCUMENTED);
+    let error = foreign_lookups().unwrap_err().to_string();
+    assert!(error.contains("CAP_SYS_ADMIN"), "{error}");
+    drop(link);
+    eventually("the other one is detached", || foreign_lookups().is_ok_and(|foreign| foreign.is_empty()));
+    drop(world);
 }
 
 fn token_routes_missing() {

@@ -14,7 +14,7 @@ use crate::Case;
 use crate::peer::Peer;
 use crate::raw::{self, CONNECT4, SK_LOOKUP, attached};
 use crate::support::{
-    EDGE, EDGE_B, EDGE_V6, PORT, World, ask, at, config, counter, desired, eventually, fails, ip,
+    EDGE, EDGE_B, EDGE_V6, PORT, World, ask, at, config, counter, desired, eventually, fails, ip, listen,
     token_routes,
 };
 
@@ -28,6 +28,7 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
     ("lifecycle::beside_programs_of_others", beside_others),
+    ("lifecycle::what_another_program_takes_is_taken_back", beside_a_taker),
     ("lifecycle::programs_fit_the_instruction_budget", budget),
     ("lifecycle::programs_log_at_debug_level", program_log),
 ];
@@ -248,6 +249,29 @@ fn beside_others() {
     drop(world);
     assert_eq!(programs(), (2, 1), "the others' stay");
     drop((before, after, lookup));
+}
+
+/// Beside a lookup that gives everything to its own listener, and was attached before.
+fn beside_a_taker() {
+    let taker = listen("127.0.0.1:0");
+    let lookup = raw::attach_taker(&netns(), &taker);
+    let world = World::start(&desired(&[EDGE]));
+    let tested = world.counter("lookup4/replaced");
+    assert!(tested > 0, "the self-test's connection was taken back");
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    runtime().block_on(world.redirect.verify()).unwrap();
+    assert!(world.counter("lookup4/replaced") >= tested + 2);
+    assert_eq!(world.counter("lookup4/steered"), 0);
+    // What is no token's stays its own.
+    let other = TcpStream::connect(at("127.0.0.1", 1)).unwrap();
+    assert_eq!(taker.accept().unwrap().0.local_addr().unwrap(), at("127.0.0.1", 1));
+    // What an older server has chosen stays that one's.
+    let next = World::start(&desired(&[EDGE]));
+    let accepted = world.accepted();
+    ask(at(EDGE.0, PORT)).unwrap();
+    assert!(world.accepted() > accepted);
+    assert_eq!(next.counter("lookup4/replaced"), 0);
+    drop((other, world, next, lookup));
 }
 
 fn budget() {

@@ -3,18 +3,21 @@
 
 use std::fs::File;
 use std::io;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use aya::programs::loaded_links;
 use nix::libc;
 
+const BPF_MAP_CREATE: libc::c_int = 0;
+const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;
 const BPF_PROG_LOAD: libc::c_int = 5;
 const BPF_PROG_ATTACH: libc::c_int = 8;
 const BPF_PROG_QUERY: libc::c_int = 16;
 const BPF_LINK_CREATE: libc::c_int = 28;
 const BPF_LINK_GET_FD_BY_ID: libc::c_int = 30;
 const BPF_LINK_DETACH: libc::c_int = 34;
+const BPF_MAP_TYPE_SOCKMAP: u32 = 15;
 const BPF_PROG_TYPE_CGROUP_SOCK_ADDR: u32 = 18;
 const BPF_PROG_TYPE_SK_LOOKUP: u32 = 30;
 const BPF_F_ALLOW_MULTI: u32 = 2;
@@ -84,7 +87,40 @@ pub(crate) fn attach_balancer(cgroup: &File, service: Ipv4Addr, backend: Ipv4Add
 
 /// A lookup of another owner in a network namespace, which leaves all to the next; it ends with the descriptor.
 pub(crate) fn attach_lookup(netns: &File) -> OwnedFd {
-    let program = load(BPF_PROG_TYPE_SK_LOOKUP, SK_LOOKUP, "cil_lookup", &PASS);
+    link_lookup(netns, "cil_lookup", &PASS)
+}
+
+/// One that gives everything to a listener of its own, unless that was given away already.
+pub(crate) fn attach_taker(netns: &File, listener: &TcpListener) -> OwnedFd {
+    let map = owned(bpf(BPF_MAP_CREATE, &[BPF_MAP_TYPE_SOCKMAP, 4, 4, 1]).expect("map"));
+    let (key, value) = (0_u32, listener.as_raw_fd() as u32);
+    let [key, value] = [&raw const key, &raw const value].map(|word| split(word.cast()));
+    let update = [map.as_raw_fd() as u32, 0, key[0], key[1], value[0], value[1], 0, 0];
+    bpf(BPF_MAP_UPDATE_ELEM, &update).expect("update");
+    let program = [
+        0x16bf,                                           // r6 = ctx
+        0xfffc_0a62,                                      // *(u32 *)(fp - 4) = 0
+        0xa2bf,                                           // r2 = fp
+        0xffff_fffc_0000_0207,                            // r2 += -4
+        u64::from(map.as_raw_fd() as u32) << 32 | 0x1118, // r1 = map
+        0,
+        0x0000_0001_0000_0085, // r0 = bpf_map_lookup_elem
+        0x0007_0015,           // if r0 == 0: skip seven
+        0x07bf,                // r7 = r0
+        0x61bf,                // r1 = ctx
+        0x72bf,                // r2 = r7
+        0x03b7,                // r3 = 0
+        0x0000_007c_0000_0085, // bpf_sk_assign
+        0x71bf,                // r1 = r7
+        0x0000_0056_0000_0085, // bpf_sk_release
+        PASS[0],
+        PASS[1],
+    ];
+    link_lookup(netns, "cil_taker", &program)
+}
+
+fn link_lookup(netns: &File, name: &str, program: &[u64]) -> OwnedFd {
+    let program = load(BPF_PROG_TYPE_SK_LOOKUP, SK_LOOKUP, name, program);
     let create = [program.as_raw_fd() as u32, netns.as_raw_fd() as u32, SK_LOOKUP, 0];
     owned(bpf(BPF_LINK_CREATE, &create).expect("link"))
 }

@@ -25,10 +25,10 @@ pub(crate) const IN_EVERY_RUN: Kernel = Kernel::V6_1;
 
 /// Cases that ask for what a kernel does not have yet, and what that is.
 const LATER: &[(&str, &str)] = &[
-    ("connects::failed_then_retried_on_one_socket", "failing a connect: bpf_set_retval, 5.18"),
-    ("connects::ipv6", "failing a connect: bpf_set_retval, 5.18"),
-    ("connects::down_and_closed_fail_at_connect", "failing a connect: bpf_set_retval, 5.18"),
-    ("connects::routes_of_any_port", "failing a connect: bpf_set_retval, 5.18"),
+    ("connects::failed_then_retried_on_one_socket", "failing a connect: bpf_set_retval, 6.1"),
+    ("connects::ipv6", "failing a connect: bpf_set_retval, 6.1"),
+    ("connects::down_and_closed_fail_at_connect", "failing a connect: bpf_set_retval, 6.1"),
+    ("connects::routes_of_any_port", "failing a connect: bpf_set_retval, 6.1"),
     ("connects::mptcp", "the sysctl net.mptcp.enabled in every namespace"),
     ("networks::neighbour_cannot_claim_a_token_as_source", "the interface in lookups: 5.17"),
     ("lifecycle::programs_fit_the_instruction_budget", "the count of verified instructions: 5.16"),
