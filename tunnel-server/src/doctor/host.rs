@@ -33,8 +33,7 @@ fn unknown() -> Outcome {
 fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
     let error = match outcome {
         Ok(found) if name == "kernel" && !redirect::fails_at_connect(&found) => {
-            let fix =
-                "upgrade to Linux 6.1 or newer if clients have to see that a node is away at connect()";
+            let fix = "upgrade to Linux 6.1 or newer if clients have to see that a node is away at connect()";
             return Finding::new(&codes::KERNEL_OLD, found, fix).into();
         }
         Ok(found) => return Outcome::Fine(found),
