@@ -343,3 +343,9 @@ fn every_counter_has_its_own_index() {
     let named: BTreeMap<u32, String> = (0..).zip(counter::NAMES.map(String::from)).collect();
     assert_eq!(found, named);
 }
+
+#[test]
+fn tries_hold_the_new_state_beside_the_old_one() {
+    assert_eq!(tunnel_abi::ROUTE_ENTRIES / 2, tunnel_abi::ROUTE_CAPACITY);
+    assert_eq!(tunnel_abi::EXCLUDED_ENTRIES / 2, tunnel_abi::LIST_CAPACITY);
+}

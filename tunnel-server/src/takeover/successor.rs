@@ -4,6 +4,7 @@ use std::future::pending;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use tokio::net::UnixStream;
 use tokio::sync::watch;
@@ -133,7 +134,10 @@ impl Succession {
                     self.handover.send_if_modified(|handover| {
                         std::mem::replace(handover, Handover::Nothing) != Handover::Nothing
                     });
-                    let nodes = self.sessions.live().iter().map(ToString::to_string).collect();
+                    // Those that were told to leave may still carry something, and end once they do not.
+                    let back = self.sessions.all().into_iter();
+                    let back = back.filter(|session| !session.moving.load(Ordering::Relaxed));
+                    let nodes = back.map(|session| session.node.to_string()).collect();
                     send(stream, &Answer::Attached(nodes)).await?;
                 }
                 Some(Ask::Resume) => {
