@@ -17,6 +17,9 @@ pub(crate) struct Options {
     /// Only this group of lines or this peer; repeatable, and an unknown name lists what there is.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
+    /// Only this wide-area path; repeatable, and an unknown name lists what there is.
+    #[arg(long, value_name = "NAME", conflicts_with = "record")]
+    path: Vec<String>,
     /// How often every peer is measured [default: 5, with --smoke 1].
     #[arg(long)]
     rounds: Option<u32>,
@@ -45,6 +48,9 @@ impl Options {
         let mut arguments = Vec::new();
         for name in &self.only {
             arguments.extend(["--only".to_owned(), name.clone()]);
+        }
+        for name in &self.path {
+            arguments.extend(["--path".to_owned(), name.clone()]);
         }
         if let Some(rounds) = self.rounds {
             arguments.extend(["--rounds".to_owned(), rounds.to_string()]);

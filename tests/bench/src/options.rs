@@ -34,6 +34,8 @@ pub(crate) struct Options {
     pub(crate) at_once: usize,
     /// Measure only this place, or everything that is not a wide-area path.
     pub(crate) place: Option<&'static Place>,
+    /// The wide-area paths that are measured; none: all.
+    paths: Vec<&'static Place>,
     /// Where the values of wide-area paths stay, for a run that goes on after it was interrupted.
     pub(crate) keep: Option<PathBuf>,
     /// Where a worker leaves its values.
@@ -56,6 +58,7 @@ impl Options {
             all_peers: false,
             at_once: AT_ONCE,
             place: None,
+            paths: Vec::new(),
             keep: None,
             values: PathBuf::new(),
             programs: Programs::default(),
@@ -87,10 +90,8 @@ impl Options {
                 "--at-once" => {
                     options.at_once = value.parse().with_context(|| format!("--at-once {value:?}"))?;
                 }
-                "--place" => {
-                    let place = PLACES.iter().find(|place| place.id == value);
-                    options.place = Some(place.with_context(|| format!("--place {value:?}"))?);
-                }
+                "--place" => options.place = Some(named("--place", &value)?),
+                "--path" => options.paths.push(named("--path", &value)?),
                 "--keep" => options.keep = Some(value.into()),
                 "--values" => options.values = value.into(),
                 "--program" => options.programs.found(&value)?,
@@ -124,14 +125,32 @@ impl Options {
         Ok(())
     }
 
+    /// A path that is named asks for wide-area paths and nothing else, unless a group is named too.
     pub(crate) fn wants_group(&self, group: Group) -> bool {
+        if self.groups.is_empty() && !self.paths.is_empty() {
+            return group == Group::Wan;
+        }
         self.groups.is_empty() || self.groups.contains(&group)
+    }
+
+    /// The wide-area paths to measure.
+    pub(crate) fn places(&self) -> impl Iterator<Item = &'static Place> {
+        let wanted =
+            |place: &&Place| self.paths.is_empty() || self.paths.iter().any(|path| path.id == place.id);
+        PLACES.iter().filter(wanted)
     }
 
     pub(crate) fn wants_peer(&self, peer: Peer) -> bool {
         let by_default = || self.peers.is_empty() && (self.smoke || !Peer::NAMED.contains(&peer));
         self.peers.contains(&peer) || by_default()
     }
+}
+
+fn named(option: &str, id: &str) -> Result<&'static Place> {
+    let place = PLACES.iter().find(|place| place.id == id);
+    place.with_context(|| {
+        format!("{option} {id:?}: there are {}", PLACES.each_ref().map(|place| place.id).join(", "))
+    })
 }
 
 #[cfg(test)]
@@ -154,6 +173,16 @@ mod tests {
         assert!(some.wants_peer(Peer::Postern) && some.rounds == 1);
         let host = parse(&["--only", "host"]).unwrap();
         assert!(Group::ALL.into_iter().all(|group| host.wants_group(group) == (group != Group::Wan)));
+    }
+
+    #[test]
+    fn paths_that_are_named_are_all_that_is_measured() {
+        let some = parse(&["--path", "lte", "--path", "50ms-100m-1", "--only", "postern"]).unwrap();
+        assert_eq!(some.places().map(|place| place.id).collect::<Vec<_>>(), ["50ms-100m-1", "lte"]);
+        assert!(Group::ALL.into_iter().all(|group| some.wants_group(group) == (group == Group::Wan)));
+        assert_eq!(parse(&[]).unwrap().places().count(), PLACES.len());
+        let error = parse(&["--path", "dsl"]).unwrap_err().to_string();
+        assert!(error.contains("dsl") && error.contains("60ms-2-1m"), "{error}");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use crate::line::{Group, Peer};
 use crate::machine::Machine;
 use crate::options::{HOST, Options};
 use crate::record::Record;
+use crate::wan::Place;
 use content::{COMPARED, Report, Table};
 
 /// Writes and prints the report, which has a part for wide-area paths and one for all else. Fails when a line has neither
@@ -33,7 +34,10 @@ pub(crate) fn write(options: &Options, mut machine: Machine, record: &Record) ->
             .filter(|group| options.wants_group(*group))
             .map(|group| Table {
                 group,
-                lines: catalogue::lines(group),
+                lines: match group {
+                    Group::Wan => options.places().flat_map(Place::lines).collect(),
+                    _ => catalogue::lines(group),
+                },
                 peers: group.peers().iter().copied().filter(|peer| options.wants_peer(*peer)).collect(),
             })
             .filter(|table| !table.peers.is_empty())

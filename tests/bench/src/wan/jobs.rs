@@ -19,8 +19,8 @@ use crate::line::Peer;
 use crate::options::Options;
 use crate::record::Record;
 
-/// Bits a second that jobs move together at most, unless one alone moves more: two CPUs are half in use then.
-const MOST_LOAD: u64 = 200_000_000;
+/// Bits a second that jobs move together at most, unless one alone moves more: the CPUs have to stay free enough for all.
+const MOST_LOAD: u64 = 500_000_000;
 /// The longest that one job may take.
 const LIMIT: Duration = Duration::from_secs(1800);
 
@@ -69,7 +69,7 @@ pub(crate) fn run_all(options: &Options, args: &[OsString], folder: &Path) -> Re
     let mut order = StdRng::seed_from_u64(options.seed);
     let mut queue = VecDeque::new();
     for round in 1..=options.rounds {
-        let mut places: Vec<&'static Place> = PLACES.iter().collect();
+        let mut places: Vec<&'static Place> = options.places().collect();
         places.shuffle(&mut order);
         queue.extend(places.into_iter().map(|place| Job { round, place }));
     }

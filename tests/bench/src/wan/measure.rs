@@ -260,11 +260,12 @@ impl Busy {
     }
 
     /// user, nice, system, idle, iowait, irq, softirq, steal: proc_stat(5).
+    /// What is nice only takes CPUs that nothing else wants.
     fn parse(text: &str) -> Option<Self> {
         let fields = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
         let fields: Vec<u64> = fields.take(8).map(str::parse).collect::<Result<_, _>>().ok()?;
         let all = fields.iter().sum();
-        Some(Self { used: all - fields.get(3)? - fields.get(4)?, all })
+        Some(Self { used: all - fields.get(1)? - fields.get(3)? - fields.get(4)?, all })
     }
 
     /// In percent.
@@ -285,7 +286,7 @@ mod tests {
     #[test]
     fn proc_stat_is_parsed() {
         let busy = Busy::parse("cpu  10 1 5 80 4 0 2 1 7 7\ncpu0 1 1 1 1\n").unwrap();
-        assert_eq!((busy.used, busy.all), (19, 103));
+        assert_eq!((busy.used, busy.all), (18, 103));
         assert!(Busy::parse("intr 1").is_none());
         assert!((0.0..=100.0).contains(&Busy::now().unwrap().share_since().unwrap()));
     }

@@ -13,6 +13,9 @@ use super::line::Line;
 
 /// Packets read before those that have arrived are delivered.
 const BATCH: usize = 64;
+/// While packets come and go the thread looks only this often: to wake for each of them takes more of a CPU than to forward it.
+/// A packet on a line that was idle is not delayed by it, as long as it is under way for longer.
+const GATHERED: Duration = Duration::from_micros(500);
 /// The longest wait: then the thread checks whether to stop.
 const LONGEST_WAIT: Duration = Duration::from_millis(50);
 /// Larger than any MTU.
@@ -63,20 +66,30 @@ fn run(line: &Mutex<Line>, from: &SyncDevice, to: &SyncDevice, stop: &AtomicBool
     let mut buffer = vec![0; LARGEST_PACKET];
     let mut arrived = Vec::new();
     while !stop.load(Ordering::Relaxed) {
-        let next = {
+        let (read, next) = {
             let mut line = lock(line);
-            for _ in 0..BATCH {
+            let mut read = 0;
+            while read < BATCH {
                 // A device whose namespace is being removed reads no more: then there is nothing to forward.
                 let Ok(n) = from.recv(&mut buffer) else { break };
                 line.offer(start.elapsed(), &buffer[..n]);
+                read += 1;
             }
             let now = start.elapsed();
             arrived.extend(std::iter::from_fn(|| line.take(now)));
-            line.next()
+            (read, line.next())
         };
+        let delivered = arrived.len();
         for packet in arrived.drain(..) {
             // A device that is down drops it, as a real one would.
             let _ = to.send(&packet);
+        }
+        if read == BATCH {
+            continue;
+        }
+        if read + delivered > 0 {
+            std::thread::sleep(GATHERED);
+            continue;
         }
         let wait = next.map_or(LONGEST_WAIT, |next| next.saturating_sub(start.elapsed()).min(LONGEST_WAIT));
         let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
