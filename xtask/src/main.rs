@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod beside;
 mod build_ebpf;
 mod cache;
 mod circles;
@@ -14,6 +15,7 @@ mod image;
 mod kernel;
 mod lint;
 mod mutants;
+mod needs;
 mod packages;
 mod peer_tests;
 mod peers;
@@ -70,6 +72,9 @@ enum Command {
     Mutants(mutants::Options),
     /// Mixed load with faults for hours; fails if memory, sockets, tasks or map entries grow (root).
     Soak(soak::Options),
+    /// What `test` builds beside its scenarios.
+    #[command(hide = true)]
+    Beside(beside::Options),
     /// Several servers and agents while everything goes wrong in an order that a seed determines (root).
     Chaos(soak::ChaosOptions),
 }
@@ -106,6 +111,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Fuzz(options) => fuzz::run_all(&options),
         Command::Mutants(options) => mutants::run_all(&options),
         Command::Soak(options) => soak::run_soak(&options),
+        Command::Beside(options) => beside::run(&options),
         Command::Chaos(options) => soak::run_chaos(&options),
     }
 }

@@ -3,16 +3,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::thread;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 
+use crate::beside::Beside;
 use crate::command::{Package, build, built, cargo, default_packages, is_root, program, run};
-use crate::cross::{self, Arch, Profile};
 use crate::demo::PROGRAMS;
-use crate::image::{self, Image};
 use crate::kernel::{self, Kernel};
+use crate::needs::Need;
 use crate::tally::Tally;
-use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests, peers};
+use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
@@ -95,15 +96,22 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
         build(PROGRAMS)?;
     }
     run_units(options, &packages, &mut tally)?;
-    run_scenarios(options, &scenarios, &mut tally)?;
+    // Afterwards no step compiles: what is built beside them holds cargo's locks.
+    let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
+    run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
     run_programs(options, &programs, &mut tally);
     run_peer_tests(options, &mut tally);
     run_kernel(options, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
     } else {
+        if let Some(beside) = &mut beside {
+            tally.heading("the rest of what was built beside the scenarios");
+            let result = beside.finish().map(|took| println!("{took}"));
+            tally.step("what was built beside the scenarios", result);
+        }
         run_fuzz(options, &mut tally)?;
-        run_mutants(options, &mut tally);
+        run_mutants(options, beside.as_ref(), &mut tally);
     }
     tally.report();
     ensure!(tally.passed + tally.failed > 0, "no test has a name with {:?}", options.filter);
@@ -205,16 +213,8 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
 #[derive(Default)]
 struct Scenarios {
     names: Vec<String>,
-    /// Some need a Kubernetes cluster.
-    cluster: bool,
-    /// Some need the images.
-    images: bool,
-    /// Some need metrics-server.
-    metrics_server: bool,
-    /// Some need konnectivity's programs.
-    konnectivity: bool,
-    /// Some need the arm64 build of the agent.
-    arm64: bool,
+    /// What some of them need.
+    needs: Vec<Need>,
 }
 
 impl Scenarios {
@@ -232,48 +232,36 @@ impl Scenarios {
         for line in list.lines().filter_map(|line| line.strip_suffix(": test")) {
             let (kind, name) =
                 line.strip_prefix('[').and_then(|rest| rest.split_once("] ")).unwrap_or(("", line));
-            scenarios.images |= kind == "images";
-            scenarios.metrics_server |= kind == "metrics-server";
-            scenarios.konnectivity |= kind == "konnectivity";
-            scenarios.arm64 |= kind == "arm64";
-            scenarios.cluster |= matches!(kind, "cluster" | "images" | "metrics-server");
+            if let Some(need) = Need::ALL.into_iter().find(|need| need.name() == kind)
+                && !scenarios.needs.contains(&need)
+            {
+                scenarios.needs.push(need);
+            }
             scenarios.names.push(name.to_owned());
         }
         scenarios
     }
 }
 
-fn run_scenarios(options: &Options, scenarios: &Scenarios, tally: &mut Tally) -> Result<()> {
+fn run_scenarios(
+    options: &Options,
+    scenarios: &Scenarios,
+    beside: Option<&Beside>,
+    tally: &mut Tally,
+) -> Result<()> {
     if scenarios.names.is_empty() {
         return Ok(());
     }
     packages::install(&[packages::NAT, packages::SCENARIOS])?;
     let mut command = program(built("scenarios")?);
-    if scenarios.cluster {
-        tally.heading("the programs of the test cluster");
-        packages::install(&[packages::CLUSTER])?;
-        peers::for_cluster(&mut command)?;
-    }
-    if scenarios.images {
-        tally.heading("building the images");
-        // The server's arm64 build would be the longest step of all; `cargo xtask image` makes it.
-        image::build(Profile::Dev, &[(Image::Server, &[Arch::HOST]), (Image::Agent, &Arch::ALL)])?;
-        peers::for_deploy(&mut command)?;
-    }
-    if scenarios.metrics_server {
-        tally.heading("metrics-server");
-        peers::for_top(&mut command)?;
-    }
-    if scenarios.konnectivity {
-        tally.heading("the programs of konnectivity");
-        peers::for_konnectivity(&mut command)?;
-    }
-    if scenarios.arm64 {
-        tally.heading("building the agent for arm64");
-        if Arch::HOST != Arch::Arm64 {
-            packages::install(&[packages::QEMU_USER])?;
+    match beside {
+        Some(beside) => beside.tell(&mut command),
+        None => {
+            for need in &scenarios.needs {
+                tally.heading(need.title());
+                command.envs(need.make()?);
+            }
         }
-        cross::build(Arch::Arm64, Profile::Dev, &[Image::Agent.name()])?;
     }
     tally.heading("scenarios");
     command.args(options.quick.then_some("--quick")).args(&options.filter);
@@ -351,15 +339,30 @@ fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
         }
         return Ok(());
     }
-    for target in chosen {
-        tally.step(&format!("fuzz::{target}"), fuzz::run_target(&target, FUZZ_SECONDS, true));
+    // Each has one thread.
+    for pair in chosen.chunks(2) {
+        let run = |target| fuzz::run_target(target, FUZZ_SECONDS, true);
+        let results: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = pair.iter().map(|target| scope.spawn(move || run(target))).collect();
+            threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
+        });
+        for (target, result) in pair.iter().zip(results) {
+            let result = result.unwrap_or_else(|_| Err(anyhow!("its thread has panicked")));
+            tally.step(&format!("fuzz::{target}"), result);
+        }
     }
     Ok(())
 }
 
-fn run_mutants(options: &Options, tally: &mut Tally) {
+fn run_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) {
     let chosen: Vec<_> = mutants::quick().filter(|(name, _)| options.selects(name)).collect();
     if chosen.is_empty() {
+        return;
+    }
+    if let Some(beside) = beside {
+        for (name, _) in chosen {
+            tally.step(&name, beside.mutants(&name));
+        }
         return;
     }
     let names: Vec<_> = chosen.iter().map(|(name, _)| name.as_str()).collect();
@@ -383,20 +386,12 @@ mod tests {
     #[test]
     fn a_listed_scenario_says_what_it_needs() {
         let plain = Scenarios::parse("path::bytes: test\nhttps::sni: test\n\n2 tests, 0 benchmarks\n");
-        assert_eq!((plain.names.len(), plain.cluster, plain.images), (2, false, false));
-        let cluster = Scenarios::parse("[cluster] kubernetes::kubectl: test\n");
-        assert_eq!(
-            (cluster.names[0].as_str(), cluster.cluster, cluster.images),
-            ("kubernetes::kubectl", true, false)
+        assert_eq!((plain.names.len(), plain.needs), (2, Vec::new()));
+        let some = Scenarios::parse(
+            "[cluster] kubernetes::kubectl: test\n[arm64] arm64::agent: test\n[cluster] kubernetes::cp: test\n",
         );
-        let images = Scenarios::parse("[images] deploy::base: test\n");
-        assert!(images.cluster && images.images);
-        let top = Scenarios::parse("[metrics-server] kubernetes::top: test\n");
-        assert!(top.cluster && top.metrics_server && !top.images && !cluster.metrics_server);
-        let konnectivity = Scenarios::parse("[konnectivity] egress::client: test\n");
-        assert!(konnectivity.konnectivity && !konnectivity.cluster && !images.konnectivity);
-        let arm64 = Scenarios::parse("[arm64] arm64::agent: test\n");
-        assert!(arm64.arm64 && !arm64.cluster && !arm64.images && !images.arm64);
+        assert_eq!((some.names[0].as_str(), some.names.len()), ("kubernetes::kubectl", 3));
+        assert_eq!(some.needs, [Need::Cluster, Need::Arm64]);
     }
 
     #[test]

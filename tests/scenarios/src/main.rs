@@ -29,6 +29,7 @@ mod load;
 mod logs;
 mod mapped;
 mod memory;
+mod needs;
 mod operating;
 mod outbound;
 mod path;

@@ -19,7 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::scenario::Scenario;
 use crate::slots::Slots;
-use crate::{chaos, soak};
+use crate::{chaos, needs, soak};
 
 /// Limit of open files of a scenario and of the programs that it starts.
 const OPEN_FILES: u64 = 20_000;
@@ -120,20 +120,24 @@ fn in_one_line(error: &anyhow::Error) -> String {
 }
 
 fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
+    let variables = match scenario.kind {
+        "" => Vec::new(),
+        kind => needs::wait(kind).map_err(|error| Failed::from(format!("{error:#}")))?,
+    };
     let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.has_cluster());
     let id = Id::new(Kind::Test);
     lock().push(id.clone());
-    let result = supervise(scenario, &id);
+    let result = supervise(scenario, &id, variables);
     let removed = sweep::remove(&id);
     lock().retain(|live| *live != id);
     result.and(removed).map_err(|error| Failed::from(format!("{error:#}")))
 }
 
-fn supervise(scenario: &Scenario, id: &Id) -> Result<()> {
+fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> Result<()> {
     let (dir, name) = (id.dir(), scenario.name());
     fs::create_dir_all(dir.join("logs")).with_context(|| format!("creating {}", dir.display()))?;
     let mut command = supervisor::this_program(["--run", name, "--id", &id.to_string()])?;
-    command.env("RUST_BACKTRACE", "0");
+    command.env("RUST_BACKTRACE", "0").envs(variables);
     let mut worker = Process::spawn(&dir, "scenario", command)?;
     let log = log_file(&dir, "scenario");
     let start = Instant::now();

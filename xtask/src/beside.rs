@@ -1,0 +1,194 @@
+//! What is built beside the scenarios of a whole run, at idle priority: most of their time they wait, so that the CPUs have
+//! time for it. A scenario that needs it waits until it is there.
+//!
+//! A process of its own builds one after the other. Its folder gets a file for each: the variables that tell scenarios where it is,
+//! or what went wrong; the mutation tests, which run there too, leave their result.
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::{Pid, getpgrp, getppid};
+
+use crate::command::{program, shown, target_dir};
+use crate::needs::Need;
+use crate::{mutants, packages};
+
+/// Names the folder to scenarios.
+const VARIABLE: &str = "POSTERN_NEEDS";
+/// Begins a file about something that failed.
+const FAILED: &str = "failed: ";
+/// Locked as long as the process runs: scenarios would wait in vain for one that has crashed.
+const RUNNING: &str = "running";
+
+/// The process that builds. Dropping this ends it.
+pub(crate) struct Beside {
+    folder: PathBuf,
+    child: Child,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Gets a file for each.
+    folder: PathBuf,
+}
+
+impl Beside {
+    pub(crate) fn start() -> Result<Self> {
+        for need in Need::ALL {
+            packages::install(need.packages())?;
+        }
+        let folder = target_dir()?.join("beside");
+        fs::remove_dir_all(&folder).ok();
+        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let log = folder.join("log");
+        let output = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+        let names = Need::ALL.map(Need::title).join(", ");
+        println!(
+            "beside the scenarios, at idle priority: {names}, the mutation tests (log: {})",
+            log.display()
+        );
+        let mut command = program("setsid");
+        // By its process: cargo may have replaced the file since.
+        command.args(["chrt", "--idle", "0", &format!("/proc/{}/exe", std::process::id())]);
+        command.arg("beside").arg(&folder);
+        command.stdout(output.try_clone().context("the log")?).stderr(output);
+        let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
+        let mut started = Self { folder, child };
+        while !started.folder.join(RUNNING).exists() {
+            if let Some(status) = started.child.try_wait().context("waiting for it")? {
+                bail!("`{}` ended with {status}: see {}", shown(&command), log.display());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(started)
+    }
+
+    /// Scenarios wait for what they need.
+    pub(crate) fn tell(&self, scenarios: &mut Command) {
+        scenarios.env(VARIABLE, &self.folder);
+    }
+
+    /// Waits for the end of all, and returns what each took.
+    pub(crate) fn finish(&mut self) -> Result<String> {
+        let status = self.child.wait().context("waiting for what is built beside the scenarios")?;
+        let log = fs::read_to_string(self.folder.join("log")).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        let end = lines[lines.len().saturating_sub(60)..].join("\n");
+        ensure!(status.success(), "what was built beside the scenarios ended with {status}:\n{end}");
+        Ok(lines.iter().filter_map(|line| line.strip_prefix(TOOK)).collect::<Vec<_>>().join(", "))
+    }
+
+    /// What the mutation tests of this name gave.
+    pub(crate) fn mutants(&self, name: &str) -> Result<()> {
+        let path = self.folder.join(name);
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        match text.strip_prefix(FAILED) {
+            Some(reason) => bail!("{reason}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            if let Ok(pid) = i32::try_from(self.child.id()) {
+                end_group(Pid::from_raw(pid));
+            }
+            // It has been killed: how it ended tells nothing.
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// Begins a line of the log that says what something took.
+const TOOK: &str = "took: ";
+
+/// The process.
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    let folder = &options.folder;
+    let running = File::create(folder.join("running.tmp")).context("creating the lock")?;
+    running.lock().context("locking it")?;
+    fs::rename(folder.join("running.tmp"), folder.join(RUNNING)).context("renaming it")?;
+    follow_parent();
+    // A kernel that groups processes by session gives each group an equal share, however idle its members are (sched(7)).
+    let _ = fs::write("/proc/self/autogroup", "19");
+    for need in Need::ALL {
+        made(folder, need.name(), || {
+            let variables = need.make()?;
+            let line = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+                format!("{}={}\n", name.display(), value.display())
+            };
+            Ok(variables.into_iter().map(line).collect())
+        })?;
+    }
+    let prepared = mutants::prepare();
+    for (name, group) in mutants::quick() {
+        made(folder, &name, || {
+            if let Err(error) = &prepared {
+                bail!("{error:#}");
+            }
+            mutants::run_quick(group).map(|()| String::new())
+        })?;
+    }
+    drop(running);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Leaves what `make` returns, or why it failed, in the file of this name: wholly or not at all.
+fn made(folder: &Path, name: &str, make: impl FnOnce() -> Result<String>) -> Result<()> {
+    let start = Instant::now();
+    println!("=== {name}");
+    let text = make().unwrap_or_else(|error| {
+        println!("{name}: {error:#}");
+        format!("{FAILED}{error:#}")
+    });
+    let temporary = folder.join(format!("{name}.tmp"));
+    let write = || {
+        let mut file = File::create(&temporary)?;
+        file.write_all(text.as_bytes())?;
+        fs::rename(&temporary, folder.join(name))
+    };
+    write().with_context(|| format!("writing {}", temporary.display()))?;
+    println!("{TOOK}{name} {}", minutes(start.elapsed()));
+    Ok(())
+}
+
+/// Ends this process and all that it has started when the one that has started it is gone: its session gets no Ctrl-C.
+fn follow_parent() {
+    let parent = getppid();
+    std::thread::spawn(move || {
+        while getppid() == parent {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        end_group(getpgrp());
+    });
+}
+
+fn end_group(group: Pid) {
+    // One that has ended by itself is as well.
+    let _ = killpg(group, Signal::SIGTERM);
+}
+
+fn minutes(time: Duration) -> String {
+    format!("{}:{:02}", time.as_secs() / 60, time.as_secs() % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_says_what_was_made_or_why_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+        made(folder.path(), "cluster", || Ok("A=/b\n".to_owned())).unwrap();
+        assert_eq!(read("cluster"), "A=/b\n");
+        made(folder.path(), "images", || bail!("no zig")).unwrap();
+        assert_eq!(read("images"), "failed: no zig");
+    }
+}

@@ -1,0 +1,94 @@
+//! What scenarios need besides the two programs, and takes long to build.
+use std::ffi::OsString;
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::cross::{self, Arch, Profile};
+use crate::image::{self, Image};
+use crate::{fuzz, packages, peers};
+
+/// A kind of scenarios, as `scenarios --list` has it, and what else can be built before its turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// The programs of a Kubernetes cluster.
+    Cluster,
+    /// The images, and what deploys them.
+    Images,
+    MetricsServer,
+    Konnectivity,
+    /// The agent for arm64.
+    Arm64,
+    /// The fuzz targets.
+    Fuzz,
+}
+
+impl Need {
+    /// In the order in which they are built: what the fewest scenarios wait for comes last.
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Cluster, Self::Konnectivity, Self::Arm64, Self::Images, Self::MetricsServer, Self::Fuzz];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Cluster => "cluster",
+            Self::Images => "images",
+            Self::MetricsServer => "metrics-server",
+            Self::Konnectivity => "konnectivity",
+            Self::Arm64 => "arm64",
+            Self::Fuzz => "fuzz",
+        }
+    }
+
+    /// For people.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Cluster => "the programs of the test cluster",
+            Self::Images => "building the images",
+            Self::MetricsServer => "metrics-server",
+            Self::Konnectivity => "the programs of konnectivity",
+            Self::Arm64 => "building the agent for arm64",
+            Self::Fuzz => "building the fuzz targets",
+        }
+    }
+
+    /// A scenario of this kind runs on a cluster.
+    fn has_cluster(self) -> bool {
+        matches!(self, Self::Cluster | Self::Images | Self::MetricsServer)
+    }
+
+    /// Debian packages, installed before anything is built: that takes little time, and no other run may do it meanwhile.
+    pub(crate) fn packages(self) -> &'static [&'static [packages::Need]] {
+        match self {
+            Self::Cluster | Self::MetricsServer => &[packages::CLUSTER],
+            Self::Images => &[packages::CLUSTER, packages::PIP],
+            Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
+            Self::Arm64 => &[packages::PIP],
+            Self::Fuzz => &[packages::FUZZ],
+            Self::Konnectivity => &[],
+        }
+    }
+
+    /// Builds it, and returns the variables that tell scenarios where it is.
+    pub(crate) fn make(self) -> Result<Vec<(OsString, OsString)>> {
+        packages::install(self.packages())?;
+        // Never started: it only collects the variables.
+        let mut told = Command::new("scenarios");
+        if self.has_cluster() {
+            peers::for_cluster(&mut told)?;
+        }
+        match self {
+            Self::Cluster => {}
+            Self::Images => {
+                // The server's arm64 build would be the longest step of all; `cargo xtask image` makes it.
+                image::build(Profile::Dev, &[(Image::Server, &[Arch::HOST]), (Image::Agent, &Arch::ALL)])?;
+                peers::for_deploy(&mut told)?;
+            }
+            Self::MetricsServer => peers::for_top(&mut told)?,
+            Self::Konnectivity => peers::for_konnectivity(&mut told)?,
+            Self::Arm64 => drop(cross::build(Arch::Arm64, Profile::Dev, &[Image::Agent.name()])?),
+            Self::Fuzz => fuzz::prepare()?,
+        }
+        let told = told.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));
+        Ok(told.collect())
+    }
+}
