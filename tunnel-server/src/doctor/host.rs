@@ -58,6 +58,7 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
             &codes::FOREIGN_EXCLUSIVE_PROGRAM,
             format!("bpftool cgroup detach {} {hook} id {id}, or upgrade what attached it", path.display()),
         ),
+        RedirectError::NotPermitted { fix, .. } => (&codes::KERNEL_LACKS_FEATURE, (*fix).into()),
         _ => (
             &codes::KERNEL_LACKS_FEATURE,
             "upgrade to Linux 5.10 or newer, or start with --redirect=off".into(),

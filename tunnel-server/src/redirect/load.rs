@@ -6,10 +6,8 @@ use std::path::Path;
 
 use aya::programs::links::{FdLink, LinkError};
 use aya::programs::{CgroupAttachMode, CgroupSockAddr, Program, ProgramError, SkLookup};
-use aya::util::KernelVersion;
 use aya::{Ebpf, EbpfError, EbpfLoader};
 use nix::libc;
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tunnel_abi::{Prefix, V4, V6, names};
 use tunnel_core::error::{causes, chain};
 
@@ -18,7 +16,7 @@ use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::pins::Pins;
-use super::preflight::{Features, lacks_perfmon, missing_capabilities};
+use super::preflight::{Features, PERMIT, lacks_perfmon, missing_capabilities};
 
 /// The object that the build script found, or nothing.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/tunnel-ebpf.o"));
@@ -97,8 +95,7 @@ fn object_error(error: &EbpfError) -> RedirectError {
         }
         return RedirectError::NotPermitted {
             operation: format!("creating the maps ({reason})"),
-            fix: "raise RLIMIT_MEMLOCK (`ulimit -l unlimited`, systemd: LimitMEMLOCK=infinity) on kernels before \
-                   5.11; otherwise a seccomp or LSM policy forbids bpf(2): allow it",
+            fix: PERMIT,
         };
     }
     RedirectError::Load { program: "object", reason }
@@ -107,20 +104,6 @@ fn object_error(error: &EbpfError) -> RedirectError {
 /// The errno of the first `io::Error` among an error's causes.
 fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
     causes(error).find_map(|cause| cause.downcast_ref::<io::Error>())?.raw_os_error()
-}
-
-/// Kernels before 5.11 charge maps to the process's locked memory.
-pub(super) fn raise_memlock() {
-    let modern = KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(5, 11, 0));
-    let unlimited = getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(soft, _)| soft == libc::RLIM_INFINITY);
-    if !modern
-        && !unlimited
-        && setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY).is_err()
-    {
-        tracing::warn!(
-            "cannot raise RLIMIT_MEMLOCK; if the maps do not fit, raise it (systemd: LimitMEMLOCK=infinity)"
-        );
-    }
 }
 
 impl Programs {

@@ -1,15 +1,22 @@
 //! What this host must offer, checked before anything is loaded: kernel version and features, capabilities, IPv6.
 
 use std::fs;
+use std::io;
 
-use aya::programs::ProgramType;
+use aya::programs::{ProgramError, ProgramType};
 use aya::sys::{BpfHelper, is_helper_supported, is_program_supported};
 use aya::util::KernelVersion;
+use nix::libc;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::utsname::uname;
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
 
+/// What to do when bpf(2) is refused to who has the capabilities.
+pub(super) const PERMIT: &str = "raise RLIMIT_MEMLOCK (`ulimit -l unlimited`, systemd: LimitMEMLOCK=infinity) on kernels before \
+                                 5.11; otherwise a seccomp or LSM policy forbids bpf(2), or the capabilities are those of a \
+                                 user namespace only (a rootless container): allow it, or run on the host";
 /// The lowest supported kernel.
 const FLOOR: KernelVersion = KernelVersion::new(5, 10, 0);
 
@@ -33,13 +40,21 @@ pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> 
     if !missing.is_empty() {
         return Err(RedirectError::Capabilities { missing });
     }
+    raise_memlock();
     for (kind, feature) in [
         (ProgramType::CgroupSockAddr, "cgroup socket address programs (CONFIG_CGROUP_BPF)"),
         (ProgramType::SkLookup, "sk_lookup programs (CONFIG_NET, Linux 5.9)"),
     ] {
-        // When the probe itself fails, loading decides.
-        if let Ok(false) = is_program_supported(kind) {
-            return Err(lacks(feature));
+        match is_program_supported(kind) {
+            Ok(false) => return Err(lacks(feature)),
+            Err(ProgramError::SyscallError(error))
+                if error.io_error.kind() == io::ErrorKind::PermissionDenied =>
+            {
+                let operation = format!("loading a program ({})", error.io_error);
+                return Err(RedirectError::NotPermitted { operation, fix: PERMIT });
+            }
+            // When the probe itself fails otherwise, loading decides.
+            Ok(true) | Err(_) => {}
         }
     }
     // Distributions backport the helper, so the probe decides and not the version.
@@ -48,6 +63,20 @@ pub(super) fn probe(config: &RedirectConfig) -> Result<Features, RedirectError> 
         set_retval: config.fail_at_connect && helper.unwrap_or(false),
         ingress_ifindex: version >= KernelVersion::new(5, 17, 0),
     })
+}
+
+/// Kernels before 5.11 charge programs and maps to the process's locked memory.
+fn raise_memlock() {
+    let modern = KernelVersion::current().is_ok_and(|version| version >= KernelVersion::new(5, 11, 0));
+    let unlimited = getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(soft, _)| soft == libc::RLIM_INFINITY);
+    if !modern
+        && !unlimited
+        && setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY).is_err()
+    {
+        tracing::warn!(
+            "cannot raise RLIMIT_MEMLOCK; if the maps do not fit, raise it (systemd: LimitMEMLOCK=infinity)"
+        );
+    }
 }
 
 /// Capabilities that are needed and not effective. CAP_SYS_ADMIN stands in for CAP_BPF.

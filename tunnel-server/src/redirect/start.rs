@@ -53,7 +53,6 @@ impl Redirect {
             }
         });
 
-        load::raise_memlock();
         let log = program_log::wanted();
         let mut ebpf = load::open(&config, features, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
