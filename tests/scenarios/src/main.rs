@@ -104,3 +104,15 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
     .into_iter()
     .flatten()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scenarios_that_have_to_find_faults_exist() {
+        for (name, _) in doctor::faults::BY_SCENARIO {
+            assert!(all().any(|scenario| scenario.name() == *name), "there is no scenario {name}");
+        }
+    }
+}

@@ -17,6 +17,7 @@ use postern_testbed::report::{FIGURE, PROGRESS, progress};
 use postern_testbed::{Shape, load_target, supervisor, sweep};
 use tokio::runtime::{Builder, Runtime};
 
+use crate::doctor::faults;
 use crate::scenario::Scenario;
 use crate::slots::Slots;
 use crate::{chaos, needs, soak};
@@ -104,7 +105,7 @@ fn work(scenario: &Scenario, id: Id) -> Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES).context("raising the limit of open files")?;
     let testbed = supervisor::enter_run(id, Shape { edges: scenario.edges, twin: scenario.twin })?;
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().context("runtime")?;
-    let result = runtime.block_on((scenario.run)(&testbed));
+    let result = runtime.block_on((scenario.run)(&testbed)).and_then(|()| faults::all_found(scenario.name()));
     runtime.shutdown_timeout(Duration::from_secs(2));
     result.inspect_err(|error| progress(&format!("FAILED  {}", in_one_line(error))))
 }

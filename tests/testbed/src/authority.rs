@@ -6,8 +6,11 @@ use std::time::SystemTime;
 
 use anyhow::{Context as _, Result};
 use rcgen::{
-    CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, SerialNumber,
 };
+use rustls::pki_types::CertificateDer;
+use tunnel_core::identity::SERVER_NAME;
 
 /// The CA in a server's state folder.
 #[derive(Debug)]
@@ -39,5 +42,28 @@ impl Authority {
         params.not_before = valid.start.into();
         params.not_after = valid.end.into();
         Ok(params.signed_by(key, &self.0).context("signing")?.pem())
+    }
+
+    /// Signs a certificate for a server, valid in that span.
+    pub fn server(&self, key: &KeyPair, valid: Range<SystemTime>) -> Result<CertificateDer<'static>> {
+        let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).context("the server's name")?;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        params.not_before = valid.start.into();
+        params.not_after = valid.end.into();
+        Ok(params.signed_by(key, &self.0).context("signing")?.der().clone())
+    }
+
+    /// The first root (PEM) once more, with its key, but valid in that span.
+    pub fn root(&self, valid: Range<SystemTime>) -> Result<String> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, "postern");
+        params.serial_number = Some(SerialNumber::from(1_u64));
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(1));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        params.not_before = valid.start.into();
+        params.not_after = valid.end.into();
+        Ok(params.self_signed(self.0.key()).context("signing")?.pem())
     }
 }

@@ -1,11 +1,14 @@
-//! What the BPF maps of a running program hold, read from the kernel and not from what the program says.
+//! The BPF maps of a running program: what they hold, read from the kernel and not from what the program says.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::ErrorKind;
+use std::net::Ipv4Addr;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use aya::Pod;
-use aya::maps::{LpmTrie, Map, MapData, MapInfo};
-use tunnel_abi::{Mapping, V4, V6, names};
+use aya::maps::lpm_trie::Key;
+use aya::maps::{LpmTrie, Map, MapData, MapError, MapInfo};
+use tunnel_abi::{DOWN, Mapping, ROUTE_ENTRIES, V4, V6, names};
 
 /// The number of entries of each of its tries, by the map's name.
 pub fn entries(pid: u32) -> Result<BTreeMap<String, usize>> {
@@ -26,6 +29,32 @@ pub fn entries(pid: u32) -> Result<BTreeMap<String, usize>> {
             count.with_context(|| format!("reading the map {name}"))?;
     }
     Ok(counted)
+}
+
+/// Fills the map of its IPv4 routes, with such of addresses that nobody has, until there is no room left.
+pub fn fill_routes(pid: u32) -> Result<()> {
+    for id in ids(pid)? {
+        let info = MapInfo::from_id(id).with_context(|| format!("the BPF map {id}"))?;
+        if info.name_as_str() != Some(names::ROUTES_V4) {
+            continue;
+        }
+        let data = MapData::from_id(id).context("opening the map of routes")?;
+        let mut routes = LpmTrie::<_, V4, Mapping<V4>>::try_from(Map::LpmTrie(data))?;
+        let value = Mapping { base: Ipv4Addr::UNSPECIFIED.into(), host_mask: V4(0), flags: DOWN };
+        for number in 0..=ROUTE_ENTRIES {
+            // In 240.0.0.0/4, which RFC 1112 reserves.
+            let address = Ipv4Addr::from_bits(0xf000_0000 | number);
+            match routes.insert(&Key::new(32, address.into()), value, 0) {
+                Ok(()) => {}
+                Err(MapError::SyscallError(error)) if error.io_error.kind() == ErrorKind::StorageFull => {
+                    return Ok(());
+                }
+                Err(error) => return Err(error).context("filling the map of routes"),
+            }
+        }
+        bail!("{ROUTE_ENTRIES} routes do not fill the map");
+    }
+    bail!("process {pid} has no map of routes")
 }
 
 fn count<K: Pod, V: Pod>(data: MapData) -> Result<usize> {

@@ -103,41 +103,4 @@ mod tests {
             assert!(code.bytes().all(|b| b.is_ascii_lowercase() || b == b'-'), "{code} is no anchor");
         }
     }
-
-    /// Where the tests put faults in.
-    const TESTS: [&str; 6] = [
-        "tests/scenarios/src/doctor",
-        "tunnel-server/tests/redirect_kernel",
-        "tunnel-kube/src",
-        "tunnel-server/src/doctor",
-        "tunnel-agent/src/doctor",
-        "tunnel-core/src/doctor",
-    ];
-
-    /// The text of tests below a directory: whole files of tests, and what follows `#[cfg(test)]`.
-    fn tests_below(dir: &Path, text: &mut String) {
-        for entry in fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display())) {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                tests_below(&path, text);
-            } else if path.file_name().is_some_and(|name| name != "codes.rs") {
-                let source = fs::read_to_string(&path).unwrap();
-                let whole =
-                    path.components().any(|part| part.as_os_str() == "tests") || path.ends_with("tests.rs");
-                let from = if whole { 0 } else { source.find("#[cfg(test)]").unwrap_or(source.len()) };
-                *text += &source[from..];
-            }
-        }
-    }
-
-    #[test]
-    fn a_test_injects_each_fault() {
-        let mut text = String::new();
-        for dir in TESTS {
-            tests_below(&repository().join(dir), &mut text);
-        }
-        let untested: Vec<&str> =
-            ALL.iter().map(|code| code.id).filter(|id| !text.contains(&format!("\"{id}\""))).collect();
-        assert!(untested.is_empty(), "no test expects {untested:?}");
-    }
 }

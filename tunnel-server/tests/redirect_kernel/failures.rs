@@ -1,6 +1,8 @@
 //! What makes a start fail, and the messages.
 
 use std::fs::{self, File};
+use std::net::TcpStream;
+use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
@@ -13,7 +15,8 @@ use crate::Case;
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::raw;
 use crate::support::{
-    Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired, eventually, sysctl, token_routes,
+    Door, EDGE, EDGE_V6, PORT, World, ask, at, config, desired, doctor, eventually, route, sysctl,
+    token_routes,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -21,6 +24,7 @@ pub(crate) const CASES: &[Case] = &[
     ("failures::foreign_exclusive_program_in_a_parent", foreign_in_parent),
     ("failures::foreign_sk_lookup_program", foreign_lookup),
     ("failures::sk_lookup_programs_without_names", unnamed_lookups),
+    ("failures::connects_that_do_not_fail_are_told", old_kernel),
     ("failures::missing_token_routes", token_routes_missing),
     ("failures::not_a_cgroup", not_a_cgroup),
     ("failures::cgroup_namespace_root", namespace_root),
@@ -60,7 +64,15 @@ fn foreign() {
     let failing: Vec<_> = checks(&config()).into_iter().filter(|check| check.outcome.is_err()).collect();
     assert_eq!(failing.len(), 1, "{failing:?}");
     assert_eq!(failing[0].name, "other programs");
+    doctor_finds("foreign-exclusive-program");
     drop(program);
+}
+
+/// The program itself, in a process of its own.
+#[track_caller]
+fn doctor_finds(code: &str) {
+    let found = doctor();
+    assert!(found.iter().any(|other| other == code), "{found:?}");
 }
 
 fn foreign_in_parent() {
@@ -84,7 +96,25 @@ fn foreign_lookup() {
     let link = raw::attach_lookup(&File::open("/proc/thread-self/ns/net").unwrap());
     let found = foreign_lookups().unwrap();
     assert!(found.len() == 1 && found[0].starts_with("cil_lookup (id "), "{found:?}");
+    doctor_finds("foreign-sk-lookup");
     drop((link, world));
+}
+
+/// Whether a connect to a node without a tunnel fails here, as it does from Linux 6.1 on.
+fn old_kernel() {
+    let mut wanted = desired(&[]);
+    route(&mut wanted, EDGE.0, EDGE.1, false);
+    let world = World::start(&wanted);
+    let connected = TcpStream::connect_timeout(&at(EDGE.0, PORT), Duration::from_secs(5));
+    let found = doctor();
+    match connected {
+        Ok(_) => assert!(found.iter().any(|code| code == "kernel-old"), "{found:?}"),
+        Err(error) => {
+            assert_eq!(error.raw_os_error(), Some(nix::libc::EHOSTUNREACH), "{error}");
+            assert!(found.iter().all(|code| code != "kernel-old"), "{found:?}");
+        }
+    }
+    drop(world);
 }
 
 /// As for a doctor in the shipped pod: it says that it does not know whose they are.

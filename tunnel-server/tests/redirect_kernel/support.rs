@@ -226,6 +226,26 @@ pub(crate) fn ip(arguments: &str) -> String {
     run("ip", arguments)
 }
 
+/// The codes of what `tunnel-server doctor` finds on the case's host, where no server runs.
+pub(crate) fn doctor() -> Vec<String> {
+    // In the virtual machine of another kernel it lies beside this program.
+    let beside = std::env::current_exe().expect("this program").with_file_name("tunnel-server");
+    let program = if beside.exists() { beside } else { env!("CARGO_BIN_EXE_tunnel-server").into() };
+    let state = tempfile::tempdir().expect("a folder");
+    let output = Command::new(program)
+        .args(["doctor", "-o", "json", "--inventory=/nowhere", "--bpffs=off"])
+        .arg(format!("--state-dir={}", state.path().display()))
+        .arg(format!("--redirect-cgroup={}", crate::harness::own_cgroup().display()))
+        .output()
+        .expect("tunnel-server doctor");
+    let (out, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    println!("{out}{errors}");
+    let report: serde_json::Value = serde_json::from_str(&out).expect("a report");
+    let checks = report["checks"].as_array().expect("checks").iter();
+    let findings = checks.flat_map(|check| check["findings"].as_array().into_iter().flatten());
+    findings.map(|finding| finding["code"].as_str().expect("a code").to_owned()).collect()
+}
+
 /// Token routes of this namespace.
 pub(crate) fn token_routes() -> Vec<String> {
     let v4 = ip("-4 route show table local");

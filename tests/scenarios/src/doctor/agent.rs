@@ -1,19 +1,25 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
+use postern_testbed::authority::Authority;
 use postern_testbed::process::{Process, program};
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
-use rustls::pki_types::PrivatePkcs8KeyDer;
+use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
+use tunnel_core::identity::SERVER_NAME;
 
 use super::{Said, run};
 use crate::common::{server, server_and_agent, target};
@@ -26,6 +32,8 @@ scenarios! {
     an_identity_that_is_of_no_use_is_found,
     a_session_that_is_refused_or_lost_is_told,
 }
+
+const DAY: Duration = Duration::from_secs(86_400);
 
 /// `tunnel-agent doctor` on edge 1.
 fn command(testbed: &Testbed, args: &[&str]) -> Result<Command> {
@@ -108,12 +116,14 @@ async fn what_answers_instead_of_a_server_is_told(testbed: &Testbed) -> Result<(
     towards(&agent, testbed, &address).await?.expect("handshake-silent", "no answer in the handshake")?;
     drop(silent);
 
-    let (open, address) = listener().await?;
-    let said = tokio::select! {
-        end = intercept(open) => return end,
-        said = towards(&agent, testbed, &address) => said?,
-    };
-    said.expect("tls-intercepted", "issued by \"O=Inspection Ltd\"")?;
+    for impostor in impostors(&testbed.dir().join("server"))? {
+        let (open, address) = listener().await?;
+        let said = tokio::select! {
+            end = present(open, impostor.chain, impostor.key) => return end,
+            said = towards(&agent, testbed, &address) => said?,
+        };
+        said.expect(impostor.code, impostor.found)?;
+    }
 
     // Another installation.
     let neighbour = testbed.add_neighbour()?;
@@ -131,21 +141,62 @@ async fn greet(listener: TcpListener) -> Result<()> {
     }
 }
 
-/// Speaks TLS with a certificate of its own.
-async fn intercept(listener: TcpListener) -> Result<()> {
-    let key = rcgen::KeyPair::generate()?;
-    let mut params = rcgen::CertificateParams::new(vec!["tunnel.example.org".to_owned()])?;
+/// What answers in TLS instead of a server, and what the doctor has to say of it.
+struct Impostor {
+    chain: Vec<CertificateDer<'static>>,
+    key: KeyPair,
+    code: &'static str,
+    found: &'static str,
+}
+
+fn impostors(state: &Path) -> Result<[Impostor; 3]> {
+    let root = CertificateDer::from_pem_file(state.join("ca/ca.crt")).context("the root")?;
+
+    let inspector = KeyPair::generate()?;
+    let mut params = CertificateParams::new(vec!["tunnel.example.org".to_owned()])?;
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(rcgen::DnType::OrganizationName, "Inspection Ltd");
-    let certificate = params.self_signed(&key)?;
+    let inspection = params.self_signed(&inspector)?.der().clone();
+
+    // It has the name and shows the root, which has not signed it.
+    let forger = KeyPair::generate()?;
+    let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()])?;
+    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ServerAuth];
+    let forged = params.self_signed(&forger)?.der().clone();
+
+    // As of a server whose clock is ahead of this node's by three days.
+    let ahead = KeyPair::generate()?;
+    let now = SystemTime::now();
+    let early = Authority::open(state)?.server(&ahead, now + 2 * DAY..now + 33 * DAY)?;
+    Ok([
+        Impostor {
+            chain: vec![inspection],
+            key: inspector,
+            code: "tls-intercepted",
+            found: "issued by \"O=Inspection Ltd\"",
+        },
+        Impostor {
+            chain: vec![forged, root.clone()],
+            key: forger,
+            code: "server-certificate-untrusted",
+            found: "certificate",
+        },
+        Impostor {
+            chain: vec![early, root],
+            key: ahead,
+            code: "clock-skew",
+            found: "after this host's clock",
+        },
+    ])
+}
+
+/// Speaks TLS with these certificates.
+async fn present(listener: TcpListener, chain: Vec<CertificateDer<'static>>, key: KeyPair) -> Result<()> {
     let config =
         rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()?
             .with_no_client_auth()
-            .with_single_cert(
-                vec![certificate.der().clone()],
-                PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
-            )?;
+            .with_single_cert(chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into())?;
     let acceptor = TlsAcceptor::from(Arc::new(config));
     loop {
         let (stream, _) = listener.accept().await?;
@@ -181,7 +232,7 @@ async fn a_proxy_in_the_way_is_told(testbed: &Testbed) -> Result<()> {
     let mut tinyproxy = testbed.router.command("tinyproxy");
     tinyproxy.args(["-d", "-c"]).arg(&path);
     let _proxy = Process::spawn(testbed.dir(), "tinyproxy", tinyproxy)?;
-    let refused = async || Ok(through("http://192.168.50.1:3128").await?.codes().contains(&"proxy-refuses"));
+    let refused = async || Ok(through("http://192.168.50.1:3128").await?.has("proxy-refuses"));
     wait_until("the proxy's refusal", agent::START, refused, |refused| *refused).await?;
     Ok(())
 }
@@ -204,6 +255,20 @@ async fn an_identity_that_is_of_no_use_is_found(testbed: &Testbed) -> Result<()>
     let readable = doctor(testbed, &[&state, &to, "--node-name=edge-1"]).await?;
     readable.expect("key-readable-by-others", "mode 0640")?;
     mode(0o600)?;
+
+    // Of 30 days, as the CA issues them: over since yesterday, almost over, and as when this node's clock is behind.
+    let authority = Authority::open(&testbed.dir().join("server"))?;
+    let key = KeyPair::from_pem(&fs::read_to_string(dir.join("agent.key"))?).context("agent.key")?;
+    let now = SystemTime::now();
+    for (begin, end, code, found) in [
+        (now - 31 * DAY, now - DAY, "certificate-expired", "expired at"),
+        (now - 28 * DAY, now + 2 * DAY, "renewal-overdue", "90 %"),
+        (now + DAY, now + 31 * DAY, "clock-skew", "after this host's clock"),
+    ] {
+        fs::write(dir.join("agent.crt"), authority.agent("edge-1", &key, begin..end)?)?;
+        doctor(testbed, &[&state, &to, "--node-name=edge-1"]).await?.expect(code, found)?;
+    }
+
     fs::write(dir.join("agent.key"), "nothing")?;
     let said = doctor(testbed, &[&state, &to, "--node-name=edge-1"]).await?;
     said.expect("identity-unusable", "agent.key")
@@ -211,13 +276,17 @@ async fn an_identity_that_is_of_no_use_is_found(testbed: &Testbed) -> Result<()>
 
 async fn a_session_that_is_refused_or_lost_is_told(testbed: &Testbed) -> Result<()> {
     let (mut server, _agent) = server_and_agent(testbed).await?;
-    server.run(&["agent", "revoke", "edge-1"])?;
-    let told = async |code: &str| {
-        let found = async || Ok(doctor(testbed, &[]).await?.codes().contains(&code));
-        wait_until(code, agent::START, found, |found| *found).await
+    let told = async |code: &'static str| {
+        let said = async || doctor(testbed, &[]).await;
+        wait_until(code, agent::START, said, |said| said.has(code)).await
     };
-    told("session-refused").await?;
     server.process.crash().await?;
-    told("server-unreachable").await?;
+    let said = told("not-attached").await?;
+    said.expect("not-attached", &server.agent_address())?;
+    said.expect("server-unreachable", "refused")?;
+    server.start_again().await?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    server.run(&["agent", "revoke", "edge-1"])?;
+    told("session-refused").await?;
     Ok(())
 }

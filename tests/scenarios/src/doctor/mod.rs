@@ -1,8 +1,9 @@
-//! `doctor` and `test` of the real programs: each fault is put in, and has to be found under its code.
+//! `doctor` and `test` of the real programs: each fault is put in, and has to be found under its code (`faults.rs`).
 
 pub(crate) mod agent;
 pub(crate) mod bench;
 pub(crate) mod bundle;
+pub(crate) mod faults;
 pub(crate) mod node;
 pub(crate) mod server;
 
@@ -13,13 +14,13 @@ use serde_json::Value;
 
 /// What `doctor -o json` said.
 #[derive(Debug)]
-struct Said {
+pub(crate) struct Said {
     report: Value,
     exit: i32,
 }
 
 /// Runs a command that prints a report.
-async fn run(mut command: Command) -> Result<Said> {
+pub(crate) async fn run(mut command: Command) -> Result<Said> {
     // The target of a check may be in this process.
     let output =
         tokio::task::spawn_blocking(move || command.output()).await?.context("running the command")?;
@@ -52,16 +53,26 @@ impl Said {
         findings(&self.report).filter_map(|finding| finding["code"].as_str()).collect()
     }
 
+    fn has(&self, code: &'static str) -> bool {
+        let found = self.codes().contains(&code);
+        if found {
+            faults::found(code);
+        }
+        found
+    }
+
     /// Whether it has this code; what it found is to contain `text`.
-    fn expect(&self, code: &str, text: &str) -> Result<()> {
+    pub(crate) fn expect(&self, code: &'static str, text: &str) -> Result<()> {
         let found = |finding: &&Value| finding["found"].as_str().is_some_and(|found| found.contains(text));
         let mut of_code = findings(&self.report).filter(|finding| finding["code"] == code);
         ensure!(of_code.any(|finding| found(&finding)), "no {code} with {text:?}: {:#}", self.report);
+        faults::found(code);
         Ok(())
     }
 
-    fn expect_only(&self, codes: &[&str]) -> Result<()> {
+    fn expect_only(&self, codes: &[&'static str]) -> Result<()> {
         ensure!(self.codes() == codes, "not {codes:?}: {:#}", self.report);
+        codes.iter().copied().for_each(faults::found);
         Ok(())
     }
 

@@ -2,22 +2,23 @@ use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::mount::{MsFlags, mount};
-use postern_testbed::inventory::Inventory;
+use postern_testbed::authority::Authority;
+use postern_testbed::inventory::{Inventory, node};
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CLOUD, Testbed, agent, server};
+use postern_testbed::{CLOUD, Testbed, agent, maps, server};
 
 use super::{Said, run};
 
 scenarios! {
     a_healthy_server_is_fine(quick),
     rules_of_other_programs_are_named(quick),
-    a_lost_token_route_is_found,
+    what_others_take_from_the_kernel_is_found,
     a_failed_self_test_is_found,
     a_port_that_another_program_takes_is_found(limit = 150),
     closed_listeners_are_found,
@@ -135,14 +136,24 @@ async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn a_lost_token_route_is_found(testbed: &Testbed) -> Result<()> {
+async fn what_others_take_from_the_kernel_is_found(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
     // The server restores it: every 30 s, and a verification may come in between.
     let lost = async || {
         testbed.cloud.ip("route del local 198.18.0.0/15 dev lo table local").ok();
-        Ok(doctor(testbed, &[]).await?.codes().contains(&"token-route-missing"))
+        Ok(doctor(testbed, &[]).await?.has("token-route-missing"))
     };
     wait_until("the lost route to be found", agent::START, lost, |found| *found).await?;
+    // No room for a node that comes now.
+    maps::fill_routes(server.process.pid())?;
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes.push(node("edge-7", true, &["192.168.57.2".parse()?], &[]));
+    inventory.write()?;
+    let said = async || doctor(testbed, &[]).await;
+    let stale = |said: &Said| said.has("maps-not-current");
+    let said = wait_until("the full map to be found", agent::START, said, stale).await?;
+    said.expect("maps-not-current", "ROUTES_V4")?;
+    said.expect("not-ready", "the kernel's routes are not current")?;
     drop(server);
     Ok(())
 }
@@ -226,10 +237,22 @@ async fn damaged_files_are_found(testbed: &Testbed) -> Result<()> {
         }
     }
     doctor(testbed, &[]).await?.expect("key-readable-by-others", "0644")?;
+    let mut inventory = Inventory::of(testbed)?;
+    inventory.nodes.push(node("edge-8", true, &[testbed.edge(1).ip()], &[]));
+    inventory.write()?;
+    let said = async || doctor(testbed, &[]).await;
+    let conflict = |said: &Said| said.has("inventory-conflict");
+    let said = wait_until("the shared address to be found", agent::START, said, conflict).await?;
+    said.expect("inventory-conflict", "edge-8")?;
     fs::write(testbed.dir().join("nodes.yaml"), "kind: NodeList\nitems: 7\n")?;
     let refused = async || Ok(!server.status().await?["inventory"]["last_error"].is_null());
     wait_until("the file to be refused", agent::START, refused, |refused| *refused).await?;
     doctor(testbed, &[]).await?.expect("inventory-unusable", "items")?;
+    // Ten years after it was made, less a month.
+    let (now, month) = (SystemTime::now(), Duration::from_secs(30 * 86_400));
+    let root = Authority::open(&state)?.root(now - 120 * month..now + month)?;
+    fs::write(state.join("ca/ca.crt"), root)?;
+    doctor(testbed, &[]).await?.expect("ca-expires", "in 90 days: expired")?;
     fs::write(state.join("ca/ca.crt"), "nothing")?;
     let said = doctor(testbed, &[]).await?;
     said.expect("ca-unusable", "ca.crt")?;
@@ -252,6 +275,11 @@ async fn a_host_that_cannot_redirect_is_found(testbed: &Testbed) -> Result<()> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     command.args(["doctor", "-o", "json", "--redirect=off"]).arg(kubeconfig);
     run(command).await?.expect("api-server-unreachable", "--kubeconfig=")?;
+    // Its capabilities are those of a user namespace, as in a rootless container.
+    let mut command = testbed.on_cloud().command(Path::new("unshare"));
+    command.args(["--user", "--map-root-user"]).arg(program("tunnel-server")?);
+    command.args(["doctor", "-o", "json"]).args(flags(testbed));
+    run(command).await?.expect("kernel-lacks-feature", "EPERM at loading a program")?;
     // Without its capabilities.
     let mut command = testbed.on_cloud().command(Path::new("setpriv"));
     command.args(["--bounding-set=-all", "--inh-caps=-all"]).arg(program("tunnel-server")?);

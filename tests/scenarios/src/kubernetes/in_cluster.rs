@@ -1,10 +1,12 @@
 //! Postern as its manifests install it, with nothing else in the cluster changed.
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use postern_testbed::Testbed;
 use postern_testbed::cluster::{Cluster, EDGE_NODE, pods, postern};
+use postern_testbed::process::program;
 
 use super::checks::Checks;
 use super::{commands, forward, prometheus, redirect, views};
+use crate::doctor;
 
 pub(super) async fn in_cluster(testbed: &Testbed) -> Result<()> {
     let cluster = Cluster::start(testbed).await?;
@@ -23,5 +25,21 @@ pub(super) async fn in_cluster(testbed: &Testbed) -> Result<()> {
     redirect::run(&mut checks, &cluster, &server).await;
     prometheus::run(&mut checks, &cluster).await;
     drop(agent);
-    checks.finish()
+    checks.finish()?;
+    missing_rights(&cluster).await.context("doctor of a server that lacks rights")
+}
+
+/// The doctor of a server with the account of the agents.
+async fn missing_rights(cluster: &Cluster<'_>) -> Result<()> {
+    let create = ["create", "token", "tunnel-agent", "--namespace", postern::NAMESPACE];
+    let token = cluster.kubectl.run(&create).await?;
+    let kubeconfig = cluster.pki.kubeconfig_with_token("agents-account", &cluster.server, token.trim())?;
+    let mut command = cluster.testbed.on_cloud().command(&program("tunnel-server")?);
+    // The one that runs would say its own flags.
+    command.args(["doctor", "-o", "json", "--redirect=off", "--admin-address=127.0.0.1:1"]);
+    command.arg(format!("--state-dir={}", cluster.testbed.dir().join("agents-account").display()));
+    command.arg(format!("--kubeconfig={}", kubeconfig.display()));
+    let said = doctor::run(command).await?;
+    said.expect("api-right-missing", "may not update secrets tunnel-server-ca in kube-system")?;
+    said.expect("api-right-missing", "may not list nodes")
 }
