@@ -34,6 +34,7 @@ pub(crate) const SCENARIOS: &[Need] = &[
     Need { program: "ssh", package: "openssh-client" },
     Need { program: "/usr/sbin/sshd", package: "openssh-server" },
     Need { program: "nc", package: "netcat-openbsd" },
+    Need { program: "nft", package: "nftables" },
     Need { program: "chromium", package: "chromium" },
 ];
 

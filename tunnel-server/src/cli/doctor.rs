@@ -22,8 +22,8 @@ pub struct DoctorCommand {
 /// What the examination is given.
 #[derive(Args, Clone, Debug)]
 pub(super) struct DoctorFlags {
-    /// Judge these outputs of iptables-save or `nft list ruleset` instead of running the programs, for where they are not
-    /// installed, as in a pod; repeatable.
+    /// Judge these outputs of iptables-save or `nft list ruleset` instead of this host's rules, for those that cannot be read here,
+    /// as the legacy iptables' in a pod; repeatable.
     #[arg(long, value_name = "FILE")]
     rules: Vec<PathBuf>,
     // Those of the server that runs at --admin-address count instead, if one does.

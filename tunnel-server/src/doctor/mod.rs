@@ -20,7 +20,7 @@ use crate::config::{Config, NodeSource};
 use crate::status::StatusReport;
 
 /// Examines the server with this configuration. `running` is its own answer, or why there is none; `rules` are files with the
-/// output of iptables-save or `nft list ruleset`, for want of these programs.
+/// output of iptables-save or `nft list ruleset`, to be judged instead of this host's.
 pub async fn examine(
     config: &Config,
     running: Result<Running<StatusReport>, String>,
@@ -54,12 +54,15 @@ async fn check_rules(
     running: Option<&Running<StatusReport>>,
     files: &[PathBuf],
 ) {
-    let read = rules::read(files).await;
+    let read = rules::read(files, &config.state_dir).await;
     let judged = |judge: &dyn Fn(&rules::Ruleset) -> Vec<Finding>, fine: &str| match &read {
         Err(reason) => Outcome::Skipped(reason.clone()),
         Ok(rules) => {
-            let found = rules.all.iter().flat_map(judge).collect();
-            Outcome::of(found, format!("{fine} (read with {})", rules.with.join(", ")))
+            let found: Vec<Finding> = rules.all.iter().flat_map(judge).collect();
+            match &rules.unread {
+                Some(reason) if found.is_empty() => Outcome::Skipped(reason.clone()),
+                _ => Outcome::of(found, format!("{fine} (read with {})", rules.with.join(", "))),
+            }
         }
     };
     let ports = tunnelled(&config.redirect_ports, running);

@@ -130,6 +130,7 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     progress("both DaemonSets are ready");
     logs(kubectl).await?;
     plugin::every_command(kubectl, 1).await?;
+    rules_of_the_host(cluster).await?;
     ports(cluster).await?;
     rotation(kubectl).await?;
     restarts(cluster).await?;
@@ -205,6 +206,31 @@ async fn logs(kubectl: &Kubectl) -> Result<()> {
         Ok((output.status.success() && line.starts_with("line ")).then_some(()))
     })
     .await
+}
+
+/// The image has neither iptables nor nft: doctor asks the kernel for the rules of the pod's host.
+async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
+    // A part of the token range that nothing uses here, self-tests included.
+    let rule = "OUTPUT -d 198.19.255.0/24 -p tcp --dport 10255 -j REDIRECT --to-ports 9";
+    let host = &cluster.testbed.cloud;
+    let pod = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
+    let doctor = [&pod[..], &["/tunnel-server", "doctor", "--output=json"]].concat();
+    host.iptables(&format!("-t nat -A {rule}"))?;
+    let output = cluster.kubectl.output(&doctor).await?;
+    host.iptables(&format!("-t nat -D {rule}"))?;
+    let report: Value = serde_json::from_slice(&output.stdout)
+        .with_context(|| postern_testbed::cluster::kubectl::said(&output))?;
+    let check = |name: &str| {
+        let checks = report["checks"].as_array().map_or(&[][..], Vec::as_slice);
+        checks.iter().find(|check| check["name"] == name).cloned().unwrap_or_default()
+    };
+    let (rules, firewall) = (check("rules"), check("firewall"));
+    let finding = &rules["findings"][0];
+    let found = finding["found"].as_str().unwrap_or_default();
+    ensure!(finding["code"] == "foreign-rules" && found.contains("takes port 10255"), "{report:#}");
+    let read = firewall["found"].as_str().unwrap_or_default();
+    ensure!(firewall["state"] == "ok" && read.ends_with("(read with the kernel)"), "{report:#}");
+    Ok(())
 }
 
 /// Ports in the ConfigMap become ports of the internal Service; an invalid one becomes an Event.

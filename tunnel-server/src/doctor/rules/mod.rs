@@ -2,6 +2,7 @@
 
 mod conflict;
 mod iptables;
+mod kernel;
 mod model;
 mod nft;
 mod read;

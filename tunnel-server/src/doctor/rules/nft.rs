@@ -62,9 +62,12 @@ fn joined(text: &str) -> String {
     out
 }
 
-/// Elements of the named maps whose values are verdicts, by table and name.
-fn maps(text: &str) -> BTreeMap<(String, String), Vec<(String, String)>> {
-    let (mut maps, mut table, mut map) = (BTreeMap::new(), String::new(), None::<String>);
+/// Elements of maps whose values are verdicts, by table and name: keys and verdicts.
+pub(super) type Maps = BTreeMap<(String, String), Vec<(String, String)>>;
+
+/// The named ones.
+fn maps(text: &str) -> Maps {
+    let (mut maps, mut table, mut map) = (Maps::new(), String::new(), None::<String>);
     for line in text.lines().map(str::trim) {
         if let Some(rest) = line.strip_prefix("table ") {
             rest.trim_end_matches('{').trim().clone_into(&mut table);
@@ -102,7 +105,7 @@ fn hook(line: &str) -> Option<Hook> {
 }
 
 /// One, or one for each element of a map of verdicts, which has a name or stands in the rule.
-fn rules_of(line: &str, maps: &BTreeMap<(String, String), Vec<(String, String)>>, table: &str) -> Vec<Rule> {
+pub(super) fn rules_of(line: &str, maps: &Maps, table: &str) -> Vec<Rule> {
     if let Some((before, map)) = line.split_once(" vmap ") {
         let elements = match map.trim().strip_prefix('@') {
             Some(name) => {
@@ -173,7 +176,7 @@ fn read_tests(words: &[&str], tests: &mut Tests) {
             }
             (
                 "ip" | "ip6" | "meta" | "ct" | "fib" | "iifname" | "oifname" | "iif" | "oif" | "mark"
-                | "socket" | "tcp" | "th" | "ether" | "limit" | "quota" | "numgen",
+                | "socket" | "tcp" | "th" | "ether" | "limit" | "quota" | "numgen" | "xt",
                 _,
             ) => {
                 tests.other = true;
