@@ -8,7 +8,7 @@ use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_core::logging;
 use tunnel_server::app;
-use tunnel_server::cli::{Cli, Command, RunArgs};
+use tunnel_server::cli::{Cli, Command, RunArgs, redact};
 
 /// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
 #[cfg(target_env = "musl")]
@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         Some(Command::Test(command)) => return ended(block_on(command.run())),
         Some(Command::Bench(command)) => block_on(command.run()),
         Some(Command::Bundle(command)) => block_on(command.run()),
+        Some(Command::Redact) => redact().map_err(Into::into),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),
         Some(Command::Agent(command)) => block_on(command.run()),

@@ -1,6 +1,6 @@
 //! The program's exit codes and what it prints.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 
@@ -54,6 +54,22 @@ fn a_failure_while_running_is_1() {
              --admin-address?\n"
         )
     );
+}
+
+#[test]
+fn secrets_are_taken_out_of_any_text() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_tunnel-server"))
+        .arg("redact")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut input = child.stdin.take().expect("piped");
+    input.write_all(b"started with --token=s3cret\nup\n").expect("it reads");
+    drop(input);
+    let output = child.wait_with_output().expect("it ends");
+    assert!(output.status.success(), "{}", output.status);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "started with --token=***\nup\n");
 }
 
 #[test]

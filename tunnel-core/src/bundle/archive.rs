@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io::{self, IsTerminal as _, Stdout, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -23,29 +23,72 @@ pub struct BundleError {
     reason: io::Error,
 }
 
+/// Stands for standard output or input.
+pub(super) const STANDARD: &str = "-";
+
+/// Where a bundle goes.
+enum Sink {
+    File(File),
+    Standard(Stdout),
+}
+
+impl Sink {
+    /// A file must not exist: only its owner can read it then.
+    fn open(path: &Path) -> io::Result<Self> {
+        if path.as_os_str() != STANDARD {
+            return OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(Self::File);
+        }
+        let out = io::stdout();
+        if out.is_terminal() {
+            return Err(io::Error::other("standard output is a terminal, and a bundle is no text"));
+        }
+        Ok(Self::Standard(out))
+    }
+
+    fn finish(mut self) -> io::Result<()> {
+        self.flush()?;
+        if let Self::File(file) = self { file.sync_all() } else { Ok(()) }
+    }
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::File(file) => file.write(bytes),
+            Self::Standard(out) => out.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::File(file) => file.flush(),
+            Self::Standard(out) => out.flush(),
+        }
+    }
+}
+
 /// Parts of a bundle that is being written.
 pub(super) struct Bundle {
     path: PathBuf,
     folder: String,
-    tar: tar::Builder<GzEncoder<File>>,
+    tar: tar::Builder<GzEncoder<Sink>>,
     /// What is in it, and what is not and why.
     manifest: String,
     time: u64,
 }
 
 impl Bundle {
-    /// Creates the file, which must not exist: only its owner can read it.
+    /// Creates the file, or takes standard output for [`STANDARD`].
     ///
     /// # Errors
     /// It exists, or cannot be made.
     pub(super) fn create(path: &Path, folder: &str) -> Result<Self, BundleError> {
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-        let file = file.map_err(|reason| BundleError { path: path.to_owned(), reason })?;
+        let sink = Sink::open(path).map_err(|reason| BundleError { path: path.to_owned(), reason })?;
         let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
         Ok(Self {
             path: path.to_owned(),
             folder: folder.to_owned(),
-            tar: tar::Builder::new(GzEncoder::new(file, Compression::default())),
+            tar: tar::Builder::new(GzEncoder::new(sink, Compression::default())),
             manifest: "What this bundle has. Keys, tokens and passwords are not in it.\n\n".to_owned(),
             time,
         })
@@ -83,10 +126,7 @@ impl Bundle {
         let manifest = std::mem::take(&mut self.manifest);
         self.append("manifest.txt", &manifest)?;
         let path = self.path.clone();
-        let done = self.tar.into_inner().and_then(GzEncoder::finish).and_then(|mut file| {
-            file.flush()?;
-            file.sync_all()
-        });
+        let done = self.tar.into_inner().and_then(GzEncoder::finish).and_then(Sink::finish);
         done.map_err(|reason| BundleError { path, reason })?;
         Ok(manifest)
     }

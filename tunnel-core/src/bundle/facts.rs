@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -10,9 +10,11 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-use super::archive::{Bundle, BundleError};
+use super::archive::{Bundle, BundleError, STANDARD};
 
 const DEADLINE: Duration = Duration::from_secs(20);
+/// What is read of standard input, in bytes.
+const MAX_INPUT: u64 = 64 << 20;
 /// Lines of the journal.
 const LINES: &str = "20000";
 
@@ -82,9 +84,14 @@ pub(super) async fn add_logs(
     pods: &str,
 ) -> Result<(), BundleError> {
     for (number, file) in files.iter().enumerate() {
-        let text = fs::read(file).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let (read, what) = if file.as_os_str() == STANDARD {
+            (standard_input(), "the log from standard input".to_owned())
+        } else {
+            (fs::read(file), format!("the end of {}", file.display()))
+        };
+        let text = read.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let text = text.map_err(|error| format!("--log={}: {error}", file.display()));
-        bundle.add(&format!("log-{}.txt", number + 1), &format!("the end of {}", file.display()), text)?;
+        bundle.add(&format!("log-{}.txt", number + 1), &what, text)?;
     }
     if !files.is_empty() {
         return Ok(());
@@ -98,6 +105,12 @@ pub(super) async fn add_logs(
         Err(reason) => Err(format!("{reason}; {pods}, or name a file with --log")),
     };
     bundle.add("log.txt", &format!("the journal of {units}"), journal)
+}
+
+fn standard_input() -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    io::stdin().lock().take(MAX_INPUT).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Adds the names, sizes and modes of what is in the state directory; none of its content.

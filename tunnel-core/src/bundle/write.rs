@@ -6,17 +6,17 @@ use clap::Args;
 use jiff::Timestamp;
 use serde::Serialize;
 
-use super::archive::{Bundle, BundleError};
+use super::archive::{Bundle, BundleError, STANDARD};
 use super::facts::{add_host, add_logs, add_state_directory};
 use crate::config::host_name;
 use crate::doctor::{Report, Running};
 
 #[derive(Args, Clone, Debug)]
 pub struct BundleArgs {
-    /// The file to write; it must not exist [default: PROGRAM-HOST-TIME.tar.gz in this directory].
+    /// The file to write, which must not exist; `-`: standard output [default: PROGRAM-HOST-TIME.tar.gz in this directory].
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// Log files whose ends to add [default: the journal of the program's systemd units]; repeatable.
+    /// Log files whose ends to add, `-` for standard input [default: the journal of the program's systemd units]; repeatable.
     #[arg(long, value_name = "FILE")]
     log: Vec<PathBuf>,
 }
@@ -59,7 +59,11 @@ pub async fn write<T: Serialize>(
     add_logs(&mut bundle, &args.log, logs.0, logs.1).await?;
     add_host(&mut bundle).await?;
     let manifest = bundle.finish()?;
-    println!("{manifest}\nwritten to {}", path.display());
+    if path.as_os_str() == STANDARD {
+        eprintln!("{manifest}");
+    } else {
+        println!("{manifest}\nwritten to {}", path.display());
+    }
     Ok(())
 }
 

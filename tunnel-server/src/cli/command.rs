@@ -35,6 +35,8 @@ pub enum Command {
     Test(TestCommand),
     /// Write a support bundle: state, metrics, flags, log, facts of the host, and doctor's report; no keys and no tokens.
     Bundle(Box<BundleCommand>),
+    /// Print standard input without keys, tokens and passwords, as a bundle has its texts.
+    Redact,
     /// Measure the way to a node's agent: round trip, loss, throughput each way, and what limits it.
     Bench(BenchCommand),
     /// Remove the programs and token routes that a killed server left behind.

@@ -122,8 +122,8 @@ fn help_lists_these_flags_and_defaults() {
     assert_eq!(
         subcommands,
         [
-            "status", "doctor", "test", "bundle", "bench", "cleanup", "token", "agent", "ca", "policy",
-            "import"
+            "status", "doctor", "test", "bundle", "redact", "bench", "cleanup", "token", "agent", "ca",
+            "policy", "import"
         ]
     );
 }

@@ -1,14 +1,19 @@
 //! `kubectl postern` as an administrator has it: a file in a folder of PATH, and a kubeconfig.
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use postern_testbed::client;
 use postern_testbed::cluster::EDGE_NODE;
 use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::manifests::deploy;
+use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::report::progress;
 use postern_testbed::wait::wait_until;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 
@@ -96,6 +101,9 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
         (&["logs", "../x"], 64, "is not the name of a node"),
         (&["--namespace=default", "status"], 1, "runs in namespace default"),
         (&["--namespace=default", "page"], 1, "runs in namespace default"),
+        (&["--namespace=default", "bundle"], 1, "no pods of Postern in namespace default"),
+        (&["bundle", "../x"], 64, "is not the name of a node"),
+        (&["bundle", "--all"], 64, "--all is not known"),
         (&["doctor", "no-such-node"], 1, "no agent's pod runs on node no-such-node"),
     ] {
         let said = postern(kubectl, args).await?;
@@ -103,6 +111,7 @@ pub(super) async fn every_command(kubectl: &Kubectl, servers: usize) -> Result<(
         ensure!(said.code == code && is_last, "{args:?}: {said:?}");
     }
     page(kubectl).await?;
+    bundle(kubectl, servers).await?;
     progress(&format!("kubectl postern: every command, with {servers} servers"));
     Ok(())
 }
@@ -120,4 +129,99 @@ async fn page(kubectl: &Kubectl) -> Result<()> {
     };
     wait_until("the status page", client::PATIENCE, shown, |seen| *seen == (200, true)).await?;
     forward.kill().await.context("ending kubectl port-forward")
+}
+
+/// The part of an enrolment token that is secret.
+const SECRET: &str = "0a1b2c3d4e5f6g7h8i9j0k1l2m";
+
+/// One archive of all pods, and no secret in it.
+async fn bundle(kubectl: &Kubectl, servers: usize) -> Result<()> {
+    // What somebody was careless with, where `kubectl get events` shows it.
+    let event = json!({
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": { "name": "careless", "namespace": NAMESPACE },
+        "involvedObject": { "kind": "Namespace", "name": NAMESPACE, "namespace": NAMESPACE },
+        "type": "Normal",
+        "reason": "Careless",
+        "message": format!("started with q7w8e9.{SECRET}"),
+    });
+    kubectl.run_with_input(&["apply", "--filename=-"], event.to_string().as_bytes()).await?;
+    let mut secrets = keys_of_the_ca(kubectl).await?;
+    secrets.push(SECRET.to_owned());
+
+    let dir = kubectl.files().1.parent().context("the kubeconfig is in no folder")?;
+    let (file, unpacked) = (dir.join("bundle.tar.gz"), dir.join("bundle"));
+    let flag = format!("--file={}", file.display());
+    let said = postern(kubectl, &["bundle", &flag]).await?;
+    ensure!(said.ends_with(0)?.contains(&format!(": {} pods", servers + 1)), "{said:?}");
+    let again = postern(kubectl, &["bundle", &flag]).await?;
+    ensure!(again.code == 64 && again.errors.contains("is there already"), "{again:?}");
+
+    unpack(&file, &unpacked).await?;
+    let folder = fs::read_dir(&unpacked)?.next().context("an empty archive")??.path();
+    let (mut pods, mut all) = (Vec::new(), String::new());
+    for entry in fs::read_dir(&folder)? {
+        let path = entry?.path();
+        let name = path.file_name().context("a name")?.to_string_lossy().into_owned();
+        match name.strip_suffix(".tar.gz") {
+            Some(pod) => {
+                let parts = dir.join(format!("bundle-of-{pod}"));
+                unpack(&path, &parts).await?;
+                let text = texts(&parts)?;
+                for part in ["doctor.json", "status.json", "metrics.txt", "log-1.txt", "kernel.txt"] {
+                    ensure!(text.contains(&format!("==> {part}\n")), "no {part} of {pod}: {text}");
+                }
+                ensure!(text.contains(EDGE_NODE), "{pod}: {text}");
+                all += &text;
+                pods.push(pod.to_owned());
+            }
+            None => all += &fs::read_to_string(&path)?,
+        }
+    }
+    let of = |program: &str| pods.iter().filter(|pod| pod.starts_with(&format!("{program}-"))).count();
+    ensure!(of("tunnel-server") == servers && of("tunnel-agent") == 1, "bundles of {pods:?}");
+    ensure!(all.contains("Careless") && all.contains("started with ***"), "no events: {all}");
+    for secret in &secrets {
+        ensure!(!all.contains(secret.as_str()), "a secret of {} letters is in the archive", secret.len());
+    }
+    Ok(())
+}
+
+/// The lines of the CA's keys, in PEM.
+async fn keys_of_the_ca(kubectl: &Kubectl) -> Result<Vec<String>> {
+    let get = ["get", "secret", "tunnel-server-ca", "--namespace", NAMESPACE, "--output=json"];
+    let secret: Value = serde_json::from_str(&kubectl.run(&get).await?)?;
+    let mut lines = Vec::new();
+    for (name, value) in secret["data"].as_object().context("a Secret without data")? {
+        if name.ends_with(".key") {
+            let pem = STANDARD.decode(value.as_str().context("no text")?)?;
+            let pem = String::from_utf8(pem)?;
+            lines.extend(pem.lines().filter(|line| !line.starts_with("-----")).map(str::to_owned));
+        }
+    }
+    ensure!(lines.len() > 1, "the CA has no keys: {:?}", secret["data"]);
+    Ok(lines)
+}
+
+async fn unpack(file: &Path, to: &Path) -> Result<()> {
+    fs::create_dir(to).with_context(|| to.display().to_string())?;
+    let done = Command::new("tar").arg("xzf").arg(file).arg("-C").arg(to).status().await?;
+    ensure!(done.success(), "tar of {} ended with {done}", file.display());
+    Ok(())
+}
+
+/// The texts of all files below a folder, each behind its name.
+fn texts(dir: &Path) -> Result<String> {
+    let mut all = String::new();
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            all += &texts(&path)?;
+        } else {
+            let name = path.file_name().context("a name")?.to_string_lossy().into_owned();
+            all += &format!("==> {name}\n{}\n", fs::read_to_string(&path)?);
+        }
+    }
+    Ok(all)
 }

@@ -1,4 +1,4 @@
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -31,10 +31,10 @@ async fn bundles_have_all_but_the_secrets(testbed: &Testbed) -> Result<()> {
     ensure!(secrets.len() > 6, "{} secrets", secrets.len());
 
     // Somebody's own log, which has what it should not.
-    let log = testbed.dir().join("careless.log");
+    let careless = testbed.dir().join("careless.log");
     let key = fs::read_to_string(agent.state_dir().join("agent.key"))?;
-    fs::write(&log, format!("first line\nstarted with {}\n{key}last line\n", token.token))?;
-    let log = format!("--log={}", log.display());
+    fs::write(&careless, format!("first line\nstarted with {}\n{key}last line\n", token.token))?;
+    let log = format!("--log={}", careless.display());
 
     let mut on_server = testbed.on_cloud().command(&program("tunnel-server")?);
     let parts = bundle(testbed, "of-server", on_server.arg("bundle").arg(&log)).await?;
@@ -45,7 +45,17 @@ async fn bundles_have_all_but_the_secrets(testbed: &Testbed) -> Result<()> {
     )?;
     let mut on_node = testbed.on_edge(1).command(&program("tunnel-agent")?);
     let parts = bundle(testbed, "of-agent", on_node.arg("bundle").arg(&log)).await?;
-    expect(&parts, &secrets, &["edge-1", "--proxy=http://192.168.50.1:3128", "agent.key", "last line"])?;
+    let words = ["edge-1", "--proxy=http://192.168.50.1:3128", "agent.key", "last line"];
+    expect(&parts, &secrets, &words)?;
+
+    // As through kubectl: from standard input to standard output.
+    let file = testbed.dir().join("piped.tar.gz");
+    let mut piped = testbed.on_edge(1).command(&program("tunnel-agent")?);
+    piped.args(["bundle", "--log=-", "--file=-"]).stdin(File::open(&careless)?).stdout(File::create(&file)?);
+    let output = piped.output().context("writing the bundle to standard output")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success() && said.contains("log-1.txt: the log from standard input"), "{said}");
+    expect(&unpacked(testbed, "piped", &said)?, &secrets, &words)?;
     still_runs(agent)
 }
 
@@ -69,13 +79,19 @@ fn keys(dir: &Path) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Writes a bundle, unpacks it, and returns all its parts.
+/// Writes a bundle, and returns all its parts.
 async fn bundle(testbed: &Testbed, name: &str, command: &mut Command) -> Result<String> {
-    let (file, dir) = (testbed.dir().join(format!("{name}.tar.gz")), testbed.dir().join(name));
+    let file = testbed.dir().join(format!("{name}.tar.gz"));
     command.arg(format!("--file={}", file.display()));
     let output = command.output().context("writing the bundle")?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     ensure!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    unpacked(testbed, name, &said)
+}
+
+/// All parts of the bundle NAME.tar.gz, whose command has said this.
+fn unpacked(testbed: &Testbed, name: &str, said: &str) -> Result<String> {
+    let (file, dir) = (testbed.dir().join(format!("{name}.tar.gz")), testbed.dir().join(name));
     fs::create_dir(&dir)?;
     let unpacked = Command::new("tar").arg("xzf").arg(&file).arg("-C").arg(&dir).status()?;
     ensure!(unpacked.success(), "tar ended with {unpacked}");
@@ -98,7 +114,7 @@ async fn bundle(testbed: &Testbed, name: &str, command: &mut Command) -> Result<
         ensure!(!content.is_empty(), "{part} is empty");
         text += &content;
     }
-    ensure!(text.contains(&said.lines().next().unwrap_or_default().to_owned()), "{said}");
+    ensure!(text.contains(said.lines().next().unwrap_or_default()), "{said}");
     Ok(text)
 }
 

@@ -1,0 +1,15 @@
+//! `tunnel-server redact`.
+
+use std::io::{self, Read as _, Write as _};
+
+use tunnel_core::bundle::redacted;
+
+/// Prints standard input without what has the form of a secret.
+///
+/// # Errors
+/// Standard input or output fails.
+pub fn redact() -> io::Result<()> {
+    let mut bytes = Vec::new();
+    io::stdin().lock().read_to_end(&mut bytes)?;
+    io::stdout().lock().write_all(redacted(&String::from_utf8_lossy(&bytes)).as_bytes())
+}
