@@ -177,7 +177,7 @@ table ip kube-proxy {
         ip daddr . tcp dport vmap @of-networks
         tcp dport vmap { 9105 : return, 9104 : return, 80-90 : goto external-WEB }
         tcp dport != { 1-9099, 9101-65535 } counter redirect to :1
-        tcp dport 10255-10260 tcp sport 1-65535 dnat to 10.71.0.9
+        tcp dport >= 10255 tcp sport 1-65535 dnat to 10.71.0.9
     }
     chain external-WEB { meta l4proto tcp dnat to 10.71.0.9:80; }
 }

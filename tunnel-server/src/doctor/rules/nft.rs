@@ -143,9 +143,10 @@ fn read_tests(words: &[&str], tests: &mut Tests) {
                 let (not, values, used) = operand(&rest[1..]);
                 // What a named set holds is not known here.
                 let ports: Option<Vec<_>> = values.iter().map(|value| port(value)).collect();
-                match ports {
-                    Some(of) => tests.ports = Some(Is { not, of }),
-                    None => tests.other = true,
+                match (bounded(&rest[1..]), ports) {
+                    (Some(range), _) => tests.ports = Some(Is { not: false, of: vec![range] }),
+                    (None, Some(of)) => tests.ports = Some(Is { not, of }),
+                    (None, None) => tests.other = true,
                 }
                 at += used + 1;
             }
@@ -201,6 +202,19 @@ fn operand(words: &[&str]) -> (bool, Vec<String>, usize) {
         return (not, values.collect(), end + 1);
     }
     (not, words.get(from).map(|word| (*word).to_owned()).into_iter().collect(), from + 1)
+}
+
+/// Ports that are compared with one: `>= 1024`.
+fn bounded(words: &[&str]) -> Option<RangeInclusive<u16>> {
+    let [sign, value, ..] = words else { return None };
+    let value: u16 = value.parse().ok()?;
+    match *sign {
+        ">=" => Some(value..=u16::MAX),
+        ">" => Some(value.checked_add(1)?..=u16::MAX),
+        "<=" => Some(0..=value),
+        "<" => Some(0..=value.checked_sub(1)?),
+        _ => None,
+    }
 }
 
 fn port(value: &str) -> Option<RangeInclusive<u16>> {

@@ -153,6 +153,16 @@ fn anybodys_rules_count_if_they_are_for_tokens() {
     let nft = "table inet mine {\n chain out {\n type nat hook output priority dstnat; policy accept;\n tcp dport { 22, 9000-9200 } counter packets 1 bytes 60 redirect to :1\n }\n}\n";
     assert_eq!(conflicts(nft)[0].0, "foreign-rules");
     assert_eq!(conflicts(&nft.replace("tcp dport", "udp dport")), []);
+    for (ports, taken) in [
+        (">= 10255", "takes port 10255:"),
+        ("> 10254", "takes port 10255:"),
+        ("<= 9100", "takes port 9100:"),
+        ("< 9101", "takes port 9100:"),
+    ] {
+        let found = conflicts(&nft.replace("{ 22, 9000-9200 }", ports));
+        assert!(found.len() == 1 && found[0].1.contains(taken), "{ports}: {found:?}");
+    }
+    assert_eq!(conflicts(&nft.replace("{ 22, 9000-9200 }", "> 65535")).len(), 1, "not understood");
 }
 
 #[test]
