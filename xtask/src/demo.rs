@@ -37,6 +37,23 @@ pub(crate) fn run_demo_program(kubernetes: bool, arguments: &[&str]) -> Result<E
     run_in_foreground(&mut command)
 }
 
+/// What a demo does, in order; the last is the demo itself.
+const STEPS: [&str; 4] =
+    ["Debian's packages", "the eBPF programs", "tunnel-server, tunnel-agent and the demo", "the demo"];
+
+/// Says which step begins and what is left. The first time, compiling takes minutes.
+fn begin(step: usize) {
+    println!("{}", announced(step));
+}
+
+fn announced(step: usize) -> String {
+    let left = match STEPS.get(step..).unwrap_or_default() {
+        [] => String::new(),
+        left => format!("; then {}", left.join(", ")),
+    };
+    format!("\n=== {step} of {}: {}{left}", STEPS.len(), STEPS[step - 1])
+}
+
 pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
     ensure!(
         is_root(),
@@ -46,9 +63,25 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
         build(&["postern-demo"])?;
         return run_demo_program(false, &["--remove"]);
     }
+    begin(1);
     install(options.kubernetes)?;
+    begin(2);
     build_ebpf::run()?;
-    build(PROGRAMS)?;
-    build(&["postern-demo"])?;
+    begin(3);
+    // At once: built one after the other, packages have other features, and libraries are compiled twice.
+    build(&[PROGRAMS, &["postern-demo"]].concat())?;
+    begin(4);
     run_demo_program(options.kubernetes, if options.keep { &["--keep"] } else { &[] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_step_says_what_is_left() {
+        let first = "\n=== 1 of 4: Debian's packages; then the eBPF programs, tunnel-server, tunnel-agent and the demo, the demo";
+        assert_eq!(announced(1), first);
+        assert_eq!(announced(STEPS.len()), "\n=== 4 of 4: the demo");
+    }
 }
