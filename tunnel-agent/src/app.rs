@@ -22,6 +22,7 @@ use tunnel_kube::ClientSettings;
 
 use crate::addresses::NodeAddresses;
 use crate::config::{Config, WhenReplaced};
+use crate::connections;
 use crate::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
     ensure_identity, install_bundles, recover,
@@ -97,6 +98,7 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
         registry: Arc::new(registry),
         readiness: readiness.clone(),
         status: status.clone().into_endpoint(),
+        connections: Some(connections::endpoint(metrics.live.clone(), config.node_name.clone())),
         flags: config.flags().into(),
         bench: None,
         pages: &[],

@@ -85,6 +85,7 @@ pub async fn build(
     let admin = Admin {
         registry: Arc::new(registry),
         readiness,
+        connections: None,
         status: Arc::new(move || {
             let status = AgentStatus::new(&node, started, Vec::new(), None, &rules, &[]);
             serde_json::to_value(status.at_konnectivity(shown.status()))

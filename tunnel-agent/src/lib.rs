@@ -5,6 +5,7 @@ pub mod addresses;
 pub mod app;
 pub mod cli;
 pub mod config;
+pub mod connections;
 mod dial;
 pub mod doctor;
 pub mod konnectivity;

@@ -1,5 +1,6 @@
 //! The agent's metrics (`postern_agent_*`), recorded where things happen.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -9,7 +10,10 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tunnel_core::carry::Totals;
+use tunnel_core::live::Live;
 use tunnel_core::outcome::Outcome;
+
+use crate::connections::Connection;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
@@ -31,6 +35,8 @@ pub struct Metrics {
     pub(crate) connections_active: Gauge,
     /// Payload, as it passes.
     pub(crate) carried: Totals,
+    /// What is carried for servers now.
+    pub(crate) live: Arc<Live<Connection>>,
     pub(crate) sessions_started: Counter,
     pub(crate) sessions_ended: Counter,
 }
@@ -49,6 +55,7 @@ impl Metrics {
             outbound: Family::default(),
             connections_active: Gauge::default(),
             carried,
+            live: Arc::default(),
             sessions_started: Counter::default(),
             sessions_ended: Counter::default(),
         };

@@ -16,6 +16,7 @@ pub mod kernel;
 pub mod konnectivity;
 pub mod lifecycle;
 pub mod link;
+pub mod live;
 pub mod log_once;
 mod log_queue;
 pub mod logging;

@@ -13,7 +13,7 @@ use crate::bench;
 use crate::config::Config;
 use crate::page::PAGES;
 use crate::session::Sessions;
-use crate::status::Reporter;
+use crate::status::{Reporter, connections_endpoint};
 use crate::takeover::Predecessor;
 
 /// The admin port's name among the listening sockets.
@@ -43,6 +43,7 @@ impl AdminParts {
         let endpoints = Admin {
             registry: self.registry,
             readiness: self.readiness,
+            connections: Some(connections_endpoint(self.reporter.metrics.clone())),
             status: self.reporter.into_status(),
             flags: config.flags().into(),
             bench: Some(bench::endpoint(self.sessions)),

@@ -12,6 +12,7 @@ pub mod bench;
 pub mod caller;
 pub mod cli;
 pub mod config;
+mod connection;
 pub mod doctor;
 pub mod door;
 mod door_files;

@@ -10,9 +10,11 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tunnel_core::carry::Totals;
+use tunnel_core::live::{Live, Present};
 use tunnel_core::outcome::{Hop, Outcome};
 
 use crate::admission::Full;
+use crate::connection::Connection;
 use crate::failures::{AtHop, Failure, Failures};
 
 /// Metrics by labels: their names and values.
@@ -31,6 +33,7 @@ pub struct Metrics {
     sessions_refused: By<1, Counter>,
     enrolments: By<2, Counter>,
     failures: Arc<Failures>,
+    live: Arc<Live<Connection>>,
     /// Payload bytes, counted as they pass.
     pub carried: Totals,
     /// Live sessions.
@@ -55,6 +58,7 @@ impl Metrics {
             sessions_refused: Family::default(),
             enrolments: Family::default(),
             failures: Arc::default(),
+            live: Arc::default(),
             tunnels: Gauge::default(),
         };
         let m = metrics.clone();
@@ -130,6 +134,16 @@ impl Metrics {
     pub(crate) fn answered(&self, door: &'static str) {
         self.active.get_or_create(&[("door", door)]).dec();
         self.connections.get_or_create(&[("door", door), ("outcome", Outcome::Ok.as_str())]).inc();
+    }
+
+    /// Shows the connection until what this returns is dropped.
+    pub(crate) fn live(&self, connection: Connection) -> Present<Connection> {
+        self.live.enter(connection)
+    }
+
+    /// Those that are there now.
+    pub(crate) fn connections(&self) -> Vec<Arc<Connection>> {
+        self.live.all()
     }
 
     pub(crate) fn failed(&self, failure: Failure) {

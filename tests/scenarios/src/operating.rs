@@ -3,21 +3,25 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{self, connect, visit};
+use postern_testbed::client::{self, connect, digest, pattern_digest, visit};
 use postern_testbed::inventory::Inventory;
 use postern_testbed::process::{Process, log_file, program};
 use postern_testbed::server::{self, Builder};
-use postern_testbed::target::Behaviour;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::Value;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
 
-use crate::common::{server, server_and_agent, target};
+use crate::common::{hold, server, server_and_agent, target};
 
 scenarios! {
     bad_configuration_exits_64(quick),
     impossible_redirect_is_an_error,
     redirect_off_serves_the_other_doors,
     status_and_admin_pages(edges = 2, quick),
+    connections_show_what_waits,
     port_already_in_use,
     help_names_the_defaults,
 }
@@ -173,6 +177,101 @@ async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
     let without = server::run(testbed, &["status"])?;
     ensure!(without.status.code() == Some(1), "status without a server ended with {}", without.status);
     ensure!(!without.stderr.is_empty(), "status without a server prints no error");
+    Ok(())
+}
+
+/// The row of a target's connection in an answer of `/connections`.
+fn row<'a>(report: &'a Value, target: &Target) -> Option<&'a Value> {
+    let address = target.address.to_string();
+    let is_its = |row: &&Value| row["destination"] == address || row["target"] == address;
+    report["connections"].as_array()?.iter().find(is_its)
+}
+
+/// Whether this receiver of the target's connection has taken nothing for a second.
+fn is_blocked(report: &Value, target: &Target, receiver: &str) -> bool {
+    let time = row(report, target).and_then(|row| row[receiver].as_u64());
+    time.is_some_and(|time| time >= 1000)
+}
+
+fn json((status, body): (u16, String)) -> Result<Value> {
+    ensure!(status == 200, "answered {status}: {body}");
+    serde_json::from_str(&body).with_context(|| format!("not JSON: {body}"))
+}
+
+/// Writes until that fails.
+async fn fill(stream: &mut TcpStream) -> Result<()> {
+    let block = vec![0; 64 << 10];
+    loop {
+        stream.write_all(&block).await.context("writing to a target that never reads")?;
+    }
+}
+
+/// Bytes that nobody reads for a while.
+const UNREAD: u64 = 64_000_000;
+
+async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let source = target(testbed, 1, 9100, Behaviour::Source(5, UNREAD))?;
+    let deaf = target(testbed, 1, 9101, Behaviour::NeverReads)?;
+    let echo = target(testbed, 1, 10250, Behaviour::Echo)?;
+    let _held = hold(echo.address, b"hello").await?;
+    let mut reader = connect(source.address).await?;
+    let mut writer = connect(deaf.address).await?;
+    let patience = 2 * client::PATIENCE;
+    let seen = async {
+        let at_server = async || json(server.get("/connections?node=edge-1").await?);
+        let report = wait_until("both receivers to be named", patience, at_server, |report| {
+            is_blocked(report, &source, "client_blocked_ms") && is_blocked(report, &deaf, "node_blocked_ms")
+        });
+        let report = report.await?;
+        let at_agent = async || json(agent.get("/connections").await?);
+        let at_agent = wait_until("the same at the agent", patience, at_agent, |report| {
+            is_blocked(report, &source, "server_blocked_ms") && is_blocked(report, &deaf, "target_blocked_ms")
+        });
+        Ok::<_, anyhow::Error>((report, at_agent.await?))
+    };
+    let (report, at_agent) = tokio::select! {
+        seen = seen => seen?,
+        ended = fill(&mut writer) => return ended,
+    };
+    let unread = row(&report, &source).context("the reader's row")?;
+    // The node has sent until it had to wait for the window.
+    let (held, left) = (unread["held_for_client"].as_u64(), unread["window_left"].as_u64());
+    ensure!(held >= Some(512 << 10), "held for a client that does not read: {unread}");
+    ensure!(left.is_some_and(|left| left <= 128 << 10), "left of its window: {unread}");
+    ensure!(unread["door"] == "redirect" && unread["node"] == "edge-1", "{unread}");
+    ensure!(unread["node_blocked_ms"].is_null(), "nothing goes to the node: {unread}");
+    let idle = row(&report, &echo).context("the idle connection's row")?;
+    ensure!(
+        idle["bytes_to_node"] == 5 && idle["bytes_from_node"] == 5 && idle["link"] == 0,
+        "an idle connection: {idle}"
+    );
+    ensure!(
+        idle["dialling"] == false && idle["client_blocked_ms"].is_null() && idle["node_blocked_ms"].is_null(),
+        "an idle connection: {idle}"
+    );
+    ensure!(report["connections"][2] == *idle && report["more"] == 0, "stalled ones come first: {report}");
+    let unwanted = row(&at_agent, &deaf).context("the deaf target's row")?;
+    ensure!(unwanted["held_for_target"] != 0, "held for a target that does not read: {unwanted}");
+
+    let shown = server::run(testbed, &["status", "--connections", "edge-1"])?;
+    let text = String::from_utf8_lossy(&shown.stdout);
+    ensure!(shown.status.success(), "status --connections: {}", String::from_utf8_lossy(&shown.stderr));
+    for part in ["connections: 3, 2 of them stalled", "client takes nothing for", "node takes nothing for"] {
+        ensure!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    let none = server::run(testbed, &["status", "--connections=edge-9", "-o", "json"])?;
+    let none: Value = serde_json::from_slice(&none.stdout).context("status --connections -o json")?;
+    ensure!(none["connections"].as_array().is_some_and(Vec::is_empty), "of a node that has none: {none}");
+
+    // Once it is read, nothing waits, and what has ended is not shown.
+    let got = digest(&mut reader).await?;
+    ensure!(got == (UNREAD, pattern_digest(5, UNREAD)), "{} bytes came, changed or incomplete", got.0);
+    let all = async || json(server.get("/connections").await?);
+    wait_until("the read connection to be gone", client::PATIENCE, all, |report| {
+        row(report, &source).is_none() && row(report, &deaf).is_some()
+    })
+    .await?;
     Ok(())
 }
 

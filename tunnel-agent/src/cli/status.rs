@@ -6,12 +6,17 @@ use clap::Args;
 use tunnel_core::admin::{Show, ShowError};
 
 use super::args::DEFAULT_ADMIN_ADDRESS;
+use crate::connections::ConnectionsReport;
 use crate::status::AgentStatus;
 
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
     #[command(flatten)]
     show: Show,
+    /// Show the connections that are carried for servers now instead; 1,000 at most, first those whose receiver has taken
+    /// nothing for longest.
+    #[arg(long)]
+    connections: bool,
     /// The running agent's --admin-address.
     #[arg(long, value_name = "ADDRESS:PORT", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     admin_address: String,
@@ -23,7 +28,11 @@ impl StatusCommand {
     /// # Errors
     /// As [`Show::run`].
     pub async fn run(&self) -> Result<(), ShowError> {
+        if self.connections {
+            let to_text = |report: ConnectionsReport| report.to_text();
+            return self.show.run("tunnel-agent", &self.admin_address, "/connections", to_text).await;
+        }
         let to_text = |status: AgentStatus| status.to_text(SystemTime::now());
-        self.show.run("tunnel-agent", &self.admin_address, to_text).await
+        self.show.run("tunnel-agent", &self.admin_address, "/status", to_text).await
     }
 }

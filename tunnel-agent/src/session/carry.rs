@@ -16,6 +16,7 @@ use tunnel_core::grpc::{refuse, response};
 use tunnel_core::outcome::Outcome;
 
 use super::state::SessionState;
+use crate::connections::Connection;
 use crate::dial::{DialError, DialRequest};
 
 /// Answers one Carry stream, from the request to the end of both directions.
@@ -54,13 +55,20 @@ pub(super) async fn carry(
         }
     };
     let abort = Arc::new(Abort::default());
-    let traffic = Traffic::part_of(vec![session.shared.metrics.carried.clone()]);
+    let metrics = &session.shared.metrics;
+    let carried = metrics.live.enter(Connection {
+        server: session.server.clone(),
+        link: (session.link, session.flow.clone()),
+        target,
+        started,
+        traffic: Traffic::part_of(vec![metrics.carried.clone()]),
+    });
     let relay = Relay {
         side: Side::Agent,
         flow: &session.flow,
         stalls: &session.common.stalls,
         abort: &abort,
-        traffic: &traffic,
+        traffic: &carried.traffic,
     };
     let ended = {
         let mut run = std::pin::pin!(relay.run(&mut socket, Bytes::new(), &mut send, ready(Ok(inbound))));
@@ -77,8 +85,8 @@ pub(super) async fn carry(
     tracing::debug!(
         server = %session.server,
         %target,
-        to_target = traffic.to_socket(),
-        from_target = traffic.from_socket(),
+        to_target = carried.traffic.to_socket(),
+        from_target = carried.traffic.from_socket(),
         duration_ms = started.elapsed().as_millis() as u64,
         %outcome,
         error = ended.err().map(tracing::field::display),

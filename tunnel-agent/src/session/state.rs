@@ -26,7 +26,7 @@ type EventResult = Result<AgentEvent, tonic::Status>;
 pub(super) struct SessionState {
     pub(super) shared: Arc<Shared>,
     /// The server's address as configured.
-    pub(super) server: String,
+    pub(super) server: Arc<str>,
     /// Leads to the same server once more: the name may lead to several.
     pub(super) again: Server,
     /// This node's address on the link.
@@ -139,7 +139,7 @@ impl SessionState {
         Self {
             stop: shared.forced.child_token(),
             shared,
-            server,
+            server: server.into(),
             again,
             local,
             epoch,
@@ -248,7 +248,7 @@ impl SessionState {
 
     /// Passes a trust bundle on to be installed.
     pub(super) async fn announce(&self, bundle: String) {
-        let (server, server_chain) = (self.server.clone(), self.server_chain.clone());
+        let (server, server_chain) = (self.server.to_string(), self.server_chain.clone());
         let _ = self.shared.bundles.send(Announced { bundle, server, server_chain }).await;
     }
 

@@ -6,6 +6,7 @@
 //! | `/healthz` | 200 while the process runs |
 //! | `/readyz` | 200, or 503 and what is pending |
 //! | `/status` | JSON |
+//! | `/connections`, `/connections?node=NODE` | JSON: what is carried now |
 //! | `/ui/` | a page for browsers that shows the same (server) |
 //! | `/config` | JSON: the flags in effect, without secrets |
 //! | `POST /bench/NODE` | JSON: measures the way to a node (server) |
@@ -39,11 +40,12 @@ use std::thread::JoinHandle;
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
-use axum::extract::{Path, Request, State};
+use axum::extract::{Path, Query, Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
+use serde::Deserialize;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -57,6 +59,9 @@ const MAX_LEVEL_BYTES: usize = 1024;
 /// Returns the answer of `/status`.
 pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
 
+/// Returns the answer of `/connections`, of one node or of all.
+pub type Connections = dyn Fn(Option<&str>) -> serde_json::Value + Send + Sync;
+
 /// The answer of `POST /bench/NODE`, or why there is none.
 pub type BenchAnswer = Pin<Box<dyn Future<Output = Result<serde_json::Value, String>> + Send>>;
 
@@ -69,6 +74,8 @@ pub struct Admin {
     pub registry: Arc<Registry>,
     pub readiness: Readiness,
     pub status: Arc<Status>,
+    /// None: what is carried is not known one by one.
+    pub connections: Option<Arc<Connections>>,
     /// The flags in effect, with secrets masked.
     pub flags: Arc<[String]>,
     /// Only of a server.
@@ -122,6 +129,7 @@ impl Admin {
             .route("/healthz", get(|| async { "ok\n" }))
             .route("/readyz", get(readyz))
             .route("/status", get(status))
+            .route("/connections", get(connections))
             .route("/config", get(config))
             .route("/bench/{node}", post(bench))
             .route("/debug/flags/v", any(level))
@@ -228,7 +236,8 @@ async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
         return page::lead_to("ui/");
     }
     let ui = if admin.pages.is_empty() { "" } else { "/ui/\n" };
-    format!("{ui}/metrics\n/healthz\n/readyz\n/status\n/config\n/debug/flags/v (PUT)\n").into_response()
+    format!("{ui}/metrics\n/healthz\n/readyz\n/status\n/connections\n/config\n/debug/flags/v (PUT)\n")
+        .into_response()
 }
 
 async fn metrics(State(admin): State<Admin>, headers: HeaderMap) -> Response {
@@ -250,6 +259,20 @@ async fn readyz(State(admin): State<Admin>) -> Response {
 
 async fn status(State(admin): State<Admin>) -> Response {
     axum::Json((admin.status)()).into_response()
+}
+
+/// What `/connections` may be asked for.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    node: Option<String>,
+}
+
+async fn connections(State(admin): State<Admin>, Query(wanted): Query<Wanted>) -> Response {
+    match &admin.connections {
+        Some(connections) => axum::Json(connections(wanted.node.as_deref())).into_response(),
+        None => StatusCode::NOT_FOUND.into_response(),
+    }
 }
 
 async fn config(State(admin): State<Admin>) -> Response {

@@ -1,4 +1,4 @@
-//! The `status` command of both programs: shows `/status`, once or repeatedly.
+//! The `status` command of both programs: shows what the admin endpoints answer, once or repeatedly.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ const INTERVAL: Duration = Duration::from_secs(2);
 /// How `status` shows its answer.
 #[derive(Args, Clone, Debug)]
 pub struct Show {
-    /// text, or json as `/status` has it.
+    /// text, or json as the admin port has it.
     #[arg(short, long, value_name = "FORMAT", default_value = "text")]
     output: Output,
     /// Show it again every 2 s until Ctrl-C.
@@ -54,7 +54,7 @@ impl Show {
         self.output == Output::Json
     }
 
-    /// Prints the status of the `program` whose `--admin-address` this is, formatted by `to_text`; until Ctrl-C with
+    /// Prints what is at `path` of the `program` whose `--admin-address` this is, formatted by `to_text`; until Ctrl-C with
     /// `--watch`.
     ///
     /// # Errors
@@ -63,6 +63,7 @@ impl Show {
         &self,
         program: &str,
         admin_address: &str,
+        path: &str,
         to_text: impl Fn(T) -> String,
     ) -> Result<(), ShowError> {
         let parsed = parse_loopback_door("--admin-address", admin_address).map_err(ShowError::Config)?;
@@ -70,14 +71,14 @@ impl Show {
             return Err(ShowError::Off { program: program.to_owned(), address: admin_address.to_owned() });
         };
         if !self.watch {
-            print(&self.fetch_text(address, &to_text).await?)?;
+            print(&self.fetch_text(address, path, &to_text).await?)?;
             return Ok(());
         }
         // Before the first request: Ctrl-C is a normal end even while an answer is awaited.
         let mut interrupt = signal(SignalKind::interrupt())?;
         let watch = async {
             loop {
-                match self.fetch_text(address, &to_text).await {
+                match self.fetch_text(address, path, &to_text).await {
                     Ok(text) if print(&text)? => {}
                     Ok(_) => return Ok(()),
                     // It may come back, as during an upgrade.
@@ -98,12 +99,13 @@ impl Show {
     async fn fetch_text<T: DeserializeOwned>(
         &self,
         address: SocketAddr,
+        path: &str,
         to_text: impl Fn(T) -> String,
     ) -> Result<String, ClientError> {
         let mut shown = match self.output {
             // Printed unparsed: a newer program may report more than this version knows.
-            Output::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, "/status").await?),
-            Output::Text => to_text(fetch(address, "/status").await?),
+            Output::Json => format!("{:#}\n", fetch::<serde_json::Value>(address, path).await?),
+            Output::Text => to_text(fetch(address, path).await?),
         };
         if self.watch && self.output == Output::Text {
             shown.push('\n');

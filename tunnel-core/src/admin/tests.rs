@@ -14,6 +14,7 @@ fn serve() -> (Serving, Readiness, logging::Handle) {
         registry: Arc::new(registry),
         readiness: readiness.clone(),
         status: Arc::new(|| serde_json::json!({"answer": 42})),
+        connections: Some(Arc::new(|node: Option<&str>| serde_json::json!({"of": node}))),
         flags: Arc::new(["--log-level=info".to_owned()]),
         bench: Some(Arc::new(|node: String| -> BenchAnswer {
             Box::pin(async move {
@@ -107,6 +108,19 @@ async fn status_is_json_and_unknown_paths_are_not_found() {
 }
 
 #[tokio::test]
+async fn connections_are_those_of_all_nodes_or_of_one() {
+    let (serving, _, _) = serve();
+    for (path, status, text) in [
+        ("/connections", StatusCode::OK, "{\"of\":null}"),
+        ("/connections?node=edge-1", StatusCode::OK, "{\"of\":\"edge-1\"}"),
+        ("/connections?nodes=edge-1", StatusCode::BAD_REQUEST, "unknown field `nodes`"),
+    ] {
+        let answer = ask(&serving, Method::GET, path, "").await;
+        assert!(answer.status == status && answer.text().contains(text), "{path}: {answer:?}");
+    }
+}
+
+#[tokio::test]
 async fn the_log_level_is_set_as_with_klog() {
     let (serving, _, log) = serve();
     let path = "/debug/flags/v";
@@ -190,6 +204,7 @@ async fn an_address_in_use_is_an_error_until_its_server_stops() {
         registry: Arc::default(),
         readiness: Readiness::new(),
         status: Arc::new(|| serde_json::Value::Null),
+        connections: None,
         flags: Arc::new([]),
         bench: None,
         pages: &[],
@@ -229,6 +244,7 @@ async fn through_the_tunnel_there_are_the_metrics_only() {
         ("GET", "/ui/"),
         ("GET", "/config"),
         ("GET", "/status"),
+        ("GET", "/connections"),
         ("GET", "/healthz"),
         ("GET", "/readyz"),
     ] {

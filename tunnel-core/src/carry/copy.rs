@@ -37,6 +37,10 @@ pub async fn copy(
         (Side::Server, true) | (Side::Agent, false) => traffic.count_from_socket(bytes),
         (Side::Server, false) | (Side::Agent, true) => traffic.count_to_socket(bytes),
     };
+    let waiting = |to_target: bool| match (side, to_target) {
+        (Side::Server, true) | (Side::Agent, false) => &traffic.for_tunnel,
+        (Side::Server, false) | (Side::Agent, true) => &traffic.for_socket,
+    };
     let up = async {
         let mut piece = vec![0; PIECE];
         loop {
@@ -44,7 +48,9 @@ pub async fn copy(
             if length == 0 {
                 return to.shutdown().await.map_err(CopyError::Target);
             }
+            let wait = waiting(true).begin(length);
             to.write_all(&piece[..length]).await.map_err(CopyError::Target)?;
+            drop(wait);
             count(true, length);
         }
     };
@@ -55,8 +61,10 @@ pub async fn copy(
             if length == 0 {
                 return write.shutdown().await.map_err(CopyError::Client);
             }
+            let wait = waiting(false).begin(length);
             write.write_all(&piece[..length]).await.map_err(CopyError::Client)?;
             write.flush().await.map_err(CopyError::Client)?;
+            drop(wait);
             count(false, length);
         }
     };

@@ -17,7 +17,7 @@ use super::GRPC_STATUS;
 use super::error::{RelayError, Side};
 use super::outward::{send_error, stream_reset};
 use super::stall::{Abort, StallBound};
-use super::traffic::Traffic;
+use super::traffic::{Traffic, Waiting};
 use crate::link::{Flow, Taken};
 use crate::outcome::Outcome;
 
@@ -110,7 +110,8 @@ impl Forward<'_> {
         let ended = {
             let up = async {
                 let passed = |bytes| self.traffic.count_from_socket(bytes);
-                let up = self.direction((&mut body, self.client), send, passed).await;
+                let to = (&mut *send, &self.traffic.for_tunnel);
+                let up = self.direction((&mut body, self.client), to, passed).await;
                 up.map_err(|cut| match cut {
                     Cut::From(error) => Ended::Client(error),
                     Cut::To(error) => Ended::Agent(error),
@@ -127,6 +128,7 @@ impl Forward<'_> {
                 let to = respond.send_response(Response::from_parts(head, ()), false);
                 let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
                 let passed = |bytes| self.traffic.count_to_socket(bytes);
+                let to = (to, &self.traffic.for_socket);
                 let down = self.direction((&mut from, self.agent), to, passed).await;
                 down.map_err(|cut| match cut {
                     Cut::From(error) => Ended::Agent(error),
@@ -157,12 +159,12 @@ impl Forward<'_> {
         }
     }
 
-    /// Passes everything from `from`, a stream of the link of `flow`, on to `to`, with its end; `passed` is told of bytes
-    /// that `to` has taken.
+    /// Passes everything from `from`, a stream of the link of `flow`, on to `to`, with its end; `waiting` shows when `to` takes
+    /// nothing, and `passed` is told of bytes that it has taken.
     async fn direction(
         &self,
         (from, flow): (&mut RecvStream, &Flow),
-        to: &mut SendStream<Bytes>,
+        (to, waiting): (&mut SendStream<Bytes>, &Waiting),
         passed: impl Fn(usize),
     ) -> Result<Forwarded, Cut> {
         let (mut held, mut taken) = (Held::default(), Taken::default());
@@ -186,7 +188,7 @@ impl Forward<'_> {
                 },
             };
             let length = chunk.len();
-            match self.send(from, to, chunk, &mut held).await {
+            match self.send(from, (&mut *to, waiting), chunk, &mut held).await {
                 Err(Cut::To(RelayError::Reset(Reason::NO_ERROR))) => return Ok(Forwarded::Unwanted),
                 sent => sent?,
             }
@@ -213,7 +215,7 @@ impl Forward<'_> {
     async fn send(
         &self,
         from: &mut RecvStream,
-        to: &mut SendStream<Bytes>,
+        (to, waiting): (&mut SendStream<Bytes>, &Waiting),
         mut chunk: Bytes,
         held: &mut Held,
     ) -> Result<(), Cut> {
@@ -238,7 +240,7 @@ impl Forward<'_> {
                 }
                 let bytes = from.flow_control().used_capacity();
                 match &mut ticket {
-                    None => ticket = Some(self.stalls.enter(self.abort, cx.waker(), bytes)),
+                    None => ticket = Some(self.stalls.enter(self.abort, waiting, cx.waker(), bytes)),
                     Some(ticket) => ticket.update(cx.waker(), bytes, || Some(since.elapsed())),
                 }
                 Poll::Pending

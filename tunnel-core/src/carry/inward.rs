@@ -192,7 +192,10 @@ impl Inward<'_> {
                         return Poll::Ready(Err(error));
                     }
                     match &mut ticket {
-                        None => ticket = Some(self.stalls.enter(self.abort, cx.waker(), inbox.bytes)),
+                        None => {
+                            let waiting = &self.traffic.for_socket;
+                            ticket = Some(self.stalls.enter(self.abort, waiting, cx.waker(), inbox.bytes));
+                        }
                         Some(ticket) => {
                             ticket.update(cx.waker(), inbox.bytes, || sent_nothing_for(socket.as_ref()));
                         }

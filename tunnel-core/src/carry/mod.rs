@@ -26,7 +26,7 @@ pub use pump::Pump;
 pub use relay::Relay;
 pub use socket::{end_on_drop, flushed, prepare_socket, reset_on_drop};
 pub use stall::{Abort, StallBound, StallBudget, StallTicket};
-pub use traffic::{Totals, Traffic};
+pub use traffic::{Totals, Traffic, Waiting};
 
 /// The path of the Carry method (gRPC over HTTP/2: `/package.Service/Method`).
 pub const CARRY_PATH: &str = "/postern.tunnel.v1.Agent/Carry";

@@ -152,17 +152,20 @@ impl Outward<'_> {
         let least = HEADER_LEN + SMALL_READ.min(share - HEADER_LEN);
         send.reserve_capacity(queued + least.max((HEADER_LEN + size).min(share)));
         while send.capacity() < queued + least {
-            self.more_capacity(socket, send).await?;
+            self.more_capacity(socket, send, 0).await?;
         }
         Ok(size.min(send.capacity() - queued - HEADER_LEN))
     }
 
-    /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first.
+    /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first. `held`:
+    /// bytes that were read, and wait for it.
     async fn more_capacity(
         &self,
         socket: &ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
+        held: usize,
     ) -> Result<(), RelayError> {
+        let _wait = self.traffic.for_tunnel.begin(held);
         let changed = tokio::select! {
             biased;
             changed = poll_fn(|cx| send.poll_capacity(cx)) => changed,
@@ -188,7 +191,7 @@ impl Outward<'_> {
         while !rest.is_empty() {
             let capacity = send.capacity();
             if capacity == 0 {
-                self.more_capacity(socket, send).await?;
+                self.more_capacity(socket, send, rest.len()).await?;
                 continue;
             }
             if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {

@@ -226,6 +226,7 @@ impl Pipe<'_> {
         let least = HEADER_LEN + SMALL.min(share - HEADER_LEN);
         send.reserve_capacity(queued + share);
         while send.capacity() < queued + least {
+            let _wait = self.traffic.for_tunnel.begin(0);
             match poll_fn(|cx| send.poll_capacity(cx)).await {
                 Some(capacity) => capacity.map(drop)?,
                 None => return Err(RelayError::Reset(stream_reset(send).await)),
@@ -275,7 +276,10 @@ impl Pipe<'_> {
                     }
                     let bytes = stream.flow_control().used_capacity();
                     match &mut ticket {
-                        None => ticket = Some(self.stalls.enter(abort, cx.waker(), bytes)),
+                        None => {
+                            let waiting = &self.traffic.for_socket;
+                            ticket = Some(self.stalls.enter(abort, waiting, cx.waker(), bytes));
+                        }
                         Some(ticket) => ticket.update(cx.waker(), bytes, || Some(since.elapsed())),
                     }
                     Poll::Pending

@@ -22,7 +22,7 @@ use super::frame::{Deframer, FrameError, HEADER_LEN, header};
 use super::inward::ended_well;
 use super::outward::{SMALL_READ, next_size, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
-use super::traffic::Traffic;
+use super::traffic::{Traffic, Waiting};
 use crate::link::{Bulk, Flow, Taken};
 
 /// What relaying needs besides the client and the stream, on the server's end.
@@ -94,7 +94,7 @@ impl Pump<'_> {
             bulk.set(size > SMALL_READ);
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
             segment[..HEADER_LEN].copy_from_slice(&head);
-            if let Err(error) = send_all(send, segment.freeze()).await {
+            if let Err(error) = send_all(send, segment.freeze(), &self.traffic.for_tunnel).await {
                 return error.unless_unwanted();
             }
             self.traffic.count_from_socket(read);
@@ -151,7 +151,8 @@ impl Pump<'_> {
                 let bytes = stream.flow_control().used_capacity();
                 match &mut blocked {
                     None => {
-                        let ticket = self.stalls.enter(self.abort, cx.waker(), bytes);
+                        let waiting = &self.traffic.for_socket;
+                        let ticket = self.stalls.enter(self.abort, waiting, cx.waker(), bytes);
                         blocked = Some((ticket, Instant::now()));
                     }
                     Some((ticket, since)) => ticket.update(cx.waker(), bytes, || Some(since.elapsed())),
@@ -163,11 +164,16 @@ impl Pump<'_> {
     }
 }
 
-async fn send_all(send: &mut SendStream<Bytes>, mut rest: Bytes) -> Result<(), RelayError> {
+async fn send_all(
+    send: &mut SendStream<Bytes>,
+    mut rest: Bytes,
+    waiting: &Waiting,
+) -> Result<(), RelayError> {
     send.reserve_capacity(rest.len());
     while !rest.is_empty() {
         let capacity = send.capacity();
         if capacity == 0 {
+            let _wait = waiting.begin(rest.len());
             match poll_fn(|cx| send.poll_capacity(cx)).await {
                 Some(capacity) => capacity.map(drop)?,
                 None => return Err(RelayError::Reset(stream_reset(send).await)),

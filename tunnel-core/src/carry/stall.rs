@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::SetOnce;
 
+use super::traffic::{Wait, Waiting};
 use crate::memory::stall_budget;
 use crate::outcome::Outcome;
 
@@ -182,8 +183,15 @@ impl StallBound {
         Self(link)
     }
 
-    /// Counts a receiver as blocked until the ticket is dropped. `waker` wakes the task that updates the ticket.
-    pub fn enter(&self, abort: &Arc<Abort>, waker: &Waker, held: usize) -> StallTicket<'_> {
+    /// Counts a receiver as blocked until the ticket is dropped. `waiting` shows it as waiting meanwhile, `waker` wakes the
+    /// task that updates the ticket.
+    pub fn enter<'a>(
+        &'a self,
+        abort: &Arc<Abort>,
+        waiting: &'a Waiting,
+        waker: &Waker,
+        held: usize,
+    ) -> StallTicket<'a> {
         let link = &*self.0;
         let now = Instant::now();
         let key = (now, link.ids.fetch_add(1, Ordering::Relaxed));
@@ -194,7 +202,7 @@ impl StallBound {
         link.add(held);
         drop(blocked);
         link.check(now, false);
-        StallTicket { link, key }
+        StallTicket { link, key, wait: waiting.begin(held) }
     }
 
     /// Cuts connections whose grace ended since; called before each PING.
@@ -277,12 +285,14 @@ impl Link {
 pub struct StallTicket<'a> {
     link: &'a Link,
     key: Key,
+    wait: Wait<'a>,
 }
 
 impl StallTicket<'_> {
     /// Says how much is held now. `idle` is called if this task was asked: for how long has the socket sent nothing?
     pub fn update(&mut self, waker: &Waker, held: usize, idle: impl FnOnce() -> Option<Duration>) {
         let link = self.link;
+        self.wait.holds(held);
         let mut blocked = lock(&link.blocked);
         let Some(receiver) = blocked.get_mut(&self.key) else { return };
         link.add(held);

@@ -1,14 +1,20 @@
-//! Counts the bytes that are carried.
+//! Counts the bytes that are carried, and tells what waits.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use prometheus_client::metrics::counter::Counter;
 
-/// Payload bytes of one connection so far. May be read while the connection runs.
+/// Payload bytes of one connection so far, and what waits in it. May be read while the connection runs.
 #[derive(Debug, Default)]
 pub struct Traffic {
     from_socket: AtomicU64,
     to_socket: AtomicU64,
+    /// What the tunnel has sent, while the socket does not take it.
+    pub for_socket: Waiting,
+    /// What the socket has sent, while the tunnel does not take it.
+    pub for_tunnel: Waiting,
     totals: Vec<Totals>,
 }
 
@@ -49,5 +55,77 @@ impl Traffic {
         for total in &self.totals {
             total.to_socket.inc_by(bytes as u64);
         }
+    }
+}
+
+/// One direction of a connection, which may wait for its receiver.
+#[derive(Debug, Default)]
+pub struct Waiting {
+    /// Milliseconds after [`EPOCH`], and one; 0: it does not wait.
+    since: AtomicU64,
+    held: AtomicUsize,
+}
+
+/// Some moment before anything waited.
+static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+fn now_ms() -> u64 {
+    u64::try_from(EPOCH.elapsed().as_millis()).unwrap_or(u64::MAX).saturating_add(1)
+}
+
+impl Waiting {
+    /// The receiver takes nothing from now on, until what this returns is dropped. `held`: bytes that wait here for it.
+    pub(super) fn begin(&self, held: usize) -> Wait<'_> {
+        self.held.store(held, Ordering::Relaxed);
+        self.since.store(now_ms(), Ordering::Relaxed);
+        Wait(self)
+    }
+
+    /// For how long the receiver has taken nothing, and the bytes that wait here for it; None: it takes what comes.
+    pub fn now(&self) -> Option<(Duration, usize)> {
+        match self.since.load(Ordering::Relaxed) {
+            0 => None,
+            since => {
+                let lasts = Duration::from_millis(now_ms().saturating_sub(since));
+                Some((lasts, self.held.load(Ordering::Relaxed)))
+            }
+        }
+    }
+}
+
+/// A receiver that takes nothing, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Wait<'a>(&'a Waiting);
+
+impl Wait<'_> {
+    /// So many bytes wait for it now.
+    pub(super) fn holds(&self, bytes: usize) {
+        self.0.held.store(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        self.0.since.store(0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_receiver_waits_until_it_takes_something() {
+        let traffic = Traffic::default();
+        assert_eq!(traffic.for_socket.now(), None);
+        let wait = traffic.for_socket.begin(7);
+        let (first, held) = traffic.for_socket.now().unwrap();
+        assert_eq!(held, 7);
+        wait.holds(9);
+        let (later, held) = traffic.for_socket.now().unwrap();
+        assert!(later >= first && held == 9);
+        assert_eq!(traffic.for_tunnel.now(), None, "the other direction");
+        drop(wait);
+        assert_eq!(traffic.for_socket.now(), None);
     }
 }

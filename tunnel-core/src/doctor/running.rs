@@ -87,6 +87,7 @@ mod tests {
             registry: Arc::new(registry),
             readiness,
             status: Arc::new(|| serde_json::json!({"version": "1.0"})),
+            connections: None,
             flags: Arc::new(["--a=b".to_owned()]),
             bench: None,
             pages: &[],

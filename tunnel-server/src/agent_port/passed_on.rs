@@ -58,7 +58,7 @@ pub(super) async fn pass_on(
         Ok(asked) => asked,
         Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
     };
-    let mut record = AccessLogGuard::new(DOOR, client, &wanted, &doors);
+    let record = AccessLogGuard::new(DOOR, client, &wanted, &doors);
     record.via(&caller.server_id);
     let mut proceed = Response::new(());
     *proceed.status_mut() = StatusCode::CONTINUE;
@@ -66,7 +66,7 @@ pub(super) async fn pass_on(
         return record.end(Outcome::ClientReset, &error);
     }
 
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(&session.carried));
+    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(Some(&*link), &session.carried));
     let forward = Forward {
         client: &caller.flow,
         agent: &link.flow,
@@ -92,7 +92,6 @@ pub(super) async fn pass_on(
             }
         }
     };
-    record.carried(&traffic);
     match ended {
         Ok(outcome) => record.end(outcome, &""),
         Err(ended) => {

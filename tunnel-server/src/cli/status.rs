@@ -7,9 +7,11 @@ use anyhow::Context as _;
 use clap::Args;
 use serde::de::DeserializeOwned;
 use tunnel_core::admin::Show;
+use tunnel_core::config::parse_with;
+use tunnel_core::identity::NodeName;
 
 use crate::config::DEFAULT_ADMIN_ADDRESS;
-use crate::status::{StatusReport, merged};
+use crate::status::{ConnectionsReport, StatusReport, merged};
 
 #[derive(Args, Clone, Debug)]
 pub struct StatusCommand {
@@ -18,6 +20,10 @@ pub struct StatusCommand {
     /// Show every node, not only the first 50.
     #[arg(long)]
     all: bool,
+    /// Show the connections that are carried now instead, of NODE or of all nodes; 1,000 at most, first those whose receiver
+    /// has taken nothing for longest.
+    #[arg(long, value_name = "NODE", conflicts_with_all = ["all", "from"])]
+    connections: Option<Option<String>>,
     /// Show what `status -o json` printed, instead of asking; of several servers, one after the other, as one table. `-` is
     /// standard input.
     #[arg(long, value_name = "FILE", conflicts_with = "watch")]
@@ -41,8 +47,16 @@ impl StatusCommand {
                 _ => Ok(()),
             };
         }
+        if let Some(node) = &self.connections {
+            let node =
+                node.as_deref().map(|node| parse_with::<NodeName>("--connections", node)).transpose()?;
+            let path = node.map_or_else(String::new, |node| format!("?node={node}"));
+            let path = format!("/connections{path}");
+            let to_text = |report: ConnectionsReport| report.to_text();
+            return Ok(self.show.run("tunnel-server", &self.admin_address, &path, to_text).await?);
+        }
         let to_text = |report: StatusReport| report.to_text(self.all);
-        Ok(self.show.run("tunnel-server", &self.admin_address, to_text).await?)
+        Ok(self.show.run("tunnel-server", &self.admin_address, "/status", to_text).await?)
     }
 
     fn shown(&self, text: &str) -> anyhow::Result<String> {

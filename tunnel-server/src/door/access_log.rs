@@ -2,18 +2,22 @@
 
 use std::fmt::Display;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::{Totals, Traffic};
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::DrainGuard;
+use tunnel_core::live::Present;
 use tunnel_core::outcome::Outcome;
 
 use super::context::{DoorContext, OpenRequest};
 use crate::admission::Share;
+use crate::connection::{Carried, Connection};
 use crate::failures::Failure;
 use crate::metrics::Metrics;
+use crate::session::Link;
 
 /// The `tracing` target of the access log's events.
 const ACCESS: &str = "tunnel_server::access";
@@ -21,20 +25,9 @@ const ACCESS: &str = "tunnel_server::access";
 /// A connection from when its node is known. Dropping it without [`AccessLogGuard::end`], as when its task is cancelled
 /// or panics, records that too.
 pub(crate) struct AccessLogGuard {
-    door: &'static str,
-    client: SocketAddr,
-    /// None: this server dials the target itself.
-    node: Option<NodeName>,
-    target: SocketAddr,
-    started: Instant,
-    to_node: u64,
-    from_node: u64,
+    connection: Present<Connection>,
     outcome: Outcome,
     detail: String,
-    /// The other server, of a connection that one passes on to another.
-    via: Option<Box<str>>,
-    /// Who has shown who it is, at a door that asks for that.
-    caller: Option<Box<str>>,
     metrics: Metrics,
     in_flight: DrainGuard,
     /// Boxed: the future of a connection holds several copies of this struct's size.
@@ -48,7 +41,7 @@ impl AccessLogGuard {
         request: &OpenRequest,
         context: &DoorContext,
     ) -> Self {
-        let mut record = Self::start(door, client, Some(request.node.clone()), request.target, context);
+        let record = Self::start(door, client, Some(request.node.clone()), request.target, context);
         if let Some(caller) = &request.caller {
             record.called_by(caller);
         }
@@ -74,17 +67,9 @@ impl AccessLogGuard {
     ) -> Self {
         context.metrics.opened(door);
         Self {
-            door,
-            client,
-            node,
-            target,
-            started: Instant::now(),
-            to_node: 0,
-            from_node: 0,
+            connection: context.metrics.live(Connection::new(door, client, node, target)),
             outcome: Outcome::Shutdown,
             detail: String::new(),
-            via: None,
-            caller: None,
             metrics: context.metrics.clone(),
             in_flight: context.drain.guard(),
             place: None,
@@ -92,8 +77,9 @@ impl AccessLogGuard {
     }
 
     /// Another server has the node, or the client.
-    pub(crate) fn via(&mut self, server_id: &str) {
-        self.via = Some(server_id.into());
+    pub(crate) fn via(&self, server_id: &str) {
+        // It is only one other server.
+        let _ = self.connection.via.set(server_id.into());
     }
 
     /// How it ended if it is dropped.
@@ -102,8 +88,9 @@ impl AccessLogGuard {
     }
 
     /// Who it is for.
-    pub(crate) fn called_by(&mut self, caller: &dyn Display) {
-        self.caller = Some(caller.to_string().into());
+    pub(crate) fn called_by(&self, caller: &dyn Display) {
+        // A door asks only once.
+        let _ = self.connection.caller.set(caller.to_string().into());
     }
 
     /// When the connection has to end.
@@ -122,17 +109,18 @@ impl AccessLogGuard {
     }
 
     pub(crate) fn dialled(&self, took: Duration) {
+        self.connection.answered();
         self.metrics.dialled(took);
     }
 
     /// Counts the connection's bytes, and adds them to those of the session, or of the other server, and of all
-    /// connections.
-    pub(crate) fn traffic(&self, carried: &Totals) -> Traffic {
-        Traffic::part_of(vec![carried.clone(), self.metrics.carried.clone()])
-    }
-
-    pub(crate) fn carried(&mut self, traffic: &Traffic) {
-        (self.to_node, self.from_node) = (traffic.from_socket(), traffic.to_socket());
+    /// connections. `link`: what carries it, unless this server has dialled the target itself.
+    pub(crate) fn traffic(&self, link: Option<&Link>, carried: &Totals) -> Arc<Traffic> {
+        let begin = || Carried {
+            traffic: Arc::new(Traffic::part_of(vec![carried.clone(), self.metrics.carried.clone()])),
+            link: link.map(|link| (link.number, link.flow.clone())),
+        };
+        self.connection.carried.get_or_init(begin).traffic.clone()
     }
 
     pub(crate) fn end(mut self, outcome: Outcome, detail: &dyn Display) {
@@ -143,29 +131,32 @@ impl AccessLogGuard {
 
 impl Drop for AccessLogGuard {
     fn drop(&mut self) {
-        self.metrics.closed(self.door, self.outcome, self.started.elapsed());
+        let connection = &*self.connection;
+        let (to_node, from_node) = connection.bytes();
+        let took = connection.started.elapsed();
+        self.metrics.closed(connection.door, self.outcome, took);
         tracing::info!(
             target: ACCESS,
-            door = self.door,
-            client = %self.client,
-            node = self.node.as_ref().map(display),
-            destination = %self.target,
-            to_node = self.to_node,
-            from_node = self.from_node,
-            duration_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
+            door = connection.door,
+            client = %connection.client,
+            node = connection.node.as_ref().map(display),
+            destination = %connection.target,
+            to_node,
+            from_node,
+            duration_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
             outcome = %self.outcome,
-            via = self.via.as_deref(),
-            caller = self.caller.as_deref(),
+            via = connection.via.get().map(|via| &**via),
+            caller = connection.caller.get().map(|caller| &**caller),
             error = (!self.detail.is_empty()).then_some(self.detail.as_str()),
             "connection"
         );
         if self.outcome != Outcome::Ok {
             self.metrics.failed(Failure {
                 at: Instant::now(),
-                door: self.door,
-                client: self.client,
-                node: self.node.take(),
-                destination: self.target,
+                door: connection.door,
+                client: connection.client,
+                node: connection.node.clone(),
+                destination: connection.target,
                 outcome: self.outcome,
                 detail: std::mem::take(&mut self.detail),
             });

@@ -59,12 +59,12 @@ pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
 /// gone well.
 pub(super) async fn carry(
     mut socket: TcpStream,
-    record: &mut AccessLogGuard,
+    record: &AccessLogGuard,
     read: &mut (impl AsyncRead + Unpin),
     write: &mut (impl AsyncWrite + Unpin),
     gone: impl Future<Output = ()>,
 ) -> Result<(), Failed> {
-    let traffic = record.traffic(&Totals::default());
+    let traffic = record.traffic(None, &Totals::default());
     let ended = tokio::select! {
         biased;
         ended = copy(&mut socket, read, write, &traffic, Side::Server) => ended.map_err(|error| match error {
@@ -80,7 +80,6 @@ pub(super) async fn carry(
             reason: "this server stops".to_owned(),
         }),
     };
-    record.carried(&traffic);
     if ended.is_ok() {
         end_on_drop(&socket);
     }

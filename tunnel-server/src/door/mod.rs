@@ -157,13 +157,13 @@ async fn carry<D: Door>(
     socket: std::net::TcpStream,
     request: OpenRequest,
     mut way: Way,
-    mut record: AccessLogGuard,
+    record: AccessLogGuard,
 ) {
     let mut socket = match TcpStream::from_std(socket) {
         Ok(socket) => socket,
         Err(error) => return record.end(Outcome::ClientReset, &error),
     };
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(way.carried()));
+    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(Some(way.link()), way.carried()));
     // Whether the client knows that its target is connected.
     let mut told = false;
     let ended = {
@@ -200,7 +200,6 @@ async fn carry<D: Door>(
             }
         }
     };
-    record.carried(&traffic);
     if let Err(broken) = &ended
         && traffic.to_socket() == 0
         && !told

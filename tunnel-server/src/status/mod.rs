@@ -1,10 +1,13 @@
 //! The server's status: what `/status` answers, and how `tunnel-server status` prints it.
 
+mod connections;
 mod merged;
 mod model;
 mod report;
 mod table;
 
+pub(crate) use connections::endpoint as connections_endpoint;
+pub use connections::{ConnectionStatus, ConnectionsReport};
 pub use merged::merged;
 pub use model::{
     ConflictStatus, DoorStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, NodeStatus,

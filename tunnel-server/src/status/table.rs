@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use tunnel_core::link::limited_by;
-use tunnel_core::text::{age, harmless};
+use tunnel_core::text::{age, bytes, harmless};
 
 use super::model::{
     FailuresStatus, LinkStatus, NodeStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
@@ -229,18 +229,6 @@ impl SessionStatus {
         let worst = self.links.iter().max_by(|a, b| share(a).total_cmp(&share(b)))?;
         limited_by(worst.window_limited?, worst.buffer_limited?)
     }
-}
-
-/// Bytes in binary units, three digits at most before the point.
-fn bytes(count: u64) -> String {
-    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
 #[cfg(test)]

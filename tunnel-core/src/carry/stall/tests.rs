@@ -14,8 +14,11 @@ fn aborts(number: usize) -> Vec<Arc<Abort>> {
     (0..number).map(|_| Arc::default()).collect()
 }
 
+/// Of connections that nobody looks at.
+static WAITING: LazyLock<Waiting> = LazyLock::new(Waiting::default);
+
 fn enter<'a>(bound: &'a StallBound, abort: &Arc<Abort>) -> StallTicket<'a> {
-    bound.enter(abort, Waker::noop(), WINDOW)
+    bound.enter(abort, &WAITING, Waker::noop(), WINDOW)
 }
 
 fn answer(tickets: &mut [StallTicket<'_>], idle: impl Fn(usize) -> Duration) {
@@ -54,10 +57,24 @@ fn young_stalls_are_spared_until_there_are_far_too_many() {
 }
 
 #[test]
+fn a_blocked_receiver_is_seen_as_waiting() {
+    let bound = StallBound::within(2 * WINDOW, WINDOW, &StallBudget::new(100 * WINDOW));
+    let waiting = Waiting::default();
+    let held = || waiting.now().map(|(_, held)| held);
+    let mut ticket = bound.enter(&Arc::default(), &waiting, Waker::noop(), 4096);
+    assert_eq!(held(), Some(4096));
+    ticket.update(Waker::noop(), 8192, || None);
+    assert_eq!(held(), Some(8192));
+    drop(ticket);
+    assert_eq!(held(), None);
+}
+
+#[test]
 fn a_receiver_counts_what_is_held_for_it() {
     let bound = StallBound::within(2 * WINDOW, WINDOW, &StallBudget::new(100 * WINDOW));
     let aborts = aborts(500);
-    let tickets: Vec<_> = aborts.iter().map(|abort| bound.enter(abort, Waker::noop(), 4096)).collect();
+    let tickets: Vec<_> =
+        aborts.iter().map(|abort| bound.enter(abort, &WAITING, Waker::noop(), 4096)).collect();
     bound.sweep();
     assert_eq!(bound.held(), 500 * 4096);
     assert!(outcomes(&aborts).iter().all(|cut| !cut));
@@ -176,7 +193,7 @@ fn both_bounds_are_exact() {
         let budget = StallBudget::new(of_process);
         assert_eq!(budget.limit(), of_process);
         let bound = StallBound::within(of_link, WINDOW, &budget);
-        let mut ticket = bound.enter(&Arc::default(), Waker::noop(), held);
+        let mut ticket = bound.enter(&Arc::default(), &WAITING, Waker::noop(), held);
         blocked_since(&mut ticket, since);
         bound.0.check(now + hour, true);
         assert_eq!(is_asked(&ticket), asked, "{held} of {of_link} and {of_process}");
@@ -187,7 +204,7 @@ fn both_bounds_are_exact() {
 fn after_a_search_in_vain_only_an_urgent_one_follows_at_once() {
     let budget = StallBudget::new(8 * WINDOW);
     let bound = StallBound::within(100 * WINDOW, WINDOW, &budget);
-    let mut ticket = bound.enter(&Arc::default(), Waker::noop(), 9 * WINDOW);
+    let mut ticket = bound.enter(&Arc::default(), &WAITING, Waker::noop(), 9 * WINDOW);
     let now = Instant::now() + Duration::from_secs(3600);
     blocked_since(&mut ticket, now);
     budget.check(now, true);

@@ -148,7 +148,7 @@ impl Reception {
             }
             Reached::Cloud(target) => target,
         };
-        let mut record = AccessLogGuard::direct(door, client, target, &self.context);
+        let record = AccessLogGuard::direct(door, client, target, &self.context);
         record.called_by(&caller);
         match direct::connect(target).await {
             Ok(to) => self.carry(socket, to, greeting, prefix, record).await,
@@ -168,14 +168,14 @@ impl Reception {
         target: TcpStream,
         greeting: &[u8],
         prefix: Bytes,
-        mut record: AccessLogGuard,
+        record: AccessLogGuard,
     ) {
         if let Err(error) = client.write_all(greeting).await {
             return record.end(Outcome::ClientReset, &error);
         }
         let (read, mut write) = client.split();
         let mut read = Cursor::new(prefix).chain(read);
-        let carried = direct::carry(target, &mut record, &mut read, &mut write, std::future::pending()).await;
+        let carried = direct::carry(target, &record, &mut read, &mut write, std::future::pending()).await;
         match carried {
             Ok(()) => {
                 end_on_drop(client);

@@ -295,10 +295,10 @@ impl Connected {
         write: &mut (impl AsyncWrite + Unpin),
         gone: impl Future<Output = ()>,
     ) -> Result<(), Failed> {
-        let Self { mut record, to } = self;
+        let Self { record, to } = self;
         let ended = match to {
-            Target::Edge(edge) => carry(*edge, &mut record, read, write, gone).await,
-            Target::Direct(socket) => direct::carry(socket, &mut record, read, write, gone).await,
+            Target::Edge(edge) => carry(*edge, &record, read, write, gone).await,
+            Target::Direct(socket) => direct::carry(socket, &record, read, write, gone).await,
         };
         match &ended {
             Ok(()) => record.end(Outcome::Ok, &""),
@@ -310,13 +310,13 @@ impl Connected {
 
 async fn carry(
     edge: Edge,
-    record: &mut AccessLogGuard,
+    record: &AccessLogGuard,
     read: &mut (impl AsyncRead + Unpin),
     write: &mut (impl AsyncWrite + Unpin),
     gone: impl Future<Output = ()>,
 ) -> Result<(), Failed> {
     let Edge { way, mut send, stream } = edge;
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(way.carried()));
+    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(Some(way.link()), way.carried()));
     let ended = {
         let on = way.on();
         let pump = Pump { flow: &on.link.flow, stalls: on.stalls, abort: &abort, traffic: &traffic };
@@ -334,7 +334,6 @@ async fn carry(
             }
         }
     };
-    record.carried(&traffic);
     ended.map_err(|error| match error {
         RelayError::Aborted(outcome, "") => {
             let reason = match outcome {

@@ -1,14 +1,13 @@
 //! Bodies on their way from the target to the client.
 
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::carry::{PipeStatus, Traffic};
+use tunnel_core::carry::PipeStatus;
 use tunnel_core::outcome::Outcome;
 
 use super::socket::Faults;
@@ -22,7 +21,6 @@ pub(super) type Body = UnsyncBoxBody<Bytes, BoxError>;
 /// that resets that connection.
 pub(super) struct Exchange {
     pub(super) record: AccessLogGuard,
-    pub(super) traffic: Arc<Traffic>,
     pub(super) pipe: PipeStatus,
     pub(super) connection: AbortOnDropHandle<()>,
     pub(super) faults: Faults,
@@ -31,17 +29,15 @@ pub(super) struct Exchange {
 impl Exchange {
     /// The whole answer has been passed on: the connection to the target ends by itself.
     pub(super) fn complete(self) {
-        let Self { mut record, traffic, connection, .. } = self;
+        let Self { record, connection, .. } = self;
         connection.detach();
-        record.carried(&traffic);
         record.end(Outcome::Ok, &"");
     }
 
     /// The target, or what leads there, broke off.
     pub(super) fn broken(self, error: &dyn std::fmt::Display) {
-        let Self { mut record, traffic, pipe, faults, .. } = self;
+        let Self { record, pipe, faults, .. } = self;
         faults.report();
-        record.carried(&traffic);
         let failure = pipe.failure();
         pipe.abort(Outcome::TargetReset);
         match failure {
@@ -63,8 +59,7 @@ impl Exchange {
 
     /// The client has gone.
     pub(super) fn abandoned(self) {
-        let Self { mut record, traffic, pipe, .. } = self;
-        record.carried(&traffic);
+        let Self { record, pipe, .. } = self;
         match pipe.failure() {
             Some((outcome, reason)) => record.end(outcome, &reason),
             None => record.end(Outcome::ClientReset, &"the client left before the end of the answer"),

@@ -112,7 +112,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     if let Err(full) = admitted {
         return Err(failed(record, served.over_limit(&full)));
     }
-    let (stream, traffic) = match tunnel::open(context, &asked, client_address, &mut record).await {
+    let stream = match tunnel::open(context, &asked, client_address, &record).await {
         Ok(opened) => opened,
         Err(failure) => return Err(failed(record, failure)),
     };
@@ -136,7 +136,7 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     }
     let request = with_expectation(head, body);
     let (answer, connection) = backend.send(request).await;
-    let exchange = Exchange { record, traffic, pipe, connection, faults: served.faults.clone() };
+    let exchange = Exchange { record, pipe, connection, faults: served.faults.clone() };
     let mut response = match answer {
         Ok(response) => response,
         Err(error) => {

@@ -2,10 +2,8 @@
 
 use std::net::SocketAddr;
 
-use tunnel_core::carry::{Pipe, RelayError, Side, Traffic, TunnelStream, pipe};
+use tunnel_core::carry::{Pipe, RelayError, Side, TunnelStream, pipe};
 use tunnel_core::outcome::Outcome;
-
-use std::sync::Arc;
 
 use super::answer::Failure;
 use crate::door::access_log::AccessLogGuard;
@@ -20,8 +18,8 @@ pub(super) async fn open(
     context: &DoorContext,
     request: &OpenRequest,
     client: SocketAddr,
-    record: &mut AccessLogGuard,
-) -> Result<(TunnelStream, Arc<Traffic>), Failure> {
+    record: &AccessLogGuard,
+) -> Result<TunnelStream, Failure> {
     let mut way = Way::find(context, request, client)
         .await
         .map_err(|reason| Failure::of_outcome(Outcome::NoTunnel, reason))?;
@@ -32,21 +30,20 @@ pub(super) async fn open(
     let asked = way.ask(request.target).await.map_err(failed)?;
     let (mut send, answer) = asked.answer(way.on(), request.target, |took| record.dialled(took));
     let stream = answer.await.map_err(failed)?;
-    let traffic = Arc::new(record.traffic(way.carried()));
+    let traffic = record.traffic(Some(way.link()), way.carried());
     let (near, far) = pipe();
     let forced = context.drain.shutdown().clone();
-    let counted = traffic.clone();
     // To the thread that owns the link.
     let worker = way.link().worker.clone();
     worker.spawn(async move {
         let over = way.link().over.clone();
         let on = way.on();
-        let pipe = Pipe { flow: &on.link.flow, stalls: on.stalls, traffic: &counted };
+        let pipe = Pipe { flow: &on.link.flow, stalls: on.stalls, traffic: &traffic };
         let over = async {
             over.cancelled().await;
             if forced.is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
         };
         far.run(pipe, &mut send, stream, over).await;
     });
-    Ok((near, traffic))
+    Ok(near)
 }

@@ -1,0 +1,202 @@
+//! The connections that are carried for servers now: what `/connections` answers, and how `tunnel-agent status --connections`
+//! prints it.
+
+use std::cmp::Reverse;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tunnel_core::admin;
+use tunnel_core::carry::Traffic;
+use tunnel_core::identity::NodeName;
+use tunnel_core::link::Flow;
+use tunnel_core::live::Live;
+use tunnel_core::text::{age, bytes, harmless};
+
+/// Rows of one answer.
+const MAX_ROWS: usize = 1000;
+/// A receiver that has taken nothing for so long stands out; shorter waits are how bytes flow.
+const STALLED: Duration = Duration::from_secs(1);
+
+/// A connection whose target has been dialled.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    /// The server's address as configured.
+    pub(crate) server: Arc<str>,
+    /// The number of the link, and its path.
+    pub(crate) link: (u32, Arc<Flow>),
+    pub(crate) target: SocketAddr,
+    pub(crate) started: Instant,
+    pub(crate) traffic: Traffic,
+}
+
+/// The answer of `/connections`. Its field names are an interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConnectionsReport {
+    /// 1,000 at most: first those whose receiver has taken nothing for longest, then those that have carried most.
+    pub connections: Vec<ConnectionStatus>,
+    /// How many there are besides.
+    pub more: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConnectionStatus {
+    pub server: String,
+    pub link: u32,
+    pub target: SocketAddr,
+    pub age_s: u64,
+    pub bytes_to_target: u64,
+    pub bytes_from_target: u64,
+    /// For how long the target has taken nothing of what the server has sent, in milliseconds; None: it takes what comes.
+    pub target_blocked_ms: Option<u64>,
+    /// Bytes that are held for it meanwhile.
+    pub held_for_target: usize,
+    /// Bytes that the server may still send before it has to wait for the target.
+    pub window_left: u64,
+    /// For how long the server, or the path to it, has taken nothing of what the target has sent, in milliseconds.
+    pub server_blocked_ms: Option<u64>,
+    /// Bytes that were read from the target and wait meanwhile. All others wait in the kernel's buffer.
+    pub held_for_server: usize,
+}
+
+/// Answers `/connections` of this node.
+pub(crate) fn endpoint(live: Arc<Live<Connection>>, own: NodeName) -> Arc<admin::Connections> {
+    Arc::new(move |node: Option<&str>| {
+        let connections = if node.is_none_or(|node| node == own.as_str()) { live.all() } else { Vec::new() };
+        serde_json::to_value(ConnectionsReport::of(connections))
+            .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+    })
+}
+
+impl ConnectionsReport {
+    fn of(mut connections: Vec<Arc<Connection>>) -> Self {
+        connections.sort_by_cached_key(|connection| {
+            let traffic = &connection.traffic;
+            let time = |(time, _): (Duration, usize)| time;
+            let blocked = traffic.for_socket.now().map(time).max(traffic.for_tunnel.now().map(time));
+            let carried = traffic.to_socket().saturating_add(traffic.from_socket());
+            (Reverse(blocked.filter(|time| *time >= STALLED)), Reverse(carried))
+        });
+        let more = connections.len().saturating_sub(MAX_ROWS);
+        connections.truncate(MAX_ROWS);
+        let connections = connections.iter().map(|connection| ConnectionStatus::of(connection)).collect();
+        Self { connections, more }
+    }
+
+    pub fn to_text(&self) -> String {
+        let mut text = format!("connections: {}\n", self.connections.len() + self.more);
+        for connection in &self.connections {
+            // Writing to a String does not fail.
+            let _ = writeln!(text, "{}", connection.line());
+        }
+        if self.more > 0 {
+            let _ = writeln!(text, "… and {} more", self.more);
+        }
+        text
+    }
+}
+
+impl ConnectionStatus {
+    fn of(connection: &Connection) -> Self {
+        let traffic = &connection.traffic;
+        let (target, server) = (traffic.for_socket.now(), traffic.for_tunnel.now());
+        let milliseconds = |(time, _): (Duration, usize)| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let held_for_target = target.map_or(0, |(_, held)| held);
+        let (link, flow) = &connection.link;
+        Self {
+            server: connection.server.to_string(),
+            link: *link,
+            target: connection.target,
+            age_s: connection.started.elapsed().as_secs(),
+            bytes_to_target: traffic.to_socket(),
+            bytes_from_target: traffic.from_socket(),
+            target_blocked_ms: target.map(milliseconds),
+            held_for_target,
+            window_left: u64::from(flow.window()).saturating_sub(held_for_target as u64),
+            server_blocked_ms: server.map(milliseconds),
+            held_for_server: server.map_or(0, |(_, held)| held),
+        }
+    }
+
+    fn line(&self) -> String {
+        let mut line = format!(
+            "{} for {} on link {}, {}: {} to it, {} from it, {} held, {} left of the window",
+            self.target,
+            harmless(&self.server),
+            self.link,
+            age(self.age_s),
+            bytes(self.bytes_to_target),
+            bytes(self.bytes_from_target),
+            bytes((self.held_for_target + self.held_for_server) as u64),
+            bytes(self.window_left)
+        );
+        for (who, blocked_ms) in [("target", self.target_blocked_ms), ("server", self.server_blocked_ms)] {
+            let blocked = blocked_ms.map(Duration::from_millis).filter(|time| *time >= STALLED);
+            if let Some(time) = blocked {
+                let _ = write!(line, "; the {who} takes nothing for {}", age(time.as_secs()));
+            }
+        }
+        line
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn connection(carried: usize) -> Connection {
+        let traffic = Traffic::default();
+        traffic.count_to_socket(carried);
+        Connection {
+            server: "a:1".into(),
+            link: (2, Arc::default()),
+            target: "192.168.50.2:9100".parse().unwrap(),
+            started: Instant::now(),
+            traffic,
+        }
+    }
+
+    #[test]
+    fn this_nodes_are_shown_and_no_more_than_the_bound() {
+        let live = Arc::<Live<Connection>>::default();
+        let present: Vec<_> = (0..MAX_ROWS + 5).map(|number| live.enter(connection(number))).collect();
+        let answer = endpoint(live.clone(), "edge-1".parse().unwrap());
+        let report = |node| serde_json::from_value::<ConnectionsReport>(answer(node)).unwrap();
+        for own in [None, Some("edge-1")] {
+            let report = report(own);
+            assert_eq!((report.connections.len(), report.more), (MAX_ROWS, 5));
+            assert_eq!(
+                report.connections[0].bytes_to_target,
+                MAX_ROWS as u64 + 4,
+                "what carried most is first"
+            );
+        }
+        assert!(report(Some("edge-2")).connections.is_empty());
+        drop(present);
+        assert_eq!(report(None).to_text(), "connections: 0\n");
+    }
+
+    #[test]
+    fn a_stalled_connection_stands_out() {
+        let mut stalled = ConnectionStatus::of(&connection(2048));
+        stalled.target_blocked_ms = Some(61_500);
+        (stalled.held_for_target, stalled.window_left) = (1 << 20, 0);
+        let mut hostile = ConnectionStatus::of(&connection(0));
+        hostile.server = "\u{1b}[2J\n".to_owned();
+        hostile.server_blocked_ms = Some(999);
+        let text = ConnectionsReport { connections: vec![stalled, hostile], more: 3 }.to_text();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[0], "connections: 5");
+        assert_eq!(
+            lines[1],
+            "192.168.50.2:9100 for a:1 on link 2, 0s: 2.0 KiB to it, 0 B from it, 1.0 MiB held, 0 B left of the window; the target takes nothing for 1m1s"
+        );
+        assert!(
+            !lines[2].contains(|c: char| c.is_control()) && !lines[2].contains("takes nothing"),
+            "{text:?}"
+        );
+        assert_eq!(lines[3..], ["… and 3 more"]);
+    }
+}

@@ -1,0 +1,98 @@
+//! What is there now of something that comes and goes often, for whoever looks at it now and then.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Looking at all of them stops only one part of those that come and go meanwhile.
+const PARTS: usize = 16;
+
+/// All that are there now.
+#[derive(Debug)]
+pub struct Live<T> {
+    ids: AtomicU64,
+    parts: [Mutex<BTreeMap<u64, Arc<T>>>; PARTS],
+}
+
+impl<T> Default for Live<T> {
+    fn default() -> Self {
+        Self { ids: AtomicU64::new(0), parts: std::array::from_fn(|_| Mutex::default()) }
+    }
+}
+
+impl<T> Live<T> {
+    /// It is there until the returned value is dropped.
+    pub fn enter(self: &Arc<Self>, item: T) -> Present<T> {
+        let id = self.ids.fetch_add(1, Ordering::Relaxed);
+        let item = Arc::new(item);
+        self.part(id).insert(id, item.clone());
+        Present { id, item, live: self.clone() }
+    }
+
+    /// Those that are there, in no order.
+    pub fn all(&self) -> Vec<Arc<T>> {
+        self.parts.iter().flat_map(|part| lock(part).values().cloned().collect::<Vec<_>>()).collect()
+    }
+
+    fn part(&self, id: u64) -> MutexGuard<'_, BTreeMap<u64, Arc<T>>> {
+        // The remainder is less than PARTS.
+        lock(&self.parts[(id % PARTS as u64) as usize])
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One that is there, until this is dropped.
+#[derive(Debug)]
+pub struct Present<T> {
+    id: u64,
+    item: Arc<T>,
+    live: Arc<Live<T>>,
+}
+
+impl<T> Present<T> {
+    /// For those who may need it for longer.
+    pub fn item(&self) -> Arc<T> {
+        self.item.clone()
+    }
+}
+
+impl<T> Deref for Present<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.item
+    }
+}
+
+impl<T> Drop for Present<T> {
+    fn drop(&mut self) {
+        self.live.part(self.id).remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_that_have_gone_are_not_there() {
+        let live = Arc::<Live<usize>>::default();
+        let mut present: Vec<_> = (0..3 * PARTS).map(|number| live.enter(number)).collect();
+        let all = || {
+            let mut all: Vec<usize> = live.all().iter().map(|item| **item).collect();
+            all.sort_unstable();
+            all
+        };
+        assert_eq!(all(), (0..3 * PARTS).collect::<Vec<_>>());
+        let kept = present[7].item();
+        present.retain(|item| **item % 7 != 0);
+        assert_eq!(all(), (0..3 * PARTS).filter(|number| number % 7 != 0).collect::<Vec<_>>());
+        assert_eq!(*kept, 7);
+        present.clear();
+        assert!(live.all().is_empty() && live.parts.iter().all(|part| lock(part).is_empty()));
+    }
+}

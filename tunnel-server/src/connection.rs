@@ -1,0 +1,76 @@
+//! What is known of a connection while it is carried: for its line in the access log, and for whoever looks meanwhile.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use tunnel_core::carry::Traffic;
+use tunnel_core::identity::NodeName;
+use tunnel_core::link::Flow;
+
+/// A connection from when its node is known.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) door: &'static str,
+    pub(crate) client: SocketAddr,
+    /// None: this server dials the target itself.
+    pub(crate) node: Option<NodeName>,
+    pub(crate) target: SocketAddr,
+    pub(crate) started: Instant,
+    /// The other server, of a connection that one passes on to another.
+    pub(crate) via: OnceLock<Box<str>>,
+    /// Who has shown who it is, at a door that asks for that.
+    pub(crate) caller: OnceLock<Box<str>>,
+    /// Since bytes may pass; the target may still be dialled.
+    pub(crate) carried: OnceLock<Carried>,
+    answered: AtomicBool,
+}
+
+/// The bytes, and the link that they are carried on.
+#[derive(Debug)]
+pub(crate) struct Carried {
+    pub(crate) traffic: Arc<Traffic>,
+    /// Its number, and its path; None: it leads to the target itself.
+    pub(crate) link: Option<(u32, Arc<Flow>)>,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        door: &'static str,
+        client: SocketAddr,
+        node: Option<NodeName>,
+        target: SocketAddr,
+    ) -> Self {
+        Self {
+            door,
+            client,
+            node,
+            target,
+            started: Instant::now(),
+            via: OnceLock::new(),
+            caller: OnceLock::new(),
+            carried: OnceLock::new(),
+            answered: AtomicBool::new(false),
+        }
+    }
+
+    /// The agent has answered the dial.
+    pub(crate) fn answered(&self) {
+        self.answered.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the target is still being dialled.
+    pub(crate) fn is_dialling(&self) -> bool {
+        match self.node {
+            Some(_) => !self.answered.load(Ordering::Relaxed),
+            None => self.carried.get().is_none(),
+        }
+    }
+
+    /// Bytes to the node, and from it.
+    pub(crate) fn bytes(&self) -> (u64, u64) {
+        let traffic = self.carried.get().map(|carried| &carried.traffic);
+        traffic.map_or((0, 0), |traffic| (traffic.from_socket(), traffic.to_socket()))
+    }
+}
