@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use tunnel_core::config::{ForeignFlag, ForeignFlags, Ignored, Klog};
 use tunnel_core::identity::SecretString;
 
 use super::konnectivity_args::KonnectivityArgs;
@@ -107,21 +108,26 @@ pub struct RunArgs {
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: String,
     /// off, error, warn, info, debug, trace, or klog's number.
-    #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
+    #[arg(long, value_name = "LEVEL", alias = "v", short_alias = 'v', default_value = "info")]
     pub log_level: String,
     #[command(flatten)]
     pub konnectivity: KonnectivityArgs,
     #[command(flatten)]
-    pub ignored: IgnoredArgs,
+    pub ignored: Ignored<Others>,
+    #[command(flatten)]
+    pub klog: Ignored<Klog>,
 }
 
-/// YurtTunnel's flags that have no meaning here: its manifests work as they are. Its `--agent-identifiers` is konnectivity's.
-#[derive(Args, Clone, Debug, Default)]
-pub struct IgnoredArgs {
-    #[arg(long, hide = true)]
-    pub apiserver_addr: Option<String>,
-    #[arg(long, hide = true)]
-    pub meta_host: Option<String>,
-    #[arg(long, hide = true)]
-    pub admin_server_port: Option<String>,
+/// YurtTunnel's and SuperEdge's flags that have no meaning here: their manifests work as they are. YurtTunnel's
+/// `--agent-identifiers` is konnectivity's.
+#[derive(Clone, Copy, Debug)]
+pub struct Others;
+
+impl ForeignFlags for Others {
+    const FLAGS: &'static [ForeignFlag] = &[
+        ForeignFlag::value("--apiserver-addr", "the kubeconfig names the API server"),
+        ForeignFlag::value("--meta-host", "the admin endpoints are on --admin-address"),
+        ForeignFlag::value("-m", "this program is the edge's; the cloud's is tunnel-server"),
+        ForeignFlag::value("-c", "flags say everything"),
+    ];
 }

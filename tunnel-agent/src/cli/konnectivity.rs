@@ -4,7 +4,7 @@ use tunnel_core::config::{ConfigError, HostPort, parse_door, parse_duration};
 use tunnel_core::identity::NodeName;
 
 use super::args::RunArgs;
-use super::konnectivity_args::KonnectivityArgs;
+use super::konnectivity_args::{KonnectivityArgs, LEASES};
 use crate::konnectivity::KonnectivityConfig;
 
 /// konnectivity's own agent takes it for the default.
@@ -68,30 +68,10 @@ pub(super) fn konnectivity(
 }
 
 /// The given flags that have no meaning here, each with the reason.
-pub(super) fn ignored(args: &RunArgs) -> Vec<(&'static str, &'static str)> {
-    let given = &args.konnectivity.ignored;
-    let (profiles, leases) = ("there are no profiles", "servers say how many they are");
-    let known = [
-        ("--health-server-host", &given.health_server_host, "the admin endpoints are on --admin-address"),
-        ("--admin-bind-address", &given.admin_bind_address, "the admin endpoints are on --admin-address"),
-        ("--enable-profiling", &given.enable_profiling, profiles),
-        ("--enable-contention-profiling", &given.enable_contention_profiling, profiles),
-        ("--probe-interval", &given.probe_interval, "a lost connection is noticed by itself"),
-        ("--keepalive-time", &given.keepalive_time, "TCP asks after 10 s, and HTTP/2 each minute"),
-        ("--warn-on-channel-limit", &given.warn_on_channel_limit, "a target that stalls is cut off"),
-        ("--sync-forever", &given.sync_forever, "more servers are looked for each minute"),
-        ("--xfr-channel-size", &given.xfr_channel_size, "what waits is bounded in bytes"),
-        ("--count-server-leases", &given.count_server_leases, leases),
-        ("--lease-namespace", &given.lease_namespace, leases),
-        ("--lease-label", &given.lease_label, leases),
-        ("--server-count-source", &given.server_count_source, leases),
-        ("--kube-api-content-type", &given.kube_api_content_type, leases),
-        ("--logtostderr", &given.logtostderr, "the log always goes there"),
-    ];
-    let known = known.into_iter().filter(|(_, value, _)| value.is_some()).map(|(key, _, why)| (key, why));
+pub(super) fn ignored(args: &RunArgs) -> impl Iterator<Item = (&'static str, &'static str)> {
     // Theirs is for the leases.
     let kubeconfig = args.kubeconfig.is_some() && args.konnectivity.names_a_server();
-    known.chain(kubeconfig.then_some(("--kubeconfig", leases))).collect()
+    args.konnectivity.ignored.given().chain(kubeconfig.then_some(("--kubeconfig", LEASES)))
 }
 
 fn server(given: &KonnectivityArgs) -> Result<Option<HostPort>, ConfigError> {
@@ -228,8 +208,8 @@ mod tests {
                 "--keepalive-time",
                 "--sync-forever",
                 "--count-server-leases",
-                "--logtostderr",
-                "--kubeconfig"
+                "--kubeconfig",
+                "--logtostderr"
             ]
         );
         let again = Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags()));

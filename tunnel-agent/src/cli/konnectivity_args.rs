@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use tunnel_core::config::{ForeignFlag, ForeignFlags, Ignored};
 
 #[derive(Args, Clone, Debug, Default)]
 pub struct KonnectivityArgs {
@@ -43,7 +44,7 @@ pub struct KonnectivityArgs {
     #[arg(long, hide = true, conflicts_with = "konnectivity_server")]
     pub proxy_server_port: Option<String>,
     #[command(flatten)]
-    pub ignored: IgnoredKonnectivityArgs,
+    pub ignored: Ignored<Konnectivity>,
 }
 
 impl KonnectivityArgs {
@@ -54,36 +55,30 @@ impl KonnectivityArgs {
 }
 
 /// The flags of konnectivity's agent that have no meaning here: its manifests work as they are.
-#[derive(Args, Clone, Debug, Default)]
-pub struct IgnoredKonnectivityArgs {
-    #[arg(long, hide = true)]
-    pub health_server_host: Option<String>,
-    #[arg(long, hide = true)]
-    pub admin_bind_address: Option<String>,
-    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub enable_profiling: Option<String>,
-    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub enable_contention_profiling: Option<String>,
-    #[arg(long, hide = true)]
-    pub probe_interval: Option<String>,
-    #[arg(long, hide = true)]
-    pub keepalive_time: Option<String>,
-    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub warn_on_channel_limit: Option<String>,
-    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub sync_forever: Option<String>,
-    #[arg(long, hide = true)]
-    pub xfr_channel_size: Option<String>,
-    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub count_server_leases: Option<String>,
-    #[arg(long, hide = true)]
-    pub lease_namespace: Option<String>,
-    #[arg(long, hide = true, alias = "lease-label-selector")]
-    pub lease_label: Option<String>,
-    #[arg(long, hide = true)]
-    pub server_count_source: Option<String>,
-    #[arg(long, hide = true)]
-    pub kube_api_content_type: Option<String>,
-    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub logtostderr: Option<String>,
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Konnectivity;
+
+impl ForeignFlags for Konnectivity {
+    const FLAGS: &'static [ForeignFlag] = &[
+        ForeignFlag::value("--admin-server-port", ADMIN),
+        ForeignFlag::value("--health-server-host", ADMIN),
+        ForeignFlag::value("--admin-bind-address", ADMIN),
+        ForeignFlag::switch("--enable-profiling", PROFILES),
+        ForeignFlag::switch("--enable-contention-profiling", PROFILES),
+        ForeignFlag::value("--probe-interval", "a lost connection is noticed by itself"),
+        ForeignFlag::value("--keepalive-time", "TCP asks after 10 s, and HTTP/2 each minute"),
+        ForeignFlag::switch("--warn-on-channel-limit", "a target that stalls is cut off"),
+        ForeignFlag::switch("--sync-forever", "more servers are looked for each minute"),
+        ForeignFlag::value("--xfr-channel-size", "what waits is bounded in bytes"),
+        ForeignFlag::switch("--count-server-leases", LEASES),
+        ForeignFlag::value("--lease-namespace", LEASES),
+        ForeignFlag::value("--lease-label", LEASES),
+        ForeignFlag::value("--lease-label-selector", LEASES),
+        ForeignFlag::value("--server-count-source", LEASES),
+        ForeignFlag::value("--kube-api-content-type", LEASES),
+    ];
 }
+
+const ADMIN: &str = "the admin endpoints are on --admin-address";
+const PROFILES: &str = "there are no profiles";
+pub(super) const LEASES: &str = "servers say how many they are";

@@ -11,10 +11,10 @@ mod status;
 
 use clap::{Parser, Subcommand};
 
-pub use args::{DEFAULT_ADMIN_ADDRESS, DEFAULT_STATE_DIR, IgnoredArgs, RunArgs};
+pub use args::{DEFAULT_ADMIN_ADDRESS, DEFAULT_STATE_DIR, RunArgs};
 pub use bundle::BundleCommand;
 pub use doctor::DoctorCommand;
-pub use konnectivity_args::{IgnoredKonnectivityArgs, KonnectivityArgs};
+pub use konnectivity_args::KonnectivityArgs;
 pub use status::StatusCommand;
 
 /// Runs on an edge node, dials the tunnel-servers, and lets them reach this node.

@@ -171,7 +171,8 @@ fn servers(args: &RunArgs) -> Result<Vec<HostPort>, ConfigError> {
             }
         }
     }
-    if servers.is_empty() && !args.server.is_empty() {
+    // YurtTunnel's chart leaves the value of --tunnelserver-addr empty.
+    if servers.is_empty() && !args.server.iter().all(String::is_empty) {
         return Err(ConfigError::new("--server", args.server.join(","), "no HOST:PORT in it"));
     }
     Ok(servers)
@@ -215,17 +216,11 @@ fn is_pod() -> bool {
 }
 
 fn ignored(args: &RunArgs) -> Vec<(&'static str, &'static str)> {
-    let (yurttunnels, konnectivitys) = (&args.ignored, &args.konnectivity);
-    let identifiers =
-        konnectivitys.konnectivity_identifiers.as_ref().filter(|_| !konnectivitys.names_a_server());
-    let known = [
-        ("--apiserver-addr", yurttunnels.apiserver_addr.as_ref(), "the kubeconfig names the API server"),
-        ("--agent-identifiers", identifiers, "the certificate names the node"),
-        ("--meta-host", yurttunnels.meta_host.as_ref(), "the admin endpoints are on --admin-address"),
-        ("--admin-server-port", yurttunnels.admin_server_port.as_ref(), "all of them are on --admin-address"),
-    ];
-    let known = known.into_iter().filter(|(_, value, _)| value.is_some()).map(|(key, _, why)| (key, why));
-    known.chain(konnectivity::ignored(args)).collect()
+    let konnectivitys = &args.konnectivity;
+    let identifiers = konnectivitys.konnectivity_identifiers.is_some() && !konnectivitys.names_a_server();
+    let identifiers = identifiers.then_some(("--agent-identifiers", "the certificate names the node"));
+    let others = args.ignored.given().chain(identifiers).chain(konnectivity::ignored(args));
+    others.chain(args.klog.given()).collect()
 }
 
 fn node_ip(value: &str) -> Result<IpAddr, ConfigError> {

@@ -226,7 +226,65 @@ fn yurttunnels_command_line_is_accepted() {
     ])
     .unwrap();
     let ignored: Vec<_> = config.ignored.iter().map(|(flag, _)| *flag).collect();
-    assert_eq!(ignored, ["--apiserver-addr", "--agent-identifiers", "--meta-host"]);
+    assert_eq!(ignored, ["--apiserver-addr", "--meta-host", "--agent-identifiers"]);
+}
+
+/// As pods, with $(NODE_NAME) and the like replaced.
+#[test]
+fn published_command_lines_are_accepted() {
+    let published = |args: &[&str]| {
+        let args = std::iter::once(&"tunnel-agent").chain(args);
+        Cli::try_parse_from(args).unwrap().run.to_config_as(true).unwrap()
+    };
+    let ignored =
+        |config: &Config| -> Vec<&'static str> { config.ignored.iter().map(|(flag, _)| *flag).collect() };
+    // YurtTunnel's chart and its folder config/setup, v0.4 to v1.3.
+    let yurttunnel =
+        published(&["--node-name=edge-1", "--node-ip=10.8.0.7", "--tunnelserver-addr=", "--v=2"]);
+    assert!(ignored(&yurttunnel).is_empty() && yurttunnel.servers.is_empty() && yurttunnel.kube.is_some());
+    assert!(ignored(&published(&["--node-name=edge-1", "--node-ip=10.8.0.7", "--v=2"])).is_empty());
+    // SuperEdge's tunnel-edge, v0.2 to v0.9; $NODE_NAME is in its environment.
+    let superedge = published(&[
+        "--m=edge",
+        "--c=/etc/superedge/tunnel/conf/tunnel_edge.toml",
+        "--log-dir=/var/log/tunnel",
+        "--alsologtostderr",
+        "--node-name=edge-1",
+    ]);
+    assert_eq!(ignored(&superedge), ["-m", "-c", "--log-dir", "--alsologtostderr"]);
+    // konnectivity's folder examples, v0.36.0, and the documentation of Kubernetes.
+    let examples = published(&[
+        "--logtostderr=true",
+        "--ca-cert=/var/run/secrets/kubernetes.io/serviceaccount/ca.crt",
+        "--proxy-server-host=konnectivity-server.kube-system.svc.cluster.local",
+        "--proxy-server-port=8091",
+        "--sync-interval=5s",
+        "--sync-interval-cap=30s",
+        "--sync-forever",
+        "--probe-interval=5s",
+        "--service-account-token-path=/var/run/secrets/tokens/konnectivity-agent-token",
+        "--agent-identifiers=ipv4=10.8.0.7",
+        "--count-server-leases",
+        "--node-name=edge-1",
+    ]);
+    assert_eq!(
+        ignored(&examples),
+        ["--probe-interval", "--sync-forever", "--count-server-leases", "--logtostderr"]
+    );
+    let server = examples.konnectivity.unwrap().server.to_string();
+    assert_eq!(server, "konnectivity-server.kube-system.svc.cluster.local:8091");
+    let documented = published(&[
+        "--logtostderr=true",
+        "--ca-cert=/var/run/secrets/kubernetes.io/serviceaccount/ca.crt",
+        "--proxy-server-host=35.225.206.7",
+        "--proxy-server-port=8132",
+        "--admin-server-port=8133",
+        "--health-server-port=8134",
+        "--service-account-token-path=/var/run/secrets/tokens/konnectivity-agent-token",
+        "--node-name=edge-1",
+    ]);
+    assert_eq!(ignored(&documented), ["--admin-server-port", "--logtostderr"]);
+    assert_eq!(documented.admin_address.unwrap().port(), 8134);
 }
 
 #[test]

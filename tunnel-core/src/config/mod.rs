@@ -2,10 +2,12 @@
 //! [`ConfigError`]: key, value and reason.
 
 mod error;
+mod ignored;
 mod parse;
 mod target;
 
 pub use error::{BindError, ConfigError};
+pub use ignored::{ForeignFlag, ForeignFlags, Ignored, Klog};
 pub use parse::{
     HostPort, parse_address, parse_cidr, parse_cidrs, parse_door, parse_duration, parse_ip, parse_ips,
     parse_loopback_door, parse_port, parse_ports, parse_with,

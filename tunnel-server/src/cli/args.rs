@@ -56,7 +56,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "PORT", default_value = "10264")]
     pub insecure_port: String,
     /// Where to serve /metrics, /healthz, /readyz and /status: a loopback address and a port, or a port; port 0: off.
-    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
+    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port"],
           env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS)]
     pub admin_address: String,
     /// Port of the metrics door, on --bind-address: /metrics over TLS for other hosts. Callers show a certificate or a bearer token,
@@ -124,13 +124,13 @@ pub struct RunArgs {
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub congestion_control: String,
     /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
-    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    #[arg(long, value_name = "DURATION", alias = "graceful-shutdown-timeout", default_value = "30s")]
     pub drain_timeout: String,
     /// text or json, one line per event on standard error.
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: String,
     /// off, error, warn, info, debug, trace, or klog's number.
-    #[arg(long, value_name = "LEVEL", alias = "v", default_value = "info")]
+    #[arg(long, value_name = "LEVEL", alias = "v", short_alias = 'v', default_value = "info")]
     pub log_level: String,
     #[command(flatten)]
     pub reach: ReachArgs,
@@ -191,7 +191,7 @@ impl RunArgs {
         };
         let insecure_port = if redirector.is_some() { "0" } else { &self.insecure_port };
         // Checked with --inventory too: a wrong name is to be found before the flag is needed.
-        let options = self.kube.options()?;
+        let options = self.kube.options(self.konnectivity.agent_namespace.is_some())?;
         let source = match &self.inventory {
             Some(path) => NodeSource::File(path.clone()),
             None => NodeSource::Kubernetes(options),
@@ -210,6 +210,9 @@ impl RunArgs {
                 self.doors.config(standalone, kubeconfig, (secure_port.is_some(), others))?
             }
         };
+        let konnectivity = self.konnectivity.config(&self.kube.agent_service_account)?;
+        let foreign = self.foreign.ignored(&self.admin_address, &self.insecure_bind_address);
+        let ignored = self.konnectivity.ignored(konnectivity.is_some()).into_iter().chain(foreign).collect();
         let config = Config {
             source,
             edge_selector: parse_with::<Selector>("--edge-selector", &self.edge_selector)?
@@ -218,17 +221,23 @@ impl RunArgs {
             bind_address: parse_ip("--bind-address", &self.bind_address)?,
             agent_port: door("--agent-port", &self.agent_port)?,
             secure_port,
-            insecure_address: config::insecure_address(&self.insecure_bind_address, insecure_port)?,
+            insecure_address: config::insecure_address(
+                self.foreign.insecure_bind_address(&self.insecure_bind_address),
+                insecure_port,
+            )?,
             connect_port,
             policy: self.reach.policy.clone(),
             token_auth_file: self.reach.token_auth_file.clone(),
             maps: self.reach.maps()?,
             maps_file: self.reach.maps.clone(),
-            admin_address: parse_loopback_door("--admin-address", &self.admin_address)?,
+            admin_address: parse_loopback_door(
+                "--admin-address",
+                self.foreign.admin_address(&self.admin_address),
+            )?,
             metrics_port,
             doors,
             egress: self.egress.config()?,
-            konnectivity: self.konnectivity.config()?,
+            konnectivity,
             redirect,
             redirect_ports,
             redirect_clients,
@@ -239,7 +248,7 @@ impl RunArgs {
             edge_pod_routes: config::edge_pod_routes(&self.kube.edge_pod_routes)?,
             node_condition: config::on_or_off("--node-condition", &self.kube.node_condition)?,
             dns_records: self.foreign.dns_records(&self.kube.dns_records)?,
-            ignored: self.foreign.ignored(),
+            ignored,
             token_range,
             token_range_v6,
             refuse_unknown: config::refuse_or_allow("--unknown-agents", &self.unknown_agents)?,

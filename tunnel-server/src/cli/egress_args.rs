@@ -18,7 +18,7 @@ pub struct EgressArgs {
     #[arg(long, value_name = "MODE", default_value = DEFAULT_EGRESS_SOCKET_MODE)]
     pub egress_socket_mode: String,
     /// Port for the same with mutual TLS; it needs --egress-client-ca; 0: off.
-    #[arg(long, value_name = "PORT", default_value = "0")]
+    #[arg(long, value_name = "PORT", alias = "server-port", default_value = "0")]
     pub egress_port: String,
     /// CA (PEM) of the certificates with which --egress-port may be used; read again when it changes.
     #[arg(long, value_name = "FILE", alias = "server-ca-cert")]

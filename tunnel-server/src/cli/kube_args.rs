@@ -58,13 +58,16 @@ pub struct KubeArgs {
 }
 
 impl KubeArgs {
+    /// `konnectivitys`: `--agent-service-account` is that of konnectivity's agents.
+    ///
     /// # Errors
     /// Names the flag, its value and the reason.
-    pub(super) fn options(&self) -> Result<KubeOptions, ConfigError> {
+    pub(super) fn options(&self, konnectivitys: bool) -> Result<KubeOptions, ConfigError> {
         let name = |key: &str, value: &str| object_name(key, value).map(|()| value.to_owned());
         if let Some(namespace) = &self.namespace {
             object_name("--namespace", namespace)?;
         }
+        let agents = name("--agent-service-account", &self.agent_service_account)?;
         Ok(KubeOptions {
             kubeconfig: self.kubeconfig.clone(),
             namespace: self.namespace.clone(),
@@ -76,7 +79,11 @@ impl KubeArgs {
                 ca_secret: name("--ca-secret", &self.ca_secret)?,
                 lease: name("--lease", &self.lease)?,
                 revocations: name("--revocations-configmap", &self.revocations_configmap)?,
-                agent_service_account: name("--agent-service-account", &self.agent_service_account)?,
+                agent_service_account: if konnectivitys {
+                    ObjectNames::default().agent_service_account
+                } else {
+                    agents
+                },
                 redirector_service_account: name(
                     "--redirector-service-account",
                     &self.redirector_service_account,
