@@ -1,6 +1,7 @@
 //! The side of the first agent: lets a second one take over, and goes on should that one die.
 
 use std::collections::BTreeSet;
+use std::future::pending;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -9,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::net::UnixStream;
+use tokio::sync::MutexGuard;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::admin::Accepting;
 use tunnel_core::identity::files::create_private_directory;
@@ -36,6 +38,8 @@ pub(crate) struct Succession {
     /// Ends this agent once a successor has taken over.
     ends: Option<Shutdown>,
     open: CancellationToken,
+    /// Cancelled when this agent drains.
+    closed: CancellationToken,
 }
 
 impl Succession {
@@ -54,6 +58,7 @@ impl Succession {
             running: OnceLock::new(),
             ends,
             open: CancellationToken::new(),
+            closed: CancellationToken::new(),
         }
     }
 
@@ -80,11 +85,23 @@ impl Succession {
     /// Waits for successors once this agent has something to pass on. Never ends.
     pub(crate) async fn run(self: Arc<Self>) {
         self.opened().await;
+        let _renewals = self.serve_all().await;
+        pending::<()>().await;
+    }
+
+    /// Ends when a successor does while this agent drains; what it returns stops renewals. By then the place, the socket
+    /// and the files may be those of the successor's own successor.
+    async fn serve_all(&self) -> Option<MutexGuard<'_, ()>> {
         let mut listener = self.listen().await;
         loop {
             match listener.accept().await {
                 Ok(stream) => {
-                    self.serve(stream).await;
+                    let mut renewals = None;
+                    self.serve(stream, &mut renewals).await;
+                    if self.closed.is_cancelled() {
+                        return renewals;
+                    }
+                    drop(renewals);
                     if !listener.is_found() {
                         listener = self.listen().await;
                     }
@@ -116,8 +133,12 @@ impl Succession {
         }
     }
 
-    async fn serve(&self, mut stream: UnixStream) {
-        match self.pass(&mut stream).await {
+    async fn serve<'a>(&'a self, mut stream: UnixStream, renewals: &mut Option<MutexGuard<'a, ()>>) {
+        let ended = self.pass(&mut stream, renewals).await;
+        if self.closed.is_cancelled() {
+            return tracing::debug!("the successor has ended: this agent finishes what it carries");
+        }
+        match ended {
             Ok(()) => tracing::warn!("the successor has ended: this agent goes on"),
             Err(error) => tracing::warn!(%error, "the successor is not understood: this agent goes on"),
         }
@@ -128,13 +149,16 @@ impl Succession {
     }
 
     /// Ends when the successor does.
-    async fn pass(&self, stream: &mut UnixStream) -> io::Result<()> {
+    async fn pass<'a>(
+        &'a self,
+        stream: &mut UnixStream,
+        renewals: &mut Option<MutexGuard<'a, ()>>,
+    ) -> io::Result<()> {
         let pid = takeover::successor(stream)?;
-        // Both would write the same files.
-        let renewals = match self.running.get() {
-            Some((_, keeper)) => tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await.ok(),
-            None => None,
-        };
+        if let Some((_, keeper)) = self.running.get() {
+            // Both would write the same files.
+            *renewals = tokio::time::timeout(RENEWAL, keeper.hold_pending_key()).await.ok();
+        }
         let attached = self.running.get().map(|(links, _)| links.attached_at()).unwrap_or_default();
         self.handover.set(Phase::Passing(BTreeSet::new()));
         self.copies.greet(stream, env!("CARGO_PKG_VERSION"), Hello { attached }).await?;
@@ -158,15 +182,45 @@ impl Succession {
                 }
             }
         }
-        drop(renewals);
         Ok(())
     }
 
-    /// Removes the socket, unless a successor has its own there.
+    /// Nothing is passed on any more. Removes the socket, unless a successor has its own there.
     pub(crate) fn close(&self) {
         self.copies.close();
+        self.closed.cancel();
         if self.open.is_cancelled() && self.handover.is_alone() {
             let _ = std::fs::remove_file(&self.socket);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_agent_that_drains_leaves_the_socket_to_its_successors_successor() {
+        let state = tempfile::tempdir().unwrap();
+        let handover = Handover::default();
+        let first = Succession::new(state.path(), Copies::default(), None, handover.clone(), None);
+        let agents = async {
+            let mut second = loop {
+                match takeover::Predecessor::<Hello>::find(state.path()).await {
+                    Some(first) => break first,
+                    None => tokio::task::yield_now().await,
+                }
+            };
+            let Answer::Done = second.ask(&Ask::Finish).await.unwrap();
+            first.close();
+            // The second one had its own there, and has passed its place on.
+            let third = Listener::bind(&socket_path(state.path())).unwrap();
+            drop(second);
+            third
+        };
+        let both = async { tokio::join!(first.serve_all(), agents) };
+        let (_, third) = tokio::time::timeout(Duration::from_secs(10), both).await.unwrap();
+        assert!(third.is_found(), "the next agent finds the first one");
+        assert!(handover.has_passed(), "the first one dials again");
     }
 }
