@@ -38,6 +38,8 @@ pub struct Metrics {
     pub carried: Totals,
     /// Live sessions.
     pub tunnels: Gauge,
+    /// Sessions whose agents are leaving.
+    pub(crate) sessions_leaving: Gauge,
 }
 
 impl Metrics {
@@ -60,6 +62,7 @@ impl Metrics {
             failures: Arc::default(),
             live: Arc::default(),
             tunnels: Gauge::default(),
+            sessions_leaving: Gauge::default(),
         };
         let m = metrics.clone();
         registry.register("connections", "Connections that ended, by door and outcome", m.connections);
@@ -83,6 +86,8 @@ impl Metrics {
         let help = "Connections for an enrolment or a renewal, by whether the client showed a certificate and how they ended";
         registry.register("enrollment_connections", help, m.enrolments);
         registry.register("tunnels", "Agents attached now", m.tunnels);
+        let help = "Sessions of agents that have left or were replaced, which finish what they carry";
+        registry.register("agent_sessions_leaving", help, m.sessions_leaving);
         // Series start at zero, so that rates work from the first event on.
         for result in [
             "attached",

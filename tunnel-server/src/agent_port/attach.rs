@@ -198,6 +198,7 @@ async fn session(
         carried: Totals::default(),
         closed: CancellationToken::new(),
         over,
+        forgotten: AtomicBool::new(false),
     });
     match context.sessions.register(session.clone()) {
         Ok(older) => retire(context, older, &session, hello.successor),

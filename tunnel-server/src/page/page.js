@@ -325,6 +325,10 @@
         fact("From the node", `${rate(row.from)} (${bytes(session.bytes_from_node)})`),
       );
     }
+    if (node.leaving.length > 0) {
+      const connections = node.leaving.reduce((sum, leaving) => sum + leaving.connections, 0);
+      rows.push(fact("At agents that leave", `${connections} connections`));
+    }
     if (node.last_seen_s !== null) {
       rows.push(fact("Last session ended", `${age(node.last_seen_s)} ago${node.last_end ? `: ${node.last_end}` : ""}`));
     }

@@ -298,13 +298,13 @@ impl Links {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
 
     /// A link over a path with this round-trip time.
-    async fn link(number: u32, rtt: Duration) -> Arc<Link> {
+    pub(in crate::session) async fn link(number: u32, rtt: Duration) -> Arc<Link> {
         let (near, far) = tokio::io::duplex(1 << 16);
         let preface = tokio::spawn(h2::server::handshake(far));
         let (send, _) = h2::client::handshake(near).await.unwrap();

@@ -56,6 +56,8 @@ pub struct Session {
     pub closed: CancellationToken,
     /// Cancelled when its connections have to end: with the session, or when the time of the server's drain is up.
     pub(crate) over: CancellationToken,
+    /// Set once its first link has ended.
+    pub(crate) forgotten: AtomicBool,
 }
 
 impl Session {

@@ -1,6 +1,6 @@
 //! The live sessions by node.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -18,6 +18,10 @@ use crate::shared_map::SharedSet;
 const MOVES: usize = 1 << 12;
 /// Of how many nodes the end of the last session is remembered; beyond it the oldest is forgotten.
 const REMEMBERED: usize = 1 << 17;
+
+/// Sessions of one node whose agents are leaving. With one more the oldest ends, so that an agent that leaves again and
+/// again does not pile up links.
+const MOST_LEAVING: usize = 4;
 
 /// Epochs are wall-clock milliseconds. One that is further ahead of this server's clock than this does not come from a
 /// clock that is right, and does not keep out one that does.
@@ -69,8 +73,8 @@ pub struct Sessions {
     /// The keys of `live`, to be handed on.
     nodes: Mutex<SharedSet<NodeName>>,
     ended: Mutex<HashMap<NodeName, LastEnd>>,
-    /// Sessions whose agents are leaving: they carry what they have, but get nothing new.
-    leaving: Mutex<HashMap<NodeName, Arc<Session>>>,
+    /// Sessions whose agents are leaving: they carry what they have, but get nothing new. Each node's oldest is the first.
+    leaving: Mutex<HashMap<NodeName, VecDeque<Arc<Session>>>>,
     ids: AtomicU64,
     router: Arc<Router>,
     metrics: Metrics,
@@ -110,14 +114,18 @@ impl Sessions {
     /// The live sessions, and those whose agents are leaving.
     pub(crate) fn linked(&self) -> Vec<Arc<Session>> {
         let mut linked = self.all();
-        linked.extend(self.leaving().values().cloned());
+        linked.extend(self.leaving().values().flatten().cloned());
         linked
     }
 
-    /// A node's live session, and one whose agent is leaving.
+    /// A node's live session, and those whose agents are leaving.
     pub(crate) fn linked_of(&self, node: &NodeName) -> impl Iterator<Item = Arc<Session>> + use<> {
-        let leaving = self.leaving().get(node).cloned();
-        self.get(node).into_iter().chain(leaving)
+        self.get(node).into_iter().chain(self.leaving_of(node))
+    }
+
+    /// The node's sessions whose agents are leaving, the oldest first.
+    pub(crate) fn leaving_of(&self, node: &NodeName) -> VecDeque<Arc<Session>> {
+        self.leaving().get(node).cloned().unwrap_or_default()
     }
 
     /// The nodes with a live session.
@@ -207,34 +215,58 @@ impl Sessions {
         self.note_end(&session.node);
     }
 
-    /// Takes the session of an agent that is leaving out of use. Each node has at most one such session, so that an
-    /// agent that leaves again and again does not pile up links.
+    /// Takes the session of an agent that is leaving out of use; it finishes what it carries. Of those that the node has
+    /// already the oldest ends if they are too many.
     pub fn leave(&self, session: &Arc<Session>) {
         self.unregister(session);
-        let before = self.leaving().insert(session.node.clone(), session.clone());
-        if let Some(before) = before
-            && before.id != session.id
-        {
-            before.close();
-        }
+        let oldest = {
+            let mut leaving = self.leaving();
+            // The agent says that it leaves while its session ends, or after it was the oldest of too many.
+            if session.forgotten.load(Ordering::Relaxed) || session.closed.is_cancelled() {
+                return;
+            }
+            let sessions = leaving.entry(session.node.clone()).or_default();
+            if sessions.iter().any(|other| other.id == session.id) {
+                return;
+            }
+            sessions.push_back(session.clone());
+            if sessions.len() <= MOST_LEAVING {
+                self.metrics.sessions_leaving.inc();
+                return;
+            }
+            sessions.pop_front()
+        };
+        let Some(oldest) = oldest else { return };
+        tracing::warn!(
+            node = %oldest.node, peer = %oldest.peer, epoch = oldest.epoch,
+            connections = oldest.links.connections(),
+            "more than {MOST_LEAVING} sessions of the node finish what they carry: the oldest ends"
+        );
+        oldest.close();
     }
 
     /// Forgets a session whose first link has ended.
     pub(crate) fn forget(&self, session: &Session) -> Forgotten {
         self.unregister(session);
         let mut leaving = self.leaving();
-        if leaving.get(&session.node).is_some_and(|other| other.id == session.id) {
+        session.forgotten.store(true, Ordering::Relaxed);
+        let Some(sessions) = leaving.get_mut(&session.node) else { return Forgotten::Lost };
+        let Some(index) = sessions.iter().position(|other| other.id == session.id) else {
+            return Forgotten::Lost;
+        };
+        sessions.remove(index);
+        if sessions.is_empty() {
             leaving.remove(&session.node);
-            return Forgotten::Leaving;
         }
-        Forgotten::Lost
+        self.metrics.sessions_leaving.dec();
+        Forgotten::Leaving
     }
 
     fn nodes(&self) -> MutexGuard<'_, SharedSet<NodeName>> {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn leaving(&self) -> MutexGuard<'_, HashMap<NodeName, Arc<Session>>> {
+    fn leaving(&self) -> MutexGuard<'_, HashMap<NodeName, VecDeque<Arc<Session>>>> {
         self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -245,7 +277,127 @@ impl Sessions {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::OnceLock;
+    use std::sync::atomic::AtomicBool;
+
+    use prometheus_client::registry::Registry;
+    use tokio_util::sync::CancellationToken;
+    use tunnel_core::carry::{StallBound, Totals};
+
     use super::*;
+    use crate::route::RouterConfig;
+    use crate::session::Links;
+    use crate::session::links::tests::link;
+
+    fn sessions() -> Sessions {
+        let config = RouterConfig {
+            token_range: "198.18.0.0/15".parse().unwrap(),
+            token_range_v6: "fd00:706f::/64".parse().unwrap(),
+            ports: [10250].into(),
+            pods: Vec::new(),
+            host: None,
+            edge_addresses: Vec::new(),
+            foreign: Vec::new(),
+            exclude: Vec::new(),
+            clients: Vec::new(),
+            host_addresses: || None,
+        };
+        let mut registry = Registry::default();
+        let router = Arc::new(Router::new(config, &mut registry));
+        Sessions::new(router, Metrics::new(&mut registry))
+    }
+
+    impl Sessions {
+        /// The next agent of the node attaches, and the one before leaves.
+        async fn replace(&self, node: &str, epoch: u64) -> Arc<Session> {
+            let session = Arc::new(Session {
+                id: self.next_id(),
+                node: node.parse().unwrap(),
+                epoch,
+                issued: SystemTime::now(),
+                refusal: OnceLock::new(),
+                moving: AtomicBool::new(false),
+                succeeded: CancellationToken::new(),
+                peer: "203.0.113.9:40000".parse().unwrap(),
+                since: Instant::now(),
+                agent_version: String::new(),
+                links: Links::new(link(0, Duration::ZERO).await, 1),
+                stalls: StallBound::new(1 << 20, 1 << 20),
+                carried: Totals::default(),
+                closed: CancellationToken::new(),
+                over: CancellationToken::new(),
+                forgotten: AtomicBool::new(false),
+            });
+            if let Some(older) = self.register(session.clone()).unwrap() {
+                self.leave(&older);
+            }
+            session
+        }
+
+        /// By their epochs, the live one first.
+        fn epochs(&self, node: &str) -> Vec<u64> {
+            self.linked_of(&node.parse().unwrap()).map(|session| session.epoch).collect()
+        }
+
+        fn counted(&self) -> (i64, i64) {
+            (self.metrics.tunnels.get(), self.metrics.sessions_leaving.get())
+        }
+    }
+
+    #[tokio::test]
+    async fn agents_that_are_replaced_one_after_the_other_finish_side_by_side() {
+        let sessions = sessions();
+        sessions.replace("other", 1).await;
+        let other = sessions.replace("other", 2).await;
+        let mut all = Vec::new();
+        for epoch in 1..=5 {
+            all.push(sessions.replace("edge-1", epoch).await);
+        }
+        let over = |all: &[Arc<Session>]| -> Vec<u64> {
+            all.iter().filter(|session| session.over.is_cancelled()).map(|session| session.epoch).collect()
+        };
+        assert_eq!(sessions.epochs("edge-1"), [5, 1, 2, 3, 4]);
+        assert_eq!((sessions.counted(), sessions.linked().len()), ((2, 5), 7));
+        assert!(over(&all).is_empty());
+        // Said again as its stream of events ends.
+        sessions.leave(&all[0]);
+        assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![5, 1, 2, 3, 4], (2, 5)));
+
+        // One too many.
+        all.push(sessions.replace("edge-1", 6).await);
+        assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![6, 2, 3, 4, 5], (2, 5)));
+        assert_eq!(over(&all), [1]);
+        assert!(all[0].closed.is_cancelled());
+        sessions.leave(&all[0]);
+        assert_eq!(sessions.epochs("edge-1"), [6, 2, 3, 4, 5], "it has no place any more");
+        assert_eq!(sessions.forget(&all[0]), Forgotten::Lost);
+
+        // In any order they end, and the others stay.
+        for (index, left) in [(2, vec![6, 2, 4, 5]), (1, vec![6, 4, 5]), (4, vec![6, 4]), (3, vec![6])] {
+            assert_eq!(sessions.forget(&all[index]), Forgotten::Leaving);
+            assert_eq!(sessions.epochs("edge-1"), left);
+        }
+        assert_eq!((sessions.counted(), over(&all)), ((2, 1), vec![1]));
+        assert_eq!(sessions.forget(&all[5]), Forgotten::Lost);
+        assert_eq!((sessions.counted(), sessions.epochs("other")), ((1, 1), vec![2, 1]));
+        sessions.leave(&other);
+        assert_eq!((sessions.counted(), sessions.epochs("other")), ((0, 2), vec![1, 2]));
+    }
+
+    #[tokio::test]
+    async fn a_session_that_has_ended_does_not_stay_as_one_that_leaves() {
+        let sessions = sessions();
+        let first = sessions.replace("edge-1", 1).await;
+        assert_eq!(sessions.forget(&first), Forgotten::Lost);
+        // The one who has replaced it is late.
+        sessions.leave(&first);
+        assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![], (0, 0)));
+        let second = sessions.replace("edge-1", 2).await;
+        sessions.leave(&second);
+        assert_eq!(sessions.forget(&second), Forgotten::Leaving);
+        sessions.leave(&second);
+        assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![], (0, 0)));
+    }
 
     #[test]
     fn an_epoch_that_no_clock_explains_keeps_nobody_out() {

@@ -45,6 +45,9 @@ pub struct NodeStatus {
     pub via: Vec<String>,
     /// Only while connected.
     pub session: Option<SessionStatus>,
+    /// Sessions of agents that have left or were replaced, which finish what they carry; the oldest first.
+    #[serde(default)]
+    pub leaving: Vec<SessionStatus>,
     /// Seconds since the last session ended, if one has since the server started; also while there is another one.
     pub last_seen_s: Option<u64>,
     /// Why it ended.

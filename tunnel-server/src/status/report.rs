@@ -41,6 +41,23 @@ impl LinkStatus {
     }
 }
 
+impl SessionStatus {
+    fn of(session: &Session) -> Self {
+        Self {
+            peer: session.peer,
+            epoch: session.epoch,
+            since_s: session.since.elapsed().as_secs(),
+            rtt_ms: session.links.rtt().map(milliseconds),
+            agent_version: session.agent_version.clone(),
+            links: session.links.all().iter().map(|link| LinkStatus::of(link)).collect(),
+            connections: session.links.connections(),
+            stalled: session.stalls.blocked(),
+            bytes_to_node: session.carried.from_socket.get(),
+            bytes_from_node: session.carried.to_socket.get(),
+        }
+    }
+}
+
 fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
@@ -125,18 +142,13 @@ impl Reporter {
             in_inventory,
             connected: session.is_some(),
             via: self.peers.holders(&name).iter().map(|peer| peer.server_id.clone()).collect(),
-            session: session.map(|session| SessionStatus {
-                peer: session.peer,
-                epoch: session.epoch,
-                since_s: session.since.elapsed().as_secs(),
-                rtt_ms: session.links.rtt().map(milliseconds),
-                agent_version: session.agent_version.clone(),
-                links: session.links.all().iter().map(|link| LinkStatus::of(link)).collect(),
-                connections: session.links.connections(),
-                stalled: session.stalls.blocked(),
-                bytes_to_node: session.carried.from_socket.get(),
-                bytes_from_node: session.carried.to_socket.get(),
-            }),
+            session: session.map(SessionStatus::of),
+            leaving: self
+                .sessions
+                .leaving_of(&name)
+                .iter()
+                .map(|session| SessionStatus::of(session))
+                .collect(),
             last_seen_s: end.as_ref().map(|end| end.at.elapsed().as_secs()),
             last_end: end.and_then(|end| end.reason.map(|reason| reason.to_string())),
             name,

@@ -188,13 +188,18 @@ impl NodeStatus {
     /// The cells below [`NODE_COLUMNS`].
     pub(super) fn row(&self) -> Vec<String> {
         let addresses = self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        let state = match (&self.session, self.last_seen_s) {
+        let mut state = match (&self.session, self.last_seen_s) {
             (None, _) if !self.via.is_empty() => format!("at {}", harmless(&self.via.join(" "))),
             (Some(session), _) if self.in_inventory => format!("up {}", age(session.since_s)),
             (Some(session), _) => format!("NOT IN INVENTORY {}", age(session.since_s)),
             (None, Some(ago)) => format!("DOWN {}", age(ago)),
             (None, None) => "NEVER SEEN".to_owned(),
         };
+        if !self.leaving.is_empty() {
+            // Those of their connections are not in the columns.
+            let connections: u32 = self.leaving.iter().map(|session| session.connections).sum();
+            state.push_str(&format!(", {connections} at agents that leave"));
+        }
         let none = || "-".to_owned();
         let mut row = vec![self.name.to_string(), state, addresses];
         match &self.session {
@@ -252,6 +257,21 @@ mod tests {
         }
     }
 
+    fn session(stalled: usize) -> SessionStatus {
+        SessionStatus {
+            peer: "203.0.113.9:40000".parse().unwrap(),
+            epoch: 3,
+            since_s: 3700,
+            rtt_ms: Some(12.34),
+            agent_version: "0.1.0".to_owned(),
+            links: vec![link(0), link(1)],
+            connections: 5,
+            stalled,
+            bytes_to_node: 1023,
+            bytes_from_node: 5 << 20,
+        }
+    }
+
     fn node(name: &str, session: Option<usize>) -> NodeStatus {
         NodeStatus {
             name: name.parse().unwrap(),
@@ -259,18 +279,8 @@ mod tests {
             in_inventory: true,
             connected: session.is_some(),
             via: if name == "elsewhere" { vec!["cloud-2".to_owned()] } else { Vec::new() },
-            session: session.map(|stalled| SessionStatus {
-                peer: "203.0.113.9:40000".parse().unwrap(),
-                epoch: 3,
-                since_s: 3700,
-                rtt_ms: Some(12.34),
-                agent_version: "0.1.0".to_owned(),
-                links: vec![link(0), link(1)],
-                connections: 5,
-                stalled,
-                bytes_to_node: 1023,
-                bytes_from_node: 5 << 20,
-            }),
+            session: session.map(self::session),
+            leaving: if name == "replaced" { vec![self::session(0), self::session(0)] } else { Vec::new() },
             last_seen_s: (name == "gone").then_some(40),
             last_end: (name == "gone").then(|| "the agent has left".to_owned()),
         }
@@ -341,6 +351,7 @@ mod tests {
             node("never", None),
             node("elsewhere", None),
             node("gone", None),
+            node("replaced", Some(0)),
         ])
         .to_text(false);
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("no {part} in\n{text}"));
@@ -354,7 +365,8 @@ mod tests {
             "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT IN EFFECT, the last good one is: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",
             "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections passed to it\n",
-            "nodes: 3 of 6 connected, 1 to other servers\n",
+            "nodes: 4 of 7 connected, 1 to other servers\n",
+            "up 1h1m, 10 at agents that leave",
             "at cloud-2",
             "DOWN 40s",
             "40s ago: the agent has left",

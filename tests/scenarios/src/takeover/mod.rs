@@ -1,4 +1,7 @@
-//! A second server of the same host takes over from the first, and what a killed one leaves.
+//! A second server, or agent, of the same host takes over from the first; and what a killed one leaves.
+mod agents;
+mod ends;
+
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -9,17 +12,18 @@ use nix::sys::signal::Signal;
 use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, connect_error, echo, end_of, visit};
-use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
-use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
-use tokio::net::TcpStream;
 
-use crate::common::{alongside, hold, pause, server, session_of, skip, target};
-use crate::mapped::{self, MAP, alongside_map, hold_mapped, visit_mapped};
+use crate::common::{alongside, hold, pause, server, skip, target};
+use agents::{
+    agents_are_replaced_while_earlier_ones_drain, an_agent_is_replaced, an_agents_successor_dies,
+    an_agents_successor_dies_while_the_first_one_drains,
+};
+use ends::{ENDS, finishes};
 
 scenarios! {
     nobody_notices(edges = 2, limit = 240),
@@ -29,14 +33,13 @@ scenarios! {
     a_server_that_is_told_to_stop_waits_for_its_successor(edges = 2, limit = 180),
     a_server_that_waits_no_longer_leaves_the_redirect(edges = 2, limit = 180),
     an_agent_is_replaced(limit = 180),
+    agents_are_replaced_while_earlier_ones_drain(limit = 180),
     an_agents_successor_dies(limit = 180),
     an_agents_successor_dies_while_the_first_one_drains(limit = 180),
     killed_and_back(limit = 180),
     killed_and_gone(limit = 180),
 }
 
-/// How long a server may take to end once it has nothing to carry.
-const ENDS: Duration = Duration::from_secs(20);
 /// How long what a server that died has pinned may stay: it is dead after three seconds without a sign of life.
 const REMOVED: Duration = Duration::from_secs(10);
 
@@ -193,16 +196,6 @@ async fn a_server_that_dies_as_it_passes_on_leaves_nothing(testbed: &Testbed) ->
     nothing_is_left(testbed)
 }
 
-/// The first one has carried what it had, and ends with it; the third one goes on.
-async fn finishes(first: &mut Process, mut held: TcpStream, on_edge: SocketAddr) -> Result<()> {
-    ensure!(first.ended()?.is_none(), "the first one ended with a connection open");
-    echo(&mut held, b"after").await.context("on the connection held")?;
-    drop(held);
-    let status = first.wait_exit(ENDS).await?;
-    ensure!(status.code() == Some(0), "the first one ended with {status}");
-    visit(on_edge).await.context("after the first one's end").map(drop)
-}
-
 async fn a_server_that_is_told_to_stop_waits_for_its_successor(testbed: &Testbed) -> Result<()> {
     let mut first = server(testbed).await?;
     let mut agents = agents(&first, 2).await?;
@@ -250,132 +243,6 @@ async fn wait_sessions(agent: &Agent<'_>, count: f64) -> Result<()> {
     let begun = async || Ok(agent.metrics().await?.sum("postern_agent_sessions_started_total", &[]));
     let what = format!("{} to begin {count} sessions", agent.process.name());
     wait_until(&what, agent::START, begun, |begun| *begun >= count).await.map(drop)
-}
-
-async fn an_agent_is_replaced(testbed: &Testbed) -> Result<()> {
-    let (server, _in_cloud) = mapped::server(testbed).await?;
-    let flags = ["--drain-timeout=1m", "--connect-address=127.0.0.1:10281", MAP];
-    let mut agent = Agent::enrol_with(&server, 1, &flags).await?;
-    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let length = 30_000_000;
-    let source = target(testbed, 1, 9100, Behaviour::Source(22, length))?;
-    visit(on_edge.address).await?;
-    let down = async || {
-        let metrics = server.metrics().await?;
-        anyhow::Ok(metrics.sum("postern_redirect_verdicts_total", &[("outcome", "down")]))
-    };
-    let before = down().await?;
-    for turn in 1..=3 {
-        let epoch = session_of(&server, 0).await?["epoch"].clone();
-        let mut held = hold(on_edge.address, b"before").await?;
-        let mut mapped = hold_mapped(testbed).await?;
-        let mut download = client::connect(source.address).await?;
-        skip(&mut download, 1_000_000).await?;
-        let started = Instant::now();
-        let replacing = async {
-            let second = agent.take_over().await?;
-            figure(&format!("turn {turn}: took over after {:.1?}", started.elapsed()));
-            // What the first one carries goes on.
-            echo(&mut held, b"after").await.context("on the connection held")?;
-            let (got, _) = client::digest(&mut download).await?;
-            ensure!(got + 1_000_000 == length, "a download of {got} bytes");
-            download.shutdown().await.context("closing the download")?;
-            ensure!(agent.process.ended()?.is_none(), "the first agent ended with a connection open");
-            for stream in [&mut held, &mut mapped] {
-                echo(stream, b"still").await.context("on a connection held")?;
-                stream.shutdown().await.context("closing")?;
-                ensure!(end_of(stream, client::PATIENCE).await? == client::End::Eof(0), "no clean end");
-            }
-            let status = agent.process.wait_exit(ENDS).await?;
-            ensure!(status.code() == Some(0), "the first agent ended with {status}");
-            anyhow::Ok(second)
-        };
-        let replacing = alongside_map(testbed, replacing);
-        agent = alongside("an agent's replacement", on_edge.address, replacing).await?;
-        ensure!(session_of(&server, 0).await?["epoch"] != epoch, "the first agent's session is the live one");
-        agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)?;
-        let ready = agent.get("/readyz").await?;
-        ensure!(ready.0 == 200, "/readyz of the second agent: {ready:?}");
-    }
-    for line in server.access_log()? {
-        ensure!(line.text("outcome") == "ok", "{line:?}");
-    }
-    let failed = down().await? - before;
-    ensure!(failed == 0.0, "{failed} connects found no tunnel");
-    let status = agent.process.stop().await?;
-    ensure!(status.code() == Some(0), "the last agent ended with {status}");
-    ensure!(!agent.state_dir().join("takeover").exists(), "its socket is left");
-    Ok(())
-}
-
-/// It had taken over: a third one starts at once, whatever the first one still carries.
-async fn an_agents_successor_dies_while_the_first_one_drains(testbed: &Testbed) -> Result<()> {
-    let server = server(testbed).await?;
-    let mut first = Agent::enrol_with(&server, 1, &["--drain-timeout=2m"]).await?;
-    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let held = hold(on_edge.address, b"before").await?;
-    let mut second = alongside("a takeover", on_edge.address, first.take_over()).await?;
-    second.process.crash().await?;
-    second.start_again()?;
-    second.wait_log("attached").await?;
-    server.wait_connected("edge-1", true, agent::START).await?;
-    visit(on_edge.address).await?;
-    finishes(&mut first.process, held, on_edge.address).await
-}
-
-async fn an_agents_successor_dies(testbed: &Testbed) -> Result<()> {
-    let (server, _in_cloud) = mapped::server(testbed).await?;
-    // As in a pod, which is stopped by its kubelet.
-    let mut agent = Agent::enrol_with(&server, 1, &["--when-replaced=wait", MAP]).await?;
-    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
-    let mut held = hold(on_edge.address, b"before").await?;
-    visit_mapped(testbed).await?;
-    let epoch = session_of(&server, 0).await?["epoch"].clone();
-
-    // Half-way: it reaches no server.
-    let edge = &testbed.edge(1).ns;
-    let syn = "OUTPUT -p tcp --dport 10262 --syn -j DROP";
-    edge.iptables(&format!("-I {syn}"))?;
-    alongside("a successor that dies half-way", on_edge.address, async {
-        let mut second = agent.successor()?;
-        agent.wait_log("another agent takes over").await?;
-        second.wait_log("taking over from the one that runs here").await?;
-        for _ in 0..20 {
-            visit_mapped(testbed).await?;
-        }
-        second.process.crash().await?;
-        agent.wait_log("this agent goes on").await
-    })
-    .await?;
-    edge.iptables(&format!("-D {syn}"))?;
-    ensure!(session_of(&server, 0).await?["epoch"] == epoch, "the session is another one");
-    ensure!(agent.get("/readyz").await?.0 == 200, "the first agent has lost its admin port");
-
-    // It has taken over, and the first one waits to be stopped.
-    let mut second = alongside("a takeover", on_edge.address, agent.take_over()).await?;
-    echo(&mut held, b"after").await.context("on the connection held")?;
-    ensure!(agent.process.ended()?.is_none(), "the first agent ended by itself");
-    visit_mapped(testbed).await.context("after the takeover")?;
-    let epoch = session_of(&server, 0).await?["epoch"].clone();
-    second.process.crash().await?;
-    let now = async || Ok(session_of(&server, 0).await?["epoch"].clone());
-    let back = |now: &Value| now.is_number() && *now != epoch;
-    wait_until("the first agent to be back", agent::START, now, back).await?;
-    server.wait_connected("edge-1", true, agent::START).await?;
-    echo(&mut held, b"still").await.context("on the connection held")?;
-    visit(on_edge.address).await?;
-    visit_mapped(testbed).await.context("after the second agent's death")?;
-
-    // The next one is taken.
-    let third = alongside("another takeover", on_edge.address, agent.take_over()).await?;
-    drop(held);
-    alongside("the first agent's end", on_edge.address, async {
-        let status = agent.process.stop().await?;
-        ensure!(status.code() == Some(0), "the first agent ended with {status}");
-        Ok(())
-    })
-    .await?;
-    third.metrics().await?.expect("postern_agent_sessions_started_total", &[], 1.0)
 }
 
 /// Expects that connects are refused at once, and never go to the edge's own network.
