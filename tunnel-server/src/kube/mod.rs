@@ -184,7 +184,7 @@ impl Kube {
         let (leader, events) = match &parts.certificate {
             Some(_) => {
                 let lease = &self.names.lease;
-                let (eligible, over) = (parts.eligible.clone(), draining.clone());
+                let (eligible, over) = (parts.eligible, draining.clone());
                 let leader = lease::start(client.clone(), &self.namespace, lease, id, eligible, over);
                 // The process waits for its tasks: once the Lease was given back another server may lead.
                 tasks.spawn(lease::released(leader.clone()));
@@ -233,9 +233,7 @@ impl Kube {
             tasks.spawn(dns::run(writers.clone(), events.clone(), self.records_left_out));
         }
         tasks.spawn(service::run(writers.clone(), doors));
-        let (sessions, fleet) = (parts.sessions, parts.fleet);
-        let eligible = parts.eligible;
-        tasks.spawn(tunnels::run(writers, events, sessions, fleet, parts.node_condition, eligible));
+        tasks.spawn(tunnels::run(writers, events, parts.sessions, parts.fleet, parts.node_condition));
         tasks.spawn(names::run(context, certificate, parts.server_names));
     }
 }

@@ -5,6 +5,7 @@ use anyhow::{Result, ensure};
 use postern_testbed::cluster::pods::{self, IDLE, TALK, shell};
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
 use postern_testbed::server::Server;
+use postern_testbed::wait::wait_until;
 use serde_json::Value;
 
 use super::checks::Checks;
@@ -89,12 +90,14 @@ async fn node_condition(cluster: &Cluster<'_>) -> Result<()> {
         condition.is_some_and(|found| found["status"] == "True" && found["reason"] == "TunnelUp")
     };
     cluster.api.wait("the condition PosternTunnel", &path, limit, up).await?;
-    let described = cluster.kubectl.run(&["describe", "node", EDGE_NODE]).await?;
+    let describe = async || cluster.kubectl.run(&["describe", "node", EDGE_NODE]).await;
+    let has_event = |described: &String| {
+        described.split("Events:").nth(1).is_some_and(|events| events.contains("TunnelUp"))
+    };
+    let described = wait_until("kubectl describe node to show the Event", limit, describe, has_event).await?;
     ensure!(
         described.contains("PosternTunnel"),
         "kubectl describe node does not show the condition:\n{described}"
     );
-    let events = described.split("Events:").nth(1).unwrap_or_default();
-    ensure!(events.contains("TunnelUp"), "kubectl describe node does not show the event:\n{events}");
     Ok(())
 }

@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::echo;
+use postern_testbed::cluster::api::{condition, is_true};
 use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::manifests::Manifests;
 use postern_testbed::cluster::postern::NAMESPACE;
@@ -16,7 +17,7 @@ use postern_testbed::server::Server;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, CloudHost, NEIGHBOUR, ROUTER, Testbed};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::checks::Checks;
 use super::following::Following;
@@ -24,6 +25,7 @@ use super::outages::ports_are_followed;
 use super::{commands, forward, views};
 use crate::common::{alongside, hold, target};
 
+const CONDITION: &str = "PosternTunnel";
 /// The second master.
 const SECOND: &str = "cloud-2";
 /// How soon servers and agents notice that a path is dead, or works again.
@@ -169,8 +171,23 @@ impl<'a> Masters<'a> {
         Ok(())
     }
 
+    /// Since when the edge node has a tunnel, and how often the end of one was reported, both as the cluster says it.
+    async fn said(&self) -> Result<(Value, u64)> {
+        let path = format!("/api/v1/nodes/{EDGE_NODE}");
+        let node =
+            self.cluster.api.wait("the condition", &path, NOTICED, |node| is_true(node, CONDITION)).await?;
+        let since = condition(&node, CONDITION).map(|found| found["lastTransitionTime"].clone());
+        let events = self.cluster.api.get("/apis/events.k8s.io/v1/namespaces/default/events").await?;
+        let events = events["items"].as_array().with_context(|| format!("no list in {events}"))?;
+        let of_tunnel =
+            |event: &&Value| event["reason"] == "TunnelDown" && event["regarding"]["name"] == EDGE_NODE;
+        let times = |event: &Value| event["series"]["count"].as_u64().unwrap_or(1);
+        Ok((since.context("no condition")?, events.iter().filter(of_tunnel).map(times).sum()))
+    }
+
     /// Its API server and its tunnel-server: the other master's go on.
     async fn killed(&mut self) -> Result<()> {
+        let said = self.said().await?;
         let mut following = Following::start(&self.kubectl[1]).await?;
         self.cluster.control_plane.kill_apiserver().await?;
         self.servers[0].process.crash().await?;
@@ -184,7 +201,10 @@ impl<'a> Masters<'a> {
         self.wait_attached(&[0, 1]).await?;
         self.wait_peers(1).await?;
         ensure!(self.apiserver.ended()?.is_none(), "the second API server has ended");
-        works(&self.kubectl[0]).await
+        works(&self.kubectl[0]).await?;
+        let now = self.said().await?;
+        ensure!(now == said, "the cluster says that the edge was away: {now:?} after {said:?}");
+        Ok(())
     }
 
     /// A rolling update as pods do it: nobody notices, and who is taken over from goes on should its successor die.
@@ -246,7 +266,7 @@ impl<'a> Masters<'a> {
 
     async fn wait_leads(&self, id: &str) -> Result<()> {
         let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tunnel-server");
-        let holds = |lease: &serde_json::Value| lease["spec"]["holderIdentity"] == id;
+        let holds = |lease: &Value| lease["spec"]["holderIdentity"] == id;
         self.cluster.api.wait(&format!("{id} to hold the Lease"), &path, LEADS, holds).await.map(drop)
     }
 

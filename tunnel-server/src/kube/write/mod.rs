@@ -1,5 +1,5 @@
-//! What the server writes to the cluster. Events are every server's; the rest is written by the holder of the Lease,
-//! when it differs.
+//! What the server writes to the cluster. Events about the ConfigMap are every server's; the rest is written by the holder of
+//! the Lease, when it differs.
 
 mod condition;
 pub mod csr;

@@ -16,31 +16,17 @@ use crate::shared_map::SharedSet;
 /// An agent that is replaced by another one within this time has not been away.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
-/// Reports tunnels until the stop: each server its own as Events, and, with `condition`, the one that leads those of all as the
-/// condition. While this server is not `eligible` its successor has the agents, and reports them.
+/// Reports the tunnels of all servers while this one leads, until the stop: as Events and, with `condition`, as the condition.
 pub async fn run(
     context: KubeContext,
     events: Events,
     sessions: Arc<Sessions>,
     peers: Arc<Peers>,
     condition: bool,
-    mut eligible: watch::Receiver<bool>,
 ) {
-    // Each time anew: what came and went meanwhile is for the successor to say.
-    while let Some(true) = context.stop.run_until_cancelled(is(&mut eligible, true)).await {
-        let (sessions, peers) = (sessions.clone(), peers.clone());
-        let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
-        let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
-        tokio::select! {
-            () = follow(context.clone(), events.clone(), own, elsewhere, condition) => return,
-            true = is(&mut eligible, false) => {}
-        }
-    }
-}
-
-/// Waits until the value is so; false when nobody can change it any more.
-async fn is(value: &mut watch::Receiver<bool>, wanted: bool) -> bool {
-    value.wait_for(|now| *now == wanted).await.is_ok()
+    let own = Tunnels { changed: sessions.changed(), nodes: move || sessions.live() };
+    let elsewhere = Tunnels { changed: peers.changed(), nodes: move || peers.nodes() };
+    follow(context, events, own, elsewhere, condition).await;
 }
 
 /// Nodes with tunnels, and when they change.
@@ -57,14 +43,14 @@ pub async fn follow(
     mut elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
     condition: bool,
 ) {
-    let (own_now, here) = watch::channel(SharedSet::default());
+    let (elsewhere_now, there) = watch::channel(SharedSet::default());
     let (all_now, anywhere) = watch::channel(SharedSet::default());
     let update = async {
         let mut fleet = Fleet::default();
         loop {
             fleet.follow((own.nodes)(), (elsewhere.nodes)());
+            elsewhere_now.send_replace(fleet.elsewhere.clone());
             all_now.send_replace(fleet.anywhere.clone());
-            own_now.send_replace(fleet.here.clone());
             let changed = tokio::select! {
                 changed = own.changed.changed() => changed,
                 changed = elsewhere.changed.changed() => changed,
@@ -75,8 +61,8 @@ pub async fn follow(
             tokio::time::sleep(DEBOUNCE).await;
         }
     };
-    let (stop, identity) = (context.stop.clone(), context.identity.clone());
-    let reports = tunnel_events::run(&identity, events, here);
+    let (stop, leader) = (context.stop.clone(), context.leader.clone());
+    let reports = tunnel_events::run(leader, events, anywhere.clone(), there);
     let conditions = async {
         if condition {
             condition::run(context, anywhere).await;

@@ -7,12 +7,15 @@ use postern_fake_kube::{Fault, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
+use tunnel_server::kube::KubeContext;
 use tunnel_server::kube::write::CONDITION;
+use tunnel_server::kube::write::events::Events;
 use tunnel_server::kube::write::tunnels::{self, Tunnels};
 
-use crate::fixture::Fixture;
+use crate::fixture::{self, Fixture};
 
 const NODES: &str = "/api/v1/nodes";
+const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
 
 /// The sessions, which the test decides.
 #[derive(Clone)]
@@ -29,6 +32,11 @@ impl Sessions {
 
     /// With the condition or without.
     fn start_with(fixture: &Fixture, live: &[&str], condition: bool) -> Self {
+        Self::of((fixture.context.clone(), fixture.events.clone()), live, condition)
+    }
+
+    /// Those of one of several servers.
+    fn of((context, events): (KubeContext, Events), live: &[&str], condition: bool) -> Self {
         let elsewhere = Arc::default();
         let sessions = Self { live: Arc::default(), elsewhere, changed: watch::Sender::new(0) };
         sessions.set(live);
@@ -38,7 +46,6 @@ impl Sessions {
             Tunnels { changed: sessions.changed.subscribe(), nodes }
         };
         let (own, elsewhere) = (tunnels(&sessions.live), tunnels(&sessions.elsewhere));
-        let (context, events) = (fixture.context.clone(), fixture.events.clone());
         tokio::spawn(tunnels::follow(context, events, own, elsewhere, condition));
         sessions
     }
@@ -77,7 +84,7 @@ impl Fixture {
 }
 
 #[tokio::test]
-async fn a_tunnel_to_another_server_counts_for_the_condition_but_not_for_this_servers_events() {
+async fn a_tunnel_to_any_server_is_one_and_to_go_from_one_to_another_is_no_event() {
     let fixture = Fixture::new(true).await;
     for name in ["edge-1", "edge-2"] {
         fixture.api.put(NODES, node(name, None));
@@ -89,7 +96,17 @@ async fn a_tunnel_to_another_server_counts_for_the_condition_but_not_for_this_se
         eventually("the condition", || fixture.status(node).filter(|status| status == "True")).await;
     }
     eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
-    assert!(fixture.notes("default", "TunnelUp", "edge-2").is_empty());
+    assert!(fixture.notes("default", "TunnelUp", "edge-2").is_empty(), "the other server had it before");
+
+    // One goes to the other server, and the other one nowhere.
+    sessions.set_elsewhere(&["edge-1", "edge-2"]);
+    sessions.set(&[]);
+    sessions.set_elsewhere(&["edge-1"]);
+    eventually("an Event", || fixture.notes("default", "TunnelDown", "edge-2").pop()).await;
+    assert!(fixture.notes("default", "TunnelDown", "edge-1").is_empty());
+    eventually("no tunnel", || (fixture.status("edge-2")? == "False").then_some(())).await;
+    assert_eq!(fixture.status("edge-1").as_deref(), Some("True"));
+    assert_eq!(fixture.notes("default", "TunnelUp", "edge-1").len(), 1);
 }
 
 #[tokio::test]
@@ -189,22 +206,44 @@ async fn writes_are_paced_and_one_failing_node_delays_no_other() {
 }
 
 #[tokio::test]
-async fn only_the_leader_writes_conditions_and_every_server_reports_its_tunnels() {
+async fn only_the_leader_writes() {
     let fixture = Fixture::new(false).await;
-    fixture.api.put(NODES, node("edge-1", None));
+    let (context, inputs) = fixture.other().await;
+    for edge in ["edge-1", "edge-2"] {
+        fixture.api.put(NODES, node(edge, None));
+    }
+    // edge-1 has a tunnel to the other server, which leads, and edge-2 one to this one.
     let sessions = Sessions::start(&fixture, &[]);
-    fixture.nodes(&["edge-1"], &[]);
-    sessions.set(&["edge-1"]);
+    let events = Events::start(context.client.clone(), "server-b", context.stop.clone());
+    let leading = Sessions::of((context, events), &["edge-1"], true);
+    inputs.leader.send_replace(true);
+    for inventory in [&fixture.inputs.inventory, &inputs.inventory] {
+        inventory.send_replace(fixture::inventory(&["edge-1", "edge-2"], &[]));
+    }
+    sessions.set_elsewhere(&["edge-1"]);
+    // From then on it knows what this one had.
     eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-1").pop()).await;
-    assert_eq!(fixture.status("edge-1"), None);
-    assert_eq!(fixture.api.requests("list", NODES), 0);
+    sessions.set(&["edge-2"]);
+    leading.set_elsewhere(&["edge-2"]);
+    eventually("an Event", || fixture.notes("default", "TunnelUp", "edge-2").pop()).await;
+    for edge in ["edge-1", "edge-2"] {
+        eventually("the condition", || (fixture.status(edge)? == "True").then_some(())).await;
+    }
     sessions.set(&[]);
-    let note = eventually("an Event", || fixture.notes("default", "TunnelDown", "edge-1").pop()).await;
-    assert!(note.contains("server-a"), "{note}");
-    sessions.set(&["edge-1"]);
+    leading.set_elsewhere(&[]);
+    eventually("an Event", || fixture.notes("default", "TunnelDown", "edge-2").pop()).await;
+    let reporters: Vec<_> =
+        fixture.api.list(EVENTS).iter().map(|event| event["reportingInstance"].clone()).collect();
+    assert_eq!(reporters, ["server-b"; 3]);
+    assert_eq!(fixture.api.requests("list", NODES), 1, "{:?}", fixture.api.all_requests());
+
+    // The other one leads. What it saw end just now it may report once more: nobody may have.
+    inputs.leader.send_replace(false);
     fixture.inputs.leader.send_replace(true);
-    eventually("the condition", || fixture.status("edge-1")).await;
-    assert_eq!(fixture.api.writes(NODES), 1, "{:?}", fixture.api.all_requests());
+    eventually("the list of conditions", || (fixture.api.requests("list", NODES) > 1).then_some(())).await;
+    sessions.set(&["edge-2"]);
+    let up = || fixture.notes("default", "TunnelUp", "edge-2").len() > 1;
+    eventually("an Event of the other server", || up().then_some(())).await;
 }
 
 #[tokio::test]
