@@ -14,7 +14,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use postern_testbed::id::{Id, Kind};
 use postern_testbed::process::{Process, log_file};
 use postern_testbed::report::{FIGURE, PROGRESS, progress};
-use postern_testbed::{Shape, load_target, supervisor, sweep};
+use postern_testbed::{Shape, load_target, supervisor, sweep, visitors};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::doctor::faults;
@@ -33,7 +33,7 @@ static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
 static SLOTS: OnceLock<Slots> = OnceLock::new();
 
-/// The `scenarios` program; `--run NAME --id ID` and `--target` are for the processes that it starts itself.
+/// The `scenarios` program; `--run NAME --id ID`, `--target` and `--visit` are for the processes that it starts itself.
 pub(crate) fn main(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> ExitCode {
     match dispatch(args, scenarios) {
         Ok(code) => code,
@@ -47,6 +47,9 @@ pub(crate) fn main(args: Vec<OsString>, scenarios: Vec<&'static Scenario>) -> Ex
 fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> Result<ExitCode> {
     if args.get(1).is_some_and(|arg| arg == load_target::ARGUMENT) {
         return load_target::run().map(|()| ExitCode::SUCCESS);
+    }
+    if args.get(1).is_some_and(|arg| arg == visitors::ARGUMENT) {
+        return visitors::run(&args[2..]).map(|()| ExitCode::SUCCESS);
     }
     if args.get(1).is_some_and(|arg| arg == "--run") {
         let text = |at: usize| args.get(at).and_then(|arg| arg.to_str()).context("--run NAME --id ID");

@@ -30,6 +30,7 @@ pub mod sweep;
 pub mod target;
 pub mod tls;
 mod topology;
+pub mod visitors;
 pub mod wait;
 pub mod wan;
 

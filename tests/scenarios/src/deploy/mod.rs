@@ -373,11 +373,11 @@ async fn update(cluster: &Cluster<'_>, program: &str) -> Result<()> {
     // A port of the ConfigMap.
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     wait_for("the port to be redirected", PATIENCE, async || Ok(visit(exporter.address).await.ok())).await?;
-    restart(cluster, program, 1, exporter.address).await
+    alongside("a rolling update", exporter.address, restart(cluster, program, 1)).await
 }
 
-/// A rolling update of a program's pods on so many nodes: beside kubectl and connections to `address`, none of which may fail.
-async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32, address: SocketAddr) -> Result<()> {
+/// A rolling update of a program's pods on so many nodes, beside kubectl, which may not fail.
+async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()> {
     let kubectl = &cluster.kubectl;
     let before = running(kubectl, program).await?;
     let (asked, updated) = (Cell::new(0), Cell::new(false));
@@ -398,8 +398,7 @@ async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32, address: Sock
         }
         Ok(())
     };
-    let both = async { tokio::try_join!(update, ask) };
-    alongside("a rolling update", address, both).await?;
+    tokio::try_join!(update, ask)?;
     figure(&format!("kubectl logs and exec {} times during a rolling update", asked.get()));
     // One that has handed over may still finish what it carries.
     let now = async || running(kubectl, program).await;

@@ -5,11 +5,13 @@ use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
+use postern_testbed::process::Placement;
 use postern_testbed::prometheus;
-use postern_testbed::report::progress;
+use postern_testbed::report::{figure, progress};
 use postern_testbed::target::Behaviour;
+use postern_testbed::visitors::Visitors;
 use postern_testbed::wait::{wait_for, wait_until};
-use postern_testbed::{NEIGHBOUR, Testbed};
+use postern_testbed::{CloudHost, NEIGHBOUR, Testbed};
 use serde_json::json;
 
 use super::{
@@ -20,6 +22,10 @@ use crate::common::target;
 const SECOND: &str = "cloud-2";
 /// An echo on the edge, beside the node exporter.
 const ECHO: u16 = 9102;
+/// New connections a second, over both masters.
+const RATE: u32 = 200;
+/// Connections of each master's clients, however slow the machine is.
+const LEAST: usize = 500;
 /// Prometheus' jobs, and the seconds between two scrapes of each.
 const JOBS: u32 = 5;
 
@@ -33,10 +39,10 @@ pub(super) async fn two_masters_are_updated(testbed: &Testbed) -> Result<()> {
         cluster.host_mut(node)?.import(&archive(program)?).await?;
     }
     pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
-    explained(&cluster, updated).await
+    explained(&cluster, async |cluster: &Cluster<'_>| updated(cluster, &second).await).await
 }
 
-async fn updated(cluster: &Cluster<'_>) -> Result<()> {
+async fn updated(cluster: &Cluster<'_>, second: &CloudHost) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
     // Before the redirect, which would take this process's connections too.
     let echo = target(testbed, 1, ECHO, Behaviour::Echo)?;
@@ -56,9 +62,16 @@ async fn updated(cluster: &Cluster<'_>) -> Result<()> {
     let scraped = async || prometheus::query(&up).await;
     wait_until("every job of Prometheus to reach the edge", PATIENCE, scraped, |series| !series.is_empty())
         .await?;
+    let second = Placement { ns: &second.ns, cgroup: &second.cgroup };
+    let hosts = [(CLOUD_NODE, testbed.on_cloud()), (SECOND, second)];
+    let visitors = Visitors::start(testbed, &hosts, echo.address, RATE, LEAST).await?;
     progress("both masters reach the edge; the update begins");
 
-    restart(cluster, "tunnel-server", 2, echo.address).await?;
+    let ((), visits) = visitors.alongside(restart(cluster, "tunnel-server", 2)).await?;
+    for ((master, _), visits) in hosts.iter().zip(&visits) {
+        let rate = visits.count as f64 / visits.seconds;
+        figure(&format!("{master}: {} new connections, {rate:.0} a second, {}", visits.count, visits.times));
+    }
     both_have_the_edge(kubectl).await?;
     let failed = prometheus::samples("sum(count_over_time(up[10m])) - sum(sum_over_time(up[10m]))").await?;
     let failed = failed.first().context("no series of the edge")?.number();
