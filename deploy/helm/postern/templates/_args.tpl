@@ -13,6 +13,47 @@
 {{- add (mul $seconds (index . 1)) 10 -}}
 {{- end }}
 
+{{/* What is redirected: the same on every host. */}}
+{{- define "postern.redirectArgs" -}}
+{{- if .Values.edgeNodes }}
+- {{ printf "--edge-selector=%s" (include "postern.edgeSelector" .) | quote }}
+{{- end }}
+{{- with .Values.server.edgeAddresses }}
+- "--edge-addresses={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.serviceCIDRs }}
+- "--service-cidrs={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.exclude }}
+- "--exclude={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.redirectClients }}
+- "--redirect-clients={{ join "," . }}"
+{{- end }}
+{{- with .Values.server.edgePodRoutes }}
+- "--edge-pod-routes={{ join "," . }}"
+{{- end }}
+{{- end }}
+
+{{- define "postern.redirectorArgs" -}}
+- --role=redirector
+- --state-dir=/var/lib/postern/redirector
+- "--drain-timeout={{ .Values.redirector.drainTimeout }}"
+{{- if ne .Values.server.configMap "tunnel-server-cfg" }}
+- "--configmap={{ .Values.server.configMap }}"
+{{- end }}
+{{- include "postern.redirectArgs" . }}
+{{- if .Values.redirector.metrics.enabled }}
+- "--metrics-port={{ .Values.redirector.metrics.port }}"
+{{- with .Values.server.bindAddress }}
+- "--bind-address={{ . }}"
+{{- end }}
+{{- end }}
+{{- range .Values.redirector.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
 {{- define "postern.serverArgs" -}}
 - "--drain-timeout={{ .Values.server.drainTimeout }}"
 {{- with .Values.server.bindAddress }}
@@ -34,24 +75,7 @@
 {{- if ne .Values.server.dnsConfigMap "tunnel-nodes" }}
 - "--dns-configmap={{ .Values.server.dnsConfigMap }}"
 {{- end }}
-{{- if .Values.edgeNodes }}
-- {{ printf "--edge-selector=%s" (include "postern.edgeSelector" .) | quote }}
-{{- end }}
-{{- with .Values.server.edgeAddresses }}
-- "--edge-addresses={{ join "," . }}"
-{{- end }}
-{{- with .Values.server.serviceCIDRs }}
-- "--service-cidrs={{ join "," . }}"
-{{- end }}
-{{- with .Values.server.exclude }}
-- "--exclude={{ join "," . }}"
-{{- end }}
-{{- with .Values.server.redirectClients }}
-- "--redirect-clients={{ join "," . }}"
-{{- end }}
-{{- with .Values.server.edgePodRoutes }}
-- "--edge-pod-routes={{ join "," . }}"
-{{- end }}
+{{- include "postern.redirectArgs" . }}
 {{- if .Values.server.nodeCondition }}
 - --node-condition=on
 {{- end }}

@@ -62,6 +62,12 @@ imagePullSecrets:
 {{- if and .Values.agent.allowTargets .Values.server.edgePodRoutes -}}
 {{- fail "agent.allowTargets: with server.edgePodRoutes agents take the ranges of pods from their Nodes; name the ranges in allowTargets with extraArgs --edge-pod-routes instead" -}}
 {{- end -}}
+{{- if and .Values.redirector.enabled .Values.server.nodeSelectorTerms (not .Values.redirector.nodeSelectorTerms) -}}
+{{- fail "redirector.nodeSelectorTerms: servers run where server.nodeSelectorTerms says, and no redirector may run there: name other nodes" -}}
+{{- end -}}
+{{- if and .Values.redirector.metrics.enabled (not .Values.redirector.enabled) -}}
+{{- fail "redirector.metrics.enabled: there are no redirectors; set redirector.enabled" -}}
+{{- end -}}
 {{- if .Values.monitoring.podMonitor -}}
 {{- $tunnelled := false -}}
 {{- range .Values.tunnelledPorts.loopback -}}

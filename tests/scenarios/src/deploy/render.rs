@@ -23,7 +23,7 @@ const REFUSED: &str = include_str!("chart-refused.txt");
 pub(super) type Objects = BTreeMap<(String, String), Value>;
 
 /// A folder or a component of deploy/, and the values of the chart with which it renders the same.
-const SAME: [(&str, &[&str], &[&str]); 18] = [
+const SAME: [(&str, &[&str], &[&str]); 23] = [
     ("base", &[], &[]),
     ("overlays/nodeport", &[], &["--set=service.nodePort=31008"]),
     ("overlays/loadbalancer", &[], &["--set=service.type=LoadBalancer"]),
@@ -40,6 +40,22 @@ const SAME: [(&str, &[&str], &[&str]); 18] = [
     ("base", &["konnectivity-agents"], &["--set=server.konnectivityAgents.enabled=true"]),
     ("base", &["kubelet-credentials"], &["--set=agent.kubeletCredentials.enabled=true"]),
     ("base", &["selinux"], &["--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t"]),
+    ("overlays/everywhere", &[], &["--set=redirector.enabled=true"]),
+    (
+        "base",
+        &["everywhere", "metrics", "everywhere-metrics"],
+        &["--set=redirector.enabled=true,redirector.metrics.enabled=true,server.metrics.enabled=true"],
+    ),
+    ("base", &["everywhere", "kernel-5.10"], &["--set=redirector.enabled=true,server.kernel510=true"]),
+    ("base", &["everywhere", "cri-o"], &["--set=redirector.enabled=true,server.seccompProfile=Unconfined"]),
+    (
+        "base",
+        &["everywhere", "selinux"],
+        &[
+            "--set=redirector.enabled=true",
+            "--set=server.seLinuxOptions.type=spc_t,agent.seLinuxOptions.type=spc_t",
+        ],
+    ),
     (
         "base",
         &["public-addresses"],
