@@ -18,7 +18,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Only this wide-area path; repeatable, and an unknown name lists what there is.
-    #[arg(long, value_name = "NAME", conflicts_with = "record")]
+    #[arg(long, value_name = "NAME")]
     path: Vec<String>,
     /// How often every peer is measured [default: 5, with --smoke 1].
     #[arg(long)]
@@ -27,7 +27,7 @@ pub(crate) struct Options {
     #[arg(long)]
     smoke: bool,
     /// Writes the report and its plots into docs/benchmarks: with `--only host` or `--only wan` that part alone. It takes
-    /// at least five rounds, no --smoke, and a tree without changes. Wide-area paths that were measured before such a run was
+    /// at least five rounds, no --smoke, and a tree without changes; with --path the part about wide-area paths has just these. Wide-area paths that were measured before such a run was
     /// interrupted are not measured again, as long as the commit is the same.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
@@ -101,6 +101,14 @@ fn recorded(options: &Options, commit: &Commit) -> Result<Vec<&'static str>> {
         "--record, but the tree differs from commit {}: commit the changes first, so that others can measure the same",
         commit.name
     );
+    if !options.path.is_empty() {
+        ensure!(
+            options.only.iter().all(|only| only == "wan"),
+            "--record with --path and --only {}: --path records wide-area paths with every peer",
+            options.only.join(" --only ")
+        );
+        return Ok(vec!["wan"]);
+    }
     let parts: Vec<_> =
         PARTS.into_iter().filter(|part| options.only.iter().any(|only| only == part)).collect();
     if options.only.is_empty() {
@@ -278,5 +286,12 @@ mod tests {
             let error = parts(only, rounds, changed).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
+        let of_path = |only: &[&str]| {
+            let only = only.iter().map(|&name| name.to_owned()).collect();
+            let options = Options { only, path: vec!["lte".to_owned()], record: true, ..Options::default() };
+            recorded(&options, &Commit { name: "1234".to_owned(), changed: false })
+        };
+        assert_eq!(of_path(&["wan"]).unwrap(), ["wan"]);
+        assert!(of_path(&["postern"]).unwrap_err().to_string().contains("--only postern"));
     }
 }

@@ -143,7 +143,7 @@ impl Reasons {
 
 fn render_targets(text: &mut String, report: &Report<'_>) -> std::fmt::Result {
     writeln!(text, "\n## Goals\n\n| | measured | |\n|---|---|---|")?;
-    for target in targets::check(report.record, report.name) {
+    for target in targets::check(report.record, report.name, report.options) {
         let measured = target.measured.map_or_else(|| "–".to_owned(), number);
         let verdict = match target.met {
             Some(true) => "met",

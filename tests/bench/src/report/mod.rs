@@ -135,6 +135,6 @@ fn as_json(report: &Report<'_>) -> Value {
         "smoke": report.options.smoke,
         "machine": report.machine,
         "lines": lines.collect::<Vec<_>>(),
-        "targets": targets::check(report.record, report.name),
+        "targets": targets::check(report.record, report.name, report.options),
     })
 }

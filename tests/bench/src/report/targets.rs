@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::catalogue::NODES;
 use crate::line::{Better, Peer};
-use crate::options::HOST;
+use crate::options::{HOST, Options};
 use crate::record::Record;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -36,8 +36,8 @@ impl Bound {
 }
 
 /// Those of one part of the report.
-pub(super) fn check(record: &Record, part: &str) -> Vec<Target> {
-    if part == HOST { on_host(record) } else { wan::check(record) }
+pub(super) fn check(record: &Record, part: &str, options: &Options) -> Vec<Target> {
+    if part == HOST { on_host(record) } else { wan::check(record, &options.places().collect::<Vec<_>>()) }
 }
 
 fn on_host(record: &Record) -> Vec<Target> {
@@ -127,7 +127,7 @@ mod tests {
         record.value("bulk-down-1", Peer::KonnectivityHttp, 300.0);
         record.value("bulk-down-8", Peer::Postern, 850.0);
         record.value("beside-bulk-4-trip", Peer::Postern, 11_000.0);
-        let targets = check(&record, HOST);
+        let targets = check(&record, HOST, &Options::parse([]).unwrap());
         assert_eq!(of(&targets, "download, one stream, over HAProxy").met, Some(true));
         assert_eq!(of(&targets, "download, one stream, over konnectivity").met, Some(false));
         assert_eq!(of(&targets, "download, 8 streams").met, Some(false));

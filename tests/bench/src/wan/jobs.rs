@@ -1,5 +1,6 @@
 //! All places in all rounds. Each is a job: a process with a testbed of its own, so that slow paths, which leave the CPUs
 //! alone, are measured several at a time.
+use std::cmp::Reverse;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::Path;
@@ -53,11 +54,13 @@ struct State {
 }
 
 impl State {
-    /// The next job that leaves the CPUs to those that run.
+    /// The next job that leaves the CPUs to those that run: the one with the most load, or it would wait to the end and then
+    /// run alone.
     fn next(&mut self) -> Option<Job> {
         let room = MOST_LOAD.saturating_sub(self.running.iter().sum());
         let fits = |job: &Job| self.running.is_empty() || job.place.load() <= room;
-        let index = self.queue.iter().position(fits)?;
+        let fitting = self.queue.iter().enumerate().filter(|(_, job)| fits(job));
+        let (index, _) = fitting.max_by_key(|(index, job)| (job.place.load(), Reverse(*index)))?;
         let job = self.queue.remove(index)?;
         self.running.push(job.place.load());
         Some(job)

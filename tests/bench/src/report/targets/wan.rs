@@ -2,7 +2,7 @@
 use super::{Bound, Target, target};
 use crate::line::{Better, Peer};
 use crate::record::Record;
-use crate::wan::{PLACES, Place, id};
+use crate::wan::{Place, id};
 
 /// Paths that lose nothing.
 const CLEAN: [&str; 9] = [
@@ -26,10 +26,13 @@ const KONNECTIVITY: &[Peer] = &Peer::KONNECTIVITY;
 /// Every other tunnel.
 const OTHERS: &[Peer] = &[Peer::Haproxy, Peer::Rathole, Peer::KonnectivityGrpc, Peer::KonnectivityHttp];
 
-pub(super) fn check(record: &Record) -> Vec<Target> {
+/// `chosen`: the places that the run was to measure.
+pub(super) fn check(record: &Record, chosen: &[&Place]) -> Vec<Target> {
     use Bound::{AtLeast, AtMost};
+    let of = |places: &[&str]| chosen.iter().copied().filter(|place| places.contains(&place.id)).collect();
     let worst = |asks: &str, places: &[&str], measures: &[&str], to: &[Peer], bound: Bound| {
-        worst(asks, places, measures, bound, |_, line| record.ratio(line, Peer::Postern, to, bound.better()))
+        let places: Vec<&Place> = of(places);
+        worst(asks, &places, measures, bound, |_, line| record.ratio(line, Peer::Postern, to, bound.better()))
     };
     let mut targets = vec![
         worst("no loss: one stream, over direct", &CLEAN, &ONE, DIRECT, AtLeast(0.95)),
@@ -56,7 +59,7 @@ pub(super) fn check(record: &Record) -> Vec<Target> {
     };
     targets.push(self::worst(
         "connect and echo, above one round trip, ms",
-        &CLEAN,
+        &of(&CLEAN),
         &["connect"],
         AtMost(3.0),
         above_rtt,
@@ -67,7 +70,7 @@ pub(super) fn check(record: &Record) -> Vec<Target> {
         ("usable after a longer outage, s", &["outage-20", "outage-60"], 2.0),
         ("usable after the NAT has forgotten the mapping, s", &["new-mapping"], 3.0),
     ] {
-        targets.push(self::worst(asks, places, &["usable"], AtMost(limit), seconds));
+        targets.push(self::worst(asks, &of(places), &["usable"], AtMost(limit), seconds));
     }
     targets
 }
@@ -75,14 +78,15 @@ pub(super) fn check(record: &Record) -> Vec<Target> {
 /// The worst of these lines; not measured if one of them is missing.
 fn worst(
     asks: &str,
-    places: &[&str],
+    places: &[&Place],
     measures: &[&str],
     bound: Bound,
     value: impl Fn(&Place, &str) -> Option<f64>,
 ) -> Target {
     let mut worst: Option<(f64, String)> = None;
-    let places = PLACES.iter().filter(|place| places.contains(&place.id));
-    for (place, measure) in places.flat_map(|place| measures.iter().map(move |measure| (place, measure))) {
+    for (place, measure) in
+        places.iter().flat_map(|place| measures.iter().map(move |measure| (place, measure)))
+    {
         let line = id(place, measure);
         let Some(value) = value(place, &line) else { return target(asks, None, bound) };
         let is_worse = worst.as_ref().is_none_or(|(known, _)| match bound.better() {
@@ -100,6 +104,7 @@ fn worst(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wan::PLACES;
 
     #[test]
     fn the_worst_line_counts() {
@@ -109,12 +114,21 @@ mod tests {
             record.value(&line, Peer::Postern, value);
             record.value(&line, Peer::Direct, 100.0);
         }
-        let targets = check(&record);
+        let targets = check(&record, &PLACES.each_ref());
         let of = |begin: &str| targets.iter().find(|target| target.asks.starts_with(begin)).unwrap();
         let lossy = of("1 % loss: one and eight streams, over direct");
         assert_eq!((lossy.measured, lossy.met), (Some(0.9), Some(false)));
         assert_eq!(lossy.line.as_deref(), Some("wan-50ms-100m-1-up-1"));
         assert_eq!(of("no loss: one stream, over direct").met, None);
+        // Of what was not to be measured nothing is missing.
+        record.value("wan-lte-down-1", Peer::Postern, 97.0);
+        record.value("wan-lte-down-1", Peer::Direct, 100.0);
+        record.value("wan-lte-up-1", Peer::Postern, 98.0);
+        record.value("wan-lte-up-1", Peer::Direct, 100.0);
+        let lte = PLACES.iter().find(|place| place.id == "lte").unwrap();
+        let targets = check(&record, &[lte]);
+        let clean = targets.iter().find(|target| target.asks.starts_with("no loss: one stream, over direct"));
+        assert_eq!(clean.unwrap().measured, Some(0.97));
     }
 
     #[test]
