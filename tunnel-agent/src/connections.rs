@@ -162,7 +162,7 @@ mod tests {
     fn this_nodes_are_shown_and_no_more_than_the_bound() {
         let live = Arc::<Live<Connection>>::default();
         let present: Vec<_> = (0..MAX_ROWS + 5).map(|number| live.enter(connection(number))).collect();
-        let answer = endpoint(live.clone(), "edge-1".parse().unwrap());
+        let answer = endpoint(live, "edge-1".parse().unwrap());
         let report = |node| serde_json::from_value::<ConnectionsReport>(answer(node)).unwrap();
         for own in [None, Some("edge-1")] {
             let report = report(own);

@@ -227,7 +227,7 @@ mod tests {
             (0..MAX_ROWS + 5).map(|number| metrics.live(connection(Some("edge-1"), number))).collect();
         present.push(metrics.live(connection(Some("edge-2"), 7)));
         present.push(metrics.live(connection(None, 3)));
-        let answer = endpoint(metrics.clone());
+        let answer = endpoint(metrics);
         let report = |node| serde_json::from_value::<ConnectionsReport>(answer(node)).unwrap();
         let all = report(None);
         assert_eq!((all.connections.len(), all.more), (MAX_ROWS, 7));
