@@ -238,7 +238,7 @@ async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
     // The node has sent until it had to wait for the window.
     let (held, left) = (unread["held_for_client"].as_u64(), unread["window_left"].as_u64());
     ensure!(held >= Some(512 << 10), "held for a client that does not read: {unread}");
-    ensure!(left.is_some_and(|left| left <= 128 << 10), "left of its window: {unread}");
+    ensure!(left.is_some_and(|left| left <= 512 << 10), "left of its window: {unread}");
     ensure!(unread["door"] == "redirect" && unread["node"] == "edge-1", "{unread}");
     ensure!(unread["node_blocked_ms"].is_null(), "nothing goes to the node: {unread}");
     let idle = row(&report, &echo).context("the idle connection's row")?;

@@ -177,7 +177,7 @@ table ip kube-proxy {
         ip daddr . tcp dport vmap @of-networks
         tcp dport vmap { 9105 : return, 9104 : return, 80-90 : goto external-WEB }
         tcp dport != { 1-9099, 9101-65535 } counter redirect to :1
-        tcp dport >= 10255 tcp sport 1-65535 dnat to 10.71.0.9
+        ip daddr != 127.0.0.0/8 tcp dport >= 10255 tcp sport 1-65535 dnat to 10.71.0.9
     }
     chain external-WEB { meta l4proto tcp dnat to 10.71.0.9:80; }
 }
@@ -326,13 +326,18 @@ async fn what_a_killed_server_leaves_is_found(testbed: &Testbed) -> Result<()> {
 async fn damaged_files_are_found(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
     let state = testbed.dir().join("server");
-    for entry in fs::read_dir(state.join("ca"))? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "key") {
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o644))?;
+    let keys_have = |mode: u32| {
+        for entry in fs::read_dir(state.join("ca"))? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "key") {
+                fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
+            }
         }
-    }
+        anyhow::Ok(())
+    };
+    keys_have(0o644)?;
     doctor(testbed, &[]).await?.expect("key-readable-by-others", "0644")?;
+    keys_have(0o600)?;
     let mut inventory = Inventory::of(testbed)?;
     inventory.nodes.push(node("edge-8", true, &[testbed.edge(1).ip()], &[]));
     inventory.write()?;
