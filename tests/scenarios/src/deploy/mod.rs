@@ -328,8 +328,10 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, "tunnel-agent").await?;
         logs(kubectl).await.context("after the agent was restarted")?;
     }
+    // A port of the ConfigMap.
+    let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     for (program, _) in PROGRAMS {
-        update(cluster, program).await.with_context(|| format!("updating {program}"))?;
+        update(cluster, program, exporter.address).await.with_context(|| format!("updating {program}"))?;
     }
     let requests = cluster.api.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").await?;
     let requests = requests["items"].as_array().map_or(&[][..], Vec::as_slice);
@@ -368,12 +370,10 @@ async fn given_servers(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A rolling update of the servers, or of the agents, which nobody notices.
-async fn update(cluster: &Cluster<'_>, program: &str) -> Result<()> {
-    // A port of the ConfigMap.
-    let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
-    wait_for("the port to be redirected", PATIENCE, async || Ok(visit(exporter.address).await.ok())).await?;
-    alongside("a rolling update", exporter.address, restart(cluster, program, 1)).await
+/// A rolling update of the servers, or of the agents, which nobody notices who connects to `address`.
+async fn update(cluster: &Cluster<'_>, program: &str, address: SocketAddr) -> Result<()> {
+    wait_for("the port to be redirected", PATIENCE, async || Ok(visit(address).await.ok())).await?;
+    alongside("a rolling update", address, restart(cluster, program, 1)).await
 }
 
 /// A rolling update of a program's pods on so many nodes, beside kubectl, which may not fail.
