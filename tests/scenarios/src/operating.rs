@@ -267,6 +267,7 @@ async fn connections_show_what_waits(testbed: &Testbed) -> Result<()> {
     // Once it is read, nothing waits, and what has ended is not shown.
     let got = digest(&mut reader).await?;
     ensure!(got == (UNREAD, pattern_digest(5, UNREAD)), "{} bytes came, changed or incomplete", got.0);
+    drop(reader);
     let all = async || json(server.get("/connections").await?);
     wait_until("the read connection to be gone", client::PATIENCE, all, |report| {
         row(report, &source).is_none() && row(report, &deaf).is_some()
