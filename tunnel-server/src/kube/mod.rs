@@ -308,18 +308,11 @@ mod tests {
     use crate::route::RouterConfig;
 
     fn router() -> Arc<Router> {
-        let config = RouterConfig {
-            token_range: "198.18.0.0/15".parse().unwrap(),
-            token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
-            ports: [10250].into(),
-            pods: Vec::new(),
-            host: None,
-            edge_addresses: Vec::new(),
-            foreign: Vec::new(),
-            exclude: Vec::new(),
-            clients: Vec::new(),
-            host_addresses: || None,
-        };
+        let config = RouterConfig::new(
+            "198.18.0.0/15".parse().unwrap(),
+            "fd9e:706f:7374:6572::/64".parse().unwrap(),
+            [10250],
+        );
         Arc::new(Router::new(config, &mut Registry::default()))
     }
 

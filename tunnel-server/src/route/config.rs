@@ -32,6 +32,22 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
+    /// Nothing but these: no pods, no ranges, and this host's addresses are not known.
+    pub fn new(token_range: Ipv4Net, token_range_v6: Ipv6Net, ports: impl Into<BTreeSet<u16>>) -> Self {
+        Self {
+            token_range,
+            token_range_v6,
+            ports: ports.into(),
+            pods: Vec::new(),
+            host: None,
+            edge_addresses: Vec::new(),
+            foreign: Vec::new(),
+            exclude: Vec::new(),
+            clients: Vec::new(),
+            host_addresses: || None,
+        }
+    }
+
     pub(super) fn token_ranges(&self) -> [IpNet; 2] {
         [IpNet::V4(self.token_range), IpNet::V6(self.token_range_v6)]
     }

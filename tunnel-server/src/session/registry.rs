@@ -290,18 +290,8 @@ mod tests {
     use crate::session::links::tests::link;
 
     fn sessions() -> Sessions {
-        let config = RouterConfig {
-            token_range: "198.18.0.0/15".parse().unwrap(),
-            token_range_v6: "fd00:706f::/64".parse().unwrap(),
-            ports: [10250].into(),
-            pods: Vec::new(),
-            host: None,
-            edge_addresses: Vec::new(),
-            foreign: Vec::new(),
-            exclude: Vec::new(),
-            clients: Vec::new(),
-            host_addresses: || None,
-        };
+        let config =
+            RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250]);
         let mut registry = Registry::default();
         let router = Arc::new(Router::new(config, &mut registry));
         Sessions::new(router, Metrics::new(&mut registry))

@@ -102,18 +102,8 @@ fn many_nodes() {
 
 /// A router whose nodes have one address each, from 11.0.0.0 on, and their sessions.
 fn routed(nodes: u32, token_range: &str) -> (Router, Registry) {
-    let config = RouterConfig {
-        token_range: token_range.parse().unwrap(),
-        token_range_v6: RedirectConfig::default().token_range_v6,
-        ports: [PORT].into(),
-        pods: Vec::new(),
-        host: None,
-        edge_addresses: Vec::new(),
-        foreign: Vec::new(),
-        exclude: Vec::new(),
-        clients: Vec::new(),
-        host_addresses: || None,
-    };
+    let config =
+        RouterConfig::new(token_range.parse().unwrap(), RedirectConfig::default().token_range_v6, [PORT]);
     let mut registry = Registry::default();
     let router = Router::new(config, &mut registry);
     router.set_inventory((0..nodes).map(node).collect());

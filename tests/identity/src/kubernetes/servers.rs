@@ -58,18 +58,11 @@ impl Port {
     pub(crate) async fn of(server: &TestServer, id: &str) -> Self {
         let mut registry = Registry::default();
         let metrics = tunnel_server::metrics::Metrics::new(&mut registry);
-        let config = RouterConfig {
-            token_range: "198.18.0.0/15".parse().unwrap(),
-            token_range_v6: "fd9e:706f:7374:6572::/64".parse().unwrap(),
-            ports: BTreeSet::from([10250]),
-            pods: Vec::new(),
-            host: None,
-            edge_addresses: Vec::new(),
-            foreign: Vec::new(),
-            exclude: Vec::new(),
-            clients: Vec::new(),
-            host_addresses: || None,
-        };
+        let config = RouterConfig::new(
+            "198.18.0.0/15".parse().unwrap(),
+            "fd9e:706f:7374:6572::/64".parse().unwrap(),
+            [10250],
+        );
         let router = Arc::new(Router::new(config, &mut registry));
         let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
         let (bundle, trusted) = watch::channel(Arc::new(server.ca.state().unwrap().bundle().clone()));

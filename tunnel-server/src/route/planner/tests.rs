@@ -6,16 +6,8 @@ use super::*;
 
 fn config(token_range: &str, pods: &[&str]) -> RouterConfig {
     RouterConfig {
-        token_range: token_range.parse().unwrap(),
-        token_range_v6: "fd00:706f::/64".parse().unwrap(),
-        ports: BTreeSet::from([10250]),
         pods: pods.iter().map(|range| range.parse().unwrap()).collect(),
-        host: None,
-        edge_addresses: Vec::new(),
-        foreign: Vec::new(),
-        exclude: Vec::new(),
-        clients: Vec::new(),
-        host_addresses: || None,
+        ..RouterConfig::new(token_range.parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250])
     }
 }
 

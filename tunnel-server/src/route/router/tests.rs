@@ -13,16 +13,15 @@ use crate::route::{ByAddress, ConflictKind, host_addresses};
 
 pub(super) fn config() -> RouterConfig {
     RouterConfig {
-        token_range: "198.18.0.0/15".parse().unwrap(),
-        token_range_v6: "fd00:706f::/64".parse().unwrap(),
-        ports: BTreeSet::from([10250, 10255]),
-        pods: Vec::new(),
-        host: None,
-        edge_addresses: Vec::new(),
         foreign: vec![net("10.96.0.0/16")],
         exclude: vec![net("10.0.0.8/29")],
         clients: vec![net("192.0.2.0/24")],
         host_addresses: || HOST.with_borrow(Clone::clone),
+        ..RouterConfig::new(
+            "198.18.0.0/15".parse().unwrap(),
+            "fd00:706f::/64".parse().unwrap(),
+            [10250, 10255],
+        )
     }
 }
 
