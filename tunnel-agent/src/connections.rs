@@ -1,24 +1,19 @@
 //! The connections that are carried for servers now: what `/connections` answers, and how `tunnel-agent status --connections`
 //! prints it.
 
-use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use tunnel_core::admin;
 use tunnel_core::carry::Traffic;
+use tunnel_core::connections::{blocked, first, stalled};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 use tunnel_core::live::Live;
 use tunnel_core::text::{age, bytes, harmless};
-
-/// Rows of one answer.
-const MAX_ROWS: usize = 1000;
-/// A receiver that has taken nothing for so long stands out; shorter waits are how bytes flow.
-const STALLED: Duration = Duration::from_secs(1);
 
 /// A connection whose target has been dialled.
 #[derive(Debug)]
@@ -65,22 +60,13 @@ pub struct ConnectionStatus {
 pub(crate) fn endpoint(live: Arc<Live<Connection>>, own: NodeName) -> Arc<admin::Connections> {
     Arc::new(move |node: Option<&str>| {
         let connections = if node.is_none_or(|node| node == own.as_str()) { live.all() } else { Vec::new() };
-        serde_json::to_value(ConnectionsReport::of(connections))
-            .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+        admin::to_json(&ConnectionsReport::of(connections))
     })
 }
 
 impl ConnectionsReport {
-    fn of(mut connections: Vec<Arc<Connection>>) -> Self {
-        connections.sort_by_cached_key(|connection| {
-            let traffic = &connection.traffic;
-            let time = |(time, _): (Duration, usize)| time;
-            let blocked = traffic.for_socket.now().map(time).max(traffic.for_tunnel.now().map(time));
-            let carried = traffic.to_socket().saturating_add(traffic.from_socket());
-            (Reverse(blocked.filter(|time| *time >= STALLED)), Reverse(carried))
-        });
-        let more = connections.len().saturating_sub(MAX_ROWS);
-        connections.truncate(MAX_ROWS);
+    fn of(connections: Vec<Arc<Connection>>) -> Self {
+        let (connections, more) = first(connections, |connection| Some(&connection.traffic));
         let connections = connections.iter().map(|connection| ConnectionStatus::of(connection)).collect();
         Self { connections, more }
     }
@@ -101,9 +87,8 @@ impl ConnectionsReport {
 impl ConnectionStatus {
     fn of(connection: &Connection) -> Self {
         let traffic = &connection.traffic;
-        let (target, server) = (traffic.for_socket.now(), traffic.for_tunnel.now());
-        let milliseconds = |(time, _): (Duration, usize)| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        let held_for_target = target.map_or(0, |(_, held)| held);
+        let (target_blocked_ms, held_for_target) = blocked(Some(&traffic.for_socket));
+        let (server_blocked_ms, held_for_server) = blocked(Some(&traffic.for_tunnel));
         let (link, flow) = &connection.link;
         Self {
             server: connection.server.to_string(),
@@ -112,11 +97,11 @@ impl ConnectionStatus {
             age_s: connection.started.elapsed().as_secs(),
             bytes_to_target: traffic.to_socket(),
             bytes_from_target: traffic.from_socket(),
-            target_blocked_ms: target.map(milliseconds),
+            target_blocked_ms,
             held_for_target,
             window_left: u64::from(flow.window()).saturating_sub(held_for_target as u64),
-            server_blocked_ms: server.map(milliseconds),
-            held_for_server: server.map_or(0, |(_, held)| held),
+            server_blocked_ms,
+            held_for_server,
         }
     }
 
@@ -133,9 +118,8 @@ impl ConnectionStatus {
             bytes(self.window_left)
         );
         for (who, blocked_ms) in [("target", self.target_blocked_ms), ("server", self.server_blocked_ms)] {
-            let blocked = blocked_ms.map(Duration::from_millis).filter(|time| *time >= STALLED);
-            if let Some(time) = blocked {
-                let _ = write!(line, "; the {who} takes nothing for {}", age(time.as_secs()));
+            if let Some(time) = stalled(blocked_ms) {
+                let _ = write!(line, "; the {who} takes nothing for {time}");
             }
         }
         line
@@ -144,6 +128,8 @@ impl ConnectionStatus {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_core::connections::MAX_ROWS;
+
     use super::*;
 
     fn connection(carried: usize) -> Connection {

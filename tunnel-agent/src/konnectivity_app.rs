@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, watch};
-use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks, to_json};
 use tunnel_core::config::ConfigError;
 use tunnel_core::konnectivity::Room;
 use tunnel_core::lifecycle::{Readiness, Shutdown, raise_open_files};
@@ -88,8 +88,7 @@ pub async fn build(
         connections: None,
         status: Arc::new(move || {
             let status = AgentStatus::new(&node, started, Vec::new(), None, &rules, &[]);
-            serde_json::to_value(status.at_konnectivity(shown.status()))
-                .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+            to_json(&status.at_konnectivity(shown.status()))
         }),
         flags: flags.into(),
         bench: None,

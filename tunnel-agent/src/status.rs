@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
-use tunnel_core::admin::Status;
+use tunnel_core::admin::{Status, to_json};
 use tunnel_core::config::TargetRule;
 use tunnel_core::identity::{AgentIdentity, NodeName};
 use tunnel_core::link::limited_by;
@@ -181,10 +181,7 @@ impl StatusSource {
     }
 
     pub(crate) fn into_endpoint(self: Arc<Self>) -> Arc<Status> {
-        Arc::new(move || {
-            serde_json::to_value(self.status())
-                .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
-        })
+        Arc::new(move || to_json(&self.status()))
     }
 
     /// One for each server; none before the sessions begin.

@@ -8,6 +8,7 @@ pub mod bench;
 pub mod bundle;
 pub mod carry;
 pub mod config;
+pub mod connections;
 pub mod doctor;
 pub mod error;
 pub mod grpc;

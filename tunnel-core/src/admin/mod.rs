@@ -45,7 +45,7 @@ use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use prometheus_client::registry::Registry;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -58,6 +58,11 @@ const MAX_LEVEL_BYTES: usize = 1024;
 
 /// Returns the answer of `/status`.
 pub type Status = dyn Fn() -> serde_json::Value + Send + Sync;
+
+/// A report as an answer: one that cannot be written as JSON says why.
+pub fn to_json(report: &impl Serialize) -> serde_json::Value {
+    serde_json::to_value(report).unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
+}
 
 /// Returns the answer of `/connections`, of one node or of all.
 pub type Connections = dyn Fn(Option<&str>) -> serde_json::Value + Send + Sync;

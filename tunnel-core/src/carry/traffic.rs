@@ -58,6 +58,14 @@ impl Traffic {
     }
 }
 
+impl Traffic {
+    /// For how long its slower receiver has taken nothing.
+    pub(crate) fn blocked(&self) -> Option<Duration> {
+        let time = |waiting: &Waiting| waiting.now().map(|(time, _)| time);
+        time(&self.for_socket).max(time(&self.for_tunnel))
+    }
+}
+
 /// One direction of a connection, which may wait for its receiver.
 #[derive(Debug, Default)]
 pub struct Waiting {

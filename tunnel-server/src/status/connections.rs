@@ -1,13 +1,12 @@
 //! The connections that are carried now: what `/connections` answers, and how `tunnel-server status --connections` prints it.
 
-use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tunnel_core::admin;
+use tunnel_core::connections::{blocked, first, stalled};
 use tunnel_core::identity::NodeName;
 use tunnel_core::text::{age, bytes, harmless};
 
@@ -15,10 +14,6 @@ use super::table::write_table;
 use crate::connection::Connection;
 use crate::metrics::Metrics;
 
-/// Rows of one answer: a server may carry a hundred thousand.
-const MAX_ROWS: usize = 1000;
-/// A receiver that has taken nothing for so long stands out; shorter waits are how bytes flow.
-const STALLED: Duration = Duration::from_secs(1);
 /// `#`: numbers.
 const COLUMNS: &[&str] = &[
     "NODE",
@@ -77,10 +72,7 @@ pub struct ConnectionStatus {
 
 /// Answers `/connections`.
 pub(crate) fn endpoint(metrics: Metrics) -> Arc<admin::Connections> {
-    Arc::new(move |node: Option<&str>| {
-        serde_json::to_value(ConnectionsReport::of(metrics.connections(), node))
-            .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
-    })
+    Arc::new(move |node: Option<&str>| admin::to_json(&ConnectionsReport::of(metrics.connections(), node)))
 }
 
 impl ConnectionsReport {
@@ -89,13 +81,7 @@ impl ConnectionsReport {
         if let Some(node) = node {
             connections.retain(|connection| connection.node.as_ref().is_some_and(|of| of.as_str() == node));
         }
-        connections.sort_by_cached_key(|connection| {
-            let (to_node, from_node) = connection.bytes();
-            let blocked = blocked(connection).filter(|time| *time >= STALLED);
-            (Reverse(blocked), Reverse(to_node.saturating_add(from_node)))
-        });
-        let more = connections.len().saturating_sub(MAX_ROWS);
-        connections.truncate(MAX_ROWS);
+        let (connections, more) = first(connections, |connection| Some(&*connection.carried.get()?.traffic));
         let connections = connections.iter().map(|connection| ConnectionStatus::of(connection)).collect();
         Self { connections, more }
     }
@@ -122,22 +108,14 @@ impl ConnectionsReport {
     }
 }
 
-/// For how long its slower receiver has taken nothing.
-fn blocked(connection: &Connection) -> Option<Duration> {
-    let traffic = &connection.carried.get()?.traffic;
-    let time = |(time, _): (Duration, usize)| time;
-    traffic.for_socket.now().map(time).max(traffic.for_tunnel.now().map(time))
-}
-
 impl ConnectionStatus {
     fn of(connection: &Connection) -> Self {
         let carried = connection.carried.get();
-        let client = carried.and_then(|carried| carried.traffic.for_socket.now());
-        let node = carried.and_then(|carried| carried.traffic.for_tunnel.now());
+        let traffic = carried.map(|carried| &*carried.traffic);
+        let (client_blocked_ms, held_for_client) = blocked(traffic.map(|traffic| &traffic.for_socket));
+        let (node_blocked_ms, held_for_node) = blocked(traffic.map(|traffic| &traffic.for_tunnel));
         let link = carried.and_then(|carried| carried.link.as_ref());
         let (bytes_to_node, bytes_from_node) = connection.bytes();
-        let milliseconds = |(time, _): (Duration, usize)| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        let held_for_client = client.map_or(0, |(_, held)| held);
         Self {
             door: connection.door.to_owned(),
             client: connection.client,
@@ -150,12 +128,12 @@ impl ConnectionStatus {
             link: link.map(|(number, _)| *number),
             bytes_to_node,
             bytes_from_node,
-            client_blocked_ms: client.map(milliseconds),
+            client_blocked_ms,
             held_for_client,
             window_left: link
                 .map(|(_, flow)| u64::from(flow.window()).saturating_sub(held_for_client as u64)),
-            node_blocked_ms: node.map(milliseconds),
-            held_for_node: node.map_or(0, |(_, held)| held),
+            node_blocked_ms,
+            held_for_node,
         }
     }
 
@@ -191,15 +169,11 @@ impl ConnectionStatus {
     }
 }
 
-/// How long, if that is long.
-fn stalled(blocked_ms: Option<u64>) -> Option<String> {
-    blocked_ms.map(Duration::from_millis).filter(|time| *time >= STALLED).map(|time| age(time.as_secs()))
-}
-
 #[cfg(test)]
 mod tests {
     use prometheus_client::registry::Registry;
     use tunnel_core::carry::Traffic;
+    use tunnel_core::connections::MAX_ROWS;
     use tunnel_core::link::Flow;
 
     use super::*;

@@ -84,10 +84,7 @@ pub struct Reporter {
 impl Reporter {
     /// The answer of `/status`, computed on each request.
     pub fn into_status(self) -> Arc<admin::Status> {
-        Arc::new(move || {
-            serde_json::to_value(self.report())
-                .unwrap_or_else(|error| serde_json::json!({ "error": error.to_string() }))
-        })
+        Arc::new(move || admin::to_json(&self.report()))
     }
 
     fn report(&self) -> StatusReport {
