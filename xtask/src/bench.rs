@@ -27,8 +27,9 @@ pub(crate) struct Options {
     #[arg(long)]
     smoke: bool,
     /// Writes the report and its plots into docs/benchmarks: with `--only host` or `--only wan` that part alone. It takes
-    /// at least five rounds, no --smoke, and a tree without changes; with --path the part about wide-area paths has just these. Wide-area paths that were measured before such a run was
-    /// interrupted are not measured again, as long as the commit is the same.
+    /// at least five rounds, no --smoke, and a tree without changes; with --path the part about wide-area paths has just
+    /// these. Wide-area paths that were measured before such a run was interrupted are not measured again, as long as the
+    /// commit is the same.
     #[arg(long, conflicts_with = "smoke")]
     record: bool,
     /// How many wide-area paths are measured at the same time, as far as the CPUs suffice [default: 8].

@@ -3,8 +3,8 @@
 //!
 //! A process of its own builds one after the other. Its folder gets a file for each: the variables that tell scenarios where it is,
 //! or what went wrong; the mutation tests, which run there too, leave their result.
+use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -13,8 +13,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getpgrp, getppid};
 
-use crate::command::{program, shown, target_dir};
+use crate::command::{end_of, program, shown, target_dir};
 use crate::needs::Need;
+use crate::tally::minutes;
 use crate::{mutants, packages};
 
 /// Names the folder to scenarios.
@@ -76,10 +77,12 @@ impl Beside {
     pub(crate) fn finish(&mut self) -> Result<String> {
         let status = self.child.wait().context("waiting for what is built beside the scenarios")?;
         let log = fs::read_to_string(self.folder.join("log")).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
-        let end = lines[lines.len().saturating_sub(60)..].join("\n");
-        ensure!(status.success(), "what was built beside the scenarios ended with {status}:\n{end}");
-        Ok(lines.iter().filter_map(|line| line.strip_prefix(TOOK)).collect::<Vec<_>>().join(", "))
+        ensure!(
+            status.success(),
+            "what was built beside the scenarios ended with {status}:\n{}",
+            end_of(&log)
+        );
+        Ok(log.lines().filter_map(|line| line.strip_prefix(TOOK)).collect::<Vec<_>>().join(", "))
     }
 
     /// What the mutation tests of this name gave.
@@ -120,9 +123,8 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     for need in Need::ALL {
         made(folder, need.name(), || {
             let variables = need.make()?;
-            let line = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
-                format!("{}={}\n", name.display(), value.display())
-            };
+            let line =
+                |(name, value): (OsString, OsString)| format!("{}={}\n", name.display(), value.display());
             Ok(variables.into_iter().map(line).collect())
         })?;
     }
@@ -149,8 +151,7 @@ fn made(folder: &Path, name: &str, make: impl FnOnce() -> Result<String>) -> Res
     });
     let temporary = folder.join(format!("{name}.tmp"));
     let write = || {
-        let mut file = File::create(&temporary)?;
-        file.write_all(text.as_bytes())?;
+        fs::write(&temporary, text)?;
         fs::rename(&temporary, folder.join(name))
     };
     write().with_context(|| format!("writing {}", temporary.display()))?;
@@ -172,10 +173,6 @@ fn follow_parent() {
 fn end_group(group: Pid) {
     // One that has ended by itself is as well.
     let _ = killpg(group, Signal::SIGTERM);
-}
-
-fn minutes(time: Duration) -> String {
-    format!("{}:{:02}", time.as_secs() / 60, time.as_secs() % 60)
 }
 
 #[cfg(test)]

@@ -150,6 +150,12 @@ pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
 
+/// The end of a long output, for an error: what went wrong is there.
+pub(crate) fn end_of(output: &str) -> String {
+    let lines: Vec<&str> = output.lines().collect();
+    lines[lines.len().saturating_sub(60)..].join("\n")
+}
+
 /// The command as typed in a shell.
 pub(crate) fn shown(command: &Command) -> String {
     let mut text = command.get_program().to_string_lossy().into_owned();

@@ -4,7 +4,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::command::{cargo, need_cargo_tool, root, run, shown, target_dir};
+use crate::command::{cargo, end_of, need_cargo_tool, root, run, shown, target_dir};
 use crate::packages;
 
 const VERSION: &str = "0.13.2";
@@ -119,9 +119,7 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
     let output = command.output().with_context(|| format!("starting {}", shown(&command)))?;
     let said = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
-        let lines: Vec<&str> = said.lines().collect();
-        let end = lines[lines.len().saturating_sub(60)..].join("\n");
-        bail!("`{}` ended with {}:\n{end}", shown(&command), output.status);
+        bail!("`{}` ended with {}:\n{}", shown(&command), output.status, end_of(&said));
     }
     let count = said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
     println!("fuzz::{target}: {} inputs in {seconds} s", count.unwrap_or_default().trim());

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::command::{cargo, need_cargo_tool, root, shown, target_dir};
+use crate::command::{cargo, end_of, need_cargo_tool, root, shown, target_dir};
 
 const VERSION: &str = "27.1.0";
 
@@ -177,8 +177,7 @@ fn test(group: &Group, files: &[&str], quietly: bool) -> Result<()> {
     // 2: some were missed, 3: some made the tests hang, which is as good as failing.
     if !matches!(status.code(), Some(0 | 2 | 3)) {
         let log = fs::read_to_string(results.join("log/baseline.log")).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
-        let end = lines[lines.len().saturating_sub(60)..].join("\n");
+        let end = end_of(&log);
         bail!("`{}` ended with {status}; the tests without any change:\n{end}", shown(&command));
     }
     judge(group.name, &results)

@@ -112,8 +112,13 @@ impl Tally {
 }
 
 fn clock(time: Duration) -> String {
+    format!("{} min", minutes(time))
+}
+
+/// Minutes and seconds.
+pub(crate) fn minutes(time: Duration) -> String {
     let seconds = time.as_secs();
-    format!("{}:{:02} min", seconds / 60, seconds % 60)
+    format!("{}:{:02}", seconds / 60, seconds % 60)
 }
 
 /// The scenario and the text of a line that tells a scenario's progress.
