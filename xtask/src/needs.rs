@@ -17,7 +17,7 @@ pub(crate) enum Need {
     Images,
     MetricsServer,
     Konnectivity,
-    /// The agent for arm64.
+    /// Both programs for arm64.
     Arm64,
     /// The fuzz targets.
     Fuzz,
@@ -46,7 +46,7 @@ impl Need {
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server",
             Self::Konnectivity => "the programs of konnectivity",
-            Self::Arm64 => "building the agent for arm64",
+            Self::Arm64 => "building both programs for arm64",
             Self::Fuzz => "building the fuzz targets",
         }
     }
@@ -79,13 +79,12 @@ impl Need {
         match self {
             Self::Cluster => {}
             Self::Images => {
-                // The server's arm64 build would be the longest step of all; `cargo xtask image` makes it.
-                image::build(Profile::Dev, &[(Image::Server, &[Arch::HOST]), (Image::Agent, &Arch::ALL)])?;
+                image::build(Profile::Dev, &[(Image::Server, &Arch::ALL), (Image::Agent, &Arch::ALL)])?;
                 peers::for_deploy(&mut told)?;
             }
             Self::MetricsServer => peers::for_top(&mut told)?,
             Self::Konnectivity => peers::for_konnectivity(&mut told)?,
-            Self::Arm64 => drop(cross::build(Arch::Arm64, Profile::Dev, &[Image::Agent.name()])?),
+            Self::Arm64 => drop(cross::build(Arch::Arm64, Profile::Dev, &[Image::Agent, Image::Server].map(Image::name))?),
             Self::Fuzz => fuzz::prepare()?,
         }
         let told = told.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));

@@ -57,6 +57,8 @@ pub struct Builder<'a> {
     memory: Option<MemoryLimit>,
     /// As in the shipped manifests.
     without_sys_admin: bool,
+    /// Its command line, if it is not the build for this machine.
+    program: Option<Vec<PathBuf>>,
     host: Host<'a>,
 }
 
@@ -87,6 +89,7 @@ impl<'a> Builder<'a> {
             open_files: None,
             memory: None,
             without_sys_admin: false,
+            program: None,
             host,
         }
     }
@@ -138,6 +141,12 @@ impl<'a> Builder<'a> {
     fn alone_on(testbed: &'a Testbed, host: Host<'a>) -> Self {
         let name = format!("tunnel-server-{}", host.state);
         Self { host, name, ports: None, ..Self::new(testbed) }.flag("--redirect=off")
+    }
+
+    /// The arm64 build, without a redirect: an emulator of a processor has no bpf(2).
+    pub fn arm64(testbed: &'a Testbed) -> Result<Self> {
+        let program = Some(process::arm64_program("tunnel-server")?);
+        Ok(Self { ports: None, program, ..Self::new(testbed) }.flag("--redirect=off"))
     }
 
     /// A server of a cluster; its ports are those of the cluster's ConfigMap.
@@ -230,7 +239,10 @@ impl<'a> Builder<'a> {
         if self.without_sys_admin {
             line.extend(["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"].map(PathBuf::from));
         }
-        line.push(process::program("tunnel-server")?);
+        match &self.program {
+            Some(program) => line.extend(program.iter().cloned()),
+            None => line.push(process::program("tunnel-server")?),
+        }
         let (first, rest) = line.split_first().context("an empty command line")?;
         let host = Placement { ns: self.host.ns, cgroup: self.host.cgroup };
         let mut command = host.command_below(self.memory.as_ref(), first);
