@@ -75,8 +75,8 @@ pub struct Config {
     pub bench: bool,
     /// How many of the servers to be attached to.
     pub spread: Spread,
-    /// TCP connections with each server, at most.
-    pub max_links: u32,
+    /// TCP connections with each server, at most; `None`: as the congestion control of both ends needs.
+    pub max_links: Option<u32>,
     /// How long a link may be silent before the kernel asks whether it is alive.
     pub keepalive: Duration,
     pub drain_timeout: Duration,
@@ -112,7 +112,7 @@ impl Config {
             ("pod-targets", if self.pod_targets { "on" } else { "off" }.to_owned()),
             ("bench", if self.bench { "on" } else { "off" }.to_owned()),
             ("links", self.spread.to_string()),
-            ("max-links", self.max_links.to_string()),
+            ("max-links", self.max_links.map_or_else(|| "auto".to_owned(), |most| most.to_string())),
             ("keepalive", duration_text(self.keepalive)),
             ("congestion-control", self.reach.congestion().to_string()),
             ("drain-timeout", duration_text(self.drain_timeout)),

@@ -145,7 +145,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
                 handover: Handover::default(),
                 resumed: Resumed::default(),
                 spread: Spread::Best(1),
-                max_links: 8,
+                max_links: None,
                 keepalive: link::PING_INTERVAL,
                 bench: BenchPolicy::new(false),
                 metrics: metrics.clone(),

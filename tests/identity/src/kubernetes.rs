@@ -74,7 +74,7 @@ fn shared_with(state_dir: &Path, spread: Spread) -> (Arc<Shared>, mpsc::Receiver
         handover: Handover::default(),
         resumed: Resumed::default(),
         spread,
-        max_links: 1,
+        max_links: Some(1),
         keepalive: Duration::from_secs(10),
         bench: BenchPolicy::new(true),
         metrics: Metrics::new(&mut Registry::default()),

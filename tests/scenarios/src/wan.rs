@@ -9,7 +9,7 @@ use postern_testbed::asleep::Asleep;
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
 use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::percentiles::Times;
-use postern_testbed::report::figure;
+use postern_testbed::report::{figure, progress};
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::{wait_for, wait_until};
@@ -17,6 +17,7 @@ use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
+use tunnel_core::link::Congestion;
 
 use crate::common::{self, at_once, hold, server_and_agent, session_of, target};
 
@@ -24,6 +25,7 @@ scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
+    two_links_are_enough_for_bbr,
     a_small_receive_window_is_named,
     links_through_a_load_balancer_lead_to_one_server,
     sixteen_at_once_after_each_start(limit = 240),
@@ -125,6 +127,30 @@ async fn wait_links(server: &Server<'_>, expected: &[u64]) -> Result<()> {
     Ok(())
 }
 
+/// By default; where one end sends by something else, each connection has a link of its own.
+async fn two_links_are_enough_for_bbr(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(40, 100))?;
+    let server = common::server(testbed).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let mut reno = Agent::enrol_with(&server, 1, &["--congestion-control=reno"]).await?;
+    drop(hold_on_links_of_their_own(&server, shell.address, 4).await?);
+    reno.process.stop().await?;
+    server.wait_connected("edge-1", false, START).await?;
+    if !Congestion::Auto.is_bbr() {
+        progress("this kernel has no BBR, or does not permit it: nothing to see");
+        return Ok(());
+    }
+    let _bbr = agent::Builder::new(&server, 1).spawn()?;
+    server.wait_connected("edge-1", true, START).await?;
+    let mut held = hold_on_links_of_their_own(&server, shell.address, 1).await?;
+    for _ in 0..3 {
+        held.push(hold(shell.address, b"login").await?);
+    }
+    let links = on_each_link(&server).await?;
+    ensure!(links.len() == 2 && links.iter().sum::<u64>() == 4, "{links:?}");
+    Ok(())
+}
+
 /// Connections to a shell, each on a link of its own; the node has a spare one after each.
 async fn hold_on_links_of_their_own(
     server: &Server<'_>,
@@ -160,7 +186,7 @@ async fn links_through_a_load_balancer_lead_to_one_server(testbed: &Testbed) -> 
             });
         }
     });
-    let mut agent = Agent::enrol(&first, 1).await?;
+    let mut agent = Agent::enrol_with(&first, 1, &["--max-links=8"]).await?;
     agent.process.stop().await?;
     agent.start_again_at(balancer)?;
     first.wait_connected("edge-1", true, START).await?;
@@ -204,7 +230,8 @@ async fn sixteen_at_once_after_each_start(testbed: &Testbed) -> Result<()> {
 
 async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(40, 100))?;
-    let (server, agent) = server_and_agent(testbed).await?;
+    let server = common::server(testbed).await?;
+    let agent = Agent::enrol_with(&server, 1, &["--max-links=8"]).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 20_000_000))?;
     let mut held = hold_on_links_of_their_own(&server, shell.address, 7).await?;

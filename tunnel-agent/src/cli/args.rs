@@ -85,9 +85,10 @@ pub struct RunArgs {
     /// there is nothing to choose.
     #[arg(long, value_name = "N|all", default_value = "all")]
     pub links: String,
-    /// TCP connections with each server, 1 to 8. With more than one, a busy node's bulk transfers do not delay its other
-    /// connections; they are opened when the server needs them, and closed when it does not.
-    #[arg(long, value_name = "N", default_value = "8")]
+    /// TCP connections with each server, 1 to 8, or auto: 2 where both ends send by BBR, else 8. With more than one, a busy
+    /// node's bulk transfers do not delay its other connections; they are opened when the server needs them, and closed when it
+    /// does not. Other congestion controls slow a connection down at each loss, so that several carry more.
+    #[arg(long, value_name = "N|auto", default_value = "auto")]
     pub max_links: String,
     /// How long a connection with a server may be silent before the kernel asks whether it is alive, from 1s to 5m: a NAT
     /// that has forgotten it is noticed that soon. 2s cost 4.5 MB a day.

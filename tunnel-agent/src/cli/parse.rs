@@ -144,12 +144,14 @@ fn spread(value: &str) -> Result<Spread, ConfigError> {
     }
 }
 
-fn max_links(value: &str) -> Result<u32, ConfigError> {
-    let number: u32 = parse_with("--max-links", value)?;
-    if (1..=MAX_LINKS).contains(&number) {
-        return Ok(number);
+fn max_links(value: &str) -> Result<Option<u32>, ConfigError> {
+    if value == "auto" {
+        return Ok(None);
     }
-    Err(ConfigError::new("--max-links", value, format!("not from 1 to {MAX_LINKS}")))
+    match value.parse() {
+        Ok(number @ 1..=MAX_LINKS) => Ok(Some(number)),
+        _ => Err(ConfigError::new("--max-links", value, format!("not from 1 to {MAX_LINKS}, nor auto"))),
+    }
 }
 
 fn keepalive(value: &str) -> Result<Duration, ConfigError> {

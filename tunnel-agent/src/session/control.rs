@@ -8,9 +8,11 @@ use std::time::SystemTime;
 use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::link::{BBR_FEATURE, MAX_LINKS};
 use tunnel_core::proto::agent_server::Agent;
 use tunnel_core::proto::{self, AgentEvent, Hello, NoticeAck, Segment, Welcome, agent_event, notice};
 
+use super::shared::Shared;
 use super::state::{SessionPhase, SessionState};
 
 type Events = Pin<Box<dyn Stream<Item = Result<AgentEvent, Status>> + Send>>;
@@ -40,9 +42,9 @@ impl Agent for AgentService {
             epoch: session.epoch,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             addresses: session.shared.addresses.borrow().iter().map(ToString::to_string).collect(),
-            max_links: session.shared.max_links,
+            max_links: session.shared.max_links.unwrap_or(MAX_LINKS),
             link: session.link,
-            features: Vec::new(),
+            features: features(&session.shared),
             successor: session.shared.handover.is_successor(),
         };
         // The channel is new and has room.
@@ -113,6 +115,11 @@ impl Agent for AgentService {
 }
 
 /// What is not a port is left out.
+fn features(shared: &Shared) -> Vec<String> {
+    let bbr = shared.max_links.is_none() && shared.reach.congestion().is_bbr();
+    bbr.then(|| BBR_FEATURE.to_owned()).into_iter().collect()
+}
+
 fn ports(named: &[u32]) -> BTreeSet<u16> {
     named.iter().filter_map(|port| u16::try_from(*port).ok()).collect()
 }

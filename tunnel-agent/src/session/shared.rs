@@ -36,8 +36,8 @@ pub struct Shared {
     pub resumed: Resumed,
     /// How many servers to be attached to.
     pub spread: Spread,
-    /// TCP connections of a session at most.
-    pub max_links: u32,
+    /// TCP connections of a session at most; `None`: as the congestion control of both ends needs.
+    pub max_links: Option<u32>,
     /// How long a link may be silent before the kernel asks whether it is alive.
     pub keepalive: Duration,
     /// Measurements by the servers.

@@ -54,6 +54,16 @@ impl Congestion {
         }
     }
 
+    /// Whether what this end sends goes by BBR.
+    pub fn is_bbr(&self) -> bool {
+        let name = || {
+            let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+            self.set_on(&socket)?;
+            socket.tcp_congestion()
+        };
+        name().is_ok_and(|name: Vec<u8>| name.starts_with(PREFERRED.as_bytes()))
+    }
+
     /// Whether this process may use it; the error has what there is.
     fn check(&self) -> Result<(), String> {
         let tried = Socket::new(Domain::IPV4, Type::STREAM, None).and_then(|socket| self.set_on(&socket));
@@ -118,6 +128,14 @@ mod tests {
         assert_eq!(Congestion::Named("reno".to_owned()).check(), Ok(()));
         let error = Congestion::Named("no-such".to_owned()).check().unwrap_err();
         assert!(error.contains("permitted here: ") && error.contains("reno"), "{error}");
+    }
+
+    #[test]
+    fn only_bbr_is_bbr() {
+        assert!(!Congestion::Named("reno".to_owned()).is_bbr());
+        assert!(!Congestion::Named("no-such".to_owned()).is_bbr());
+        let has_bbr = Congestion::Named(PREFERRED.to_owned()).check().is_ok();
+        assert_eq!(Congestion::Auto.is_bbr(), has_bbr);
     }
 
     #[tokio::test]

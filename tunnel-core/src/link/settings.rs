@@ -25,6 +25,11 @@ pub const SERVER_STALL_BYTES: usize = 256 << 20;
 pub const AGENT_STALL_BYTES: usize = 64 << 20;
 /// Links of one session.
 pub const MAX_LINKS: u32 = 8;
+/// The same where both ends send by BBR. Then a loss does not slow a connection down, so that more of them carry no more;
+/// and several compete with each other: each keeps its own part of the path's buffer full, and some get a multiple of others.
+pub const BBR_LINKS: u32 = 2;
+/// An agent's feature: it sends by BBR, and was not told how many links to open.
+pub const BBR_FEATURE: &str = "bbr";
 /// Connections that one link may carry at a time.
 pub const MAX_STREAMS: u32 = 1 << 17;
 

@@ -78,6 +78,8 @@ pub struct Hello {
     pub agent_version: ::prost::alloc::string::String,
     #[prost(string, repeated, tag = "4")]
     pub addresses: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// "bbr": what the agent sends goes by BBR, and max_links is not its operator's choice. A server that sends by BBR too uses
+    /// two links at most.
     #[prost(string, repeated, tag = "5")]
     pub features: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// How many links the agent opens for a session when it is asked, this one included; 0 is 1.

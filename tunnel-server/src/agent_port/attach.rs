@@ -16,7 +16,7 @@ use tonic::{Code, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
 use tunnel_core::identity::NodeName;
-use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT};
+use tunnel_core::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
     self, AgentEvent, Hello, LoopbackPorts, OpenLinks, Refused, Replaced, ServerDraining, Welcome,
@@ -193,7 +193,7 @@ async fn session(
         peer,
         since: Instant::now(),
         agent_version: printable(&hello.agent_version, 64),
-        links: Links::new(first, hello.max_links),
+        links: Links::new(first, most_links(&hello, &context.congestion)),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
         carried: Totals::default(),
         closed: CancellationToken::new(),
@@ -226,6 +226,12 @@ async fn session(
     }
     drop(registered);
     end
+}
+
+/// How many links the session may have.
+fn most_links(hello: &Hello, own: &Congestion) -> u32 {
+    let bbr = hello.features.iter().any(|feature| feature == BBR_FEATURE) && own.is_bbr();
+    if bbr { hello.max_links.min(BBR_LINKS) } else { hello.max_links }
 }
 
 async fn not_admitted(client: &mut AgentClient<Channel>, refusal: Refusal) -> End {
