@@ -77,6 +77,7 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     let folder = folder(arch, profile)?;
     for name in names {
         names_no_folder(&folder.join(name), &places)?;
+        keeps_symbols(&folder.join(name))?;
     }
     Ok(folder)
 }
@@ -125,6 +126,13 @@ fn names_no_folder(binary: &Path, places: &[(PathBuf, String)]) -> Result<()> {
             binary.display()
         );
     }
+    Ok(())
+}
+
+/// Profilers and backtraces name functions by them.
+fn keeps_symbols(binary: &Path) -> Result<()> {
+    let bytes = fs::read(binary).with_context(|| format!("reading {}", binary.display()))?;
+    ensure!(contains(&bytes, b"\0.symtab\0"), "{} has no symbols: its profile strips them", binary.display());
     Ok(())
 }
 
@@ -177,6 +185,14 @@ fn need_target(arch: Arch) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn this_program_has_symbols_and_a_text_has_none() {
+        keeps_symbols(&env::current_exe().unwrap()).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), b"\x7fELF .symtab").unwrap();
+        assert!(keeps_symbols(file.path()).unwrap_err().to_string().contains("has no symbols"));
+    }
 
     #[test]
     fn a_folder_in_a_binary_is_found() {

@@ -84,7 +84,11 @@ impl Need {
             }
             Self::MetricsServer => peers::for_top(&mut told)?,
             Self::Konnectivity => peers::for_konnectivity(&mut told)?,
-            Self::Arm64 => drop(cross::build(Arch::Arm64, Profile::Dev, &[Image::Agent, Image::Server].map(Image::name))?),
+            Self::Arm64 => drop(cross::build(
+                Arch::Arm64,
+                Profile::Dev,
+                &[Image::Agent, Image::Server].map(Image::name),
+            )?),
             Self::Fuzz => fuzz::prepare()?,
         }
         let told = told.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));
