@@ -76,8 +76,10 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
 
     let folder = folder(arch, profile)?;
     for name in names {
-        names_no_folder(&folder.join(name), &places)?;
-        keeps_symbols(&folder.join(name))?;
+        let binary = folder.join(name);
+        let bytes = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
+        names_no_folder(&binary, &bytes, &places)?;
+        keeps_symbols(&binary, &bytes)?;
     }
     Ok(folder)
 }
@@ -116,12 +118,11 @@ fn printed(name: &str, args: &[&str]) -> Result<String> {
 }
 
 /// Another machine, or another folder, makes the same bytes only if the binary names none of this one's.
-fn names_no_folder(binary: &Path, places: &[(PathBuf, String)]) -> Result<()> {
-    let bytes = fs::read(binary).with_context(|| format!("reading {}", binary.display()))?;
+fn names_no_folder(binary: &Path, bytes: &[u8], places: &[(PathBuf, String)]) -> Result<()> {
     for (place, _) in places {
         let place = format!("{}/", place.display());
         ensure!(
-            !contains(&bytes, place.as_bytes()),
+            !contains(bytes, place.as_bytes()),
             "{} names {place}: it would be another one if it were built elsewhere",
             binary.display()
         );
@@ -130,9 +131,8 @@ fn names_no_folder(binary: &Path, places: &[(PathBuf, String)]) -> Result<()> {
 }
 
 /// Profilers and backtraces name functions by them.
-fn keeps_symbols(binary: &Path) -> Result<()> {
-    let bytes = fs::read(binary).with_context(|| format!("reading {}", binary.display()))?;
-    ensure!(contains(&bytes, b"\0.symtab\0"), "{} has no symbols: its profile strips them", binary.display());
+fn keeps_symbols(binary: &Path, bytes: &[u8]) -> Result<()> {
+    ensure!(contains(bytes, b"\0.symtab\0"), "{} has no symbols: its profile strips them", binary.display());
     Ok(())
 }
 
@@ -188,10 +188,9 @@ mod tests {
 
     #[test]
     fn this_program_has_symbols_and_a_text_has_none() {
-        keeps_symbols(&env::current_exe().unwrap()).unwrap();
-        let file = tempfile::NamedTempFile::new().unwrap();
-        fs::write(file.path(), b"\x7fELF .symtab").unwrap();
-        assert!(keeps_symbols(file.path()).unwrap_err().to_string().contains("has no symbols"));
+        let this = env::current_exe().unwrap();
+        keeps_symbols(&this, &fs::read(&this).unwrap()).unwrap();
+        assert!(keeps_symbols(&this, b"\x7fELF .symtab").unwrap_err().to_string().contains("has no symbols"));
     }
 
     #[test]
@@ -201,11 +200,10 @@ mod tests {
         assert!(!contains(b"panicked at /home/m", b"/home/me/"));
         assert!(!contains(b"", b"/"));
 
-        let file = tempfile::NamedTempFile::new().unwrap();
-        fs::write(file.path(), b"panicked at /home/me/src/main.rs").unwrap();
+        let (binary, bytes) = (Path::new("tunnel-agent"), b"panicked at /home/me/src/main.rs");
         let places = |at: &str| [(PathBuf::from(at), "/cargo".to_owned())];
-        let error = names_no_folder(file.path(), &places("/home/me")).unwrap_err().to_string();
+        let error = names_no_folder(binary, bytes, &places("/home/me")).unwrap_err().to_string();
         assert!(error.contains("names /home/me/:"), "{error}");
-        names_no_folder(file.path(), &places("/home/you")).unwrap();
+        names_no_folder(binary, bytes, &places("/home/you")).unwrap();
     }
 }

@@ -79,16 +79,12 @@ impl Need {
         match self {
             Self::Cluster => {}
             Self::Images => {
-                image::build(Profile::Dev, &[(Image::Server, &Arch::ALL), (Image::Agent, &Arch::ALL)])?;
+                image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
                 peers::for_deploy(&mut told)?;
             }
             Self::MetricsServer => peers::for_top(&mut told)?,
             Self::Konnectivity => peers::for_konnectivity(&mut told)?,
-            Self::Arm64 => drop(cross::build(
-                Arch::Arm64,
-                Profile::Dev,
-                &[Image::Agent, Image::Server].map(Image::name),
-            )?),
+            Self::Arm64 => drop(cross::build(Arch::Arm64, Profile::Dev, &Image::ALL.map(Image::name))?),
             Self::Fuzz => fuzz::prepare()?,
         }
         let told = told.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));

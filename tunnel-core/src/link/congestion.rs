@@ -56,18 +56,20 @@ impl Congestion {
 
     /// Whether what this end sends goes by BBR.
     pub fn is_bbr(&self) -> bool {
-        let name = || {
-            let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-            self.set_on(&socket)?;
-            socket.tcp_congestion()
-        };
-        name().is_ok_and(|name: Vec<u8>| name.starts_with(PREFERRED.as_bytes()))
+        let name = self.tried().and_then(|socket| socket.tcp_congestion());
+        name.is_ok_and(|name| name.starts_with(PREFERRED.as_bytes()))
+    }
+
+    /// A socket that has it.
+    fn tried(&self) -> io::Result<Socket> {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        self.set_on(&socket)?;
+        Ok(socket)
     }
 
     /// Whether this process may use it; the error has what there is.
     fn check(&self) -> Result<(), String> {
-        let tried = Socket::new(Domain::IPV4, Type::STREAM, None).and_then(|socket| self.set_on(&socket));
-        tried.map_err(|error| {
+        self.tried().map(drop).map_err(|error| {
             let allowed = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_allowed_congestion_control");
             let allowed = allowed.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(", ");
             format!(

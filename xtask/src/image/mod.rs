@@ -57,6 +57,8 @@ pub(crate) enum Image {
 }
 
 impl Image {
+    pub(crate) const ALL: [Self; 2] = [Self::Server, Self::Agent];
+
     /// The crate, its binary and the image's last name.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -83,7 +85,7 @@ impl Image {
 pub(crate) type Wanted<'a> = (Image, &'a [Arch]);
 
 pub(crate) fn run_image(options: &Options) -> Result<ExitCode> {
-    let images = options.only.map_or_else(|| vec![Image::Server, Image::Agent], |image| vec![image]);
+    let images = options.only.map_or_else(|| Image::ALL.to_vec(), |image| vec![image]);
     let archs = options.arch.map_or_else(|| Arch::ALL.to_vec(), |arch| vec![arch]);
     let wanted: Vec<Wanted<'_>> = images.into_iter().map(|image| (image, archs.as_slice())).collect();
     if options.twice {
