@@ -35,12 +35,6 @@ pub(crate) fn run_soak(options: &Options) -> Result<ExitCode> {
     );
     let mut command = scenario("soak", "soak::what_is_held_does_not_grow")?;
     command.env("POSTERN_SOAK_SECONDS", format!("{:.0}", (options.hours * 3600.0).round()));
-    // What is resident is to be what is held: glibc's allocator keeps what was freed, for each thread (mallopt(3)).
-    for (key, value) in
-        [("ARENA_MAX", 1), ("TRIM_THRESHOLD_", 65536), ("TOP_PAD_", 0), ("MMAP_THRESHOLD_", 65536)]
-    {
-        command.env(format!("MALLOC_{key}"), value.to_string());
-    }
     run_in_foreground(&mut command)
 }
 

@@ -11,15 +11,15 @@ use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, Pattern, connect, digest, pattern_digest, visit};
 use postern_testbed::inventory::{Inventory, node};
 use postern_testbed::report::{figure, progress};
-use postern_testbed::server::Server;
+use postern_testbed::server::{self, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use crate::common::{server_and_agent, target};
-use crate::held::{Held, growth, of_process};
+use crate::common::target;
+use crate::held::{ALLOCATOR, Held, growth, of_process};
 
 scenarios! {
     what_is_held_does_not_grow(edges = 2, limit = 300),
@@ -43,7 +43,12 @@ pub(crate) fn asked() -> Option<Duration> {
 
 async fn what_is_held_does_not_grow(testbed: &Testbed) -> Result<()> {
     let length = asked().unwrap_or(DEFAULT);
-    let (server, agent) = server_and_agent(testbed).await?;
+    let builder = server::Builder::new(testbed);
+    let server = ALLOCATOR.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
+    let server = server.start().await?;
+    let builder = agent::Builder::new(&server, 1);
+    let agent = ALLOCATOR.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
+    let agent = agent.enrol(&server).await?;
     let mut other = Agent::enrol(&server, 2).await?;
     let targets = Targets::start(testbed)?;
     let begin = Instant::now();

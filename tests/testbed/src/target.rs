@@ -1,10 +1,11 @@
 //! Servers on an edge host that the agent dials.
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
@@ -42,10 +43,11 @@ struct Seen {
     digest: std::sync::Mutex<Option<(u64, String)>>,
 }
 
-/// A running target; dropping it closes its connections.
+/// A running target; dropping it closes its connections, and leaves its port to the next one.
 #[derive(Debug)]
 pub struct Target {
     pub address: SocketAddr,
+    listener: std::net::TcpListener,
     seen: Arc<Seen>,
     task: AbortHandle,
 }
@@ -63,11 +65,11 @@ impl Target {
             std::net::TcpListener::bind(address).with_context(|| format!("listening on {address}"))
         })?;
         listener.set_nonblocking(true).context("non-blocking listener")?;
-        let listener = TcpListener::from_std(listener).context("listener for tokio")?;
+        let accepting = listener.try_clone().and_then(TcpListener::from_std).context("listener for tokio")?;
         let address = listener.local_addr().context("the target's address")?;
         let seen = Arc::new(Seen::default());
-        let task = tokio::spawn(accept_all(listener, behaviour, Arc::clone(&seen))).abort_handle();
-        Ok(Self { address, seen, task })
+        let task = tokio::spawn(accept_all(accepting, behaviour, Arc::clone(&seen))).abort_handle();
+        Ok(Self { address, listener, seen, task })
     }
 
     /// Connections accepted so far.
@@ -93,6 +95,8 @@ impl Target {
 impl Drop for Target {
     fn drop(&mut self) {
         self.task.abort();
+        // The runtime drops the task some time later, and only then its copy.
+        let _ = SockRef::from(&self.listener).shutdown(Shutdown::Both);
     }
 }
 

@@ -233,24 +233,29 @@ async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Ports in the ConfigMap become ports of the internal Service; an invalid one becomes an Event.
+/// Ports in the ConfigMap become ports of the internal Service; an invalid one becomes an Event, which counts repetitions.
 async fn ports(cluster: &Cluster<'_>) -> Result<()> {
+    let configmap = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-server-cfg");
     let change = json!({ "data": {
         "http-proxy-ports": "9100, nonsense",
         "https-proxy-ports": "9443",
         "localhost-proxy-ports": "10266",
     }});
-    cluster
-        .api
-        .patch(&format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-server-cfg"), &change)
-        .await?;
+    cluster.api.patch(&configmap, &change).await?;
     service_has_port(cluster).await?;
     let events = format!("/api/v1/namespaces/{NAMESPACE}/events");
-    let reported = |events: &Value| {
+    let reported = |events: &Value, is_such: fn(&Value) -> bool| {
         let events = events["items"].as_array().map_or(&[][..], Vec::as_slice);
-        events.iter().any(|event| event["reason"] == "InvalidPort")
+        events.iter().any(|event| event["reason"] == "InvalidPort" && is_such(event))
     };
-    cluster.api.wait("the Event about an invalid port", &events, PATIENCE, reported).await?;
+    let once = |events: &Value| reported(events, |_| true);
+    cluster.api.wait("the Event about an invalid port", &events, PATIENCE, once).await?;
+    for ports in ["9100", "9100, nonsense"] {
+        let change = json!({ "data": { "http-proxy-ports": ports } });
+        cluster.api.patch(&configmap, &change).await?;
+    }
+    let again = |events: &Value| reported(events, |event| event["series"]["count"].as_u64() > Some(1));
+    cluster.api.wait("the same Event, repeated", &events, PATIENCE, again).await?;
     let records = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
     let named = |records: &Value| {
         records["data"]["tunnel-nodes"]

@@ -35,7 +35,7 @@ pub(super) async fn check(cluster: &Cluster<'_>) -> Result<()> {
     }
     let unseen = unseen();
     let used = async || -> Result<BTreeSet<Right>> { used(&audit_log(cluster.testbed)) };
-    // Some take a few seconds, such as a repeated Event.
+    // Some take a few seconds.
     let missing = wait_until(
         "every right to be used",
         PATIENCE,
