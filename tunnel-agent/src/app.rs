@@ -12,17 +12,19 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
+use tunnel_core::carry::end_quiet;
 use tunnel_core::carry::register_stalled;
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::Holder;
 use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown, raise_open_files};
+use tunnel_core::live::Live;
 use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
 use tunnel_kube::ClientSettings;
 
 use crate::addresses::NodeAddresses;
 use crate::config::{Config, WhenReplaced};
-use crate::connections;
+use crate::connections::{self, Connection};
 use crate::identity::{
     CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Pace, Recovery,
     ensure_identity, install_bundles, recover,
@@ -172,6 +174,7 @@ impl Bound {
     /// Keeps sessions with the servers until `shutdown`, or until another agent has taken over, then drains.
     pub async fn run(self, shutdown: Shutdown) {
         let (own, resumed) = (Shutdown::new(), Resumed::default());
+        let live = self.metrics.live.clone();
         let (bundles, announced) = mpsc::channel(BUNDLES);
         let policy =
             Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone())
@@ -261,15 +264,22 @@ impl Bound {
             // Should the successor die, the next agent must be able to listen there while this one drains.
             drop(self.admin);
         }
-        drain(&tasks, &own, timeout).await;
+        drain(&tasks, &own, timeout, &live).await;
     }
 }
 
-async fn drain(tasks: &TaskTracker, shutdown: &Shutdown, timeout: Duration) {
+async fn drain(tasks: &TaskTracker, shutdown: &Shutdown, timeout: Duration, live: &Live<Connection>) {
     tasks.close();
+    let late = async {
+        tokio::time::sleep(timeout).await;
+        tokio::select! {
+            () = end_quiet(live, Connection::carrying) => {}
+            () = tasks.wait() => {}
+        }
+    };
     let drained = tokio::select! {
         () = tasks.wait() => "complete",
-        () = tokio::time::sleep(timeout) => "the drain timeout was up",
+        () = late => "the drain timeout was up",
         () = shutdown.forced() => "ended immediately",
     };
     shutdown.force();

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use tunnel_core::admin;
-use tunnel_core::carry::Traffic;
+use tunnel_core::carry::{Abort, Carrying, Traffic};
 use tunnel_core::connections::{blocked, first, stalled};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
@@ -25,6 +25,13 @@ pub(crate) struct Connection {
     pub(crate) target: SocketAddr,
     pub(crate) started: Instant,
     pub(crate) traffic: Traffic,
+    pub(crate) abort: Arc<Abort>,
+}
+
+impl Connection {
+    pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
+        Some(Carrying { traffic: &self.traffic, abort: &self.abort, rtt: self.link.1.rtt.last() })
+    }
 }
 
 /// The answer of `/connections`. Its field names are an interface.
@@ -141,6 +148,7 @@ mod tests {
             target: "192.168.50.2:9100".parse().unwrap(),
             started: Instant::now(),
             traffic,
+            abort: Arc::default(),
         }
     }
 

@@ -173,9 +173,9 @@ impl Drain {
         self.tracker.len()
     }
 
-    /// Starts the drain unless it has started, waits for the work in flight for at most `timeout`, then forces the rest to
-    /// end.
-    pub async fn finish(&self, timeout: Duration) -> Drained {
+    /// Starts the drain unless it has started, waits for the work in flight for at most `timeout` and while `ending` ends
+    /// what it can without harm, then forces the rest to end.
+    pub async fn finish(&self, timeout: Duration, ending: impl Future<Output = ()>) -> Drained {
         self.shutdown.begin();
         self.tracker.close();
         let drained = tokio::select! {
@@ -185,6 +185,13 @@ impl Drain {
             () = self.shutdown.forced() => Drained::Forced { left: self.tracker.len() },
             () = tokio::time::sleep(timeout) => Drained::TimedOut { left: self.tracker.len() },
         };
+        if let Drained::TimedOut { .. } = drained {
+            tokio::select! {
+                () = ending => {}
+                () = self.tracker.wait() => {}
+                () = self.shutdown.forced() => {}
+            }
+        }
         if drained != Drained::Complete {
             self.shutdown.force();
         }
@@ -290,6 +297,8 @@ fn lock(pending: &Mutex<Pending>) -> MutexGuard<'_, Pending> {
 
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
+
     use super::*;
 
     #[tokio::test(start_paused = true)]
@@ -302,7 +311,7 @@ mod tests {
         });
         assert_eq!(drain.in_flight(), 2, "the task and its guard");
         let started = tokio::time::Instant::now();
-        assert_eq!(drain.finish(Duration::from_secs(30)).await, Drained::Complete);
+        assert_eq!(drain.finish(Duration::from_secs(30), pending()).await, Drained::Complete);
         assert_eq!(started.elapsed(), Duration::from_secs(3));
         assert!(!drain.shutdown().is_forced());
     }
@@ -313,8 +322,9 @@ mod tests {
         let guard = drain.guard();
         let work = tokio::spawn(async move { guard.shutdown().forced().await });
         let started = tokio::time::Instant::now();
-        assert_eq!(drain.finish(Duration::from_secs(30)).await, Drained::TimedOut { left: 1 });
-        assert_eq!(started.elapsed(), Duration::from_secs(30));
+        let ending = tokio::time::sleep(Duration::from_secs(1));
+        assert_eq!(drain.finish(Duration::from_secs(30), ending).await, Drained::TimedOut { left: 1 });
+        assert_eq!(started.elapsed(), Duration::from_secs(31));
         work.await.unwrap();
     }
 
@@ -329,7 +339,7 @@ mod tests {
             shutdown.force();
         });
         let started = tokio::time::Instant::now();
-        assert_eq!(drain.finish(Duration::from_secs(30)).await, Drained::Forced { left: 1 });
+        assert_eq!(drain.finish(Duration::from_secs(30), pending()).await, Drained::Forced { left: 1 });
         assert_eq!(started.elapsed(), Duration::from_secs(1));
     }
 

@@ -444,6 +444,7 @@ impl Bound {
             succession,
             before,
             drain,
+            metrics: context.metrics,
             tasks,
             stop,
             readiness,
@@ -462,6 +463,7 @@ struct Running {
     succession: Arc<Succession>,
     before: Before,
     drain: Drain,
+    metrics: Metrics,
     tasks: TaskTracker,
     /// Ends the tasks and links.
     stop: CancellationToken,
@@ -491,7 +493,7 @@ impl Running {
                 tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
             }
         }
-        let drained = self.drain.finish(drain_timeout).await;
+        let drained = self.drain.finish(drain_timeout, self.metrics.end_quiet()).await;
         self.stop.cancel();
         let closed = async {
             if let Some(agent_port) = &self.agent_port {

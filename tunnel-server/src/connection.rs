@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use tunnel_core::carry::Traffic;
+use tunnel_core::carry::{Abort, Carrying, Traffic};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 
@@ -31,6 +31,7 @@ pub(crate) struct Connection {
 #[derive(Debug)]
 pub(crate) struct Carried {
     pub(crate) traffic: Arc<Traffic>,
+    pub(crate) abort: Arc<Abort>,
     /// Its number, and its path; None: it leads to the target itself.
     pub(crate) link: Option<(u32, Arc<Flow>)>,
 }
@@ -66,6 +67,13 @@ impl Connection {
             Some(_) => !self.answered.load(Ordering::Relaxed),
             None => self.carried.get().is_none(),
         }
+    }
+
+    /// None before bytes may pass.
+    pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
+        let Carried { traffic, abort, link } = self.carried.get()?;
+        let rtt = link.as_ref().and_then(|(_, flow)| flow.rtt.last());
+        Some(Carrying { traffic, abort, rtt })
     }
 
     /// Bytes to the node, and from it.

@@ -9,7 +9,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
-use tunnel_core::carry::Totals;
+use tunnel_core::carry::{Totals, end_quiet};
 use tunnel_core::live::{Live, Present};
 use tunnel_core::outcome::{Hop, Outcome};
 
@@ -149,6 +149,11 @@ impl Metrics {
     /// Those that are there now.
     pub(crate) fn connections(&self) -> Vec<Arc<Connection>> {
         self.live.all()
+    }
+
+    /// Ends each of them as soon as it carries nothing.
+    pub(crate) async fn end_quiet(&self) {
+        end_quiet(&self.live, Connection::carrying).await;
     }
 
     pub(crate) fn failed(&self, failure: Failure) {

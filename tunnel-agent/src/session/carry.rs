@@ -62,6 +62,7 @@ pub(super) async fn carry(
         target,
         started,
         traffic: Traffic::part_of(vec![metrics.carried.clone()]),
+        abort: abort.clone(),
     });
     let relay = Relay {
         side: Side::Agent,

@@ -9,7 +9,7 @@ use h2::RecvStream;
 use h2::server::SendResponse;
 use http::{HeaderMap, Request, Response, StatusCode};
 use tonic::{Code, Status};
-use tunnel_core::carry::{Abort, CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER};
+use tunnel_core::carry::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER};
 use tunnel_core::grpc;
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
@@ -66,7 +66,7 @@ pub(super) async fn pass_on(
         return record.end(Outcome::ClientReset, &error);
     }
 
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(Some(&*link), &session.carried));
+    let (abort, traffic) = record.carrying(Some(&*link), &session.carried);
     let forward = Forward {
         client: &caller.flow,
         agent: &link.flow,

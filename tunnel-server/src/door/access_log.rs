@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
-use tunnel_core::carry::{Totals, Traffic};
+use tunnel_core::carry::{Abort, Totals, Traffic};
 use tunnel_core::identity::NodeName;
 use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::live::Present;
@@ -114,13 +114,16 @@ impl AccessLogGuard {
     }
 
     /// Counts the connection's bytes, and adds them to those of the session, or of the other server, and of all
-    /// connections. `link`: what carries it, unless this server has dialled the target itself.
-    pub(crate) fn traffic(&self, link: Option<&Link>, carried: &Totals) -> Arc<Traffic> {
+    /// connections. `link`: what carries it, unless this server has dialled the target itself. What is returned first ends it
+    /// from outside.
+    pub(crate) fn carrying(&self, link: Option<&Link>, carried: &Totals) -> (Arc<Abort>, Arc<Traffic>) {
         let begin = || Carried {
             traffic: Arc::new(Traffic::part_of(vec![carried.clone(), self.metrics.carried.clone()])),
+            abort: Arc::default(),
             link: link.map(|link| (link.number, link.flow.clone())),
         };
-        self.connection.carried.get_or_init(begin).traffic.clone()
+        let carried = self.connection.carried.get_or_init(begin);
+        (carried.abort.clone(), carried.traffic.clone())
     }
 
     pub(crate) fn end(mut self, outcome: Outcome, detail: &dyn Display) {

@@ -64,7 +64,13 @@ pub(super) async fn carry(
     write: &mut (impl AsyncWrite + Unpin),
     gone: impl Future<Output = ()>,
 ) -> Result<(), Failed> {
-    let traffic = record.traffic(None, &Totals::default());
+    let (abort, traffic) = record.carrying(None, &Totals::default());
+    let ending = async {
+        tokio::select! {
+            () = record.forced().cancelled() => {}
+            _ = abort.triggered() => {}
+        }
+    };
     let ended = tokio::select! {
         biased;
         ended = copy(&mut socket, read, write, &traffic, Side::Server) => ended.map_err(|error| match error {
@@ -75,7 +81,7 @@ pub(super) async fn carry(
             outcome: Outcome::ClientReset,
             reason: "the caller has gone".to_owned(),
         }),
-        () = record.forced().cancelled() => Err(Failed {
+        () = ending => Err(Failed {
             outcome: Outcome::Shutdown,
             reason: "this server stops".to_owned(),
         }),

@@ -166,7 +166,7 @@ async fn carry<D: Door>(
         Ok(socket) => socket,
         Err(error) => return record.end(Outcome::ClientReset, &error),
     };
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(Some(way.link()), way.carried()));
+    let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
     // Whether the client knows that its target is connected.
     let mut told = false;
     let ended = {

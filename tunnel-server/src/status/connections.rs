@@ -186,7 +186,8 @@ mod tests {
         let traffic = Traffic::default();
         traffic.count_from_socket(carried);
         let link = Some((2, Arc::new(Flow::default())));
-        assert!(connection.carried.set(Carried { traffic: Arc::new(traffic), link }).is_ok());
+        let carried = Carried { traffic: Arc::new(traffic), abort: Arc::default(), link };
+        assert!(connection.carried.set(carried).is_ok());
         connection
     }
 

@@ -9,7 +9,7 @@ use h2::{RecvStream, SendStream};
 use rand::seq::SliceRandom as _;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tunnel_core::carry::{Abort, Pump, RelayError};
+use tunnel_core::carry::{Pump, RelayError};
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
@@ -316,7 +316,7 @@ async fn carry(
     gone: impl Future<Output = ()>,
 ) -> Result<(), Failed> {
     let Edge { way, mut send, stream } = edge;
-    let (abort, traffic) = (Arc::new(Abort::default()), record.traffic(Some(way.link()), way.carried()));
+    let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
     let ended = {
         let on = way.on();
         let pump = Pump { flow: &on.link.flow, stalls: on.stalls, abort: &abort, traffic: &traffic };

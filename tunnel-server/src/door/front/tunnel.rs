@@ -30,7 +30,7 @@ pub(super) async fn open(
     let asked = way.ask(request.target).await.map_err(failed)?;
     let (mut send, answer) = asked.answer(way.on(), request.target, |took| record.dialled(took));
     let stream = answer.await.map_err(failed)?;
-    let traffic = record.traffic(Some(way.link()), way.carried());
+    let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
     let (near, far) = pipe();
     let forced = context.drain.shutdown().clone();
     // To the thread that owns the link.
@@ -40,8 +40,12 @@ pub(super) async fn open(
         let on = way.on();
         let pipe = Pipe { flow: &on.link.flow, stalls: on.stalls, traffic: &traffic };
         let over = async {
-            over.cancelled().await;
-            if forced.is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
+            tokio::select! {
+                (outcome, _) = abort.triggered() => outcome,
+                () = over.cancelled() => {
+                    if forced.is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
+                }
+            }
         };
         far.run(pipe, &mut send, stream, over).await;
     });
