@@ -322,7 +322,7 @@ mod tests {
         let guard = drain.guard();
         let work = tokio::spawn(async move { guard.shutdown().forced().await });
         let started = tokio::time::Instant::now();
-        let ending = tokio::time::sleep(Duration::from_secs(1));
+        let ending = async { tokio::time::sleep(Duration::from_secs(1)).await };
         assert_eq!(drain.finish(Duration::from_secs(30), ending).await, Drained::TimedOut { left: 1 });
         assert_eq!(started.elapsed(), Duration::from_secs(31));
         work.await.unwrap();

@@ -25,9 +25,8 @@ scenarios! {
     nothing_is_wrong_after_everything_went_wrong(edges = 4, limit = 420),
 }
 
-/// How long to go on, in seconds; `cargo xtask chaos` sets it. The runner adds it to the scenario's limit.
+/// How long to go on at least, in seconds; `cargo xtask chaos` sets it. The runner adds it to the scenario's limit.
 const SECONDS: &str = "POSTERN_CHAOS_SECONDS";
-const DEFAULT: Duration = Duration::from_secs(20);
 /// The sequence of events.
 const SEED: &str = "POSTERN_CHAOS_SEED";
 /// How long the load lasts before what is held is measured.
@@ -50,7 +49,7 @@ fn seed() -> Result<u64> {
 
 async fn nothing_is_wrong_after_everything_went_wrong(testbed: &Testbed) -> Result<()> {
     let seed = seed()?;
-    let outcome = go_wrong(testbed, seed, asked().unwrap_or(DEFAULT)).await;
+    let outcome = go_wrong(testbed, seed, asked().unwrap_or_default()).await;
     outcome.with_context(|| format!("seed {seed}: `cargo xtask chaos --seed {seed}` does the same again"))
 }
 
@@ -65,7 +64,7 @@ async fn go_wrong(testbed: &Testbed, seed: u64, length: Duration) -> Result<()> 
     let clients = Clients::start(fleet.clients(), Patience::SHORT, &wrong);
     let (mut plan, mut rounds, mut longest) = (Plan::new(seed, SERVERS, EDGES), 0, Duration::ZERO);
     let begin = Instant::now();
-    while rounds == 0 || begin.elapsed() < length {
+    while rounds < plan::ALL || begin.elapsed() < length {
         rounds += 1;
         for step in plan.round() {
             tokio::time::sleep(step.pause).await;

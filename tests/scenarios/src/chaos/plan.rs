@@ -3,7 +3,7 @@ use std::fmt;
 use std::time::Duration;
 
 use rand::rngs::StdRng;
-use rand::seq::IndexedRandom as _;
+use rand::seq::SliceRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 
 /// Faults that last at the same time, at most.
@@ -13,6 +13,10 @@ const PAUSE: std::ops::Range<u64> = 100..1_200;
 const LONG_PAUSE: std::ops::Range<u64> = 1_200..8_000;
 /// Steps of a round. At its end nothing is wrong any more.
 const STEPS: usize = 10;
+/// After so many rounds each kind of fault has begun.
+pub(super) const ALL: usize = 3;
+/// Kinds of faults.
+const KINDS: usize = 16;
 
 /// Servers and edges are counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,11 +126,13 @@ pub(super) struct Plan {
     rng: StdRng,
     servers: usize,
     edges: usize,
+    /// The kinds that are next. Each comes before any comes again, unless it has to wait for what lasts.
+    next: Vec<usize>,
 }
 
 impl Plan {
     pub(super) fn new(seed: u64, servers: usize, edges: usize) -> Self {
-        Self { rng: StdRng::seed_from_u64(seed), servers, edges }
+        Self { rng: StdRng::seed_from_u64(seed), servers, edges, next: Vec::new() }
     }
 
     /// The next round: everything that begins in it ends in it.
@@ -158,7 +164,7 @@ impl Plan {
                 (self.rng.random_range(0..self.servers), self.rng.random_range(0..self.edges));
             let other = (server + self.rng.random_range(1..self.servers)) % self.servers;
             let after = self.rng.random_range(0..1_500);
-            let all = [
+            let all: [Fault; KINDS] = [
                 Fault::ServerKilled(server),
                 Fault::ServerStopped(server),
                 Fault::ServerFrozen(server),
@@ -176,11 +182,13 @@ impl Plan {
                 Fault::MappingsForgotten,
                 Fault::CaRotated,
             ];
-            // The list is not empty.
-            let fault = all.choose(&mut self.rng).copied().unwrap_or(Fault::Crowd);
-            if active.iter().all(|other| !fault.excludes(*other)) {
-                return fault;
+            let fits = |kind: &usize| active.iter().all(|other| !all[*kind].excludes(*other));
+            if let Some(at) = self.next.iter().position(fits) {
+                return all[self.next.remove(at)];
             }
+            let mut kinds: Vec<usize> = (0..KINDS).collect();
+            kinds.shuffle(&mut self.rng);
+            self.next.append(&mut kinds);
         }
     }
 }
@@ -198,6 +206,19 @@ mod tests {
     fn a_seed_is_a_sequence() {
         assert_eq!(rounds(7), rounds(7));
         assert_ne!(rounds(7), rounds(8));
+    }
+
+    #[test]
+    fn the_first_rounds_have_every_kind() {
+        for seed in 1..=100 {
+            let mut plan = Plan::new(seed, 3, 4);
+            let steps: Vec<Step> = (0..ALL).flat_map(|_| plan.round()).collect();
+            let begun = steps.iter().filter_map(|step| match step.change {
+                Change::Begins(fault) => Some(std::mem::discriminant(&fault)),
+                Change::Ends(_) => None,
+            });
+            assert_eq!(begun.collect::<std::collections::HashSet<_>>().len(), KINDS, "seed {seed}");
+        }
     }
 
     #[test]

@@ -1,18 +1,18 @@
 //! Links over a wide-area path: delay, little bandwidth, loss, outages, a NAT that forgets.
-use std::net::{Ipv4Addr, SocketAddr};
+mod silent;
+
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent, START};
-use postern_testbed::asleep::Asleep;
 use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_digest};
-use postern_testbed::inventory::{self, Inventory};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::{figure, progress};
 use postern_testbed::server::{self, Builder, Server};
-use postern_testbed::target::{Behaviour, Target};
-use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
 use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
@@ -20,6 +20,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tunnel_core::link::Congestion;
 
 use crate::common::{self, at_once, hold, server_and_agent, session_of, target};
+use silent::{
+    a_long_outage_ends_at_once, nat_forgets_the_link, outages_of_up_to_ten_seconds_are_survived,
+    the_edge_gets_another_address, the_edge_was_asleep,
+};
 
 scenarios! {
     a_lossy_path_changes_no_byte,
@@ -30,8 +34,10 @@ scenarios! {
     links_through_a_load_balancer_lead_to_one_server,
     sixteen_at_once_after_each_start(limit = 240),
     an_agent_that_stops_sends_what_it_has,
+    a_full_line_of_1_mbit_keeps_its_link,
     a_full_line_of_300_kbit_keeps_its_link,
-    an_outage_of_five_seconds_is_survived,
+    a_full_line_of_100_kbit_keeps_its_link(limit = 180),
+    outages_of_up_to_ten_seconds_are_survived,
     a_long_outage_ends_at_once(limit = 180),
     nat_forgets_the_link,
     the_edge_gets_another_address,
@@ -69,6 +75,7 @@ async fn upload(address: SocketAddr, seed: u64, length: u64) -> Result<Duration>
 async fn a_lossy_path_changes_no_byte(testbed: &Testbed) -> Result<()> {
     let mut path = Path::new(100, 100).lossy(Loss::Bursts { rate: 0.003, length: 3.0 });
     path.reordered = 0.002;
+    path.mtu = 1400;
     let wan = testbed.wan(1, path)?;
     let (_server, _agent) = server_and_agent(testbed).await?;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 30_000_000))?;
@@ -357,8 +364,20 @@ async fn session(server: &Server<'_>) -> Result<f64> {
     Ok(metrics.sum("postern_agent_handshakes_total", &[("result", "attached")]))
 }
 
+async fn a_full_line_of_1_mbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
+    a_full_line_keeps_its_link(testbed, 1_000_000).await
+}
+
 async fn a_full_line_of_300_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
-    let wan = testbed.wan(1, Path::asymmetric(60, 1_000_000, 300_000))?;
+    a_full_line_keeps_its_link(testbed, 300_000).await
+}
+
+async fn a_full_line_of_100_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
+    a_full_line_keeps_its_link(testbed, 100_000).await
+}
+
+async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64) -> Result<()> {
+    let wan = testbed.wan(1, Path::asymmetric(60, 1_000_000, up))?;
     let (server, _agent) = server_and_agent(testbed).await?;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 100_000_000))?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
@@ -378,121 +397,5 @@ async fn a_full_line_of_300_kbit_keeps_its_link(testbed: &Testbed) -> Result<()>
     ensure!(session(&server).await? == before, "the agent had to attach again");
     reading.abort();
     figure(&format!("connect and echo beside it: {}; {:?}", times.summary(), wan.counts().1));
-    Ok(())
-}
-
-async fn an_outage_of_five_seconds_is_survived(testbed: &Testbed) -> Result<()> {
-    let wan = testbed.wan(1, Path::new(50, 50))?;
-    let (server, _agent) = server_and_agent(testbed).await?;
-    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    let before = session(&server).await?;
-    let mut stream = hold(shell.address, b"before").await?;
-    wan.set_out(true);
-    let typing = tokio::spawn(async move {
-        echo(&mut stream, b"during").await?;
-        echo(&mut stream, b"after").await
-    });
-    tokio::time::sleep(Duration::from_secs(5)).await;
-    wan.set_out(false);
-    let start = Instant::now();
-    tokio::time::timeout(PATIENCE, typing).await.context("the held connection")???;
-    figure(&format!("usable {:.2?} after the outage", start.elapsed()));
-    ensure!(session(&server).await? == before, "the agent attached again");
-    Ok(())
-}
-
-async fn a_long_outage_ends_at_once(testbed: &Testbed) -> Result<()> {
-    let wan = testbed.wan(1, Path::new(50, 50))?;
-    let (server, _agent) = server_and_agent(testbed).await?;
-    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    client::visit(shell.address).await?;
-    wan.set_out(true);
-    let out = Instant::now();
-    // While the link still looks alive, clients are told soon.
-    let error = client::visit(shell.address).await.err().context("a visit over a line that is out")?;
-    figure(&format!("a new connection fails after {:.1?}: {error:#}", out.elapsed()));
-    server.wait_access("the silent link", |line| line.text("error").contains("has been silent for")).await?;
-    // Longer than a dead link needs to be noticed.
-    server.wait_connected("edge-1", false, PATIENCE).await?;
-    tokio::time::sleep(Duration::from_secs(30).saturating_sub(out.elapsed())).await;
-    wan.set_out(false);
-    let start = Instant::now();
-    wait_for("a new connection", PATIENCE, async || Ok(client::visit(shell.address).await.ok())).await?;
-    figure(&format!("usable {:.2?} after the outage", start.elapsed()));
-    Ok(())
-}
-
-async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
-    let _wan = testbed.wan(1, Path::new(50, 50))?;
-    let (_server, agent) = server_and_agent(testbed).await?;
-    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    client::visit(shell.address).await?;
-    testbed.forget_mappings()?;
-    let start = Instant::now();
-    wait_for("a new connection", PATIENCE, async || {
-        let visit = tokio::time::timeout(PATIENCE, client::visit(shell.address)).await;
-        Ok(visit.context("a visit")?.ok())
-    })
-    .await?;
-    figure(&format!("usable {:.1?} after the NAT forgot the link", start.elapsed()));
-    // Not after the PING's time.
-    let log = agent.process.output()?;
-    ensure!(
-        log.contains("it is silent, and another connection to the server works"),
-        "the agent's log: {log}"
-    );
-    Ok(())
-}
-
-async fn the_edge_gets_another_address(testbed: &Testbed) -> Result<()> {
-    const NEXT: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 3);
-    let _wan = testbed.wan(1, Path::new(50, 50))?;
-    let (_server, agent) = server_and_agent(testbed).await?;
-    let edge = testbed.edge(1);
-    let mut nodes = Inventory::of(testbed)?;
-    nodes.nodes[1] = inventory::node(&edge.name, true, &[edge.ip(), NEXT.into()], &[]);
-    nodes.write()?;
-    // Otherwise the second address goes with the first.
-    edge.ns.write("/proc/sys/net/ipv4/conf/eth0/promote_secondaries", "1")?;
-    edge.ns.ip(&format!("addr add {NEXT}/24 dev eth0"))?;
-    let shell = Target::start(&edge.ns, NEXT, 9102, Behaviour::Echo)?;
-    let works = async || client::visit(shell.address).await;
-    wait_until("a visit", PATIENCE, works, |_| true).await?;
-    edge.ns.ip(&format!("addr del {}/24 dev eth0", edge.address))?;
-    edge.ns.ip("route replace default via 192.168.50.1")?;
-    let start = Instant::now();
-    wait_until("a new connection", PATIENCE, works, |_| true).await?;
-    figure(&format!("usable {:.1?} after the edge has another address", start.elapsed()));
-    let log = agent.process.output()?;
-    ensure!(log.contains("this node has lost the address of its link"), "the agent's log: {log}");
-    Ok(())
-}
-
-async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
-    let _wan = testbed.wan(1, Path::new(50, 50))?;
-    let server = Builder::new(testbed).start().await?;
-    let clock = Asleep::new(testbed)?;
-    // Without the clock only PING would notice.
-    let builder = agent::Builder::new(&server, 1).flag("--keepalive=5m");
-    let builder =
-        clock.environment().into_iter().fold(builder, |builder, (name, value)| builder.env(name, &value));
-    let mut agent = builder.enrol(&server).await?;
-    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    client::visit(shell.address).await?;
-    agent.process.signal(Signal::SIGSTOP)?;
-    testbed.forget_mappings()?;
-    clock.set(Duration::from_secs(3600))?;
-    agent.process.signal(Signal::SIGCONT)?;
-    let start = Instant::now();
-    wait_for("a new connection", PATIENCE, async || {
-        let visit = tokio::time::timeout(PATIENCE, client::visit(shell.address)).await;
-        Ok(visit.context("a visit")?.ok())
-    })
-    .await?;
-    figure(&format!("usable {:.1?} after the edge has woken up", start.elapsed()));
-    let log = agent.process.output()?;
-    for line in ["asleep_s=3600", "it is silent, and another connection to the server works"] {
-        ensure!(log.contains(line), "no {line:?} in the agent's log: {log}");
-    }
     Ok(())
 }
