@@ -237,6 +237,10 @@ async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()
     }
     let seen = curl(testbed, &["-x", &proxy, &format!("http://{}:9100/", first.address)]).await?;
     ensure!(seen.contains("name the node instead"), "by address: {seen:?}");
+    // The same at the http door.
+    let host = format!("Host: {}:9100", first.address);
+    let seen = curl(testbed, &["http://127.0.0.1:10264/", "-H", &host]).await?;
+    ensure!(seen.contains("name the node instead") && seen.contains("status 400"), "by address: {seen:?}");
     Ok(())
 }
 

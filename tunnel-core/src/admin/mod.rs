@@ -3,7 +3,7 @@
 //! | path | answer |
 //! |---|---|
 //! | `/metrics` | OpenMetrics 1.0 text, or Prometheus' older format for clients that do not ask for it |
-//! | `/healthz` | 200 while the process runs |
+//! | `/healthz`, `/livez` | 200 while the process runs (the second is the name in Kubernetes' own programs) |
 //! | `/readyz` | 200, or 503 and what is pending |
 //! | `/status` | JSON |
 //! | `/connections`, `/connections?node=NODE` | JSON: what is carried now |
@@ -131,7 +131,8 @@ impl Admin {
             .route("/", get(index))
             .route("/ui", get(|| async { page::lead_to("ui/") }))
             .route("/metrics", get(metrics))
-            .route("/healthz", get(|| async { "ok\n" }))
+            .route("/healthz", get(healthy))
+            .route("/livez", get(healthy))
             .route("/readyz", get(readyz))
             .route("/status", get(status))
             .route("/connections", get(connections))
@@ -241,8 +242,12 @@ async fn index(State(admin): State<Admin>, headers: HeaderMap) -> Response {
         return page::lead_to("ui/");
     }
     let ui = if admin.pages.is_empty() { "" } else { "/ui/\n" };
-    format!("{ui}/metrics\n/healthz\n/readyz\n/status\n/connections\n/config\n/debug/flags/v (PUT)\n")
+    format!("{ui}/metrics\n/healthz\n/livez\n/readyz\n/status\n/connections\n/config\n/debug/flags/v (PUT)\n")
         .into_response()
+}
+
+async fn healthy() -> &'static str {
+    "ok\n"
 }
 
 async fn metrics(State(admin): State<Admin>, headers: HeaderMap) -> Response {

@@ -95,7 +95,16 @@ async fn readyz_names_what_is_pending() {
     drop((redirect, inventory));
     let answer = ask(&serving, Method::GET, "/readyz", "").await;
     assert_eq!((answer.status, answer.text()), (StatusCode::OK, "ok\n"));
-    assert_eq!(ask(&serving, Method::GET, "/healthz", "").await.status, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_process_that_runs_is_healthy_before_it_is_ready() {
+    let (serving, readiness, _) = serve();
+    let _pending = readiness.pending("redirect");
+    for path in ["/healthz", "/livez"] {
+        let answer = ask(&serving, Method::GET, path, "").await;
+        assert_eq!((answer.status, answer.text()), (StatusCode::OK, "ok\n"), "{path}");
+    }
 }
 
 #[tokio::test]
@@ -246,6 +255,7 @@ async fn through_the_tunnel_there_are_the_metrics_only() {
         ("GET", "/status"),
         ("GET", "/connections"),
         ("GET", "/healthz"),
+        ("GET", "/livez"),
         ("GET", "/readyz"),
     ] {
         let answer = tunnelled(method, path).await;

@@ -1,6 +1,6 @@
 //! `tunnel-server import`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
@@ -12,6 +12,10 @@ use tunnel_core::config::ConfigError;
 use tunnel_core::identity::NodeName;
 
 use crate::reloaded::read;
+
+/// The kubelet's ports, which are always tunnelled: the first is that of the https door.
+const KUBELET: u16 = 10250;
+const READ_ONLY: u16 = 10255;
 
 #[derive(Args, Clone, Debug)]
 pub struct ImportCommand {
@@ -105,36 +109,52 @@ fn superedge(text: &str, node: Option<&NodeName>) -> Result<String, String> {
         line(&format!("  target: '{target}'"));
         line("  clients: ['0.0.0.0/0', '::/0']");
     }
-    let https = cloud.https.map(|https| https.addr).unwrap_or_default();
-    if !https.is_empty() {
-        line("#");
-        line(
-            "# HTTPS ports, where SuperEdge finds the node by Host or server name and adds a certificate of its own. Here TLS",
-        );
-        line(
-            "# passes through untouched: clients reach the node's own certificate through the redirect, at NODE:PORT through",
-        );
-        line(
-            "# the connect door, or by server name at the https door (--secure-port) for the kubelet's port.",
-        );
-    }
-    let mut ports = Vec::new();
-    for (port, target) in &https {
-        let wrong = || format!("mode.cloud.https.addr: {port:?} = {target:?} is not PORT = ADDRESS:PORT");
-        port.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
-        let target: SocketAddr = target.parse().map_err(|_| wrong())?;
-        line(&format!("#   {port} -> {target}"));
-        ports.push(target.port().to_string());
-    }
-    if !ports.is_empty() {
-        line(&format!("# --redirect-ports=10250,10255,{}", ports.join(",")));
-    }
+    https_ports(&mut line, &cloud.https.map(|https| https.addr).unwrap_or_default())?;
     Ok(out)
+}
+
+/// What the HTTPS ports are here, as comments: they are flags, and not maps.
+fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) -> Result<(), String> {
+    if ports.is_empty() {
+        return Ok(());
+    }
+    line("#");
+    line("# HTTPS ports, where SuperEdge finds the node by Host or server name and adds a certificate of");
+    line("# its own. Here the https door finds it by server name. TLS passes through untouched: clients");
+    line("# see the node's certificate, and show their own.");
+    let mut further = BTreeMap::new();
+    for (port, target) in ports {
+        let wrong = || format!("mode.cloud.https.addr: {port:?} = {target:?} is not PORT = ADDRESS:PORT");
+        let own = port.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
+        let at = target.parse::<SocketAddr>().ok().filter(|at| at.port() != 0).ok_or_else(wrong)?;
+        if at.port() == KUBELET {
+            line(&format!("#   {own} -> {at}: the door itself (--secure-port)"));
+        } else {
+            // A port of nodes has one port of the door.
+            let own_of = *further.entry(at.port()).or_insert(own);
+            line(&format!("#   {own} -> {at}: port {own_of} of the door (--secure-ports)"));
+        }
+    }
+    if further.is_empty() {
+        return Ok(());
+    }
+    let list = further.iter().map(|(of_node, own)| format!("{own}={of_node}")).collect::<Vec<_>>().join(",");
+    line(&format!("# --secure-ports={list}"));
+    line("# The first number of each is a port of the servers' hosts: choose another where that is taken.");
+    line("# The second is a port of the node's own address, or of its loopback if it is in");
+    line("# localhost-proxy-ports of the ConfigMap. In a cluster list the second ones in https-proxy-ports");
+    line("# too: the internal Service then leads https://NODE:PORT there, and the redirect takes connects");
+    line("# to the node's address. Without a cluster this is for the redirect:");
+    let tunnelled: BTreeSet<u16> = further.into_keys().chain([KUBELET, READ_ONLY]).collect();
+    let tunnelled = tunnelled.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
+    line(&format!("# --redirect-ports={tunnelled}"));
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::parse_secure_ports;
     use crate::maps::parse_file;
 
     const FILE: &str = r#"
@@ -170,10 +190,32 @@ mod tests {
                 "0.0.0.0:6443=edge-7/127.0.0.1:6443,0.0.0.0/0,::/0"
             ]
         );
-        assert!(printed.contains("#   10250 -> 127.0.0.1:10250\n"), "{printed}");
+        assert!(
+            printed.contains("#   10250 -> 127.0.0.1:10250: the door itself (--secure-port)\n"),
+            "{printed}"
+        );
+        assert!(!printed.contains("--secure-ports"), "{printed}");
         let open = superedge(FILE, None).unwrap();
         assert!(parse_file(&open).unwrap_err().contains("maps[0].node"), "the node is to be filled in");
         assert!(parse_file(&superedge("[mode.cloud]\n", None).unwrap()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn https_ports_are_those_of_a_flag() {
+        let text = r#"
+            [mode.cloud.https.addr]
+            "10250" = "127.0.0.1:10250"
+            "8443" = "127.0.0.1:9443"
+            "8444" = "127.0.0.1:9443"
+            "9100" = "127.0.0.1:9100"
+        "#;
+        let printed = superedge(text, None).unwrap();
+        assert!(parse_file(&printed).unwrap().is_empty(), "{printed}");
+        let flag = |name: &str| printed.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        let secure = parse_secure_ports(flag("# --secure-ports=")).unwrap();
+        assert_eq!(secure, BTreeMap::from([(8443, 9443), (9100, 9100)]));
+        assert_eq!(flag("# --redirect-ports="), "9100,9443,10250,10255");
+        assert!(printed.contains("#   8444 -> 127.0.0.1:9443: port 8443 of the door"), "{printed}");
     }
 
     #[test]
@@ -183,6 +225,7 @@ mod tests {
             ("[mode.cloud.tcp]\n\"6443\" = \"127.0.0.1:6443\"\n", "mode.cloud.tcp: \"6443\""),
             ("[mode.cloud.tcp]\n\"0.0.0.0:1\" = \"edge:1\"\n", "the target is not ADDRESS:PORT"),
             ("[mode.cloud.https.addr]\n\"x\" = \"127.0.0.1:1\"\n", "mode.cloud.https.addr: \"x\""),
+            ("[mode.cloud.https.addr]\n\"1\" = \"127.0.0.1:0\"\n", "mode.cloud.https.addr: \"1\""),
             ("[mode", "TOML parse error"),
         ] {
             let error = superedge(text, None).unwrap_err();

@@ -24,11 +24,14 @@ use crate::settings::{Doors, InternalDoor};
 /// What the names of the ports made here begin with.
 const PREFIX: &str = "dnat-";
 const TCP: &str = "TCP";
+/// The kubelet's port without TLS, which no list of the ConfigMap has and YurtTunnel's Service does.
+const READ_ONLY: i32 = 10255;
 /// Changes within this time are written as one.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
 /// What the Service's ports `present` become. A wanted port gets its target, and a name when it is new; TCP ports named
-/// `dnat-…` that are not wanted go; all others stay as they are.
+/// `dnat-…` that are not wanted go; one for the kubelet's port without TLS leads to the plain door while that is on; all others
+/// stay as they are.
 pub fn ports(
     present: &[ServicePort],
     wanted: &BTreeMap<u16, InternalDoor>,
@@ -50,6 +53,10 @@ pub fn ports(
             match u16::try_from(port.port).ok().and_then(|number| missing.remove_entry(&number)) {
                 Some((number, door)) => port.target_port = Some(target(number, door)),
                 None if port.name.as_deref().is_some_and(|name| name.starts_with(PREFIX)) => continue,
+                // In YurtTunnel's Service it leads to the http door, which is on the loopback here and would refuse.
+                None if port.port == READ_ONLY && doors.http != 0 => {
+                    port.target_port = Some(IntOrString::Int(i32::from(doors.http)));
+                }
                 None => {}
             }
         }
@@ -174,7 +181,7 @@ mod tests {
     }
 
     fn base() -> Vec<ServicePort> {
-        vec![port("http", TCP, 10255, 10264), port("https", TCP, 10250, 10263)]
+        vec![port("http", TCP, 10255, 10268), port("https", TCP, 10250, 10263)]
     }
 
     fn after(present: &[ServicePort], wanted: &[(u16, InternalDoor)]) -> Vec<ServicePort> {
@@ -245,6 +252,16 @@ mod tests {
         let mut present = base();
         present.push(port("dnat-9100", TCP, 9100, 10268));
         assert_eq!(super::ports(&present, &wanted, &doors), expected);
+    }
+
+    #[test]
+    fn yurttunnels_port_of_the_kubelet_leads_to_the_plain_door() {
+        let present = [port("http", TCP, 10255, 10264), port("https", TCP, 10250, 10263)];
+        assert_eq!(after(&present, &[]), base());
+        let without = Doors { http: 0, ..DOORS };
+        assert_eq!(super::ports(&present, &BTreeMap::new(), &without), present);
+        let udp = port("http", "UDP", 10255, 10264);
+        assert_eq!(after(std::slice::from_ref(&udp), &[]), [udp]);
     }
 
     #[test]
