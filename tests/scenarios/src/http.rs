@@ -75,7 +75,7 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
 }
 
 async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
+    let (server, mut agent) = server_and_agent(testbed).await?;
     testbed.black_hole(1, 9103)?;
     for (host, more, status, reason) in [
         ("edge-1:9101", "", 502, "refused"),
@@ -111,6 +111,11 @@ async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
     ensure!(answer.starts_with("HTTP/1.1 431 "), "a head of 100 kB was answered {answer:?}");
     let answer = ask(b"\x16\x03\x01\x02\x00\x01\x00\x01").await?;
     ensure!(answer.is_empty() || answer.starts_with("HTTP/1.1 400 "), "garbage was answered {answer:?}");
+    agent.process.stop().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    let answer = curl(testbed, &[DOOR, "-H", "Host: edge-1:9100"]).await?;
+    answer.expect(503, "no tunnel to node edge-1 (last seen ")?;
+    ensure!(answer.body.contains(" s ago)"), "{answer:?}");
     Ok(())
 }
 
