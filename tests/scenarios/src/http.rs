@@ -6,11 +6,11 @@ use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect};
 use postern_testbed::server;
-use postern_testbed::wait::wait_until;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use crate::common::server_and_agent;
+use crate::front;
 use crate::web::{Web, curl};
 
 scenarios! {
@@ -26,6 +26,7 @@ scenarios! {
 }
 
 const PORT: u16 = 9100;
+const HOST: &str = "edge-1:9100";
 /// What follows an ambiguous request.
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n";
 const DOOR: &str = "http://127.0.0.1:10264";
@@ -36,13 +37,7 @@ fn door() -> SocketAddr {
 
 /// Sends bytes to the door, and reads to the end.
 async fn ask(request: &[u8]) -> Result<String> {
-    let mut stream = connect(door()).await?;
-    stream.write_all(request).await?;
-    let mut answer = Vec::new();
-    let read = tokio::time::timeout(client::PATIENCE, stream.read_to_end(&mut answer)).await;
-    // A reset may follow the answer, because the door may have unread bytes.
-    read.context("the door neither answered nor closed")?.ok();
-    Ok(String::from_utf8_lossy(&answer).into_owned())
+    front::ask(connect(door()).await?, request).await
 }
 
 async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
@@ -80,7 +75,7 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
 }
 
 async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
-    let (_server, _agent) = server_and_agent(testbed).await?;
+    let (server, mut agent) = server_and_agent(testbed).await?;
     testbed.black_hole(1, 9103)?;
     for (host, more, status, reason) in [
         ("edge-1:9101", "", 502, "refused"),
@@ -116,6 +111,11 @@ async fn failures_have_their_own_status(testbed: &Testbed) -> Result<()> {
     ensure!(answer.starts_with("HTTP/1.1 431 "), "a head of 100 kB was answered {answer:?}");
     let answer = ask(b"\x16\x03\x01\x02\x00\x01\x00\x01").await?;
     ensure!(answer.is_empty() || answer.starts_with("HTTP/1.1 400 "), "garbage was answered {answer:?}");
+    agent.process.stop().await?;
+    server.wait_connected("edge-1", false, client::PATIENCE).await?;
+    let answer = curl(testbed, &[DOOR, "-H", "Host: edge-1:9100"]).await?;
+    answer.expect(503, "no tunnel to node edge-1 (last seen ")?;
+    ensure!(answer.body.contains(" s ago)"), "{answer:?}");
     Ok(())
 }
 
@@ -178,6 +178,7 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     let args = [&url, "-H", host, "--data-binary", &file, "-H", "Expect: 100-continue"];
     curl(testbed, &args).await?.expect(417, "keep it")?;
     ensure!(web.read() == before, "{} bytes of an unwanted body arrived", web.read() - before);
+    front::an_expectation_is_answered(async || connect(door()).await, HOST).await?;
     let url = format!("{DOOR}/large");
     let answer = curl(testbed, &[&url, "-H", host]).await?;
     ensure!(answer.status == 200 && answer.body.len() == 32 << 20, "{} bytes of 32 MiB", answer.body.len());
@@ -195,48 +196,19 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
 async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
     let (_server, _agent) = server_and_agent(testbed).await?;
     let _web = Web::start(testbed, 1, PORT)?;
-    let upgrade = |path: &str| {
-        format!(
-            "POST {path} HTTP/1.1\r\nHost: edge-1:9100\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n"
-        )
-    };
-    let mut stream = connect(door()).await?;
-    // Together with what the client already says in the other protocol.
-    stream.write_all(format!("{}early", upgrade("/echo-upgraded")).as_bytes()).await?;
-    let mut answer = Vec::new();
-    let reading = async {
-        while !answer.ends_with(b"\r\n\r\nearly") {
-            ensure!(stream.read_buf(&mut answer).await? > 0, "closed after {answer:?}");
-        }
-        Ok(())
-    };
-    tokio::time::timeout(client::PATIENCE, reading).await.context("no early bytes came back")??;
-    let head = String::from_utf8_lossy(&answer).to_lowercase();
-    ensure!(head.starts_with("http/1.1 101 ") && head.contains("upgrade: spdy/3.1"), "{head}");
-    client::echo(&mut stream, b"and later ones").await?;
-    stream.shutdown().await?;
-    ensure!(client::end_of(&mut stream, client::PATIENCE).await? == client::End::Eof(0), "no end came back");
-    // A refused one is answered whole, and what was sent ahead is not taken for a request.
-    let ahead = format!("{}GET / HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n", upgrade("/refuse"));
-    let answer = ask(ahead.as_bytes()).await?;
-    ensure!(answer.starts_with("HTTP/1.1 403 ") && answer.ends_with("not for you\n"), "{answer:?}");
-    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
+    let connect = async || connect(door()).await;
+    for asked in [("POST", "SPDY/3.1"), ("GET", "websocket")] {
+        front::an_upgrade_is_carried(&connect, HOST, asked).await.context(asked.1)?;
+        front::a_refused_upgrade_is_answered(&connect, HOST, asked).await.context(asked.1)?;
+    }
     Ok(())
 }
 
 async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let web = Web::start(testbed, 1, PORT)?;
-    let mut stream = connect(door()).await?;
-    stream.write_all(b"GET /wait HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n").await?;
-    wait_until("the request to arrive", client::PATIENCE, async || Ok(web.waiting()), |count| *count == 1)
-        .await?;
-    drop(stream);
-    wait_until("the target to be told", client::PATIENCE, async || Ok(web.abandoned()), |count| *count == 1)
-        .await?;
-    let line = server.wait_access("of a caller that left", |line| line.text("door") == "http").await?;
-    ensure!(line.text("outcome") == "client_reset", "access line {line:?}");
-    Ok(())
+    front::a_departure_reaches_the_target(async || connect(door()).await, HOST, &web).await?;
+    front::departures_are_logged(&server, "http", 2).await
 }
 
 /// The cases of request smuggling: however a proxy in front of the door reads them, the target gets one request, whose end

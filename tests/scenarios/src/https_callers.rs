@@ -2,9 +2,12 @@
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::server::Builder;
-use postern_testbed::{CLOUD, Testbed};
+use postern_testbed::{CLOUD, Testbed, client, tls};
 use rcgen::SanType;
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
 
+use crate::front;
 use crate::web::{Answer, Authority, Web, curl, shown};
 
 scenarios! {
@@ -13,10 +16,15 @@ scenarios! {
     nobody_without_a_certificate,
     a_target_with_anothers_certificate_is_refused,
     certificates_are_reloaded,
+    upgrades_are_carried,
+    an_expected_upload_arrives,
+    a_callers_end_reaches_the_target,
 }
 
 const KUBELET: u16 = 10250;
 const DOOR: &str = "https://10.70.0.1:10263";
+/// By which callers address the two targets of [`targets`].
+const HOSTS: [&str; 2] = ["edge-1:10250", "edge-1:9100"];
 
 /// The CAs of a run: callers', and nodes'.
 struct Cas {
@@ -46,6 +54,21 @@ async fn call(testbed: &Testbed, cas: &Cas, args: &[&str]) -> Result<Answer> {
     let own = testbed.dir().join("server/ca/ca.crt");
     let (certificate, key, own) = (shown(&certificate), shown(&key), shown(&own));
     curl(testbed, &[&["--cacert", &own, "--cert", &certificate, "--key", &key][..], args].concat()).await
+}
+
+/// A connection with a caller's certificate, on which the server's is verified.
+async fn connect(testbed: &Testbed, cas: &Cas) -> Result<TlsStream<TcpStream>> {
+    let (certificate, key) = cas.callers.client("prometheus")?;
+    let identity = tls::Identity::read(&certificate, &key)?;
+    let roots = tls::roots(&testbed.dir().join("server/ca/ca.crt"))?;
+    let stream = client::connect((CLOUD, 10263)).await?;
+    tls::handshake(stream, &CLOUD.to_string(), roots, Some(&identity), None).await
+}
+
+/// One on edge 1 that speaks TLS, and one that does not.
+fn targets(testbed: &Testbed, cas: &Cas) -> Result<[Web; 2]> {
+    let names = [SanType::DnsName("edge-1".try_into()?)];
+    Ok([Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?])
 }
 
 async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> Result<()> {
@@ -170,4 +193,51 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     server.wait_log("the certificates for TLS to nodes are in effect").await?;
     call(testbed, &cas, &asked).await?.expect(200, "client=certificate")?;
     Ok(())
+}
+
+async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let _targets = targets(testbed, &cas)?;
+    let connect = async || connect(testbed, &cas).await;
+    for host in HOSTS {
+        for asked in [("GET", "websocket"), ("POST", "SPDY/3.1")] {
+            let what = || format!("{} to {host}", asked.1);
+            front::an_upgrade_is_carried(&connect, host, asked).await.with_context(what)?;
+            front::a_refused_upgrade_is_answered(&connect, host, asked).await.with_context(what)?;
+        }
+    }
+    let line = server.wait_access("of an upgrade", |line| line.text("door") == "https").await?;
+    ensure!(line.text("caller") == "prometheus" && line.text("outcome") == "ok", "access line {line:?}");
+    Ok(())
+}
+
+async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let _targets = targets(testbed, &cas)?;
+    for host in HOSTS {
+        let connect = async || connect(testbed, &cas).await;
+        front::an_expectation_is_answered(connect, host).await.context(host)?;
+    }
+    let uploaded = |line: &postern_testbed::access_log::AccessLine| {
+        line.text("door") == "https" && line.bytes_to_node().is_ok_and(|bytes| bytes > front::UPLOAD)
+    };
+    let line = server.wait_access("of an upload", uploaded).await?;
+    ensure!(line.text("caller") == "prometheus" && line.text("outcome") == "ok", "access line {line:?}");
+    Ok(())
+}
+
+async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let targets = targets(testbed, &cas)?;
+    for (host, target) in HOSTS.into_iter().zip(&targets) {
+        let connect = async || connect(testbed, &cas).await;
+        front::a_departure_reaches_the_target(connect, host, target).await.context(host)?;
+    }
+    front::departures_are_logged(&server, "https", 4).await
 }

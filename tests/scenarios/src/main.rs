@@ -15,6 +15,7 @@ mod disks;
 mod docs;
 mod doctor;
 mod egress;
+mod front;
 mod held;
 mod hostile;
 mod hostile_frames;

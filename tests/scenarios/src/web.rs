@@ -13,7 +13,7 @@ use hyper::body::{Bytes, Frame, Incoming};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use postern_testbed::Testbed;
+use postern_testbed::{Testbed, client};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
 };
@@ -138,7 +138,7 @@ impl Authority {
 #[derive(Debug, Default)]
 struct Seen {
     connections: AtomicU64,
-    /// Requests to `/wait` that were given up.
+    /// Requests to `/wait` and `/half` that were given up.
     abandoned: AtomicU64,
     waiting: AtomicU64,
     /// Body bytes that were read.
@@ -244,7 +244,7 @@ fn text(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
     response
 }
 
-/// Counts a request that is given up before its answer.
+/// Counts a request that is given up before the end of its answer.
 struct Waiting(Arc<Seen>);
 
 impl Drop for Waiting {
@@ -273,15 +273,33 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
         }
         // An answer without an end.
         "/half" => {
+            let waiting = Waiting(seen);
             let half = tokio_stream::once(Ok(Frame::data(Bytes::from_static(b"half"))));
-            Response::new(StreamBody::new(half.chain(tokio_stream::pending())).boxed_unsync())
+            let rest = tokio_stream::pending::<Result<Frame<Bytes>, Infallible>>().map(move |frame| {
+                // Dropped with the answer.
+                let _waiting = &waiting;
+                frame
+            });
+            Response::new(StreamBody::new(half.chain(rest)).boxed_unsync())
         }
         "/large" => {
             let chunk = Bytes::from(vec![b'x'; 1 << 16]);
             let frames = (0..512).map(move |_| Ok(Frame::data(chunk.clone())));
             Response::new(StreamBody::new(tokio_stream::iter(frames)).boxed_unsync())
         }
+        "/digest" => {
+            let Ok(body) = request.into_body().collect().await else {
+                return text(StatusCode::BAD_REQUEST, "the body broke off\n");
+            };
+            let body = body.to_bytes();
+            let mut bytes = &body[..];
+            match client::digest(&mut bytes).await {
+                Ok((length, digest)) => text(StatusCode::OK, format!("{length} {digest}\n")),
+                Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
+            }
+        }
         "/echo-upgraded" => {
+            let protocol = request.headers().get(header::UPGRADE).cloned();
             let upgrade = hyper::upgrade::on(&mut request);
             tokio::spawn(async move {
                 let Ok(upgraded) = upgrade.await else { return };
@@ -296,7 +314,9 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
             });
             let mut response = text(StatusCode::SWITCHING_PROTOCOLS, "");
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
-            response.headers_mut().insert(header::UPGRADE, HeaderValue::from_static("SPDY/3.1"));
+            if let Some(protocol) = protocol {
+                response.headers_mut().insert(header::UPGRADE, protocol);
+            }
             response
         }
         // What has arrived here.

@@ -5,4 +5,5 @@ mod endpoints;
 mod fixture;
 mod read;
 mod saved;
+mod start;
 mod write;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{Pattern, echo, pattern_digest};
+use postern_testbed::client::{PATIENCE, Pattern, echo, pattern_digest};
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
@@ -30,6 +30,7 @@ use tls::{callers_need_a_certificate, certificates_follow_their_files, what_a_ca
 
 scenarios! {
     both_protocols_reach_edges(edges = 2, quick),
+    a_duplicated_address_is_reached_by_name(twin),
     failures_say_why(edges = 2),
     no_byte_overtakes_the_200,
     packets_are_answered_as_konnectivity_answers_them(quick),
@@ -113,6 +114,43 @@ async fn both_protocols_reach_edges(testbed: &Testbed) -> Result<()> {
     let Some(Payload::CloseResponse(close)) = ended else { anyhow::bail!("it ended with {ended:?}") };
     ensure!(close.connect_id == connect_id && close.error.is_empty(), "it ended with {close:?}");
     server.metrics().await?.expect("postern_callers_refused_total", &[("door", "egress")], 0.0)
+}
+
+async fn a_duplicated_address_is_reached_by_name(testbed: &Testbed) -> Result<()> {
+    const KUBELET: u16 = 10250;
+    let server = server(testbed).start().await?;
+    let (first, second) = (testbed.edge(1), testbed.edge(2));
+    ensure!(first.address == second.address, "the twin has {}", second.address);
+    let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
+    let kubelets = [
+        target(testbed, 1, KUBELET, Behaviour::HelloFirst("first"))?,
+        target(testbed, 2, KUBELET, Behaviour::HelloFirst("second"))?,
+    ];
+    let socket = socket(testbed);
+    for (node, kubelet, greeting) in
+        [(&first.name, &kubelets[0], "first"), (&second.name, &kubelets[1], "second")]
+    {
+        let asked = format!("{node}:{KUBELET}");
+        let mut stream = connect(&socket, &asked).await?;
+        let mut said = vec![0; greeting.len()];
+        timeout(PATIENCE, stream.read_exact(&mut said)).await.context("no greeting over CONNECT")??;
+        ensure!(said == greeting.as_bytes(), "CONNECT {asked} reached {said:?}");
+        echo(&mut stream, b"over CONNECT").await?;
+        let mut caller = Caller::open(&socket).await?;
+        let connect_id = caller.connected(&asked).await?;
+        let said = caller.expect_data(connect_id).await?;
+        ensure!(said == greeting.as_bytes(), "the dial of {asked} reached {said:?}");
+        caller.echo(connect_id, b"over gRPC").await?;
+        caller.close(connect_id).await?;
+        ensure!(kubelet.connections() == 2, "{asked}: {} connections", kubelet.connections());
+        server.wait_access("of the node", |line| line.text("node") == *node).await?;
+    }
+    let asked = format!("{}:{KUBELET}", first.address);
+    let (_, answer) = ask(UnixStream::connect(&socket).await?, &asked).await?;
+    ensure!(answer.starts_with("HTTP/1.1 403 ") && answer.contains("name the node instead"), "{answer:?}");
+    let error = Caller::open(&socket).await?.dial(&asked).await?.err().unwrap_or_default();
+    ensure!(error.contains("name the node instead"), "the dial of {asked} was answered {error:?}");
+    Ok(())
 }
 
 async fn failures_say_why(testbed: &Testbed) -> Result<()> {

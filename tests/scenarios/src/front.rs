@@ -1,0 +1,142 @@
+//! What holds at each door that speaks HTTP, whether it has TLS or not: a scenario says how to connect there.
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::client::{self, PATIENCE, Pattern};
+use postern_testbed::server::Server;
+use postern_testbed::wait::wait_until;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::time::timeout;
+
+use crate::web::Web;
+
+/// What is uploaded, in bytes.
+pub(crate) const UPLOAD: u64 = 8 << 20;
+
+/// Sends bytes to the door, and reads to the end.
+pub(crate) async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) -> Result<String> {
+    send(&mut stream, request).await?;
+    let mut answer = Vec::new();
+    let read = timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
+    // A reset may follow the answer, because the door may have unread bytes.
+    read.context("the door neither answered nor closed")?.ok();
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
+
+/// TLS keeps what the socket does not take at once until it is flushed.
+async fn send(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> Result<()> {
+    stream.write_all(bytes).await?;
+    stream.flush().await?;
+    Ok(())
+}
+
+async fn read_until(stream: &mut (impl AsyncRead + Unpin), end: &[u8]) -> Result<String> {
+    let mut read = Vec::new();
+    let reading = async {
+        while !read.ends_with(end) {
+            ensure!(stream.read_buf(&mut read).await? > 0, "closed after {}", String::from_utf8_lossy(&read));
+        }
+        Ok(())
+    };
+    let what = String::from_utf8_lossy(end);
+    timeout(PATIENCE, reading).await.with_context(|| format!("{what:?} did not come"))??;
+    Ok(String::from_utf8_lossy(&read).into_owned())
+}
+
+/// A request for another protocol: what a client of it sends.
+fn upgrade(path: &str, host: &str, (method, protocol): (&str, &str)) -> String {
+    format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\n\r\n")
+}
+
+/// `asked`: the request's method, and the protocol.
+pub(crate) async fn an_upgrade_is_carried<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+    asked: (&str, &str),
+) -> Result<()> {
+    let mut stream = connect().await?;
+    // Together with what the client already says in the other protocol, and more of it before there is an answer.
+    send(&mut stream, format!("{}early ", upgrade("/echo-upgraded", host, asked)).as_bytes()).await?;
+    send(&mut stream, b"and more").await?;
+    let answer = read_until(&mut stream, b"\r\n\r\nearly and more").await?;
+    let (head, protocol) = (answer.to_lowercase(), format!("\r\nupgrade: {}\r\n", asked.1.to_lowercase()));
+    ensure!(head.starts_with("http/1.1 101 ") && head.contains(&protocol), "{head}");
+    client::echo(&mut stream, b"and later ones").await?;
+    stream.shutdown().await?;
+    let rest = client::text(&mut stream, "no end came back").await?;
+    ensure!(rest.is_empty(), "{rest:?} came back before the end");
+    Ok(())
+}
+
+/// A refused one is answered whole, and what was sent ahead is not taken for a request.
+pub(crate) async fn a_refused_upgrade_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+    asked: (&str, &str),
+) -> Result<()> {
+    let ahead = format!("{}GET / HTTP/1.1\r\nHost: {host}\r\n\r\n", upgrade("/refuse", host, asked));
+    let answer = ask(connect().await?, ahead.as_bytes()).await?;
+    ensure!(answer.starts_with("HTTP/1.1 403 ") && answer.ends_with("not for you\n"), "{answer:?}");
+    ensure!(answer.matches("HTTP/1.1").count() == 1, "a second request was answered: {answer:?}");
+    Ok(())
+}
+
+/// A client that waits for the 100 gets it and its upload arrives whole, unless the target refuses: then it gets only that.
+pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+) -> Result<()> {
+    let head = |path: &str| {
+        format!(
+            "POST {path} HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\nContent-Length: {UPLOAD}\r\nConnection: close\r\n\r\n"
+        )
+    };
+    let mut stream = connect().await?;
+    send(&mut stream, head("/digest").as_bytes()).await?;
+    let interim = read_until(&mut stream, b"\r\n\r\n").await?;
+    ensure!(interim.starts_with("HTTP/1.1 100 "), "{interim:?}");
+    let mut body = Pattern::new(5, UPLOAD);
+    body.write_to(&mut stream).await?;
+    let answer = ask(stream, b"").await?;
+    let arrived = format!("\r\n\r\n{UPLOAD} {}\n", body.digest());
+    ensure!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with(&arrived), "{answer:?}, not {arrived:?}");
+    let answer = ask(connect().await?, head("/unwanted").as_bytes()).await?;
+    ensure!(answer.starts_with("HTTP/1.1 417 ") && answer.ends_with("keep it\n"), "{answer:?}");
+    Ok(())
+}
+
+/// The target's connection ends with a caller that leaves, before the answer and in the middle of it. `web` is a new one.
+pub(crate) async fn a_departure_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+    web: &Web,
+) -> Result<()> {
+    let mut stream = connect().await?;
+    send(&mut stream, format!("GET /wait HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).await?;
+    wait_until("the request to arrive", PATIENCE, async || Ok(web.waiting()), |count| *count == 1).await?;
+    drop(stream);
+    wait_until("the target to be told", PATIENCE, async || Ok(web.abandoned()), |count| *count == 1).await?;
+    let mut stream = connect().await?;
+    send(&mut stream, format!("GET /half HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).await?;
+    read_until(&mut stream, b"half\r\n").await?;
+    ensure!(web.abandoned() == 1, "the target's connection ended before the caller's");
+    drop(stream);
+    wait_until(
+        "the target to be told while it answers",
+        PATIENCE,
+        async || Ok(web.abandoned()),
+        |count| *count == 2,
+    )
+    .await?;
+    Ok(())
+}
+
+/// As many access lines of the door say that the caller left.
+pub(crate) async fn departures_are_logged(server: &Server<'_>, door: &str, count: usize) -> Result<()> {
+    let left = async || {
+        let lines = server.access_log()?.into_iter().filter(|line| line.text("door") == door);
+        Ok(lines.map(|line| line.text("outcome")).collect::<Vec<_>>())
+    };
+    let all = |outcomes: &Vec<String>| {
+        outcomes.len() == count && outcomes.iter().all(|outcome| outcome == "client_reset")
+    };
+    wait_until("the callers that left to be logged", PATIENCE, left, all).await.map(drop)
+}

@@ -1,0 +1,100 @@
+//! All of the Kubernetes side, as a server starts it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use postern_fake_kube::{ApiServer, eventually};
+use prometheus_client::registry::Registry;
+use serde_json::json;
+use tokio::sync::watch;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+use tunnel_core::lifecycle::Readiness;
+use tunnel_kube::Health;
+use tunnel_server::inventory::Selector;
+use tunnel_server::kube::{Kube, Parts};
+use tunnel_server::metrics::Metrics;
+use tunnel_server::peers::Peers;
+use tunnel_server::pki::{
+    Lifetimes, PkiMetrics, RevocationStore, Revocations, ServerCertificate, ServerNames, Standing,
+};
+use tunnel_server::session::Sessions;
+use tunnel_server::settings::Doors;
+
+use crate::fixture::{INTERNAL, SERVICES, options, router};
+
+const NODES: &str = "/api/v1/nodes";
+const CONFIGMAPS: &str = "/api/v1/namespaces/kube-system/configmaps";
+const RECORDS: &str = "tunnel-nodes";
+const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10264, pairs: 10264 };
+
+/// Starts the only server of a cluster. It stops when the guard is dropped.
+async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
+    let (mut registry, stop, tasks) = (Registry::default(), CancellationToken::new(), TaskTracker::new());
+    let kube = Kube::connect(&options(api), &mut registry).await.unwrap();
+    let state_dir = api.dir().join("server");
+    let ca = kube.authority(&state_dir, Lifetimes::default(), &stop).await.unwrap();
+    let (names, metrics) = (ServerNames::default(), PkiMetrics::default());
+    let certificate = ServerCertificate::start(ca, names.clone(), "server-a", metrics.clone()).unwrap();
+    let router = Arc::new(router());
+    let (readiness, health) = (Readiness::new(), kube.health());
+    let (known_nodes, nodes) = watch::channel(None);
+    let (_, revocations) = watch::channel(Arc::<Revocations>::default());
+    kube.start(Parts {
+        router: router.clone(),
+        sessions: Arc::new(Sessions::new(router.clone(), Metrics::new(&mut registry))),
+        fleet: Arc::new(Peers::new(router)),
+        certificate: Some(Arc::new(certificate)),
+        server_names: names,
+        server_id: "server-a",
+        selector: Selector::default(),
+        allow_empty: false,
+        node_condition: false,
+        dns_records,
+        doors: DOORS,
+        given_peers: BTreeSet::new(),
+        peers: watch::channel(Arc::default()).0,
+        pki_metrics: metrics,
+        settings: watch::channel(Arc::default()).0,
+        known_nodes,
+        revocations: RevocationStore::new(&state_dir),
+        state_dir,
+        standing: Standing::new(revocations, nodes, true),
+        nodes_known: readiness.pending("nodes"),
+        ports_known: readiness.pending("ports"),
+        tasks: &tasks,
+        eligible: watch::channel(true).1,
+        draining: stop.clone(),
+        stop: stop.clone(),
+    });
+    (health, stop.drop_guard())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn dns_records_are_written_only_where_they_are_on() {
+    for on in [true, false] {
+        let api = ApiServer::start();
+        let labels = json!({"node-role.kubernetes.io/edge": ""});
+        let addresses = json!([{"type": "InternalIP", "address": "192.168.50.2"}]);
+        let node =
+            json!({"metadata": {"name": "edge-1", "labels": labels}, "status": {"addresses": addresses}});
+        api.put(NODES, node);
+        // A port that whoever leads takes away.
+        let https = json!({"name": "https", "port": 10250, "protocol": "TCP", "targetPort": 10263});
+        let stale = json!({"name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": 10264});
+        let spec = json!({"clusterIP": "10.96.0.9", "ports": [https, stale]});
+        api.put(SERVICES, json!({"metadata": {"name": INTERNAL}, "spec": spec}));
+        let (health, _stop) = start(&api, on).await;
+        eventually("the server writes", || (api.writes(INTERNAL) > 0).then_some(())).await;
+        if on {
+            eventually("the records", || {
+                let configmap = api.get(CONFIGMAPS, RECORDS)?;
+                (configmap["data"][RECORDS] == "10.96.0.9\tedge-1").then_some(())
+            })
+            .await;
+        }
+        // Nothing that would write them runs either: they could only be late.
+        let runs = health.report().iter().any(|watch| watch.resource == "configmaps/dns-records");
+        assert_eq!((runs, api.writes(RECORDS) > 0), (on, on), "{:?}", api.all_requests());
+    }
+}
