@@ -258,13 +258,17 @@ impl Session {
 
 /// A gRPC client with TLS settings of the test's choice.
 pub(crate) async fn client(address: &str, tls: Arc<ClientConfig>) -> EnrollmentClient<Channel> {
+    EnrollmentClient::new(channel(address, tls).await)
+}
+
+/// The same for any service.
+pub(crate) async fn channel(address: &str, tls: Arc<ClientConfig>) -> Channel {
     let mut stream = Some(TokioIo::new(connect(address, tls).await.unwrap()));
     let connector = tower::service_fn(move |_: http::Uri| {
         let stream = stream.take();
         async move { stream.ok_or_else(|| std::io::Error::other("once only")) }
     });
-    let channel = Endpoint::from_static("http://test").connect_with_connector(connector).await.unwrap();
-    EnrollmentClient::new(channel)
+    Endpoint::from_static("http://test").connect_with_connector(connector).await.unwrap()
 }
 
 pub(crate) fn mode(path: &PathBuf) -> u32 {

@@ -3,6 +3,7 @@
 mod enrolment;
 mod links;
 mod load;
+mod passed_on;
 mod servers;
 
 pub(crate) use servers::Port;

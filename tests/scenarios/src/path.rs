@@ -4,20 +4,21 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::access_log::AccessLine;
-use postern_testbed::agent::Agent;
+use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, connect, connect_from, echo, expect_unreachable, pattern_digest, visit};
 use postern_testbed::inventory::{Inventory, node};
-use postern_testbed::server::Server;
+use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, POD, Testbed};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use crate::common::{expect_reset, server, server_and_agent, target};
+use crate::common::{expect_reset, server, server_and_agent, session_of, target};
 
 scenarios! {
     by_edge_address(edges = 2, quick),
     by_edge_address_ipv6,
+    without_ipv4,
     no_tunnel_fails_at_connect(edges = 2, quick),
     cloud_addresses_stay_direct,
     half_close_both_ways(quick),
@@ -92,6 +93,24 @@ async fn by_edge_address_ipv6(testbed: &Testbed) -> Result<()> {
     server
         .wait_access("of the v6 target", |line| line.text("destination") == on_edge.address.to_string())
         .await?;
+    Ok(())
+}
+
+/// The agent enrols, attaches and is reached by IPv6; its router passes no IPv4 on.
+async fn without_ipv4(testbed: &Testbed) -> Result<()> {
+    let edge = testbed.edge(1);
+    testbed.router.iptables(&format!("-I FORWARD -i {} -j DROP", edge.router_port))?;
+    let server = Builder::new(testbed).flag("--bind-address=::").start().await?;
+    let agent = agent::Builder::alone(testbed, 1).flag("--server=[fd70::1]:10262");
+    let _agent = agent.enrol(&server).await?;
+    let peer = session_of(&server, 0).await?["peer"].clone();
+    let from_edge = |peer: &str| peer.starts_with(&format!("[{}]:", edge.address_v6));
+    ensure!(peer.as_str().is_some_and(from_edge), "the agent comes from {peer}");
+    let on_edge = Target::start(&edge.ns, edge.address_v6, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let target = on_edge.address.to_string();
+    let line = server.wait_access("by IPv6", of_connection(&edge.name, &target, "ok")).await?;
+    ensure!(line.text("door") == "redirect", "door of {line:?}");
     Ok(())
 }
 

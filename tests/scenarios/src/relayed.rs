@@ -1,8 +1,9 @@
 //! Connections to a node whose agent is attached to another server only.
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
 use postern_testbed::access_log::AccessLine;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, expect_unreachable, visit};
@@ -13,17 +14,20 @@ use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
+use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 
-use crate::common::{HEALTHY, alongside, hold, pause, skip, stalled_readers, target};
+use crate::common::{HEALTHY, alongside, expect_reset, hold, pause, skip, stalled_readers, target};
 use crate::path;
 
 scenarios! {
     every_end_is_passed_on,
+    a_dial_times_out_behind_another_server,
     bytes_are_passed_on_beside_stalled_readers(limit = 180),
     a_server_that_goes_takes_its_nodes_along(limit = 180),
     a_node_is_lost_and_comes_back,
     a_server_goes_silent(limit = 180),
+    a_holder_that_does_not_answer_is_passed_by(limit = 180),
     a_server_is_replaced(limit = 180),
     a_successor_waits_for_what_the_other_servers_have(limit = 180),
 }
@@ -33,6 +37,12 @@ const TOLD: Duration = Duration::from_secs(10);
 
 /// The same for one that hears nothing any more, and for its return: PING's time at most, and pauses between attempts.
 const SILENT: Duration = Duration::from_secs(45);
+
+/// The third server's address.
+const THIRD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 3);
+
+/// How long one that is asked for a node may take to answer before another is asked, at least.
+const UNANSWERED: Duration = Duration::from_secs(1);
 
 /// How long a server may take to end once another one has taken over.
 const ENDS: Duration = Duration::from_secs(20);
@@ -76,18 +86,20 @@ impl<'a> Pair<'a> {
     async fn wait_told_within(&self, limit: Duration, has: bool) -> Result<()> {
         let what =
             format!("the first server to know that the other {} the node", if has { "has" } else { "lost" });
-        let via = async || {
-            let status = self.first.status().await?;
-            let via =
-                status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
-            Ok(via.len())
-        };
-        wait_until(&what, limit, via, |servers| *servers == usize::from(has)).await?;
+        let via = async || holders(&self.first).await;
+        wait_until(&what, limit, via, |servers| servers.len() == usize::from(has)).await?;
         if has {
             client::session_began();
         }
         Ok(())
     }
+}
+
+/// The servers that have the node, as this one knows them.
+async fn holders(server: &Server<'_>) -> Result<Vec<String>> {
+    let status = server.status().await?;
+    let via = status["nodes"][0]["via"].as_array().with_context(|| format!("no list `via` in {status}"))?;
+    Ok(via.iter().filter_map(Value::as_str).map(str::to_owned).collect())
 }
 
 async fn every_end_is_passed_on(testbed: &Testbed) -> Result<()> {
@@ -117,6 +129,30 @@ async fn every_end_is_passed_on(testbed: &Testbed) -> Result<()> {
     let status = String::from_utf8_lossy(&status.stdout);
     ensure!(status.contains("1 nodes") && status.contains("at "), "the first server's status:\n{status}");
     Ok(())
+}
+
+/// The agent gives up in the time that the first server gave it, and both say so.
+async fn a_dial_times_out_behind_another_server(testbed: &Testbed) -> Result<()> {
+    let neighbour = testbed.add_neighbour()?;
+    let pair = Pair::start(testbed, &neighbour).await?;
+    testbed.black_hole(1, 9105)?;
+    let hole = SocketAddr::new(testbed.edge(1).ip(), 9105);
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    alongside("a black-holed dial", on_edge.address, expect_reset(hole)).await?;
+    let timed_out = |line: &AccessLine| {
+        line.text("outcome") == "timed_out" && line.text("destination") == hole.to_string()
+    };
+    let line = pair.first.wait_access("timed out", timed_out).await?;
+    ensure!(line.text("door") == "redirect" && !line.text("via").is_empty(), "at the first server: {line:?}");
+    let line = pair.second.wait_access("timed out", timed_out).await?;
+    ensure!(line.text("door") == "peer", "at the second server: {line:?}");
+    // Not a server that lost patience with the agent.
+    let metrics = async || pair.agent.metrics().await;
+    wait_until("the agent to have given up", client::PATIENCE, metrics, |metrics| {
+        metrics.sum("postern_agent_dials_total", &[("outcome", "timed_out")]) == 1.0
+    })
+    .await
+    .map(drop)
 }
 
 async fn bytes_are_passed_on_beside_stalled_readers(testbed: &Testbed) -> Result<()> {
@@ -197,6 +233,52 @@ async fn a_server_goes_silent(testbed: &Testbed) -> Result<()> {
     neighbour.iptables(&format!("-D {deaf}"))?;
     pair.wait_told_within(SILENT, true).await?;
     visit(on_edge.address).await.map(drop)
+}
+
+/// The agent is attached to two servers, and the one that is asked first for its node is frozen: its kernel answers, and so
+/// the first server keeps its link.
+async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result<()> {
+    let (neighbour, host) = (testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?);
+    let all = format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262,{THIRD}:10262");
+    let first = Builder::new(testbed).flag(all.as_str()).start().await?;
+    let second = Builder::on_neighbour(&first, &neighbour)?.flag(all.as_str()).start().await?;
+    let third = Builder::on_host(&first, &host, THIRD, "third")?.flag(all.as_str()).start().await?;
+    let to_third = format!("--server={}", third.agent_address());
+    let _agent = Agent::enrol_with(&second, 1, &[to_third.as_str()]).await?;
+    third.wait_connected("edge-1", true, agent::START).await?;
+    let known = async || holders(&first).await;
+    let ids = wait_until("the first server to know both", TOLD, known, |ids| ids.len() == 2).await?;
+    client::session_began();
+
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let line = first.wait_access("of the first visit", |line| line.text("outcome") == "ok").await?;
+    let asked = line.text("via");
+    let other = ids.iter().find(|id| **id != asked).context("two servers with one name")?;
+    let mut servers = [second, third];
+    let at = usize::from(servers[1].status().await?["server_id"] == asked);
+    // Of two that carry as much, the same one is asked first again.
+    let carried = async || {
+        let status = first.status().await?;
+        let peers = status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?;
+        Ok(peers.iter().filter_map(|peer| peer["connections"].as_u64()).sum::<u64>())
+    };
+    wait_until("the first visit to be over", TOLD, carried, |connections| *connections == 0).await?;
+
+    servers[at].process.signal(Signal::SIGSTOP)?;
+    for _ in 0..3 {
+        let took = visit(on_edge.address).await.context("while one of two does not answer")?;
+        figure(&format!("a visit takes {took:.1?} while the server that is asked first is frozen"));
+        // The frozen one answers nothing, so whoever asks it waits for that long.
+        ensure!(took >= UNANSWERED, "after {took:?}: the frozen server was not asked");
+    }
+    let lines = async || first.access_log();
+    let lines = wait_until("a line of each visit", TOLD, lines, |lines| lines.len() == 4).await?;
+    for line in &lines[1..] {
+        ensure!(line.text("outcome") == "ok" && line.text("via") == *other, "not by {other}: {line:?}");
+    }
+    servers[at].process.signal(Signal::SIGCONT)?;
+    visit(on_edge.address).await.context("once it answers again").map(drop)
 }
 
 /// It has the agent, and the other one has dialled it in vain for a while before it was there.

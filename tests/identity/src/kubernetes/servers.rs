@@ -11,19 +11,21 @@ use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{IdentityKeeper, IdentityMetrics};
 use tunnel_agent::kube::discover::Discovery;
 use tunnel_agent::kube::node as node_ranges;
 use tunnel_agent::session::{LinkPhase, LinkSet, Shared};
+use tunnel_core::config::HostPort;
 use tunnel_core::identity::{AgentIdentity, TrustBundle};
 use tunnel_core::lifecycle::{Drain, Shutdown};
 use tunnel_core::link::Congestion;
 use tunnel_server::accept::Gate;
 use tunnel_server::agent_port::{AgentPort, Budget, Handover, LinkContext};
 use tunnel_server::door::DoorContext;
-use tunnel_server::peers::Peers;
+use tunnel_server::peers::{self, PeerContext, Peers};
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
 use tunnel_server::route::{Router, RouterConfig};
 use tunnel_server::session::{Sessions, Workers};
@@ -39,7 +41,10 @@ pub(super) const SERVICE: &str = "x-tunnel-server-svc";
 /// A server's agent port: real sessions.
 pub(crate) struct Port {
     pub(crate) address: String,
+    id: String,
     pub(super) sessions: Arc<Sessions>,
+    pub(super) peers: Arc<Peers>,
+    workers: Arc<Workers>,
     pub(crate) revocations: watch::Sender<Arc<Revocations>>,
     pub(super) standing: Standing,
     stop: CancellationToken,
@@ -91,20 +96,50 @@ impl Port {
             EnrollPolicy { standing: standing.clone(), tokens: true },
             PkiMetrics::default(),
         );
+        let peers = Arc::new(Peers::new(router.clone()));
         let doors = DoorContext {
-            router: router.clone(),
+            router,
             sessions: sessions.clone(),
-            peers: Arc::new(Peers::new(router)),
+            peers: peers.clone(),
             metrics,
             drain: Drain::new(Shutdown::new()),
         };
         let budget = Budget::of(1024, 1 << 30);
-        let port = AgentPort::new(server.certificate.tls(), workers, enroll, context, doors, None, &budget);
+        let tls = server.certificate.tls();
+        let port = AgentPort::new(tls, workers.clone(), enroll, context, doors, None, &budget);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(port.clone().shut_out());
         tokio::spawn(port.serve(Gate::new(true).guard(listener)));
-        Self { address, sessions, revocations, standing, stop, _followed: (bundle, settings) }
+        Self {
+            address,
+            id: id.to_owned(),
+            sessions,
+            peers,
+            workers,
+            revocations,
+            standing,
+            stop,
+            _followed: (bundle, settings),
+        }
+    }
+
+    /// Has it follow what another server of this installation has. The task ends once this port is dropped, and is to be waited
+    /// for: the threads of the port must not be left to one of themselves.
+    pub(super) fn follow(&self, server: &TestServer, other: &Self) -> JoinHandle<()> {
+        let context = PeerContext {
+            server_id: self.id.clone(),
+            tls: server.certificate.peer_tls(),
+            workers: self.workers.clone(),
+            peers: self.peers.clone(),
+            congestion: Congestion::System,
+            redirector: None,
+            forced: CancellationToken::new(),
+            stop: self.stop.clone(),
+        };
+        let address: HostPort = other.address.parse().unwrap();
+        let (_, addresses) = watch::channel(Arc::new(BTreeSet::from([address])));
+        tokio::spawn(peers::follow(Arc::new(context), addresses))
     }
 
     fn port(&self) -> u16 {

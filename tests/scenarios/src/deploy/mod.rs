@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::client::{self, visit};
+use postern_testbed::cluster::api::is_true;
 use postern_testbed::cluster::kubectl::Kubectl;
 use postern_testbed::cluster::manifests::{deploy, write_overlay};
 use postern_testbed::cluster::pods::{self, TALK, shell};
@@ -20,6 +21,7 @@ use postern_testbed::wait::{wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::common::{alongside, target};
+use crate::kubernetes::following::Following;
 
 mod callers;
 mod chart;
@@ -381,11 +383,12 @@ async fn update(cluster: &Cluster<'_>, program: &str, address: SocketAddr) -> Re
     alongside("a rolling update", address, restart(cluster, program, 1)).await
 }
 
-/// A rolling update of a program's pods on so many nodes, beside kubectl, which may not fail.
+/// A rolling update of a program's pods on so many nodes, beside kubectl, which may not fail; nor may what it has followed since
+/// before the update, until a new pod is ready.
 async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()> {
     let kubectl = &cluster.kubectl;
     let before = running(kubectl, program).await?;
-    let (asked, updated) = (Cell::new(0), Cell::new(false));
+    let (asked, begun, updated) = (Cell::new(0), Cell::new(false), Cell::new(false));
     let update = async {
         let daemon_set = format!("daemonset/{program}");
         kubectl.run(&["rollout", "restart", &daemon_set, "--namespace", NAMESPACE]).await?;
@@ -400,15 +403,38 @@ async fn restart(cluster: &Cluster<'_>, program: &str, nodes: u32) -> Result<()>
             let said = kubectl.run(&["exec", "talker", "--", "echo", "there"]).await?;
             ensure!(said.trim() == "there", "kubectl exec: {said}");
             asked.set(asked.get() + 1);
+            if !begun.get() {
+                begun.set(new_is_ready(kubectl, program, &before).await?);
+            }
         }
         Ok(())
     };
-    tokio::try_join!(update, ask)?;
+    let mut following = Following::start(kubectl).await?;
+    let follow = async {
+        // The old pod is told to end once the new one is ready, and then has the drain timeout.
+        while !begun.get() && !updated.get() {
+            following.next(1).await.context("kubectl logs -f since before the update")?;
+        }
+        Ok(())
+    };
+    tokio::try_join!(update, ask, follow)?;
     figure(&format!("kubectl logs and exec {} times during a rolling update", asked.get()));
     // One that has handed over may still finish what it carries.
     let now = async || running(kubectl, program).await;
     let new = |now: &Vec<String>| !now.is_empty() && now.iter().all(|pod| !before.contains(pod));
     wait_until("every pod to be a new one", PATIENCE, now, new).await.map(drop)
+}
+
+/// Whether one of a program's pods is ready that is not among those `before`.
+async fn new_is_ready(kubectl: &Kubectl, program: &str, before: &[String]) -> Result<bool> {
+    let selector = format!("--selector=app.kubernetes.io/name={program}");
+    let pods = kubectl.run(&["get", "pods", "--namespace", NAMESPACE, &selector, "--output=json"]).await?;
+    let pods: Value = serde_json::from_str(&pods).context("the list of pods")?;
+    let new = |pod: &&Value| {
+        let name = format!("pod/{}", pod["metadata"]["name"].as_str().unwrap_or_default());
+        !before.contains(&name)
+    };
+    Ok(pods["items"].as_array().into_iter().flatten().filter(new).any(|pod| is_true(pod, "Ready")))
 }
 
 /// A program's pods, as `pod/NAME`.

@@ -10,14 +10,14 @@ use tokio::time::timeout;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running `kubectl logs -f`.
-pub(super) struct Following {
+pub(crate) struct Following {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
     last: Option<u64>,
 }
 
 impl Following {
-    pub(super) async fn start(kubectl: &Kubectl) -> Result<Self> {
+    pub(crate) async fn start(kubectl: &Kubectl) -> Result<Self> {
         let mut child = kubectl.start(&["logs", "-f", "talker", "--tail=1"])?;
         let lines = BufReader::new(child.stdout.take().context("no output")?).lines();
         let mut following = Self { child, lines, last: None };
@@ -26,7 +26,7 @@ impl Following {
     }
 
     /// Reads consecutive lines.
-    pub(super) async fn next(&mut self, count: usize) -> Result<()> {
+    pub(crate) async fn next(&mut self, count: usize) -> Result<()> {
         for _ in 0..count {
             let line = timeout(PATIENCE, self.lines.next_line()).await.context("no line arrived")??;
             let line = line.context("kubectl logs -f ended")?;

@@ -3,7 +3,7 @@ mod checks;
 mod commands;
 mod egress;
 mod failures;
-mod following;
+pub(crate) mod following;
 mod forward;
 mod in_cluster;
 mod konnectivity;
