@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::cross::{self, Arch, Profile};
+use crate::cross::{Arch, Profile};
 use crate::image::{self, Image};
 use crate::{fuzz, packages, peers};
 
@@ -13,11 +13,11 @@ use crate::{fuzz, packages, peers};
 pub(crate) enum Need {
     /// The programs of a Kubernetes cluster.
     Cluster,
-    /// The images, and what deploys them.
+    /// The images for this machine, and what deploys them.
     Images,
     MetricsServer,
     Konnectivity,
-    /// Both programs for arm64.
+    /// Both programs for arm64, and images for both architectures.
     Arm64,
     /// The fuzz targets.
     Fuzz,
@@ -26,7 +26,7 @@ pub(crate) enum Need {
 impl Need {
     /// In the order in which they are built: what the fewest scenarios wait for comes last.
     pub(crate) const ALL: [Self; 6] =
-        [Self::Cluster, Self::Konnectivity, Self::Arm64, Self::Images, Self::MetricsServer, Self::Fuzz];
+        [Self::Cluster, Self::Konnectivity, Self::Images, Self::MetricsServer, Self::Arm64, Self::Fuzz];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -46,7 +46,7 @@ impl Need {
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server",
             Self::Konnectivity => "the programs of konnectivity",
-            Self::Arm64 => "building both programs for arm64",
+            Self::Arm64 => "building images for both architectures",
             Self::Fuzz => "building the fuzz targets",
         }
     }
@@ -79,12 +79,14 @@ impl Need {
         match self {
             Self::Cluster => {}
             Self::Images => {
-                image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?;
+                image::build(Profile::Dev, &Image::ALL.map(|image| (image, &[Arch::HOST][..])))?;
                 peers::for_deploy(&mut told)?;
             }
             Self::MetricsServer => peers::for_top(&mut told)?,
             Self::Konnectivity => peers::for_konnectivity(&mut told)?,
-            Self::Arm64 => drop(cross::build(Arch::Arm64, Profile::Dev, &Image::ALL.map(Image::name))?),
+            Self::Arm64 => {
+                drop(image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?);
+            }
             Self::Fuzz => fuzz::prepare()?,
         }
         let told = told.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));

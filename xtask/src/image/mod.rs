@@ -130,8 +130,10 @@ pub(crate) fn build(profile: Profile, wanted: &[Wanted<'_>]) -> Result<Vec<PathB
     let out = target_dir()?.join("image");
     fs::create_dir_all(&out).with_context(|| format!("creating {}", out.display()))?;
     let write = |name: String, bytes: &[u8]| {
-        let path = out.join(name);
-        fs::write(&path, bytes).with_context(|| format!("writing {}", path.display()))?;
+        let (path, partial) = (out.join(&name), out.join(format!("{name}.tmp")));
+        // A scenario may be importing the one before.
+        let written = fs::write(&partial, bytes).and_then(|()| fs::rename(&partial, &path));
+        written.with_context(|| format!("writing {}", path.display()))?;
         anyhow::Ok(path)
     };
     let mut archives = Vec::new();
