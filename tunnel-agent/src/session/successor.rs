@@ -70,21 +70,31 @@ pub(super) async fn find(
             pause = CHECK.min(limit - silence.lasts);
             continue;
         }
-        let start = Instant::now();
-        let Some(connected) = another(session, identity).await else { continue };
-        // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
-        // what was lost has been sent again.
-        session.report_load();
-        let until = match silence.unacknowledged {
-            // The second connection took no time: the line has been there since its start.
-            Some(sent) if start.elapsed() < answer => start + sent.pause + answer,
-            Some(sent) => Instant::now() + sent.pause + answer,
-            None => Instant::now() + answer,
-        };
-        tokio::time::sleep_until(until).await;
-        let silence = session.flow.silence().await;
-        if silence.is_some_and(|silence| silence.lasts >= limit) {
-            return connected;
+        let mut start = Instant::now();
+        if another(session, identity).await.is_none() {
+            continue;
+        }
+        for last in [false, true] {
+            // The line may just have come back, and the link with it. What is sent now is answered at once, but not before
+            // what was lost has been sent again.
+            session.report_load();
+            let until = match silence.unacknowledged {
+                // The second connection took no time: the line has been there since its start.
+                Some(sent) if start.elapsed() < answer => start + sent.pause + answer,
+                Some(sent) => Instant::now() + sent.pause + answer,
+                None => Instant::now() + answer,
+            };
+            tokio::time::sleep_until(until).await;
+            let silence = session.flow.silence().await;
+            if silence.is_none_or(|silence| silence.lasts < limit) {
+                break;
+            }
+            // It may have gone again since: then the link has to be waited for as before.
+            start = Instant::now();
+            let Some(connected) = another(session, identity).await else { break };
+            if last || start.elapsed() < answer {
+                return connected;
+            }
         }
     }
 }

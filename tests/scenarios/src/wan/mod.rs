@@ -365,18 +365,20 @@ async fn session(server: &Server<'_>) -> Result<f64> {
 }
 
 async fn a_full_line_of_1_mbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
-    a_full_line_keeps_its_link(testbed, 1_000_000).await
+    a_full_line_keeps_its_link(testbed, 1_000_000, 0).await
 }
 
 async fn a_full_line_of_300_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
-    a_full_line_keeps_its_link(testbed, 300_000).await
+    a_full_line_keeps_its_link(testbed, 300_000, 0).await
 }
 
 async fn a_full_line_of_100_kbit_keeps_its_link(testbed: &Testbed) -> Result<()> {
-    a_full_line_keeps_its_link(testbed, 100_000).await
+    a_full_line_keeps_its_link(testbed, 100_000, 3).await
 }
 
-async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64) -> Result<()> {
+/// `late`: how many connections' dials may not be answered within eight seconds; all of them would mean a line that is not
+/// shared.
+async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64, late: usize) -> Result<()> {
     let wan = testbed.wan(1, Path::asymmetric(60, 1_000_000, up))?;
     let (server, _agent) = server_and_agent(testbed).await?;
     let source = target(testbed, 1, 9100, Behaviour::Source(3, 100_000_000))?;
@@ -386,16 +388,25 @@ async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64) -> Result<()> {
     let reading = tokio::spawn(async move { digest(&mut bulk).await });
     // A dead link would be noticed within 22 s.
     let end = Instant::now() + Duration::from_secs(35);
-    let mut times = Times::default();
+    let (mut times, mut failed) = (Times::default(), 0);
     while Instant::now() < end {
         let start = Instant::now();
         let mut stream = connect(shell.address).await?;
-        tokio::time::timeout(PATIENCE, echo(&mut stream, b"hello")).await.context("a new connection")??;
-        times.add(start.elapsed());
+        let answered = tokio::time::timeout(PATIENCE, echo(&mut stream, b"hello")).await;
+        match answered.context("a new connection")? {
+            Ok(_) => times.add(start.elapsed()),
+            Err(_) if failed < late => failed += 1,
+            Err(error) => return Err(error.context(format!("a new connection, after {failed} that failed"))),
+        }
     }
+    ensure!(times.count() > 0, "no new connection was answered");
     ensure!(!reading.is_finished(), "the download has ended");
     ensure!(session(&server).await? == before, "the agent had to attach again");
     reading.abort();
-    figure(&format!("connect and echo beside it: {}; {:?}", times.summary(), wan.counts().1));
+    figure(&format!(
+        "connect and echo beside it: {}, {failed} failed; {:?}",
+        times.summary(),
+        wan.counts().1
+    ));
     Ok(())
 }
