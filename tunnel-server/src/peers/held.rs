@@ -27,12 +27,14 @@ impl Peers {
         Self { up, held, nodes, router, changed: watch::Sender::new(0) }
     }
 
-    /// Those that have the node, the best one first: one that stops soon is the last.
+    /// Those that have the node, the best one first. One that stops soon is asked after the others, and one that has not
+    /// answered is the last: to ask it again would cost each connection the time for its answer.
     pub fn holders(&self, node: &NodeName) -> Vec<Arc<Peer>> {
         let held = self.held.read().unwrap_or_else(PoisonError::into_inner);
         let mut holders = held.get(node).cloned().unwrap_or_default();
         drop(held);
-        holders.sort_by_key(|peer| (peer.is_draining(), peer.connections()));
+        // Cached: what they carry changes meanwhile.
+        holders.sort_by_cached_key(|peer| (peer.is_silent(), peer.is_draining(), peer.connections()));
         holders
     }
 
@@ -112,5 +114,42 @@ impl Peers {
             held.remove(node);
             self.moved(node, false);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use prometheus_client::registry::Registry;
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::route::RouterConfig;
+    use crate::session::test_link;
+
+    async fn peer(server_id: &str) -> Arc<Peer> {
+        let told_by = (server_id.to_owned(), "1.0.0".to_owned(), "10.70.0.2:10262".to_owned());
+        let (closed, draining) = (CancellationToken::new(), CancellationToken::new());
+        Arc::new(Peer::new(told_by, test_link(0, Duration::from_millis(1)).await, closed, draining))
+    }
+
+    #[tokio::test]
+    async fn who_did_not_answer_is_asked_last() {
+        let tokens = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
+        let config = RouterConfig::new(tokens.0, tokens.1, [10250]);
+        let peers = Peers::new(Arc::new(Router::new(config, &mut Registry::default())));
+        let node: NodeName = "edge-1".parse().unwrap();
+        let (leaving, busy, idle) = (peer("leaving").await, peer("busy").await, peer("idle").await);
+        for peer in [&leaving, &busy, &idle] {
+            peers.gained(peer, &node);
+        }
+        leaving.draining.cancel();
+        let _carried = busy.links.take();
+        let order = || peers.holders(&node).iter().map(|peer| peer.server_id.clone()).collect::<Vec<_>>();
+        assert_eq!(order(), ["idle", "busy", "leaving"]);
+        // Its link has received nothing.
+        idle.unanswered.add(0);
+        assert_eq!(order(), ["busy", "leaving", "idle"]);
     }
 }

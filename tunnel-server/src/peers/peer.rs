@@ -35,6 +35,7 @@ pub struct Peer {
     pub(super) stalls: StallBound,
     /// It stops soon.
     pub(super) draining: CancellationToken,
+    pub(super) unanswered: Unanswered,
     /// Ends the link.
     pub(super) closed: CancellationToken,
     /// The nodes that it says it has.
@@ -57,6 +58,7 @@ impl Peer {
             links: Links::new(link, 1),
             stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
             draining,
+            unanswered: Unanswered::default(),
             closed,
             nodes: Mutex::default(),
         }
@@ -65,6 +67,11 @@ impl Peer {
     /// Whether it stops soon.
     pub fn is_draining(&self) -> bool {
         self.draining.is_cancelled()
+    }
+
+    /// Whether it has left an ask unanswered and sent nothing since, as one that is frozen.
+    pub(super) fn is_silent(&self) -> bool {
+        self.unanswered.lasts(self.links.received())
     }
 
     /// How many nodes it has.
@@ -117,8 +124,30 @@ impl Peer {
                 },
                 Err(error) => link::reason(&error),
             }),
-            Err(_) => Err(format!("no answer within {} ms", patience.as_millis())),
+            Err(_) => {
+                self.unanswered.add(link.flow.received());
+                Err(format!("no answer within {} ms", patience.as_millis()))
+            }
         }
+    }
+}
+
+/// An ask that was left unanswered. Whatever arrives later, if only the answer to a PING, shows that the other server works.
+#[derive(Debug, Default)]
+pub(super) struct Unanswered(Mutex<Option<u64>>);
+
+impl Unanswered {
+    /// `received`: the bytes that the link has received so far.
+    pub(super) fn add(&self, received: u64) {
+        *self.lock() = Some(received);
+    }
+
+    fn lasts(&self, received: u64) -> bool {
+        *self.lock() == Some(received)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<u64>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -151,5 +180,21 @@ impl OnPeer {
     /// What carrying needs.
     pub(crate) fn on(&self) -> On<'_> {
         On { link: &self.link, to: &self.peer.server_id, stalls: &self.peer.stalls }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ask_is_unanswered_until_something_arrives() {
+        let unanswered = Unanswered::default();
+        assert!(!unanswered.lasts(0), "nothing was asked");
+        unanswered.add(700);
+        assert!(unanswered.lasts(700));
+        assert!(!unanswered.lasts(701));
+        unanswered.add(701);
+        assert!(unanswered.lasts(701));
     }
 }

@@ -291,6 +291,12 @@ impl Links {
         self.state().links[0].link.flow.rtt.last()
     }
 
+    /// Bytes that the first one has received.
+    pub(crate) fn received(&self) -> u64 {
+        // There is always the first.
+        self.state().links[0].link.flow.received()
+    }
+
     /// Connections on all of them, and on those that take no more.
     pub fn connections(&self) -> u32 {
         self.connections.load(Ordering::Relaxed)
@@ -304,7 +310,7 @@ pub(super) mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     /// A link over a path with this round-trip time.
-    pub(in crate::session) async fn link(number: u32, rtt: Duration) -> Arc<Link> {
+    pub(crate) async fn link(number: u32, rtt: Duration) -> Arc<Link> {
         let (near, far) = tokio::io::duplex(1 << 16);
         let preface = tokio::spawn(h2::server::handshake(far));
         let (send, _) = h2::client::handshake(near).await.unwrap();

@@ -20,6 +20,8 @@ use crate::pki::Refusal;
 
 pub(crate) use carry::{Asked, On, ask, dialled};
 pub use link_metrics::register_links;
+#[cfg(test)]
+pub(crate) use links::tests::link as test_link;
 pub use links::{Link, Links, NotWanted, Taken};
 pub(crate) use registry::Forgotten;
 pub(crate) use registry::Move;
