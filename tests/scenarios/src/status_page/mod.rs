@@ -20,6 +20,7 @@ use crate::common::{expect_reset, server, target};
 scenarios! {
     it_shows_what_runs(edges = 3),
     it_is_used_with_the_keyboard(edges = 2),
+    a_conflict_is_shown_while_there_is_one(edges = 2),
     what_comes_from_elsewhere_is_text,
     ten_thousand_nodes_stay_quick,
 }
@@ -136,6 +137,29 @@ async fn it_is_used_with_the_keyboard(testbed: &Testbed) -> Result<()> {
     for browser in [&browser, &other] {
         ensure!(browser.faults.is_empty(), "{:?}", browser.faults);
     }
+    Ok(())
+}
+
+async fn a_conflict_is_shown_while_there_is_one(testbed: &Testbed) -> Result<()> {
+    const NONE: &str = "document.querySelector('#conflicts').innerText.trim() === 'none'";
+    let mut inventory = Inventory::of(testbed)?;
+    let server = server(testbed).await?;
+    let mut browser = opened(testbed, "").await?;
+    browser.until(NONE).await?;
+    let shared = testbed.edge(1).ip();
+    inventory.nodes[2] = node("edge-2", true, &[testbed.edge(2).ip(), shared], &[]);
+    inventory.write()?;
+    browser.shows("#conflicts", &shared.to_string()).await?;
+    let shown = browser.text("#conflicts").await?;
+    ensure!(["edge-1", "edge-2"].iter().all(|name| shown.contains(name)), "the page says {shown:?}");
+    server.metrics().await?.expect("postern_inventory_conflicts", &[], 1.0)?;
+    let rows = browser.value("document.querySelectorAll('#conflicts tbody tr').length").await?;
+    ensure!(rows == 1, "{rows} conflicts are shown");
+
+    inventory.nodes[2] = node("edge-2", true, &[testbed.edge(2).ip()], &[]);
+    inventory.write()?;
+    browser.until(NONE).await?;
+    ensure!(browser.faults.is_empty(), "{:?}", browser.faults);
     Ok(())
 }
 
