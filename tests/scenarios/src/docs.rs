@@ -30,7 +30,7 @@ async fn exactly_the_exposed_metrics_are_listed(testbed: &Testbed) -> Result<()>
 }
 
 /// Metrics by the name that a query uses, and their types.
-fn families(page: &str) -> BTreeMap<String, String> {
+pub(crate) fn families(page: &str) -> BTreeMap<String, String> {
     let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
     types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
 }

@@ -44,7 +44,7 @@ use guide::the_guide_is_followed;
 use konnectivity::migration_from_konnectivity;
 use metrics::prometheus_reads_servers;
 use migration::migration_from_yurttunnel_and_back;
-use monitoring::alerts_fire_and_stay_silent;
+use monitoring::{alerts_fire_and_stay_silent, panels_ask_for_what_programs_expose};
 use overlays::{
     components_go_where_the_servers_are, programs_can_be_pinned, public_addresses_leave_no_node_port,
     redirectors_get_what_servers_get,
@@ -69,6 +69,7 @@ scenarios! {
     prometheus_reads_servers(images, limit = 300),
     two_masters_are_updated(images, limit = 600),
     alerts_fire_and_stay_silent(limit = 240),
+    panels_ask_for_what_programs_expose,
 }
 
 const DOCUMENT: &str = include_str!("../../../../docs/kubernetes.md");

@@ -1,14 +1,25 @@
 //! The alerts and the dashboard: when alerts fire, and that what both ask exists.
+use std::collections::BTreeSet;
 use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
+use postern_testbed::client::visit;
 use postern_testbed::cluster::kubectl::said;
 use postern_testbed::cluster::manifests::deploy;
+use postern_testbed::metrics::Metrics;
+use postern_testbed::target::Behaviour;
 use serde_json::{Value, json};
 use tokio::process::Command;
 
 use super::text;
+use crate::common::{server_and_agent, target};
+use crate::docs::families;
+
+/// What a panel asks that only a server in a cluster exposes.
+const IN_A_CLUSTER: [&str; 2] = ["postern_kube_errors_total", "postern_kube_watch_synced"];
+/// Labels that come with the scrape.
+const SCRAPED: [&str; 3] = ["job", "instance", "node"];
 
 /// Every alert fires when it should, and not when it should not; every query of the dashboard can be parsed.
 pub(super) async fn alerts_fire_and_stay_silent(testbed: &Testbed) -> Result<()> {
@@ -24,6 +35,43 @@ pub(super) async fn alerts_fire_and_stay_silent(testbed: &Testbed) -> Result<()>
     let groups = json!({ "groups": [{ "name": "dashboard", "rules": rules }] });
     fs::write(&file, groups.to_string()).context("writing the queries")?;
     promtool(&["check", "rules", text(&file)?]).await
+}
+
+/// Each panel asks for metrics of the program that it is about, narrowed and grouped by labels that they have.
+pub(super) async fn panels_ask_for_what_programs_expose(testbed: &Testbed) -> Result<()> {
+    let (server, agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    server.wait_access("of the visit", |line| line.text("outcome") == "ok").await?;
+    let (of_server, of_agent) = (server.get("/metrics").await?.1, agent.get("/metrics").await?.1);
+    let (mut asked, mut missing) = (0, BTreeSet::new());
+    for query in queries(&dashboard()?) {
+        let about_agents = query.contains("$node") || query.contains("\"tunnel-agent\"");
+        let page = if about_agents { &of_agent } else { &of_server };
+        let (types, series) = (families(page), Metrics::parse(page)?.0);
+        for (name, labels) in metrics_in(&query) {
+            asked += 1;
+            let histogram = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
+            let in_histogram =
+                histogram.and_then(|name| types.get(name)).is_some_and(|kind| kind == "histogram");
+            if !in_histogram && !types.contains_key(&name) {
+                missing.insert(name);
+                continue;
+            }
+            // Some have no series before something fails.
+            let Some(one) = series.iter().find(|one| one.name == name) else { continue };
+            for label in labels.iter().map(String::as_str).chain(grouped_by(&query)) {
+                let known = SCRAPED.contains(&label) || one.labels.contains_key(label);
+                ensure!(known, "{one} has no label {label}: {query}");
+            }
+        }
+    }
+    ensure!(asked > 40, "only {asked} metrics were found");
+    ensure!(
+        missing.iter().map(String::as_str).eq(IN_A_CLUSTER),
+        "panels ask for {missing:?}, which the programs do not expose; outside of a cluster {IN_A_CLUSTER:?} should be missing"
+    );
+    Ok(())
 }
 
 async fn promtool(args: &[&str]) -> Result<()> {
@@ -51,9 +99,31 @@ fn filled(query: &str) -> String {
     query.replace("$__rate_interval", "5m").replace("$instance", ".*").replace("$node", ".*")
 }
 
+/// Names such as postern_tunnels in a query, each with the labels that it is narrowed by.
+fn metrics_in(query: &str) -> Vec<(String, Vec<String>)> {
+    let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    let mut found = Vec::new();
+    for prefix in ["postern_", "process_"] {
+        for (at, _) in query.match_indices(prefix) {
+            let name: String = query[at..].chars().take_while(|c| is_name(*c)).collect();
+            let rest = &query[at + name.len()..];
+            let matchers = rest.strip_prefix('{').and_then(|rest| rest.split('}').next()).unwrap_or_default();
+            let labels = matchers.split(',').filter_map(|matcher| matcher.split(['=', '!']).next());
+            found.push((name, labels.filter(|label| !label.is_empty()).map(str::to_owned).collect()));
+        }
+    }
+    found
+}
+
+/// The labels that a query's result is grouped by.
+fn grouped_by(query: &str) -> impl Iterator<Item = &str> {
+    let groups = query.split("by (").skip(1).filter_map(|rest| rest.split(')').next());
+    groups.flat_map(|labels| labels.split(',').map(str::trim))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use super::*;
     use crate::docs::{METRICS, listed};
@@ -64,23 +134,6 @@ mod tests {
 
     fn yaml(name: &str) -> Value {
         serde_saphyr::from_str(&read(name)).unwrap()
-    }
-
-    /// Names such as postern_tunnels in a query, each with the labels that it is narrowed by.
-    fn metrics_in(query: &str) -> Vec<(String, Vec<String>)> {
-        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
-        let mut found = Vec::new();
-        for prefix in ["postern_", "process_"] {
-            for (at, _) in query.match_indices(prefix) {
-                let name: String = query[at..].chars().take_while(|c| is_name(*c)).collect();
-                let rest = &query[at + name.len()..];
-                let matchers =
-                    rest.strip_prefix('{').and_then(|rest| rest.split('}').next()).unwrap_or_default();
-                let labels = matchers.split(',').filter_map(|matcher| matcher.split(['=', '!']).next());
-                found.push((name, labels.filter(|label| !label.is_empty()).map(str::to_owned).collect()));
-            }
-        }
-        found
     }
 
     /// Metrics with their labels as docs/metrics.md has them.
@@ -112,8 +165,7 @@ mod tests {
                 let known = documented.get(&name).or_else(|| series.and_then(|name| documented.get(name)));
                 let known = known.unwrap_or_else(|| panic!("{name} is not in docs/metrics.md: {query}"));
                 for label in labels {
-                    // Those of the scrape, and of a histogram.
-                    let scraped = ["job", "instance", "node", "le"].contains(&label.as_str());
+                    let scraped = SCRAPED.contains(&label.as_str()) || label == "le";
                     assert!(scraped || known.contains(&label), "{name} has no label {label}: {query}");
                 }
                 seen += 1;
