@@ -1,4 +1,6 @@
 //! What holds at each door that speaks HTTP, whether it has TLS or not: a scenario says how to connect there.
+use std::time::{Duration, Instant};
+
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::client::{self, PATIENCE, Pattern};
 use postern_testbed::server::Server;
@@ -10,6 +12,8 @@ use crate::web::Web;
 
 /// What is uploaded, in bytes.
 pub(crate) const UPLOAD: u64 = 8 << 20;
+/// How long a slow upload takes, and in how many pieces it comes.
+const SLOW: (Duration, u32) = (Duration::from_secs(12), 64);
 
 /// Sends bytes to the door, and reads to the end.
 pub(crate) async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) -> Result<String> {
@@ -100,6 +104,32 @@ pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin
     ensure!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with(&arrived), "{answer:?}, not {arrived:?}");
     let answer = ask(connect().await?, head("/unwanted").as_bytes()).await?;
     ensure!(answer.starts_with("HTTP/1.1 417 ") && answer.ends_with("keep it\n"), "{answer:?}");
+    Ok(())
+}
+
+/// Nothing cuts an upload that takes long, as YurtTunnel does after 10 s.
+pub(crate) async fn a_slow_upload_arrives<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+) -> Result<()> {
+    let (span, pieces) = SLOW;
+    let mut stream = connect().await?;
+    let head = format!(
+        "POST /digest HTTP/1.1\r\nHost: {host}\r\nContent-Length: {UPLOAD}\r\nConnection: close\r\n\r\n"
+    );
+    let begin = Instant::now();
+    send(&mut stream, head.as_bytes()).await?;
+    let (mut body, mut buffer) = (Pattern::new(6, UPLOAD), vec![0; (UPLOAD / u64::from(pieces)) as usize]);
+    let mut clock = tokio::time::interval(span / pieces);
+    while let Some(piece) = body.chunk(&mut buffer) {
+        clock.tick().await;
+        let sent = timeout(PATIENCE, send(&mut stream, piece)).await.context("the upload is stuck")?;
+        sent.with_context(|| format!("cut after {:.1?}", begin.elapsed()))?;
+    }
+    let answer = ask(stream, b"").await?;
+    let arrived = format!("\r\n\r\n{UPLOAD} {}\n", body.digest());
+    ensure!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with(&arrived), "{answer:?}, not {arrived:?}");
+    ensure!(begin.elapsed() > Duration::from_secs(10), "it took only {:.1?}", begin.elapsed());
     Ok(())
 }
 

@@ -18,6 +18,7 @@ scenarios! {
     failures_have_their_own_status(edges = 2),
     connections_are_kept(edges = 2),
     bodies_of_any_length_pass,
+    a_slow_upload_arrives,
     upgrades_are_carried,
     a_callers_end_reaches_the_target,
     ambiguous_requests_reach_nobody_twice,
@@ -191,6 +192,12 @@ async fn bodies_of_any_length_pass(testbed: &Testbed) -> Result<()> {
     let answer = ask(asked.as_bytes()).await?;
     ensure!(answer.contains("x-sum\": \"9\"") && answer.contains("body=3"), "{answer:?}");
     Ok(())
+}
+
+async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let _web = Web::start(testbed, 1, PORT)?;
+    front::a_slow_upload_arrives(async || connect(door()).await, HOST).await
 }
 
 async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {

@@ -18,6 +18,7 @@ scenarios! {
     certificates_are_reloaded,
     upgrades_are_carried,
     an_expected_upload_arrives,
+    a_slow_upload_arrives,
     a_callers_end_reaches_the_target,
 }
 
@@ -227,6 +228,21 @@ async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
     };
     let line = server.wait_access("of an upload", uploaded).await?;
     ensure!(line.text("caller") == "prometheus" && line.text("outcome") == "ok", "access line {line:?}");
+    Ok(())
+}
+
+async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let _targets = targets(testbed, &cas)?;
+    let connect = async || connect(testbed, &cas).await;
+    // Both at once, since they take long.
+    let [one, other] = HOSTS;
+    tokio::try_join!(
+        front::a_slow_upload_arrives(&connect, one),
+        front::a_slow_upload_arrives(&connect, other)
+    )?;
     Ok(())
 }
 

@@ -19,7 +19,10 @@ const NEXT_ROUND: Duration = Duration::from_millis(1500);
 /// The name does not resolve, or every address refuses.
 pub(super) async fn connect(server: &str) -> io::Result<TcpStream> {
     let found = lookup_host(server).await.map_err(unresolved)?;
-    let addresses = interleaved(found.collect());
+    first_to_answer(&interleaved(found.collect())).await
+}
+
+async fn first_to_answer(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     if addresses.is_empty() {
         return Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
     }
@@ -69,6 +72,9 @@ fn interleaved(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::{TcpListener, TcpSocket};
+    use tokio::time::timeout;
+
     use super::*;
 
     fn addresses(list: &[&str]) -> Vec<SocketAddr> {
@@ -103,5 +109,44 @@ mod tests {
         drop(listener);
         let error = connect(&address.to_string()).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    fn bound() -> (TcpSocket, SocketAddr) {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let address = socket.local_addr().unwrap();
+        (socket, address)
+    }
+
+    /// Its queue is full: the kernel drops what asks for one more connection.
+    async fn without_an_answer() -> (TcpListener, Vec<TcpStream>) {
+        let (socket, address) = bound();
+        let listener = socket.listen(1).unwrap();
+        let mut queued = Vec::new();
+        while let Ok(stream) = timeout(Duration::from_millis(500), TcpStream::connect(address)).await {
+            queued.push(stream.unwrap());
+        }
+        (listener, queued)
+    }
+
+    #[tokio::test]
+    async fn addresses_that_do_not_answer_or_refuse_are_passed_by() {
+        let (listener, _queued) = without_an_answer().await;
+        let silent = listener.local_addr().unwrap();
+        // It does not listen.
+        let (_socket, refuses) = bound();
+        let answers = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let answering = answers.local_addr().unwrap();
+        for others in [&[silent][..], &[refuses], &[silent, refuses], &[refuses, silent, silent]] {
+            let all = [others, &[answering]].concat();
+            let connected = timeout(Duration::from_secs(20), first_to_answer(&all)).await;
+            let stream = connected.unwrap_or_else(|_| panic!("not connected with {all:?}")).unwrap();
+            assert_eq!(stream.peer_addr().unwrap(), answering, "{all:?}");
+        }
+        let error = first_to_answer(&[refuses, refuses]).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        // One refusal is not the end while another address may still answer.
+        let ended = timeout(Duration::from_secs(1), first_to_answer(&[silent, refuses])).await;
+        assert!(ended.is_err(), "{ended:?}");
     }
 }

@@ -3,14 +3,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
-use postern_testbed::client::echo;
+use postern_testbed::client::{PATIENCE, echo};
 use postern_testbed::metrics::Metrics;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
+use postern_testbed::server::Server;
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
+use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
@@ -24,7 +25,9 @@ use crate::held::ALLOCATOR;
 
 const AT_ONCE: usize = 20;
 /// Kinds of dials.
-const KINDS: usize = 10;
+const KINDS: usize = 11;
+/// Dials that take seconds: the first of each round, so that the others go on beside them.
+const FEW: usize = 6;
 /// The first dials: what is allocated once is not what is looked for.
 const WARM_UP: usize = 2_000;
 /// Those of each round after them. What is bounded is full after five of them, what leaks grows in each.
@@ -73,9 +76,14 @@ async fn dial(socket: &Path, kind: usize) -> Result<()> {
             caller.data(connect_id, b"x").await?;
             caller.closed().await.map(drop)
         }
-        _ => {
+        9 => {
             let mut stream = connect(socket, "edge-1:9102").await?;
             postern_testbed::client::digest(&mut stream).await.map(drop)
+        }
+        // By the agent's policy, and by the door's.
+        _ => {
+            refused(socket, "edge-1:9105", "may not be dialled here").await?;
+            refused(socket, &format!("{CLOUD}:10262"), "--egress-direct does not allow").await
         }
     }
 }
@@ -88,6 +96,42 @@ async fn refused(socket: &Path, asked: &str, reason: &str) -> Result<()> {
     Ok(())
 }
 
+/// The answer to a dial that fails late, by gRPC or by CONNECT.
+async fn failure([grpc, http]: [&Path; 2], asked: &str, number: usize) -> Result<String> {
+    if number.is_multiple_of(2) {
+        return Ok(Caller::open(grpc).await?.dial(asked).await?.err().unwrap_or_default());
+    }
+    let (_, answer) = ask(UnixStream::connect(http).await?, asked).await?;
+    Ok(answer)
+}
+
+async fn timed_out(sockets: [&Path; 2], number: usize) -> Result<()> {
+    let answer = failure(sockets, "edge-1:9103", number).await?;
+    ensure!(
+        answer.starts_with("HTTP/1.1 504 ") || answer.contains("i/o timeout"),
+        "a dial that timed out was answered {answer:?}"
+    );
+    Ok(())
+}
+
+/// Dials that are under way when the tunnel of edge 2 is lost.
+async fn lost(server: &Server<'_>, agent: &mut Agent<'_>, socket: &Path) -> Result<()> {
+    agent.return_to(server).await?;
+    let mut under_way = JoinSet::new();
+    for number in 0..FEW {
+        let socket = socket.to_owned();
+        under_way.spawn(async move { failure([socket.as_path(); 2], "edge-2:9103", number).await });
+    }
+    let active = async || Ok(server.metrics().await?.sum("postern_connections_active", &[]) as usize);
+    wait_until("the dials to be under way", PATIENCE, active, |active| *active == FEW).await?;
+    agent.crash(server).await?;
+    while let Some(done) = under_way.join_next().await {
+        let answer = done??;
+        ensure!(answer.contains("lost"), "a dial whose tunnel was lost was answered {answer:?}");
+    }
+    Ok(())
+}
+
 /// One dial of a kind through konnectivity's servers, the first of which serves gRPC and the second CONNECT. What its own races lose
 /// is not asked for: by CONNECT no target speaks first.
 async fn dial_at_konnectivity(sockets: &[PathBuf; 2], kind: usize) -> Result<()> {
@@ -95,7 +139,7 @@ async fn dial_at_konnectivity(sockets: &[PathBuf; 2], kind: usize) -> Result<()>
     match kind % KINDS {
         kind @ (1 | 2 | 6 | 8) => dial(grpc, kind).await,
         3 => refused_by_either(sockets, "edge-1:9104", "connection refused").await,
-        4 => refused_by_either(sockets, "10.0.0.1:9100", "may not be dialled here").await,
+        4 | 10 => refused_by_either(sockets, "10.0.0.1:9100", "may not be dialled here").await,
         5 => refused_by_either(sockets, "no-such-host.invalid:9100", "no such host").await,
         9 => {
             let mut caller = Caller::open(grpc).await?;
@@ -144,10 +188,11 @@ fn left(process: &Process, metrics: &Metrics, open: &str) -> Result<(u64, u64, u
     Ok((open as u64, tasks as u64, files as u64))
 }
 
-/// Dials, and compares what is left of the program with what it had.
+/// Dials, and compares what is left of the program with what it had. `first` comes before the dials of each round.
 async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     process: &Process,
     left: impl AsyncFn() -> Result<(u64, u64, u64)>,
+    mut first: impl AsyncFnMut() -> Result<()>,
     dial: impl Fn(usize) -> D,
 ) -> Result<()> {
     let (_, tasks, files) = left().await?;
@@ -156,6 +201,7 @@ async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     };
     let (mut memory, mut grows) = (Vec::new(), true);
     for count in std::iter::once(WARM_UP).chain([ROUND; ROUNDS]) {
+        first().await?;
         dials(&dial, count).await?;
         let what = format!("nothing to be left of {count} dials");
         wait_until(&what, Duration::from_secs(90), &left, settled).await?;
@@ -172,7 +218,7 @@ async fn nothing_is_left<D: Future<Output = Result<()>> + Send + 'static>(
     Ok(())
 }
 
-/// Whatever becomes of a dial; the last one never answers.
+/// Whatever becomes of a dial; one port never answers.
 fn targets(testbed: &Testbed) -> Result<[Target; 3]> {
     testbed.black_hole(1, 9103)?;
     Ok([
@@ -185,15 +231,25 @@ fn targets(testbed: &Testbed) -> Result<[Target; 3]> {
 pub(super) async fn nothing_is_left_of_ten_thousand_dials(testbed: &Testbed) -> Result<()> {
     let builder = ALLOCATOR.iter().fold(server(testbed), |builder, (name, value)| builder.env(name, value));
     let server = builder.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
+    let _agent = Agent::enrol_with(&server, 1, &["--allow-target=node:9100-9104"]).await?;
     let _targets = targets(testbed)?;
+    testbed.black_hole(2, 9103)?;
+    let mut second = Agent::enrol(&server, 2).await?;
+    second.crash(&server).await?;
     let socket = socket(testbed);
     let left = async || left(&server.process, &server.metrics().await?, "postern_connections_active");
+    let first = async || lost(&server, &mut second, &socket).await;
     let dial = |number| {
         let socket = socket.clone();
-        async move { dial(&socket, number).await }
+        async move {
+            if number < FEW {
+                timed_out([socket.as_path(); 2], number).await
+            } else {
+                dial(&socket, number).await
+            }
+        }
     };
-    nothing_is_left(&server.process, left, dial).await
+    nothing_is_left(&server.process, left, first, dial).await
 }
 
 pub(super) async fn the_agent_keeps_nothing_of_ten_thousand_dials_either(testbed: &Testbed) -> Result<()> {
@@ -203,7 +259,12 @@ pub(super) async fn the_agent_keeps_nothing_of_ten_thousand_dials_either(testbed
     let left = async || left(&agent.process, &agent.metrics().await?, "postern_agent_connections_active");
     let dial = |number| {
         let sockets = servers.sockets.clone();
-        async move { dial_at_konnectivity(&sockets, number).await }
+        async move {
+            if number < FEW {
+                return timed_out([sockets[0].as_path(), sockets[1].as_path()], number).await;
+            }
+            dial_at_konnectivity(&sockets, number).await
+        }
     };
-    nothing_is_left(&agent.process, left, dial).await
+    nothing_is_left(&agent.process, left, async || Ok(()), dial).await
 }
