@@ -26,17 +26,13 @@ use client::{CONNECTED, Caller, ask, channel, connect, random};
 use konnectivity::{konnectivitys_own_agent_attaches, konnectivitys_own_client_gets_its_page};
 use leaks::{nothing_is_left_of_ten_thousand_dials, the_agent_keeps_nothing_of_ten_thousand_dials_either};
 use proxy_server::the_agent_attaches_to_konnectivitys_servers;
-use tls::{
-    callers_need_a_certificate, certificates_follow_their_files, no_byte_overtakes_the_200_over_tls,
-    what_a_caller_reads_late_arrives,
-};
+use tls::{callers_need_a_certificate, certificates_follow_their_files, what_a_caller_reads_late_arrives};
 
 scenarios! {
     both_protocols_reach_edges(edges = 2, quick),
     a_duplicated_address_is_reached_by_name(twin),
     failures_say_why(edges = 2),
     no_byte_overtakes_the_200,
-    no_byte_overtakes_the_200_over_tls,
     packets_are_answered_as_konnectivity_answers_them(quick),
     a_closed_connections_last_bytes_arrive,
     stalled_callers_and_targets_stall_nobody(limit = 180),

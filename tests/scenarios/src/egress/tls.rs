@@ -1,29 +1,24 @@
 //! The egress door's port: mutual TLS.
 use std::fs;
-use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context as Task, Poll, ready};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{PATIENCE, digest, echo, pattern_digest};
+use postern_testbed::client::{digest, echo, pattern_digest};
 use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CLOUD, Testbed, tls, wan};
+use postern_testbed::{CLOUD, Testbed, tls};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
 use rustls::ClientConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf, join};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
-use tokio::net::tcp::OwnedReadHalf;
-use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
@@ -64,25 +59,12 @@ fn client_ca(testbed: &Testbed) -> PathBuf {
     testbed.dir().join("callers.crt")
 }
 
-async fn dial_port() -> Result<TcpStream> {
-    TcpStream::connect(SocketAddr::from((CLOUD, PORT))).await.context("connecting to the egress port")
-}
-
+/// A caller's connection. As kube-apiserver does it: the server's CA is known, and its address is the name.
 async fn shake_hands(
     testbed: &Testbed,
     caller: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
     alpn: Option<&[u8]>,
 ) -> Result<TlsStream<TcpStream>> {
-    shake_hands_on(dial_port().await?, testbed, caller, alpn).await
-}
-
-/// A caller's connection. As kube-apiserver does it: the server's CA is known, and its address is the name.
-async fn shake_hands_on<S: AsyncRead + AsyncWrite + Unpin>(
-    socket: S,
-    testbed: &Testbed,
-    caller: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
-    alpn: Option<&[u8]>,
-) -> Result<TlsStream<S>> {
     let roots = tls::roots(&testbed.dir().join("server/ca/ca.crt"))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider)
@@ -93,6 +75,7 @@ async fn shake_hands_on<S: AsyncRead + AsyncWrite + Unpin>(
         None => builder.with_no_client_auth(),
     };
     config.alpn_protocols = alpn.into_iter().map(<[u8]>::to_vec).collect();
+    let socket = TcpStream::connect(SocketAddr::from((CLOUD, PORT))).await?;
     let name = ServerName::from(std::net::IpAddr::from(CLOUD));
     Ok(TlsConnector::from(Arc::new(config)).connect(name, socket).await?)
 }
@@ -184,79 +167,5 @@ pub(super) async fn what_a_caller_reads_late_arrives(testbed: &Testbed) -> Resul
     ensure!(line.text("outcome") == "ok" && line.bytes_from_node()? == LENGTH, "{line:?}");
     let got = digest(&mut stream).await?;
     ensure!(got == (LENGTH, pattern_digest(7, LENGTH)), "the bytes changed: {got:?}");
-    Ok(())
-}
-
-/// Length of a TLS record's head; its last two bytes are the length of what follows (RFC 8446 section 5.1).
-const RECORD_HEAD: usize = 5;
-
-/// Reads not more than one TLS record at a time, as Go's TLS does: rustls alone would return several from one read.
-struct Records {
-    socket: OwnedReadHalf,
-    head: Vec<u8>,
-    /// Of the record's bytes, behind its head.
-    left: usize,
-}
-
-impl AsyncRead for Records {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Task<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        let wanted = if this.left > 0 { this.left } else { RECORD_HEAD - this.head.len() };
-        let wanted = wanted.min(buffer.remaining());
-        let mut part = ReadBuf::new(buffer.initialize_unfilled_to(wanted));
-        ready!(Pin::new(&mut this.socket).poll_read(cx, &mut part))?;
-        let length = part.filled().len();
-        if this.left > 0 {
-            this.left -= length;
-        } else {
-            this.head.extend_from_slice(part.filled());
-            if let [_, _, _, high, low] = this.head[..] {
-                this.left = u16::from_be_bytes([high, low]).into();
-                this.head.clear();
-            }
-        }
-        buffer.advance(length);
-        Poll::Ready(Ok(()))
-    }
-}
-
-/// As `no_byte_overtakes_the_200`, with a target that is far away.
-pub(super) async fn no_byte_overtakes_the_200_over_tls(testbed: &Testbed) -> Result<()> {
-    const GREETING: &str = "220 a server that speaks first\r\n";
-    let _wan = testbed.wan(1, wan::Path::new(50, 50))?;
-    let callers = Authority::new()?;
-    callers.write(&client_ca(testbed))?;
-    let server = Builder::new(testbed)
-        .flag("--redirect=off")
-        .flag(format!("--egress-port={PORT}"))
-        .flag(format!("--egress-client-ca={}", client_ca(testbed).display()))
-        .start()
-        .await?;
-    let _agent = Agent::enrol(&server, 1).await?;
-    let _greeter = target(testbed, 1, ECHO, Behaviour::HelloFirst(GREETING))?;
-    let request = format!("CONNECT edge-1:{ECHO} HTTP/1.1\r\nHost: {CLOUD}\r\n\r\n");
-    for round in 0..50 {
-        let (read, write) = dial_port().await?.into_split();
-        let socket = join(Records { socket: read, head: Vec::new(), left: 0 }, write);
-        let mut stream =
-            shake_hands_on(socket, testbed, Some(callers.caller("kube-apiserver")?), None).await?;
-        stream.write_all(request.as_bytes()).await?;
-        stream.flush().await?;
-        if round % 5 == 0 {
-            // Late enough for the greeting to be there as well.
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-        let mut read = vec![0; 4096];
-        let length = timeout(PATIENCE, stream.read(&mut read)).await.context("no answer")??;
-        ensure!(
-            &read[..length] == CONNECTED.as_bytes(),
-            "round {round}: one read returned {:?}",
-            String::from_utf8_lossy(&read[..length])
-        );
-        let mut greeting = vec![0; GREETING.len()];
-        timeout(PATIENCE, stream.read_exact(&mut greeting)).await.context("no greeting")??;
-        ensure!(greeting == GREETING.as_bytes(), "round {round}: {greeting:?}");
-        echo(&mut stream, b"behind the greeting").await.with_context(|| format!("round {round}"))?;
-    }
     Ok(())
 }
