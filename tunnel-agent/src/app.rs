@@ -12,11 +12,10 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks};
-use tunnel_core::carry::end_quiet;
-use tunnel_core::carry::register_stalled;
+use tunnel_core::carry::{end_quiet, register_stalled};
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::Holder;
-use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown, raise_open_files};
+use tunnel_core::lifecycle::{Drain, Drained, Readiness, ReadyGuard, Shutdown, raise_open_files};
 use tunnel_core::live::Live;
 use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
@@ -269,18 +268,11 @@ impl Bound {
 }
 
 async fn drain(tasks: &TaskTracker, shutdown: &Shutdown, timeout: Duration, live: &Live<Connection>) {
-    tasks.close();
-    let late = async {
-        tokio::time::sleep(timeout).await;
-        tokio::select! {
-            () = end_quiet(live, Connection::carrying) => {}
-            () = tasks.wait() => {}
-        }
-    };
-    let drained = tokio::select! {
-        () = tasks.wait() => "complete",
-        () = late => "the drain timeout was up",
-        () = shutdown.forced() => "ended immediately",
+    let ending = end_quiet(live, Connection::carrying);
+    let drained = match Drain::of(tasks.clone(), shutdown.clone()).finish(timeout, ending).await {
+        Drained::Complete => "complete",
+        Drained::TimedOut { .. } => "the drain timeout was up",
+        Drained::Forced { .. } => "ended immediately",
     };
     shutdown.force();
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, tasks.wait()).await;

@@ -147,7 +147,12 @@ pub struct Drain {
 
 impl Drain {
     pub fn new(shutdown: Shutdown) -> Self {
-        Self { tracker: TaskTracker::new(), shutdown }
+        Self::of(TaskTracker::new(), shutdown)
+    }
+
+    /// Of tasks that are tracked already.
+    pub fn of(tracker: TaskTracker, shutdown: Shutdown) -> Self {
+        Self { tracker, shutdown }
     }
 
     pub fn shutdown(&self) -> &Shutdown {

@@ -90,7 +90,8 @@ impl<'a> Doors<'a> {
         self.parts.config.policy.is_some().then_some(from_edge)
     }
 
-    /// Opens all that have a listener. `sockets`: the listeners, for a successor.
+    /// Opens all that have a listener. The drain waits for each to accept no more: it must not be over while what was accepted is
+    /// not yet counted. `sockets`: the listeners, for a successor.
     pub(crate) fn start(
         self,
         listeners: Listeners,
@@ -118,10 +119,10 @@ impl<'a> Doors<'a> {
         let direct = config.egress.direct.clone();
         let egress_door = Egress::new(context.clone(), budget.egress, direct, services, workers);
         if let Some(socket) = egress_socket {
-            tasks.spawn(egress_door.clone().serve_unix(socket, gates.doors.clone()));
+            context.drain.spawn(egress_door.clone().serve_unix(socket, gates.doors.clone()));
         }
         if let Some((listener, tls)) = egress.zip(egress_tls) {
-            tasks.spawn(egress_door.serve_tls(gates.door(listener), tls.current()));
+            context.drain.spawn(egress_door.serve_tls(gates.door(listener), tls.current()));
             tasks.spawn(tls.follow(stop.clone()));
         }
         let newcomers = Arc::new(Shares::new(budget.newcomers));
@@ -129,23 +130,28 @@ impl<'a> Doors<'a> {
         let secure = secure.into_iter().map(|(port, listener)| (Some(port), listener));
         for (port, listener) in https.map(|listener| (None, listener)).into_iter().chain(secure) {
             let door = Https { front: fronts.https.clone(), port };
-            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
+            context.drain.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
         }
         if let Some(listener) = http {
             let door = Http(fronts.http);
-            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), Shares::new(budget.http)));
+            context.drain.spawn(door::serve(
+                door,
+                gates.door(listener),
+                context.clone(),
+                Shares::new(budget.http),
+            ));
         }
         if let Some((listener, front)) = plain.zip(fronts.plain) {
             let door = Plain(front);
             let shares = Shares::new(budget.plain).with_newcomers(&newcomers);
-            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares));
+            context.drain.spawn(door::serve(door, gates.door(listener), context.clone(), shares));
         }
         if let Some((listener, tls)) = metrics.zip(tls.clone()) {
             let authenticator = reception.gatekeeper.authenticator.clone();
             let (metrics, drain) = (context.metrics.clone(), context.drain.clone());
             let (registry, gate) = (registry.clone(), gates.doors.clone());
             let door = MetricsDoor { registry, tls, authenticator, reviewer, gate, metrics, drain };
-            tasks.spawn(door::serve(
+            context.drain.spawn(door::serve(
                 door,
                 gates.door(listener),
                 context.clone(),
@@ -154,7 +160,7 @@ impl<'a> Doors<'a> {
         }
         if let Some((listener, tls)) = connect.zip(tls) {
             let door = Connect { reception, tls };
-            tasks.spawn(door::serve(door, gates.door(listener), context.clone(), asked));
+            context.drain.spawn(door::serve(door, gates.door(listener), context.clone(), asked));
         }
         let (gate, shares) = (gates.doors.clone(), Shares::new(budget.maps));
         let mapped = Maps::new(config.maps.clone(), gate, context.clone(), shares, sockets.clone());
@@ -163,7 +169,7 @@ impl<'a> Doors<'a> {
             let shares = Shares::new(budget.redirect);
             for listener in redirected {
                 let door = Redirected { redirect: redirect.clone() };
-                tasks.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
+                context.drain.spawn(door::serve(door, gates.door(listener), context.clone(), shares.clone()));
             }
         }
     }

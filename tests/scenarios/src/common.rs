@@ -1,6 +1,6 @@
 //! Steps that several scenarios share.
 use std::io::ErrorKind;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -19,6 +19,8 @@ use tunnel_core::link;
 
 /// Port of the healthy echo while something else goes wrong.
 pub(crate) const HEALTHY: u16 = 10255;
+/// The third server's address, in the LAN of the cloud.
+pub(crate) const THIRD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 3);
 
 pub(crate) async fn server(testbed: &Testbed) -> Result<Server<'_>> {
     Builder::new(testbed).start().await

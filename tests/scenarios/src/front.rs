@@ -83,6 +83,14 @@ pub(crate) async fn a_refused_upgrade_is_answered<S: AsyncRead + AsyncWrite + Un
     Ok(())
 }
 
+/// Expects the answer of `/digest` to an upload that has been sent.
+async fn arrives_whole(stream: impl AsyncRead + AsyncWrite + Unpin, body: &Pattern) -> Result<()> {
+    let answer = ask(stream, b"").await?;
+    let arrived = format!("\r\n\r\n{UPLOAD} {}\n", body.digest());
+    ensure!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with(&arrived), "{answer:?}, not {arrived:?}");
+    Ok(())
+}
+
 /// A client that waits for the 100 gets it and its upload arrives whole, unless the target refuses: then it gets only that.
 pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
@@ -99,9 +107,7 @@ pub(crate) async fn an_expectation_is_answered<S: AsyncRead + AsyncWrite + Unpin
     ensure!(interim.starts_with("HTTP/1.1 100 "), "{interim:?}");
     let mut body = Pattern::new(5, UPLOAD);
     body.write_to(&mut stream).await?;
-    let answer = ask(stream, b"").await?;
-    let arrived = format!("\r\n\r\n{UPLOAD} {}\n", body.digest());
-    ensure!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with(&arrived), "{answer:?}, not {arrived:?}");
+    arrives_whole(stream, &body).await?;
     let answer = ask(connect().await?, head("/unwanted").as_bytes()).await?;
     ensure!(answer.starts_with("HTTP/1.1 417 ") && answer.ends_with("keep it\n"), "{answer:?}");
     Ok(())
@@ -126,9 +132,7 @@ pub(crate) async fn a_slow_upload_arrives<S: AsyncRead + AsyncWrite + Unpin>(
         let sent = timeout(PATIENCE, send(&mut stream, piece)).await.context("the upload is stuck")?;
         sent.with_context(|| format!("cut after {:.1?}", begin.elapsed()))?;
     }
-    let answer = ask(stream, b"").await?;
-    let arrived = format!("\r\n\r\n{UPLOAD} {}\n", body.digest());
-    ensure!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with(&arrived), "{answer:?}, not {arrived:?}");
+    arrives_whole(stream, &body).await?;
     ensure!(begin.elapsed() > Duration::from_secs(10), "it took only {:.1?}", begin.elapsed());
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The https door for callers that address the server itself, without a cluster: a certificate is what they show.
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::server::Builder;
+use postern_testbed::server::{Builder, Server};
 use postern_testbed::{CLOUD, Testbed, client, tls};
 use rcgen::SanType;
 use tokio::net::TcpStream;
@@ -24,7 +24,7 @@ scenarios! {
 
 const KUBELET: u16 = 10250;
 const DOOR: &str = "https://10.70.0.1:10263";
-/// By which callers address the two targets of [`targets`].
+/// By which callers address the two targets of [`started`].
 const HOSTS: [&str; 2] = ["edge-1:10250", "edge-1:9100"];
 
 /// The CAs of a run: callers', and nodes'.
@@ -66,10 +66,14 @@ async fn connect(testbed: &Testbed, cas: &Cas) -> Result<TlsStream<TcpStream>> {
     tls::handshake(stream, &CLOUD.to_string(), roots, Some(&identity), None).await
 }
 
-/// One on edge 1 that speaks TLS, and one that does not.
-fn targets(testbed: &Testbed, cas: &Cas) -> Result<[Web; 2]> {
+/// A server, and an agent on edge 1 with the targets of [`HOSTS`]: one that speaks TLS, and one that does not.
+async fn started(testbed: &Testbed) -> Result<(Cas, Server<'_>, Agent<'_>, [Web; 2])> {
+    let cas = Cas::new(testbed)?;
+    let server = cas.server(testbed)?.start().await?;
+    let agent = Agent::enrol(&server, 1).await?;
     let names = [SanType::DnsName("edge-1".try_into()?)];
-    Ok([Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?])
+    let targets = [Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?];
+    Ok((cas, server, agent, targets))
 }
 
 async fn callers_reach_nodes_with_the_servers_certificate(testbed: &Testbed) -> Result<()> {
@@ -197,10 +201,7 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
 }
 
 async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
-    let _targets = targets(testbed, &cas)?;
+    let (cas, server, _agent, _targets) = started(testbed).await?;
     let connect = async || connect(testbed, &cas).await;
     for host in HOSTS {
         for asked in [("GET", "websocket"), ("POST", "SPDY/3.1")] {
@@ -215,10 +216,7 @@ async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
 }
 
 async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
-    let _targets = targets(testbed, &cas)?;
+    let (cas, server, _agent, _targets) = started(testbed).await?;
     for host in HOSTS {
         let connect = async || connect(testbed, &cas).await;
         front::an_expectation_is_answered(connect, host).await.context(host)?;
@@ -232,10 +230,7 @@ async fn an_expected_upload_arrives(testbed: &Testbed) -> Result<()> {
 }
 
 async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
-    let _targets = targets(testbed, &cas)?;
+    let (cas, _server, _agent, _targets) = started(testbed).await?;
     let connect = async || connect(testbed, &cas).await;
     // Both at once, since they take long.
     let [one, other] = HOSTS;
@@ -247,10 +242,7 @@ async fn a_slow_upload_arrives(testbed: &Testbed) -> Result<()> {
 }
 
 async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
-    let cas = Cas::new(testbed)?;
-    let server = cas.server(testbed)?.start().await?;
-    let _agent = Agent::enrol(&server, 1).await?;
-    let targets = targets(testbed, &cas)?;
+    let (cas, server, _agent, targets) = started(testbed).await?;
     for (host, target) in HOSTS.into_iter().zip(&targets) {
         let connect = async || connect(testbed, &cas).await;
         front::a_departure_reaches_the_target(connect, host, target).await.context(host)?;

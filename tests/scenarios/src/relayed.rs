@@ -1,5 +1,5 @@
 //! Connections to a node whose agent is attached to another server only.
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -17,7 +17,7 @@ use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt as _;
 
-use crate::common::{HEALTHY, alongside, expect_reset, hold, pause, skip, stalled_readers, target};
+use crate::common::{HEALTHY, THIRD, alongside, expect_reset, hold, pause, skip, stalled_readers, target};
 use crate::path;
 
 scenarios! {
@@ -37,9 +37,6 @@ const TOLD: Duration = Duration::from_secs(10);
 
 /// The same for one that hears nothing any more, and for its return: PING's time at most, and pauses between attempts.
 const SILENT: Duration = Duration::from_secs(45);
-
-/// The third server's address.
-const THIRD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 3);
 
 /// How long one that is asked for a node may take to answer before another is asked, at least.
 const UNANSWERED: Duration = Duration::from_secs(1);

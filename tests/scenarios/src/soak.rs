@@ -43,12 +43,8 @@ pub(crate) fn asked() -> Option<Duration> {
 
 async fn what_is_held_does_not_grow(testbed: &Testbed) -> Result<()> {
     let length = asked().unwrap_or(DEFAULT);
-    let builder = server::Builder::new(testbed);
-    let server = ALLOCATOR.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
-    let server = server.start().await?;
-    let builder = agent::Builder::new(&server, 1);
-    let agent = ALLOCATOR.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
-    let agent = agent.enrol(&server).await?;
+    let server = server::Builder::new(testbed).envs(ALLOCATOR).start().await?;
+    let agent = agent::Builder::new(&server, 1).envs(ALLOCATOR).enrol(&server).await?;
     let mut other = Agent::enrol(&server, 2).await?;
     let targets = Targets::start(testbed)?;
     let begin = Instant::now();

@@ -111,6 +111,12 @@ impl<'a> Builder<'a> {
         self
     }
 
+    #[must_use]
+    pub fn envs(mut self, variables: impl IntoIterator<Item = (&'static str, impl Into<String>)>) -> Self {
+        self.environment.extend(variables.into_iter().map(|(name, value)| (name, value.into())));
+        self
+    }
+
     /// Where its log goes instead of the run's folder.
     #[must_use]
     pub fn stderr(mut self, stderr: impl Into<OwnedFd>) -> Self {

@@ -11,11 +11,8 @@ use serde::Deserialize;
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::NodeName;
 
+use crate::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
 use crate::reloaded::read;
-
-/// The kubelet's ports, which are always tunnelled: the first is that of the https door.
-const KUBELET: u16 = 10250;
-const READ_ONLY: u16 = 10255;
 
 #[derive(Args, Clone, Debug)]
 pub struct ImportCommand {
@@ -127,7 +124,7 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
         let wrong = || format!("mode.cloud.https.addr: {port:?} = {target:?} is not PORT = ADDRESS:PORT");
         let own = port.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
         let at = target.parse::<SocketAddr>().ok().filter(|at| at.port() != 0).ok_or_else(wrong)?;
-        if at.port() == KUBELET {
+        if at.port() == DEFAULT_KUBELET_PORT {
             line(&format!("#   {own} -> {at}: the door itself (--secure-port)"));
         } else {
             // A port of nodes has one port of the door.
@@ -145,7 +142,8 @@ fn https_ports(line: &mut impl FnMut(&str), ports: &BTreeMap<String, String>) ->
     line("# localhost-proxy-ports of the ConfigMap. In a cluster list the second ones in https-proxy-ports");
     line("# too: the internal Service then leads https://NODE:PORT there, and the redirect takes connects");
     line("# to the node's address. Without a cluster this is for the redirect:");
-    let tunnelled: BTreeSet<u16> = further.into_keys().chain([KUBELET, READ_ONLY]).collect();
+    let tunnelled: BTreeSet<u16> =
+        further.into_keys().chain([DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT]).collect();
     let tunnelled = tunnelled.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
     line(&format!("# --redirect-ports={tunnelled}"));
     Ok(())

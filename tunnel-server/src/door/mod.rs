@@ -58,8 +58,6 @@ use way::Way;
 pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorContext, shares: Shares) {
     let door = Arc::new(door);
     context.metrics.door(D::NAME);
-    // The drain must not be over while what was accepted is not yet counted.
-    let _accepting = context.drain.guard();
     loop {
         let (socket, client) = tokio::select! {
             biased;

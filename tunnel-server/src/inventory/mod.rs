@@ -14,7 +14,10 @@ mod parse_tests;
 pub use file::{FileSource, SourceStatus};
 pub(crate) use file_watch::FileWatch;
 pub(crate) use log_budget::LogBudget;
-pub use node::{DEFAULT_KUBELET_PORT, InventoryNode, MAX_ADDRESSES, NodeSpec, NodeStatus, read_node};
+pub use node::{
+    DEFAULT_KUBELET_PORT, InventoryNode, MAX_ADDRESSES, NodeSpec, NodeStatus, READ_ONLY_KUBELET_PORT,
+    read_node,
+};
 pub use nodes::Inventory;
 pub use parse::{InventoryError, MAX_BYTES, parse};
 pub use selector::{DEFAULT_EDGE_SELECTOR, Selector, SelectorError};

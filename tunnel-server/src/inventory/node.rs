@@ -49,6 +49,8 @@ impl InventoryNode {
 
 /// The kubelet's port when a Node does not name another.
 pub const DEFAULT_KUBELET_PORT: u16 = 10250;
+/// The kubelet's port without TLS.
+pub const READ_ONLY_KUBELET_PORT: u16 = 10255;
 
 /// A node's addresses beyond these are not used: a kubelet names as many as it likes.
 pub const MAX_ADDRESSES: usize = 16;

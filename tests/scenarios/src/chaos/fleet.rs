@@ -19,10 +19,9 @@ use super::nodes::Nodes;
 use super::plan::{Change, Fault};
 use super::rotation::Rotation;
 use super::stream::{Load, Patience, Wrong};
+use crate::common::THIRD;
 use crate::held::{ALLOCATOR, Held, of_process};
 
-/// The third server's address.
-pub(super) const THIRD: Ipv4Addr = Ipv4Addr::new(10, 70, 0, 3);
 pub(super) const SERVERS: usize = 3;
 pub(super) const EDGES: usize = 4;
 /// How soon everything works again once nothing is wrong any more. A link that says nothing is given up after 22 s, and the
@@ -74,8 +73,7 @@ impl<'a> Fleet<'a> {
         let hosts = [(&testbed.cloud, CLOUD), (others[0], NEIGHBOUR), (others[1], THIRD)];
         let all = hosts.map(|(_, address)| format!("{address}:10262")).join(",");
         let prepare = |builder: Builder<'a>| {
-            let builder = ALLOCATOR.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
-            builder.flag(format!("--peers={all}")).flag("--drain-timeout=8s")
+            builder.envs(ALLOCATOR).flag(format!("--peers={all}")).flag("--drain-timeout=8s")
         };
         let first = prepare(Builder::new(testbed)).start().await?;
         let second = prepare(Builder::sharing_ca(&first, others[0], NEIGHBOUR, "neighbour")?).start().await?;
@@ -87,8 +85,7 @@ impl<'a> Fleet<'a> {
         {
             let others = servers.iter().enumerate().filter(|(other, _)| at != 1 && *other != enrols);
             let others = others.map(|(_, server)| format!("--server={}", server.agent_address()));
-            let builder = agent::Builder::new(&servers[enrols], at + 1);
-            let builder = ALLOCATOR.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
+            let builder = agent::Builder::new(&servers[enrols], at + 1).envs(ALLOCATOR);
             let builder =
                 others.chain(flags.iter().map(ToString::to_string)).fold(builder, agent::Builder::flag);
             agents.push(builder.token(servers[enrols].token(&testbed.edge(at + 1).name)?).spawn()?);

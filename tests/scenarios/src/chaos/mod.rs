@@ -18,6 +18,7 @@ use self::fleet::{EDGES, Fleet, SERVERS};
 use self::load::Clients;
 use self::plan::Plan;
 use self::stream::{Patience, Targets, Wrong};
+use crate::common::THIRD;
 use crate::held::growth;
 use crate::https::KUBELET;
 
@@ -54,7 +55,7 @@ async fn nothing_is_wrong_after_everything_went_wrong(testbed: &Testbed) -> Resu
 }
 
 async fn go_wrong(testbed: &Testbed, seed: u64, length: Duration) -> Result<()> {
-    let (second, third) = (testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", fleet::THIRD)?);
+    let (second, third) = (testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?);
     let wrong = Wrong::default();
     let _targets = Targets::start(testbed, KUBELET, &wrong)?;
     let mut fleet = Fleet::start(testbed, [&second, &third]).await?;

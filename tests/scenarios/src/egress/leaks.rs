@@ -229,8 +229,7 @@ fn targets(testbed: &Testbed) -> Result<[Target; 3]> {
 }
 
 pub(super) async fn nothing_is_left_of_ten_thousand_dials(testbed: &Testbed) -> Result<()> {
-    let builder = ALLOCATOR.iter().fold(server(testbed), |builder, (name, value)| builder.env(name, value));
-    let server = builder.start().await?;
+    let server = server(testbed).envs(ALLOCATOR).start().await?;
     let _agent = Agent::enrol_with(&server, 1, &["--allow-target=node:9100-9104"]).await?;
     let _targets = targets(testbed)?;
     testbed.black_hole(2, 9103)?;

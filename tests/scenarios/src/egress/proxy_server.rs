@@ -133,9 +133,8 @@ pub(super) async fn proxy_servers(testbed: &Testbed) -> Result<Servers> {
 /// On edge 1, and attached to both.
 pub(super) async fn agent_at_both<'a>(testbed: &'a Testbed, servers: &Servers) -> Result<Agent<'a>> {
     let certificates = &servers.certificates;
-    let builder =
-        ALLOCATOR.iter().fold(Builder::alone(testbed, 1), |builder, (name, value)| builder.env(name, value));
-    let agent = builder
+    let agent = Builder::alone(testbed, 1)
+        .envs(ALLOCATOR)
         .flag(format!("--proxy-server-host={CLOUD}"))
         .flag(format!("--proxy-server-port={SHARED}"))
         .flag(certificates.flag("ca-cert", "ca.crt"))

@@ -1,5 +1,5 @@
 //! Lines that are out, NATs that forget, addresses that change, edges that sleep.
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -65,19 +65,25 @@ pub(super) async fn a_long_outage_ends_at_once(testbed: &Testbed) -> Result<()> 
     Ok(())
 }
 
+/// Waits for a connection that works.
+async fn usable(address: SocketAddr, after: &str) -> Result<()> {
+    let start = Instant::now();
+    wait_for("a new connection", PATIENCE, async || {
+        let visit = tokio::time::timeout(PATIENCE, client::visit(address)).await;
+        Ok(visit.context("a visit")?.ok())
+    })
+    .await?;
+    figure(&format!("usable {:.1?} after {after}", start.elapsed()));
+    Ok(())
+}
+
 pub(super) async fn nat_forgets_the_link(testbed: &Testbed) -> Result<()> {
     let _wan = testbed.wan(1, Path::new(50, 50))?;
     let (_server, agent) = server_and_agent(testbed).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     client::visit(shell.address).await?;
     testbed.forget_mappings()?;
-    let start = Instant::now();
-    wait_for("a new connection", PATIENCE, async || {
-        let visit = tokio::time::timeout(PATIENCE, client::visit(shell.address)).await;
-        Ok(visit.context("a visit")?.ok())
-    })
-    .await?;
-    figure(&format!("usable {:.1?} after the NAT forgot the link", start.elapsed()));
+    usable(shell.address, "the NAT forgot the link").await?;
     // Not after the PING's time.
     let log = agent.process.output()?;
     ensure!(
@@ -116,9 +122,7 @@ pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).start().await?;
     let clock = Asleep::new(testbed)?;
     // Without the clock only PING would notice.
-    let builder = agent::Builder::new(&server, 1).flag("--keepalive=5m");
-    let builder =
-        clock.environment().into_iter().fold(builder, |builder, (name, value)| builder.env(name, &value));
+    let builder = agent::Builder::new(&server, 1).flag("--keepalive=5m").envs(clock.environment());
     let mut agent = builder.enrol(&server).await?;
     let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
     client::visit(shell.address).await?;
@@ -126,13 +130,7 @@ pub(super) async fn the_edge_was_asleep(testbed: &Testbed) -> Result<()> {
     testbed.forget_mappings()?;
     clock.set(Duration::from_secs(3600))?;
     agent.process.signal(Signal::SIGCONT)?;
-    let start = Instant::now();
-    wait_for("a new connection", PATIENCE, async || {
-        let visit = tokio::time::timeout(PATIENCE, client::visit(shell.address)).await;
-        Ok(visit.context("a visit")?.ok())
-    })
-    .await?;
-    figure(&format!("usable {:.1?} after the edge has woken up", start.elapsed()));
+    usable(shell.address, "the edge has woken up").await?;
     let log = agent.process.output()?;
     for line in ["asleep_s=3600", "it is silent, and another connection to the server works"] {
         ensure!(log.contains(line), "no {line:?} in the agent's log: {log}");

@@ -86,8 +86,6 @@ impl Egress {
     /// has the same socket, and the file stays for it.
     pub(crate) async fn serve_unix(self, mut socket: Socket, gate: Gate) {
         let draining = self.dialler.context.drain.shutdown().draining_token();
-        // As in `door::serve`.
-        let _accepting = self.dialler.context.drain.guard();
         while draining.run_until_cancelled(gate.opened()).await.is_some() {
             if let Err(error) = socket.place() {
                 tracing::error!(door = NAME, error = format!("{error:#}"), "the socket is not there");
@@ -113,8 +111,6 @@ impl Egress {
 
     /// Serves the port until the drain starts.
     pub(crate) async fn serve_tls(self, mut listener: Gated, tls: Arc<ArcSwap<ServerConfig>>) {
-        // As in `door::serve`.
-        let _accepting = self.dialler.context.drain.guard();
         loop {
             let (socket, client) = tokio::select! {
                 biased;

@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tunnel_core::text::printable;
 use tunnel_kube::{Followed, named};
 
+use crate::inventory::{DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT};
 use crate::kube::context::KubeContext;
 use crate::kube::write::events::Events;
 use crate::settings::{Doors, InternalDoor, Settings};
@@ -23,7 +24,7 @@ const DNAT: &str = "dnat-ports-pair";
 const LOOPBACK: &str = "localhost-proxy-ports";
 
 /// Always tunnelled (--redirect-ports), and ports of the internal Service already.
-const KUBELET: [u16; 2] = [10250, 10255];
+const KUBELET: [u16; 2] = [DEFAULT_KUBELET_PORT, READ_ONLY_KUBELET_PORT];
 
 /// The http door's port in the pairs of a list while the door is off.
 const DEFAULT_HTTP: u16 = 10264;

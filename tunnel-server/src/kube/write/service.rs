@@ -17,6 +17,7 @@ use kube::runtime::watcher::Event;
 use serde_json::json;
 use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, RequestError, named, request};
 
+use crate::inventory::READ_ONLY_KUBELET_PORT;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
 use crate::kube::reconcile::{self, Reconcile, changes};
 use crate::settings::{Doors, InternalDoor};
@@ -24,8 +25,6 @@ use crate::settings::{Doors, InternalDoor};
 /// What the names of the ports made here begin with.
 const PREFIX: &str = "dnat-";
 const TCP: &str = "TCP";
-/// The kubelet's port without TLS, which no list of the ConfigMap has and YurtTunnel's Service does.
-const READ_ONLY: i32 = 10255;
 /// Changes within this time are written as one.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
@@ -53,8 +52,9 @@ pub fn ports(
             match u16::try_from(port.port).ok().and_then(|number| missing.remove_entry(&number)) {
                 Some((number, door)) => port.target_port = Some(target(number, door)),
                 None if port.name.as_deref().is_some_and(|name| name.starts_with(PREFIX)) => continue,
-                // In YurtTunnel's Service it leads to the http door, which is on the loopback here and would refuse.
-                None if port.port == READ_ONLY && doors.http != 0 => {
+                // No list of the ConfigMap has it. In YurtTunnel's Service it leads to the http door, which is on the loopback
+                // here and would refuse.
+                None if port.port == i32::from(READ_ONLY_KUBELET_PORT) && doors.http != 0 => {
                     port.target_port = Some(IntOrString::Int(i32::from(doors.http)));
                 }
                 None => {}
