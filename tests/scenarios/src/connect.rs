@@ -426,12 +426,8 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     visit(([127, 0, 0, 1], 3001).into()).await?;
     // The allow-list: this host is not on it, the neighbour is, and its agent's own allow-list decides about the target.
     expect_reset((CLOUD, 3000).into()).await?;
-    let end = match client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON).await {
-        Ok(mut allowed) => client::end_of(&mut allowed, SOON).await?,
-        // It can come before connect() has returned.
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => client::End::Reset,
-        Err(error) => return Err(error).context("the neighbour's connection"),
-    };
+    let allowed = client::connect_from(&neighbour, (CLOUD, 3000).into(), SOON).await;
+    let end = client::end_at_once(allowed).await.context("the neighbour's connection")?;
     ensure!(end == client::End::Reset, "a port that the agent does not allow ended with {end:?}");
     server.wait_access("of the denied target", |line| line.text("outcome") == "denied").await?;
 

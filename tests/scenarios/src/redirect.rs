@@ -1,10 +1,9 @@
 //! The redirect is repaired while it runs, and opens no more than it should.
-use std::io::ErrorKind;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_of, visit};
+use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_at_once, visit};
 use postern_testbed::inventory::Inventory;
 use postern_testbed::report::figure;
 use postern_testbed::server::Builder;
@@ -55,12 +54,7 @@ async fn token_opens_only_tunnelled_ports(testbed: &Testbed) -> Result<()> {
     // A packet to a `local` route without a preferred source has its destination, the token, as its source.
     let token = stream.local_addr()?.ip();
     visit((token, 10250).into()).await?;
-    // The reset may come before connect() has returned.
-    let end = match TcpStream::connect((token, other.address.port())).await {
-        Ok(mut direct) => end_of(&mut direct, PATIENCE).await?,
-        Err(error) if error.kind() == ErrorKind::ConnectionReset => End::Reset,
-        Err(error) => return Err(error.into()),
-    };
+    let end = end_at_once(TcpStream::connect((token, other.address.port())).await).await?;
     ensure!(end == End::Reset, "a token opened a port that is not tunnelled");
     server.wait_log("is not tunnelled").await
 }

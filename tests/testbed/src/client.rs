@@ -138,6 +138,15 @@ pub async fn end_of(stream: &mut TcpStream, limit: Duration) -> Result<End> {
     .with_context(|| format!("the connection did not end within {limit:?}"))?
 }
 
+/// How a connection that is to end at once did: its reset may come before connect() has returned.
+pub async fn end_at_once(connected: io::Result<TcpStream>) -> Result<End> {
+    match connected {
+        Ok(mut stream) => end_of(&mut stream, PATIENCE).await,
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(End::Reset),
+        Err(error) => Err(error).context("connecting"),
+    }
+}
+
 /// Reads to a clean end; returns the number of bytes and their SHA-256.
 pub async fn digest(stream: &mut (impl AsyncRead + Unpin)) -> Result<(u64, String)> {
     let mut hash = Sha256::new();
