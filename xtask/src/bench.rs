@@ -23,7 +23,7 @@ pub(crate) struct Options {
     /// How often every peer is measured [default: 5, with --smoke 1].
     #[arg(long)]
     rounds: Option<u32>,
-    /// Every line for a moment: whether it works, not how fast.
+    /// Every kind of line for a moment: whether it works, not how fast.
     #[arg(long)]
     smoke: bool,
     /// Writes the report and its plots into docs/benchmarks: with `--only host` or `--only wan` that part alone. It takes
@@ -72,7 +72,7 @@ impl Options {
     }
 }
 
-/// Every line of every peer for a moment, with the programs that tests use as well: for tests. A whole run has `built` them.
+/// Every kind of line of every peer for a moment, with the programs that tests use as well: for tests. A whole run has `built` them.
 pub(crate) fn smoke(built: bool) -> Result<ExitCode> {
     let options = Options { smoke: true, all_peers: true, ..Options::default() };
     install(&options)?;

@@ -64,9 +64,10 @@ impl Peer {
     ];
 
     /// Those that are measured over wide-area paths.
-    pub(crate) const FAR: [Self; 8] = [
+    pub(crate) const FAR: [Self; 9] = [
         Self::Direct,
         Self::Haproxy,
+        Self::HaproxyTuned,
         Self::Rathole,
         Self::KonnectivityGrpc,
         Self::KonnectivityHttp,

@@ -17,7 +17,7 @@ use crate::options::Options;
 use crate::peers::{self, Certificates, Running};
 use crate::record::Record;
 use crate::usage::Share;
-use crate::wan::{PLACES, Place};
+use crate::wan::Place;
 use crate::{connect, counts, disturbance, scale, usage, wan};
 
 /// How long the connections of one line may take to close before the next begins.
@@ -107,10 +107,8 @@ impl<'a> Bench<'a> {
         peers.shuffle(&mut StdRng::seed_from_u64(self.options.seed));
         let lines = place.lines();
         for peer in peers {
-            // Starting each peer on each path would take a smoke run too long.
-            let left_out = self.options.smoke && peer != Peer::Postern && place.id != PLACES[0].id;
-            let why_not = left_out.then(|| "not in a smoke run".to_owned());
-            if let Some(reason) = self.not_installed(peer).or(why_not) {
+            let left_out = place.leaves_out(peer, self.options.smoke).map(str::to_owned);
+            if let Some(reason) = self.not_installed(peer).or(left_out) {
                 for line in &lines {
                     self.record.missing(&line.id, peer, &reason);
                 }

@@ -41,11 +41,20 @@ struct Span {
     visits: usize,
     /// The part of an outage.
     outage: f64,
+    /// How long a peer other than Postern may take to recover.
+    recovers: Duration,
 }
 
 impl Span {
-    const FULL: Self = Self { bulk: Duration::from_secs(3), keys: 40, visits: 5, outage: 1.0 };
-    const SMOKE: Self = Self { bulk: Duration::from_millis(100), keys: 3, visits: 1, outage: 0.02 };
+    const FULL: Self =
+        Self { bulk: Duration::from_secs(3), keys: 40, visits: 5, outage: 1.0, recovers: RECOVERS };
+    const SMOKE: Self = Self {
+        bulk: Duration::from_millis(100),
+        keys: 3,
+        visits: 1,
+        outage: 0.02,
+        recovers: Duration::from_secs(1),
+    };
 }
 
 /// The testbed with a path in place of the cables of both edges.
@@ -81,6 +90,7 @@ impl<'a> Paths<'a> {
     ) -> Result<()> {
         match self.place.what {
             What::Load => self.load(peer, on, target, record).await,
+            What::Forwarder => self.transfers(peer, on, target, record).await,
             What::Outage(length) => {
                 let users = Users::start(&on.dialer).await?;
                 self.lines.iter().for_each(|line| line.set_out(true));
@@ -121,23 +131,7 @@ impl<'a> Paths<'a> {
         record.value(&line("connect-16"), peer, millis(&mut visits, 0.5)?);
         let mut alone = keystrokes(&on.dialer, self.span.keys).await?;
         record.value(&line("key-p50"), peer, millis(&mut alone, 0.5)?);
-        // What is downloaded comes from the edge.
-        for (way, name, rate) in
-            [(Way::Down, "down", self.place.path.up), (Way::Up, "up", self.place.path.down)]
-        {
-            #[expect(
-                clippy::cast_possible_truncation,
-                clippy::cast_sign_loss,
-                reason = "positive and bounded"
-            )]
-            let bytes = (as_f64(rate) / 8.0 * self.span.bulk.as_secs_f64()) as u64;
-            for streams in [1, 8] {
-                let limit = self.span.bulk * SLOWEST + self.place.path.rtt * STARTING;
-                let moved = load::bulk_within(&on.dialer, way, streams, bytes, limit, target).await?;
-                record.value(&line(&format!("{name}-{streams}")), peer, moved.rate() * 8.0);
-                target.settle(SETTLE).await?;
-            }
-        }
+        self.transfers(peer, on, target, record).await?;
         for what in ["down-1", "down-4", "up-1", "up-4"] {
             let beside = Disturbance::start(&on.dialer, what).await?;
             // The first ones see the line fill.
@@ -157,17 +151,49 @@ impl<'a> Paths<'a> {
             }
             target.settle(SETTLE).await?;
         }
-        record.value(&line("busy"), peer, busy.share_since()?);
+        let (used, stolen) = busy.shares_since()?;
+        record.value(&line("busy"), peer, used);
+        record.value(&line("stolen"), peer, stolen);
+        Ok(())
+    }
+
+    /// One and eight streams each way.
+    async fn transfers(
+        &self,
+        peer: Peer,
+        on: &Running<'_>,
+        target: &Target<'_>,
+        record: &mut Record,
+    ) -> Result<()> {
+        // What is downloaded comes from the edge.
+        for (way, name, rate) in
+            [(Way::Down, "down", self.place.path.up), (Way::Up, "up", self.place.path.down)]
+        {
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "positive and bounded"
+            )]
+            let bytes = (as_f64(rate) / 8.0 * self.span.bulk.as_secs_f64()) as u64;
+            for streams in [1, 8] {
+                let limit = self.span.bulk * SLOWEST + self.place.path.rtt * STARTING;
+                let moved = load::bulk_within(&on.dialer, way, streams, bytes, limit, target).await?;
+                let line = id(self.place, &format!("{name}-{streams}"));
+                record.value(&line, peer, moved.rate() * 8.0);
+                target.settle(SETTLE).await?;
+            }
+        }
         Ok(())
     }
 
     async fn recovery(&self, peer: Peer, users: Users, record: &mut Record) -> Result<()> {
         let line = id(self.place, USABLE);
-        match users.recover().await {
+        let within = if peer == Peer::Postern { RECOVERS } else { self.span.recovers };
+        match users.recover(within).await {
             Some(time) => record.value(&line, peer, time.as_secs_f64()),
             None => {
-                let reason = format!("no new connection works within {RECOVERS:?}");
-                record.at_least(&line, peer, RECOVERS.as_secs_f64(), reason);
+                let reason = format!("no new connection works within {within:?}");
+                record.at_least(&line, peer, within.as_secs_f64(), reason);
             }
         }
         Ok(())
@@ -224,7 +250,7 @@ impl Users {
     }
 
     /// How long from now until a new connection works, tried ten times a second.
-    async fn recover(mut self) -> Option<Duration> {
+    async fn recover(mut self, within: Duration) -> Option<Duration> {
         let start = Instant::now();
         let mut clock = interval(Duration::from_millis(100));
         let mut visits = JoinSet::new();
@@ -241,15 +267,16 @@ impl Users {
                 }
             }
         };
-        let works = timeout(RECOVERS, works).await.ok();
+        let works = timeout(within, works).await.ok();
         self.tasks.shutdown().await;
         works
     }
 }
 
-/// Jiffies of all CPUs: in use, and altogether.
+/// Jiffies of all CPUs: in use, taken by the host that this machine is a guest of, and altogether.
 struct Busy {
     used: u64,
+    stolen: u64,
     all: u64,
 }
 
@@ -264,14 +291,17 @@ impl Busy {
     fn parse(text: &str) -> Option<Self> {
         let fields = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
         let fields: Vec<u64> = fields.take(8).map(str::parse).collect::<Result<_, _>>().ok()?;
-        let all = fields.iter().sum();
-        Some(Self { used: all - fields.get(1)? - fields.get(3)? - fields.get(4)?, all })
+        let all = fields.iter().sum::<u64>();
+        let (nice, idle, iowait, stolen) = (fields.get(1)?, fields.get(3)?, fields.get(4)?, *fields.get(7)?);
+        Some(Self { used: all - nice - idle - iowait - stolen, stolen, all })
     }
 
-    /// In percent.
-    fn share_since(&self) -> Result<f64> {
+    /// What is in use and what is taken, in percent.
+    fn shares_since(&self) -> Result<(f64, f64)> {
         let now = Self::now()?;
-        Ok(100.0 * as_f64(now.used - self.used) / as_f64((now.all - self.all).max(1)))
+        let all = as_f64((now.all - self.all).max(1));
+        let share = |jiffies: u64| 100.0 * as_f64(jiffies) / all;
+        Ok((share(now.used - self.used), share(now.stolen - self.stolen)))
     }
 }
 
@@ -286,8 +316,9 @@ mod tests {
     #[test]
     fn proc_stat_is_parsed() {
         let busy = Busy::parse("cpu  10 1 5 80 4 0 2 1 7 7\ncpu0 1 1 1 1\n").unwrap();
-        assert_eq!((busy.used, busy.all), (18, 103));
+        assert_eq!((busy.used, busy.stolen, busy.all), (17, 1, 103));
         assert!(Busy::parse("intr 1").is_none());
-        assert!((0.0..=100.0).contains(&Busy::now().unwrap().share_since().unwrap()));
+        let (used, stolen) = Busy::now().unwrap().shares_since().unwrap();
+        assert!((0.0..=100.0).contains(&used) && (0.0..=100.0).contains(&stolen), "{used}, {stolen}");
     }
 }

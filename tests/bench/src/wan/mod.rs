@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use postern_testbed::wan::{Loss, Path};
 
-use crate::line::{Group, Line};
+use crate::line::{Group, Line, Peer};
 
 pub(crate) use jobs::run_all;
 pub(crate) use measure::Paths;
@@ -21,6 +21,8 @@ enum What {
     Outage(Duration),
     /// The same after the NAT has forgotten its mappings and gives new ones.
     NewMapping,
+    /// What the forwarder itself can carry, by a plain connection: the first [`TRANSFERS`] of [`MEASURES`].
+    Forwarder,
 }
 
 /// A path, and what is measured there.
@@ -52,8 +54,8 @@ impl Place {
     /// What measuring it costs the CPUs: bits a second that the forwarder, both ends and the load move.
     fn load(&self) -> u64 {
         match self.what {
-            What::Load => self.path.down.max(self.path.up),
-            _ => 0,
+            What::Load | What::Forwarder => self.path.down.max(self.path.up),
+            What::Outage(_) | What::NewMapping => 0,
         }
     }
 
@@ -63,13 +65,39 @@ impl Place {
 
     pub(crate) fn lines(&self) -> Vec<Line> {
         let line = |measure: &str, title: &str, unit| Line::new(Group::Wan, &id(self, measure), title, unit);
-        match self.what {
-            What::Load => MEASURES
-                .iter()
-                .map(|(measure, title, unit)| line(measure, title, unit).in_section(self.title))
-                .collect(),
-            _ => vec![line(USABLE, self.title, "s").in_section(RECOVERY_TITLE)],
+        let measures = match self.what {
+            What::Load => MEASURES.len(),
+            What::Forwarder => TRANSFERS,
+            What::Outage(_) | What::NewMapping => {
+                return vec![line(USABLE, self.title, "s").in_section(RECOVERY_TITLE)];
+            }
+        };
+        MEASURES
+            .iter()
+            .take(measures)
+            .map(|(measure, title, unit)| line(measure, title, unit).in_section(self.title))
+            .collect()
+    }
+
+    /// Why this peer is not measured here, if it is not.
+    pub(crate) fn leaves_out(&self, peer: Peer, smoke: bool) -> Option<&'static str> {
+        if self.what == What::Forwarder && peer != Peer::Direct {
+            return Some("the line is about the forwarder alone");
         }
+        (smoke && !self.in_smoke(peer)).then_some("in a smoke run it is measured over another path")
+    }
+
+    /// A smoke run has Postern over every path, and each other peer over one of each kind: all of them over each would take too
+    /// long. Transfers are over fast lines without loss, where every peer works and none is slow.
+    fn in_smoke(&self, peer: Peer) -> bool {
+        let places: &[&str] = match self.what {
+            What::Load => &["50ms-100m", "50ms-100m-loss-based", "100ms-200m"],
+            What::Outage(_) => &["outage-5", "outage-20", "outage-60"],
+            What::NewMapping => &["new-mapping"],
+            What::Forwarder => &["forwarder"],
+        };
+        let number = Peer::FAR.iter().position(|other| *other == peer).unwrap_or_default();
+        peer == Peer::Postern || places[number % places.len()] == self.id
     }
 }
 
@@ -93,7 +121,10 @@ const fn outage(seconds: u64) -> What {
 }
 
 /// All, the buffers of each one bandwidth × delay.
-pub(crate) const PLACES: [Place; 17] = [
+pub(crate) const PLACES: [Place; 18] = [
+    // A rate that no forwarder reaches.
+    place("forwarder", "The forwarder itself: 2 ms, no limit", Path::new(2, 100_000))
+        .measures(What::Forwarder),
     place("20ms-1g", "20 ms, 1 Gbit/s", Path::new(20, 1000)),
     place("50ms-100m", "50 ms, 100 Mbit/s", Path::new(50, 100)),
     place("50ms-100m-0.1", "50 ms, 100 Mbit/s, 0.1 % loss", lossy(0.001)),
@@ -128,7 +159,7 @@ pub(crate) const PLACES: [Place; 17] = [
 ];
 
 /// What is measured under load: id, title and unit.
-pub(crate) const MEASURES: [(&str, &str, &str); 17] = [
+pub(crate) const MEASURES: [(&str, &str, &str); 18] = [
     ("down-1", "download, one stream", "Mbit/s"),
     ("down-8", "download, 8 streams", "Mbit/s"),
     ("up-1", "upload, one stream", "Mbit/s"),
@@ -146,11 +177,44 @@ pub(crate) const MEASURES: [(&str, &str, &str); 17] = [
     ("key-up-4-p99", "keystroke beside four uploads, p99", "ms"),
     ("memory", "resident memory of both ends beside four downloads", "MB"),
     ("busy", "CPUs of the machine in use meanwhile", "%"),
+    ("stolen", "CPUs that the machine's own host took from it meanwhile", "%"),
 ];
+/// The first ones are transfers.
+const TRANSFERS: usize = 4;
 /// The measure of recovery.
 const USABLE: &str = "usable";
 
 /// The id of a line.
 pub(crate) fn id(place: &Place, measure: &str) -> String {
     format!("wan-{}-{measure}", place.id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_smoke_run_has_each_peer_over_one_path_of_each_kind() {
+        for peer in Peer::FAR.into_iter().filter(|peer| *peer != Peer::Postern) {
+            let mut measured: Vec<&str> = Vec::new();
+            for place in PLACES.iter().filter(|place| place.leaves_out(peer, true).is_none()) {
+                measured.push(match place.what {
+                    What::Load => "load",
+                    What::Outage(_) => "outage",
+                    What::NewMapping => "mapping",
+                    What::Forwarder => "forwarder",
+                });
+            }
+            measured.retain(|kind| *kind != "forwarder");
+            assert_eq!(measured, ["load", "outage", "mapping"], "{peer}");
+        }
+        let left_out = PLACES.iter().filter(|place| place.leaves_out(Peer::Postern, true).is_some());
+        assert_eq!(left_out.map(|place| place.id).collect::<Vec<_>>(), ["forwarder"]);
+        assert!(PLACES.iter().all(|place| place.leaves_out(Peer::Direct, false).is_none()));
+    }
+
+    #[test]
+    fn the_first_measures_are_transfers() {
+        assert!(MEASURES.iter().enumerate().all(|(at, (.., unit))| (at < TRANSFERS) == (*unit == "Mbit/s")));
+    }
 }

@@ -1,5 +1,5 @@
 //! The targets over wide-area paths: each is about several lines, of which the worst counts.
-use super::{Bound, Target, target};
+use super::{Bound, TUNNELS, Target, target};
 use crate::line::{Better, Peer};
 use crate::record::Record;
 use crate::wan::{Place, id};
@@ -23,8 +23,6 @@ const STREAMS: [&str; 4] = ["down-1", "up-1", "down-8", "up-8"];
 const BESIDE: [&str; 4] = ["key-down-1-p50", "key-down-1-p99", "key-down-4-p50", "key-down-4-p99"];
 const DIRECT: &[Peer] = &[Peer::Direct];
 const KONNECTIVITY: &[Peer] = &Peer::KONNECTIVITY;
-/// Every other tunnel.
-const OTHERS: &[Peer] = &[Peer::Haproxy, Peer::Rathole, Peer::KonnectivityGrpc, Peer::KonnectivityHttp];
 
 /// `chosen`: the places that the run was to measure.
 pub(super) fn check(record: &Record, chosen: &[&Place]) -> Vec<Target> {
@@ -42,7 +40,7 @@ pub(super) fn check(record: &Record, chosen: &[&Place]) -> Vec<Target> {
             "1 % loss: one and eight streams, over the best tunnel",
             &LOSSY,
             &STREAMS,
-            OTHERS,
+            &TUNNELS,
             AtLeast(1.0),
         ),
         worst("slow lines: keystroke beside downloads, over direct", &SLOW, &BESIDE, DIRECT, AtMost(1.25)),
@@ -72,6 +70,13 @@ pub(super) fn check(record: &Record, chosen: &[&Place]) -> Vec<Target> {
     ] {
         targets.push(self::worst(asks, &of(places), &["usable"], AtMost(limit), seconds));
     }
+    targets.push(self::worst(
+        "the forwarder of the paths itself, one stream, Mbit/s",
+        &of(&["forwarder"]),
+        &ONE,
+        AtLeast(1000.0),
+        |_, line| record.median(line, Peer::Direct),
+    ));
     targets
 }
 
@@ -137,7 +142,7 @@ mod tests {
         assert!(CLEAN.iter().chain(&SLOW).chain(&LOSSY).all(known));
         let measured = |name: &&str| crate::wan::MEASURES.iter().any(|(id, ..)| id == name);
         assert!(ONE.iter().chain(&STREAMS).chain(&BESIDE).chain(&["connect"]).all(measured));
-        for place in ["outage-5", "outage-20", "outage-60", "new-mapping"] {
+        for place in ["outage-5", "outage-20", "outage-60", "new-mapping", "forwarder"] {
             assert!(known(&place));
         }
     }
