@@ -1,6 +1,7 @@
 //! Agents that get out only through an HTTP proxy: tinyproxy, on the router.
 use std::fs;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use postern_testbed::agent::{self, Builder};
@@ -18,6 +19,7 @@ use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use crate::common::{server, target};
+use crate::doctor;
 
 scenarios! {
     an_agent_gets_out_through_a_proxy,
@@ -27,6 +29,8 @@ scenarios! {
 }
 
 const PORT: u16 = 3128;
+/// How long some links that are cut after 3 s each, and the pauses between them, may take.
+const NAMES: Duration = Duration::from_secs(45);
 
 /// The proxy's address as edge 1 has it, with what may stand before.
 fn url(user: &str) -> String {
@@ -90,6 +94,16 @@ async fn a_proxy_that_ends_idle_tunnels(testbed: &Testbed) -> Result<()> {
     let status = server.status().await?;
     let end = status["nodes"][0]["last_end"].as_str().unwrap_or_default();
     anyhow::ensure!(end == "link lost: the peer closed the connection", "{status}");
+    // After several that were cut alike it is clear who does it. Each time the agent waits a little longer before it comes back.
+    let says = "the proxy 192.168.50.1:3128 closes links that are idle for about ";
+    let log = async || agent.process.output();
+    wait_until("the agent to name the proxy", NAMES, log, |log| log.contains(says)).await?;
+    let doctor = async || {
+        let mut command = doctor::agent::command(testbed, &[])?;
+        command.env("HTTPS_PROXY", url(""));
+        Ok(doctor::run(command).await?.has("proxy-cuts-idle"))
+    };
+    wait_until("the doctor to name the proxy", NAMES, doctor, |named| *named).await?;
     Ok(())
 }
 

@@ -13,13 +13,22 @@ const REFUSED: [&str; 3] = [
     "another agent of this node has taken over",
 ];
 
+/// What it says of one that a proxy cuts again and again.
+const CUT: &str = "closes links that are idle";
+/// For so many seconds that says something about now: a link that is in use is not cut.
+const CUT_LATELY: u64 = 600;
+
 pub(super) fn judge(status: &AgentStatus) -> Outcome {
     let mut faults = Vec::new();
     for link in &status.servers {
-        let Some(error) = link.last_error.as_deref().filter(|_| link.phase != LinkPhase::Attached) else {
-            continue;
-        };
-        if REFUSED.iter().any(|begin| error.contains(begin)) {
+        let Some(error) = link.last_error.as_deref() else { continue };
+        if error.contains(CUT) && link.last_error_s.is_some_and(|seconds| seconds < CUT_LATELY) {
+            // It comes back by itself, until the next cut.
+            let found = format!("{}: {error}", link.address);
+            let fix = "raise the proxy's timeout for tunnels without traffic to a minute or more (`Timeout` of tinyproxy, \
+                       `read_timeout` of squid)";
+            faults.push(Finding::new(&codes::PROXY_CUTS_IDLE, found, fix));
+        } else if link.phase != LinkPhase::Attached && REFUSED.iter().any(|begin| error.contains(begin)) {
             let found = format!("{}: {error}", link.address);
             let fix = format!(
                 "on the server: `tunnel-server status`, `tunnel-server agent list`; `tunnel-server agent readmit {0}` if it was \
@@ -51,7 +60,7 @@ pub(super) fn judge(status: &AgentStatus) -> Outcome {
 
 #[cfg(test)]
 mod tests {
-    use std::time::SystemTime;
+    use std::time::{Duration, SystemTime};
 
     use super::*;
     use crate::session::{LinkStatus, SessionEnd};
@@ -82,6 +91,18 @@ mod tests {
             Outcome::Faults(findings) => findings.iter().map(|finding| finding.code).collect(),
             _ => Vec::new(),
         }
+    }
+
+    #[test]
+    fn a_proxy_that_cuts_links_is_told_while_they_are_back() {
+        let idle = Duration::from_secs(3);
+        let cut = SessionEnd::CutWhenIdle { proxy: "proxy:3128".into(), idle }.to_string();
+        for phase in [LinkPhase::Attached, LinkPhase::Waiting] {
+            assert_eq!(codes_of(&[(phase, Some(cut.clone()))]), ["proxy-cuts-idle"]);
+        }
+        let mut long_ago = status(&[(LinkPhase::Attached, Some(cut))]);
+        long_ago.servers[0].last_error_s = Some(CUT_LATELY);
+        assert!(!matches!(judge(&long_ago), Outcome::Faults(_)));
     }
 
     #[test]

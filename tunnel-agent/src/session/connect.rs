@@ -30,6 +30,8 @@ pub(super) struct Connected {
     pub(super) again: Server,
     /// This node's address on it.
     pub(super) local: IpAddr,
+    /// The address of the proxy that it goes through.
+    pub(super) proxy: Option<String>,
 }
 
 /// Connects up to HTTP/2's first frames.
@@ -38,7 +40,7 @@ pub(super) async fn connect(
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<Connected, SessionEnd> {
-    let (stream, again) = handshake(&shared.reach, server, tls).await?;
+    let (stream, again, proxy) = handshake(&shared.reach, server, tls).await?;
     let (socket, _) = stream.get_ref();
     link::probe_after(socket, shared.keepalive).map_err(SessionEnd::Connect)?;
     let local = socket.local_addr().map_err(SessionEnd::Connect)?.ip();
@@ -47,22 +49,23 @@ pub(super) async fn connect(
     let flow = io.flow();
     let link =
         within("HTTP/2 preface", link::server_builder().handshake(io)).await?.map_err(SessionEnd::Link)?;
-    Ok(Connected { link, chain, flow, again, local })
+    Ok(Connected { link, chain, flow, again, local, proxy })
 }
 
 async fn handshake(
     reach: &Reach,
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
-) -> Result<(TlsStream<TcpStream>, Server), SessionEnd> {
+) -> Result<(TlsStream<TcpStream>, Server, Option<String>), SessionEnd> {
     let reached = within(TCP, reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
     let Reached { stream, server, proxy } = reached;
     link::tune_link(&stream).map_err(SessionEnd::Connect)?;
     // Every server proves this name, whatever address or load balancer leads to it.
     let handshake = TlsConnector::from(tls).connect(server_name(), stream);
-    let stream =
-        within("TLS handshake", handshake).await?.map_err(|source| SessionEnd::Tls { source, proxy })?;
-    Ok((stream, server))
+    match within("TLS handshake", handshake).await? {
+        Ok(stream) => Ok((stream, server, proxy)),
+        Err(source) => Err(SessionEnd::Tls { source, proxy }),
+    }
 }
 
 fn presented(stream: &TlsStream<TcpStream>) -> Chain {

@@ -16,6 +16,7 @@ use tunnel_core::log_once::LogOnce;
 use super::additional;
 use super::choice::Use;
 use super::connect::{Connected, connect};
+use super::idle_cuts::{Idle, IdleCuts, LOOK};
 use super::serve::serve;
 use super::session_end::SessionEnd;
 use super::shared::Shared;
@@ -100,6 +101,7 @@ struct Observed {
     /// Since when it has a session that works, or has none.
     since: Option<(bool, Instant)>,
     refusals: CertificateRefusals,
+    cuts: IdleCuts,
 }
 
 /// When this agent and the server have refused each other's certificate: the first and the last time since both were
@@ -291,6 +293,9 @@ impl LinkLoop {
             observed.refusals.add(Instant::now());
         }
         observed.refusals.enroll_again |= matches!(end, SessionEnd::CertificateRefused(_));
+        if !end.is_cut() {
+            observed.cuts = IdleCuts::default();
+        }
         observed.waiting = true;
         observed.standby = standby;
         observed.last_end = Some((end.to_string(), Instant::now()));
@@ -322,7 +327,7 @@ impl LinkLoop {
                 () = self.leaving.cancelled() => return SessionEnd::Stopping,
             },
         };
-        let Connected { link, chain, flow, again, local } = match connected {
+        let Connected { link, chain, flow, again, local, proxy } = match connected {
             Ok(connected) => connected,
             Err(end) => return end,
         };
@@ -348,6 +353,8 @@ impl LinkLoop {
         let mut left = std::pin::pin!(left);
         let mut passed = std::pin::pin!(self.shared.handover.passed());
         let mut silence = std::pin::pin!(successor::find(&state, identity));
+        let mut idle = Idle::new();
+        let mut look = tokio::time::interval(LOOK);
         let end = loop {
             tokio::select! {
                 ended = &mut serving => break ended.unwrap_or(SessionEnd::Closed),
@@ -376,7 +383,13 @@ impl LinkLoop {
                     break SessionEnd::Overtaken;
                 }
                 Some(number) = wanted.recv() => additional::open(&state, number, identity, leftovers),
+                _ = look.tick(), if proxy.is_some() => idle.look(state.flow.received()),
             }
+        };
+        idle.look(state.flow.received());
+        let end = match proxy {
+            Some(proxy) => self.observed().cuts.judge(end, &proxy, idle.lasts()),
+            None => end,
         };
         let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
         *self.yielded() = yields.then_some(epoch);

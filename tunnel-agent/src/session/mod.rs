@@ -9,6 +9,7 @@ mod connect;
 mod control;
 mod epoch;
 mod handover;
+mod idle_cuts;
 mod link_loop;
 mod link_metrics;
 mod link_set;

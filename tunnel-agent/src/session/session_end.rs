@@ -2,9 +2,10 @@
 
 use std::error::Error;
 use std::io;
+use std::time::Duration;
 
 use tunnel_core::identity::concerns_certificates;
-use tunnel_core::link::{self, HANDSHAKE_TIMEOUT};
+use tunnel_core::link::{self, HANDSHAKE_TIMEOUT, LinkDead, PING_INTERVAL};
 use tunnel_core::log_once::LogOnce;
 
 use crate::reach::tls_hint;
@@ -29,12 +30,20 @@ pub(crate) enum SessionEnd {
     Link(#[source] h2::Error),
     /// The link went silent.
     #[error("link lost: {0}")]
-    Dead(#[from] link::LinkDead),
+    Dead(#[from] LinkDead),
     /// Nothing arrives on the link, or this node has lost its address, but another connection to the same server works.
     #[error("link lost: it is silent, and another connection to the server works")]
     Overtaken,
     #[error("the server closed the connection")]
     Closed,
+    /// Again and again after the same time without a byte.
+    #[error(
+        "the proxy {proxy} closes links that are idle for about {:.0} s: it has to let CONNECT tunnels be idle for more \
+         than {} s",
+        idle.as_secs_f64(),
+        PING_INTERVAL.as_secs()
+    )]
+    CutWhenIdle { proxy: String, idle: Duration },
     #[error("the server is draining")]
     Draining,
     #[error("the server refused this session: {0}")]
@@ -78,6 +87,23 @@ impl SessionEnd {
         }
     }
 
+    /// Whether the connection was closed or reset without a word: by the server, or by someone on the way.
+    pub(super) fn is_cut(&self) -> bool {
+        match self {
+            Self::Closed | Self::CutWhenIdle { .. } => true,
+            Self::Link(error) | Self::Dead(LinkDead::Failed(error)) => error.get_io().is_some_and(|error| {
+                matches!(
+                    error.kind(),
+                    io::ErrorKind::UnexpectedEof
+                        | io::ErrorKind::ConnectionReset
+                        | io::ErrorKind::ConnectionAborted
+                        | io::ErrorKind::BrokenPipe
+                )
+            }),
+            _ => false,
+        }
+    }
+
     /// Whether the operator does not know it yet: a line that is out ends two attempts a second, for hours maybe. `out` is
     /// how it did so last.
     pub(super) fn is_news(&self, out: &mut LogOnce) -> bool {
@@ -115,6 +141,22 @@ mod tests {
         assert!(!SessionEnd::Slow { step: "TLS handshake" }.line_is_out());
         assert!(!SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()).line_is_out());
         assert!(!SessionEnd::Closed.line_is_out());
+    }
+
+    #[test]
+    fn a_cut_is_an_end_without_a_word() {
+        assert!(SessionEnd::Closed.is_cut());
+        assert!(
+            SessionEnd::CutWhenIdle { proxy: "proxy:3128".into(), idle: Duration::from_secs(3) }.is_cut()
+        );
+        for other in [
+            SessionEnd::Dead(LinkDead::Timeout),
+            SessionEnd::Draining,
+            SessionEnd::Refused("revoked".into()),
+            SessionEnd::Connect(io::ErrorKind::ConnectionReset.into()),
+        ] {
+            assert!(!other.is_cut(), "{other}");
+        }
     }
 
     #[test]

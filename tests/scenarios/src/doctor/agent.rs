@@ -36,7 +36,7 @@ scenarios! {
 const DAY: Duration = Duration::from_secs(86_400);
 
 /// `tunnel-agent doctor` on edge 1.
-fn command(testbed: &Testbed, args: &[&str]) -> Result<Command> {
+pub(crate) fn command(testbed: &Testbed, args: &[&str]) -> Result<Command> {
     let mut command = testbed.on_edge(1).command(&program("tunnel-agent")?);
     for name in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"] {
         command.env_remove(name);

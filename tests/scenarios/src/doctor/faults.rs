@@ -55,6 +55,7 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     ),
     ("doctor::agent::large_packets_that_are_lost_are_found", &["mtu-black-hole"]),
     ("doctor::agent::a_proxy_in_the_way_is_told", &["proxy-unreachable", "proxy-refuses"]),
+    ("proxy::a_proxy_that_ends_idle_tunnels", &["proxy-cuts-idle"]),
     (
         "doctor::agent::an_identity_that_is_of_no_use_is_found",
         &[

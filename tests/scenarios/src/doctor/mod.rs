@@ -53,7 +53,7 @@ impl Said {
         findings(&self.report).filter_map(|finding| finding["code"].as_str()).collect()
     }
 
-    fn has(&self, code: &'static str) -> bool {
+    pub(crate) fn has(&self, code: &'static str) -> bool {
         let found = self.codes().contains(&code);
         if found {
             faults::found(code);
