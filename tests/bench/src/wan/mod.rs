@@ -87,8 +87,8 @@ impl Place {
         (smoke && !self.in_smoke(peer)).then_some("in a smoke run it is measured over another path")
     }
 
-    /// A smoke run has Postern over every path, and each other peer over one of each kind: all of them over each would take too
-    /// long. Transfers are over fast lines without loss, where every peer works and none is slow.
+    /// A smoke run has Postern over every path, and each other peer over one of each kind: all of them over each would take
+    /// too long. Transfers are over fast lines without loss, where every peer works and none is slow.
     fn in_smoke(&self, peer: Peer) -> bool {
         let places: &[&str] = match self.what {
             What::Load => &["50ms-100m", "50ms-100m-loss-based", "100ms-200m"],
