@@ -31,6 +31,7 @@ mod konnectivity;
 mod metrics;
 mod migration;
 mod monitoring;
+mod offline;
 mod overlays;
 mod plugin;
 mod render;
@@ -331,11 +332,10 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, program).await?;
     }
     logs(kubectl).await.context("after another overlay was applied")?;
-    for _ in 0..2 {
-        kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
-        rolled_out(kubectl, "tunnel-agent").await?;
-        logs(kubectl).await.context("after the agent was restarted")?;
-    }
+    kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
+    rolled_out(kubectl, "tunnel-agent").await?;
+    logs(kubectl).await.context("after the agent was restarted")?;
+    offline::agents_are_updated(cluster).await?;
     // A port of the ConfigMap.
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     for (program, _) in PROGRAMS {
