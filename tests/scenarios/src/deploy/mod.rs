@@ -67,7 +67,7 @@ scenarios! {
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),
-    prometheus_reads_servers(images, limit = 300),
+    prometheus_reads_servers(images, limit = 360),
     two_masters_are_updated(images, limit = 600),
     alerts_fire_and_stay_silent(limit = 240),
     panels_ask_for_what_programs_expose,
