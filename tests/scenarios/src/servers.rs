@@ -35,7 +35,7 @@ const APART: Duration = Duration::from_secs(45);
 const SETTLED: Duration = Duration::from_secs(30);
 
 /// A connection through the https door of the second server.
-async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
+pub(crate) async fn through_second(neighbour: &Namespace) -> Result<TcpStream> {
     let door = SocketAddr::new(NEIGHBOUR.into(), 10263);
     let mut stream =
         connect_from(neighbour, door, client::PATIENCE).await.context("the second server's door")?;

@@ -108,14 +108,17 @@ impl<'a> Builder<'a> {
         state: &'static str,
     ) -> Result<Self> {
         let testbed = first.testbed();
-        let host = Host { ns, cgroup: &testbed.cloud_cgroup, address, state };
-        let (from, to) = (testbed.dir().join("server/ca"), testbed.dir().join(state).join("ca"));
-        fs::create_dir_all(&to).with_context(|| format!("creating {}", to.display()))?;
-        for entry in fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
-            let entry = entry?;
-            fs::copy(entry.path(), to.join(entry.file_name())).context("copying the CA")?;
-        }
-        Ok(Self::alone_on(testbed, host))
+        copy_ca(testbed, state)?;
+        Ok(Self::alone_on(testbed, Host { ns, cgroup: &testbed.cloud_cgroup, address, state }))
+    }
+
+    /// As [`Builder::on_host`], with a redirect there, which serves the processes of that host.
+    pub fn with_redirect_on(first: &Server<'a>, host: &'a CloudHost, state: &'static str) -> Result<Self> {
+        let testbed = first.testbed();
+        copy_ca(testbed, state)?;
+        let name = format!("tunnel-server-{state}");
+        let host = Host { ns: &host.ns, cgroup: &host.cgroup, address: host.address, state };
+        Ok(Self { host, name, ..Self::new(testbed) })
     }
 
     /// As [`Builder::on_host`], but the folder of the CA itself is the first server's, as where it is rotated.
@@ -269,6 +272,17 @@ impl<'a> Builder<'a> {
             .envs(self.environment.iter().map(|(name, value)| (name, value)));
         Ok(command)
     }
+}
+
+/// Gives the server with this state folder the CA of the first one.
+fn copy_ca(testbed: &Testbed, state: &str) -> Result<()> {
+    let (from, to) = (testbed.dir().join("server/ca"), testbed.dir().join(state).join("ca"));
+    fs::create_dir_all(&to).with_context(|| format!("creating {}", to.display()))?;
+    for entry in fs::read_dir(&from).with_context(|| format!("reading {}", from.display()))? {
+        let entry = entry?;
+        fs::copy(entry.path(), to.join(entry.file_name())).context("copying the CA")?;
+    }
+    Ok(())
 }
 
 #[derive(Debug)]

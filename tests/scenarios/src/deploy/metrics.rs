@@ -1,4 +1,5 @@
-//! The servers' metrics as the shipped component opens them: for whom the cluster's rules permit it, and the shipped Prometheus.
+//! The servers' metrics as the shipped component opens them: for whom the cluster's rules permit it, and the shipped Prometheus; and
+//! a redirector on a host that is not a master, for a Prometheus there.
 use std::fs;
 use std::path::PathBuf;
 
@@ -10,25 +11,40 @@ use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::prometheus::{self, ScrapeTarget};
 use postern_testbed::report::progress;
 use postern_testbed::wait::wait_until;
-use postern_testbed::{CLOUD, Testbed};
-use serde_json::Value;
+use postern_testbed::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
+use serde_json::{Value, json};
 
-use super::{PATIENCE, on_cluster, overlay_with, ready, text};
+use super::{PATIENCE, archive, explained, import, overlay_with, ready, text};
+use crate::kubernetes::redirector::{WORKER, fetch};
 use crate::web::{Answer, curl};
 
 const METRIC: &str = "postern_build_info{";
 const READER: &str = "postern:metrics-reader";
 
 pub(super) async fn prometheus_reads_servers(testbed: &Testbed) -> Result<()> {
-    on_cluster(testbed, read).await
+    let worker = testbed.add_cloud_host(WORKER, NEIGHBOUR)?;
+    let mut cluster = Cluster::start(testbed).await?;
+    cluster.join(WORKER, "worker", &worker, "10.71.1.0/24").await?;
+    cluster.host_mut(WORKER)?.import(&archive("tunnel-server")?).await?;
+    import(&mut cluster).await?;
+    explained(&cluster, async |cluster: &Cluster<'_>| read(cluster, &worker).await).await
 }
 
-async fn read(cluster: &Cluster<'_>) -> Result<()> {
+async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
-    let overlay = overlay_with(testbed, "base", &["metrics"], Vec::new())?;
+    let overlay =
+        overlay_with(testbed, "overlays/everywhere", &["metrics"], vec![of_redirectors(testbed, worker)?])?;
     kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
     ready(kubectl, "tunnel-server", 1).await?;
     ready(kubectl, "tunnel-agent", 1).await?;
+    ready(kubectl, "tunnel-redirector", 1).await?;
+    // Nothing else leads from there through the edge's NAT.
+    let url = format!("http://{}:10255/healthz", testbed.edge(1).address);
+    let kubelet = async || fetch(worker, &url);
+    let reached = wait_until("the worker to reach the edge", PATIENCE, kubelet, |answer| answer == "ok");
+    reached.await?;
+    progress("a redirector's pod serves a host that is not a master");
+
     let authority = authority(cluster).await?;
     let url = format!("https://{CLOUD}:10269/metrics");
     let ask = async |more: &[&str]| {
@@ -112,6 +128,18 @@ async fn read(cluster: &Cluster<'_>) -> Result<()> {
     ensure!(found == "may not create tokenreviews.authentication.k8s.io", "{missed:#}");
     progress("doctor says when the right to ask the API server is missing");
     Ok(())
+}
+
+/// As the patch of the servers: the redirect of this host only, and the run's BPF file system.
+fn of_redirectors(testbed: &Testbed, worker: &CloudHost) -> Result<Value> {
+    let argument = format!("--redirect-cgroup={}", worker.cgroup.path().display());
+    let bpffs = testbed.bpffs();
+    let patch = json!([
+        { "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument },
+        { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
+    ]);
+    let target = json!({ "kind": "DaemonSet", "name": "tunnel-redirector" });
+    Ok(json!({ "target": target, "patch": patch.to_string() }))
 }
 
 /// What doctor, in the server's pod, says of the rights that the door needs.

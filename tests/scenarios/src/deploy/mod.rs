@@ -31,6 +31,7 @@ mod konnectivity;
 mod metrics;
 mod migration;
 mod monitoring;
+mod offline;
 mod overlays;
 mod plugin;
 mod render;
@@ -66,7 +67,7 @@ scenarios! {
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
     callers_are_asked_for(images, limit = 300),
-    prometheus_reads_servers(images, limit = 300),
+    prometheus_reads_servers(images, limit = 360),
     two_masters_are_updated(images, limit = 600),
     alerts_fire_and_stay_silent(limit = 240),
     panels_ask_for_what_programs_expose,
@@ -331,11 +332,10 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, program).await?;
     }
     logs(kubectl).await.context("after another overlay was applied")?;
-    for _ in 0..2 {
-        kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
-        rolled_out(kubectl, "tunnel-agent").await?;
-        logs(kubectl).await.context("after the agent was restarted")?;
-    }
+    kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
+    rolled_out(kubectl, "tunnel-agent").await?;
+    logs(kubectl).await.context("after the agent was restarted")?;
+    offline::agents_are_updated(cluster).await?;
     // A port of the ConfigMap.
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     for (program, _) in PROGRAMS {

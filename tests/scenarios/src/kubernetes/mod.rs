@@ -10,7 +10,7 @@ mod konnectivity;
 mod outages;
 mod prometheus;
 mod redirect;
-mod redirector;
+pub(crate) mod redirector;
 mod services;
 mod standalone;
 mod top;

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use super::checks::Checks;
 use crate::web::{Answer, curl};
 
-pub(super) const WORKER: &str = "cloud-2";
+pub(crate) const WORKER: &str = "cloud-2";
 const SCRAPED: Duration = Duration::from_secs(40);
 
 pub(super) async fn redirector(testbed: &Testbed) -> Result<()> {
@@ -78,7 +78,7 @@ pub(super) async fn start<'a>(
 }
 
 /// What a program on the host gets.
-fn fetch(host: &CloudHost, url: &str) -> Result<String> {
+pub(crate) fn fetch(host: &CloudHost, url: &str) -> Result<String> {
     let place = Placement { ns: &host.ns, cgroup: &host.cgroup };
     let mut command = place.command(Path::new("curl"));
     command.args(["--silent", "--show-error", "--fail", "--noproxy", "*", "--max-time", "3", url]);

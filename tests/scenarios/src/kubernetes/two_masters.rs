@@ -30,6 +30,8 @@ const CONDITION: &str = "PosternTunnel";
 const SECOND: &str = "cloud-2";
 /// How soon servers and agents notice that a path is dead, or works again.
 const NOTICED: Duration = Duration::from_secs(45);
+/// How soon a server has the API server back: watches back off for up to 10 s.
+const BACK: Duration = Duration::from_secs(60);
 /// How long what is to go on is watched while something is wrong.
 const WATCHED: Duration = Duration::from_secs(8);
 /// A server that stops waits for what it carries for 10 s.
@@ -124,6 +126,7 @@ impl<'a> Masters<'a> {
         views::run(checks, &self.cluster).await;
         checks.run("every connection was passed on", self.all_passed_on(near)).await;
         checks.run("the API server beside the session reaches the edge", works(&self.kubectl[near])).await;
+        checks.run("a server that starts without an API server passes on", self.unaided(near)).await;
         checks.run("the session's server dies behind its one address", self.dies(near)).await;
         Ok(agent)
     }
@@ -137,6 +140,48 @@ impl<'a> Masters<'a> {
         }
         ensure!(self.attached().await? == [near], "the agent is attached elsewhere too");
         figure(&format!("{} connections were passed on", lines.len()));
+        Ok(())
+    }
+
+    /// The one without the session starts while no API server answers it. Its own dials are what it passes on by, so that it
+    /// has to know the other one from before.
+    async fn unaided(&mut self, near: usize) -> Result<()> {
+        let far = 1 - near;
+        self.servers[far].process.crash().await?;
+        let host = [&self.cluster.testbed.cloud, &self.second.ns][far].clone();
+        // For its new connections only: the host's kubelet keeps the one that it has.
+        let rule = format!("OUTPUT -d {ROUTER} -p tcp --dport 6443 --syn -j REJECT --reject-with tcp-reset");
+        host.iptables(&format!("-I {rule}"))?;
+        let meanwhile = self.passes_on_unaided(near).await;
+        host.iptables(&format!("-D {rule}"))?;
+        meanwhile?;
+        let old = async || Ok(self.servers[far].status().await?["inventory"]["old_s"].as_u64());
+        wait_until("the nodes to be those of the API server again", BACK, old, Option::is_none).await?;
+        self.wait_peers(1).await
+    }
+
+    async fn passes_on_unaided(&mut self, near: usize) -> Result<()> {
+        let (server, kubectl) = (&mut self.servers[1 - near], &self.kubectl[1 - near]);
+        let before = server.access_log()?.len();
+        server.start_again().await?;
+        let has_the_edge = |node: &&Value| node["name"] == EDGE_NODE;
+        let via = async || {
+            let status = server.status().await?;
+            ensure!(status["inventory"]["old_s"].is_u64(), "the nodes are not its own: {status}");
+            let node = status["nodes"].as_array().into_iter().flatten().find(has_the_edge);
+            Ok(node.and_then(|node| node["via"].as_array().map(Vec::len)))
+        };
+        wait_until("the server to know who has the edge", NOTICED, via, |via| *via == Some(1)).await?;
+        // The kernel's routes follow a moment later.
+        let reached = async || works(kubectl).await;
+        wait_until("the edge, by a server that nobody told of the other", NOTICED, reached, |()| true)
+            .await?;
+        let passed_on = async || Ok(server.access_log()?.split_off(before));
+        wait_until("a connection that was passed on", NOTICED, passed_on, |lines| {
+            lines.iter().any(|line| line.text("outcome") == "ok" && !line.text("via").is_empty())
+        })
+        .await?;
+        ensure!(self.attached().await? == [near], "the agent is attached elsewhere too");
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! A second server, or agent, of the same host takes over from the first; and what a killed one leaves.
 mod agents;
 mod ends;
+mod pair;
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -24,9 +25,11 @@ use agents::{
     an_agents_successor_dies_while_the_first_one_drains,
 };
 use ends::{ENDS, finishes};
+use pair::a_pair_and_its_agent_are_replaced_under_load;
 
 scenarios! {
     nobody_notices(edges = 2, limit = 240),
+    a_pair_and_its_agent_are_replaced_under_load(limit = 240),
     a_successor_that_dies_is_replaced(edges = 2, limit = 180),
     a_successor_dies_while_the_first_one_drains(limit = 180),
     a_server_that_dies_as_it_passes_on_leaves_nothing(edges = 2, limit = 180),
