@@ -1,5 +1,6 @@
 //! The doors that ask the API server who a caller is, with the shipped components, rights and images.
 use anyhow::{Result, ensure};
+use postern_testbed::cluster::pki::Pair;
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
 use postern_testbed::report::progress;
@@ -8,8 +9,8 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::json;
 
-use super::{DOCUMENT, PATIENCE, follow, on_cluster, overlay_with, ready, text};
-use crate::web::{Answer, Web, curl};
+use super::{DOCUMENT, PATIENCE, by_name, follow, on_cluster, overlay_with, ready, text};
+use crate::web::{Answer, Authority, Web, curl};
 
 const POLICY: &str = "\
 rules:
@@ -23,6 +24,13 @@ rules:
 const BODY: u64 = 1000;
 /// What may be done at kubelets, for the account that may.
 const READER: &str = "nodes/proxy,nodes/metrics,nodes/log";
+/// Subresources of nodes, each with a kubelet's path that needs it and a part of its answer.
+const SUBRESOURCES: [(&str, &str, &str); 4] = [
+    ("proxy", "/containerLogs/default/talker/main?tailLines=1", "line "),
+    ("metrics", "/metrics/resource", "node_cpu_usage_seconds_total"),
+    ("stats", "/stats/summary", EDGE_NODE),
+    ("log", "/logs/", "href=\"pods/\""),
+];
 
 pub(super) async fn callers_are_asked_for(testbed: &Testbed) -> Result<()> {
     on_cluster(testbed, asked_for).await
@@ -45,9 +53,12 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     let reader = kubectl.run(&["create", "token", "reader"]).await?;
 
     kubelets(cluster, &reader, &scraper).await?;
+    by_certificate(cluster).await?;
     progress("the https door asks the API server who may reach kubelets");
     by_connect(cluster, &scraper, &reader).await?;
     progress("the connect door asks the API server whose a token is, and where a Service leads");
+    by_name::check(cluster, &reader, &scraper).await?;
+    progress("a pod reaches a node by its name through the plain door");
     ensure!(metrics.connections() > 0, "the exporter was not reached");
     Ok(())
 }
@@ -60,18 +71,23 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
         "data": { "policy.yaml": POLICY },
     });
     let policy = json!({ "patch": policy.to_string() });
-    let overlay = overlay_with(cluster.testbed, "base", &["https-callers", "connect"], vec![policy])?;
+    let overlay =
+        overlay_with(cluster.testbed, "base", &["https-callers", "connect"], vec![policy, by_name::patch()])?;
     cluster.kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
     ready(&cluster.kubectl, "tunnel-server", 1).await?;
     ready(&cluster.kubectl, "tunnel-agent", 1).await
 }
 
+/// A path at the https door.
+fn https(path: &str) -> String {
+    format!("https://{CLOUD}:10263{path}")
+}
+
 /// By the https door: kubelets' paths, for whom the cluster's rules for nodes permit it.
 async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
     let testbed = cluster.testbed;
-    let door = format!("https://{CLOUD}:10263");
     let ask = async |path: &str, host: Option<&str>, token: &str| {
-        let (url, token) = (format!("{door}{path}"), format!("Authorization: Bearer {}", token.trim()));
+        let (url, token) = (https(path), format!("Authorization: Bearer {}", token.trim()));
         let ca = testbed.dir().join("postern-ca.crt");
         let host = host.map(|host| format!("Host: {host}"));
         let host = host.iter().flat_map(|host| ["-H", host]);
@@ -109,6 +125,62 @@ async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<
             "{pod} is told apart from a pod at the edge: {answer:?} and {refused:?}"
         );
     }
+    Ok(())
+}
+
+/// The same by certificates of the cluster's CA, for four callers who may get one subresource each, and nothing else.
+async fn by_certificate(cluster: &Cluster<'_>) -> Result<()> {
+    let testbed = cluster.testbed;
+    let (mut rights, mut callers) = (Vec::new(), Vec::new());
+    for (subresource, ..) in SUBRESOURCES {
+        let (name, user) = (format!("only-{subresource}"), format!("caller-of-{subresource}"));
+        callers.push(cluster.pki.client(&name, &user, &[name.as_str()])?);
+        // Half of them have it by their common name, half by their organisation.
+        let by_name = matches!(subresource, "proxy" | "stats");
+        let (kind, subject) = if by_name { ("User", &user) } else { ("Group", &name) };
+        rights.push(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": name },
+            "rules": [{ "apiGroups": [""], "resources": [format!("nodes/{subresource}")], "verbs": ["get"] }],
+        }));
+        rights.push(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": name },
+            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name },
+            "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": subject }],
+        }));
+    }
+    let rights = json!({ "apiVersion": "v1", "kind": "List", "items": rights });
+    cluster.kubectl.run_with_input(&["apply", "--filename=-"], rights.to_string().as_bytes()).await?;
+
+    let (ca, host) = (testbed.dir().join("postern-ca.crt"), format!("Host: {EDGE_NODE}:10250"));
+    let ask = async |caller: &Pair, path: &str, more: &[&str]| {
+        let url = https(path);
+        let (certificate, key) = (text(&caller.certificate)?, text(&caller.key)?);
+        let args = ["--cacert", text(&ca)?, "--cert", certificate, "--key", key, "-H", &host, &url];
+        curl(testbed, &[&args[..], more].concat()).await
+    };
+    for ((subresource, path, part), caller) in SUBRESOURCES.into_iter().zip(&callers) {
+        // The API server decides by a right a moment after it was given.
+        let answered = async || ask(caller, path, &[]).await;
+        wait_until(&format!("nodes/{subresource} by certificate"), PATIENCE, answered, |answer: &Answer| {
+            answer.status == 200 && answer.body.contains(part)
+        })
+        .await?;
+    }
+    for ((own, ..), caller) in SUBRESOURCES.into_iter().zip(&callers) {
+        for (other, path, _) in SUBRESOURCES {
+            if other != own {
+                let refused = format!("caller-of-{own} cannot get nodes/{other} of {EDGE_NODE}");
+                ask(caller, path, &[]).await?.expect(403, &refused)?;
+            }
+        }
+    }
+    let run = "/run/default/talker/main?cmd=true";
+    let refused = format!("caller-of-proxy cannot create nodes/proxy of {EDGE_NODE}");
+    ask(&callers[0], run, &["--request", "POST"]).await?.expect(403, &refused)?;
+    // The same name, signed by another CA.
+    let (certificate, key) = Authority::new(testbed, "strangers")?.client("caller-of-metrics")?;
+    let answer = ask(&Pair { certificate, key }, "/metrics/resource", &[]).await?;
+    ensure!(!answer.ok && answer.status == 0, "a stranger's certificate was taken: {answer:?}");
     Ok(())
 }
 

@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 use crate::common::{alongside, target};
 use crate::kubernetes::following::Following;
 
+mod by_name;
 mod callers;
 mod chart;
 mod follow;
