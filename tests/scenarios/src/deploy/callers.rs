@@ -4,24 +4,13 @@ use postern_testbed::cluster::pki::Pair;
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
 use postern_testbed::report::progress;
-use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::json;
 
-use super::{DOCUMENT, PATIENCE, by_name, follow, on_cluster, overlay_with, ready, text};
+use super::{DOCUMENT, PATIENCE, by_name, connect, follow, on_cluster, overlay_with, ready, text};
 use crate::web::{Answer, Authority, Web, curl};
 
-const POLICY: &str = "\
-rules:
-- name: scrapers
-  from: [{serviceAccount: default/scraper}]
-  to:
-  - {node: edge-1, ports: [9100]}
-  - {service: inside.default, ports: [80]}
-";
-/// What the Service's endpoint sends.
-const BODY: u64 = 1000;
 /// What may be done at kubelets, for the account that may.
 const READER: &str = "nodes/proxy,nodes/metrics,nodes/log";
 /// Subresources of nodes, each with a kubelet's path that needs it and a part of its answer.
@@ -55,8 +44,8 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     kubelets(cluster, &reader, &scraper).await?;
     by_certificate(cluster).await?;
     progress("the https door asks the API server who may reach kubelets");
-    by_connect(cluster, &scraper, &reader).await?;
-    progress("the connect door asks the API server whose a token is, and where a Service leads");
+    connect::check(cluster, &scraper, &reader).await?;
+    progress("the connect doors ask the API server whose a token is, and where a Service leads");
     by_name::check(cluster, &reader, &scraper).await?;
     progress("a pod reaches a node by its name through the plain door");
     ensure!(metrics.connections() > 0, "the exporter was not reached");
@@ -64,15 +53,10 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
 }
 
 async fn install(cluster: &Cluster<'_>) -> Result<()> {
-    let policy = json!({
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": { "name": "tunnel-server-policy", "namespace": NAMESPACE },
-        "data": { "policy.yaml": POLICY },
-    });
-    let policy = json!({ "patch": policy.to_string() });
-    let overlay =
-        overlay_with(cluster.testbed, "base", &["https-callers", "connect"], vec![policy, by_name::patch()])?;
+    let components = ["https-callers", "connect", "edge-pods"];
+    let mut patches = connect::patches();
+    patches.push(by_name::patch());
+    let overlay = overlay_with(cluster.testbed, "base", &components, patches)?;
     cluster.kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
     ready(&cluster.kubectl, "tunnel-server", 1).await?;
     ready(&cluster.kubectl, "tunnel-agent", 1).await
@@ -182,64 +166,4 @@ async fn by_certificate(cluster: &Cluster<'_>) -> Result<()> {
     let answer = ask(&Pair { certificate, key }, "/metrics/resource", &[]).await?;
     ensure!(!answer.ok && answer.status == 0, "a stranger's certificate was taken: {answer:?}");
     Ok(())
-}
-
-/// By the connect door: what the policy permits a token's account.
-async fn by_connect(cluster: &Cluster<'_>, scraper: &str, reader: &str) -> Result<()> {
-    let testbed = cluster.testbed;
-    let _inside = inside(cluster).await?;
-    let (proxy, ca) = (format!("https://{CLOUD}:10280"), testbed.dir().join("postern-ca.crt"));
-    let ca = text(&ca)?;
-    let ask = async |url: &str, token: &str| {
-        let user = format!("any:{}", token.trim());
-        curl(testbed, &["--proxytunnel", "-x", &proxy, "--proxy-cacert", ca, "-U", &user, "--verbose", url])
-            .await
-    };
-    ask(&format!("http://{EDGE_NODE}:9100/metrics"), scraper).await?.expect(200, "GET /metrics")?;
-    for (url, token, status) in [
-        (format!("http://{EDGE_NODE}:9100/"), reader, " 403 "),
-        (format!("http://{EDGE_NODE}:9101/"), scraper, " 403 "),
-        (format!("http://{EDGE_NODE}:9100/"), "nonsense", " 407 "),
-    ] {
-        let answer = ask(&url, token).await?;
-        ensure!(!answer.ok && answer.said.contains(status), "{url} for {token:.9}…: {answer:?}");
-    }
-    // It sends bytes without a head, as HTTP/0.9 did.
-    let user = format!("any:{}", scraper.trim());
-    let url = "http://inside.default:80/";
-    let args = [
-        "--proxytunnel",
-        "-x",
-        &proxy,
-        "--proxy-cacert",
-        ca,
-        "-U",
-        &user,
-        "--http0.9",
-        "--output",
-        "/dev/null",
-    ];
-    let answer =
-        curl(testbed, &[&args[..], &["--write-out", "%{size_download} bytes\n%{http_code}", url]].concat())
-            .await?;
-    ensure!(answer.ok && answer.body.contains(&format!("{BODY} bytes")), "the Service's answer: {answer:?}");
-    Ok(())
-}
-
-/// A Service without a selector, whose endpoint is a program on the cloud host.
-async fn inside(cluster: &Cluster<'_>) -> Result<Target> {
-    let target = Target::start(&cluster.testbed.cloud, CLOUD, 8080, Behaviour::Source(1, BODY))?;
-    let service = json!({
-        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "inside" },
-        "spec": { "ports": [{ "name": "http", "port": 80, "targetPort": 8080 }] },
-    });
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": { "name": "inside", "labels": { "kubernetes.io/service-name": "inside" } },
-        "ports": [{ "name": "http", "port": 8080, "protocol": "TCP" }],
-        "endpoints": [{ "addresses": [CLOUD], "conditions": { "ready": true } }],
-    });
-    let list = json!({ "apiVersion": "v1", "kind": "List", "items": [service, slice] });
-    cluster.kubectl.run_with_input(&["apply", "--filename=-"], list.to_string().as_bytes()).await?;
-    Ok(target)
 }

@@ -26,6 +26,7 @@ use crate::kubernetes::following::Following;
 mod by_name;
 mod callers;
 mod chart;
+mod connect;
 mod follow;
 mod guide;
 mod konnectivity;
