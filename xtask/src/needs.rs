@@ -17,6 +17,8 @@ pub(crate) enum Need {
     Images,
     MetricsServer,
     Konnectivity,
+    /// The programs of a cluster and of konnectivity, which are built before.
+    ClusterAndKonnectivity,
     /// Both programs for arm64, and images for both architectures.
     Arm64,
     /// The fuzz targets.
@@ -25,8 +27,15 @@ pub(crate) enum Need {
 
 impl Need {
     /// In the order in which they are built: what the fewest scenarios wait for comes last.
-    pub(crate) const ALL: [Self; 6] =
-        [Self::Cluster, Self::Konnectivity, Self::Images, Self::MetricsServer, Self::Arm64, Self::Fuzz];
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Cluster,
+        Self::Konnectivity,
+        Self::ClusterAndKonnectivity,
+        Self::Images,
+        Self::MetricsServer,
+        Self::Arm64,
+        Self::Fuzz,
+    ];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -34,6 +43,7 @@ impl Need {
             Self::Images => "images",
             Self::MetricsServer => "metrics-server",
             Self::Konnectivity => "konnectivity",
+            Self::ClusterAndKonnectivity => "cluster-and-konnectivity",
             Self::Arm64 => "arm64",
             Self::Fuzz => "fuzz",
         }
@@ -46,6 +56,7 @@ impl Need {
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server",
             Self::Konnectivity => "the programs of konnectivity",
+            Self::ClusterAndKonnectivity => "the programs of the test cluster and of konnectivity",
             Self::Arm64 => "building images for both architectures",
             Self::Fuzz => "building the fuzz targets",
         }
@@ -53,13 +64,13 @@ impl Need {
 
     /// A scenario of this kind runs on a cluster.
     fn has_cluster(self) -> bool {
-        matches!(self, Self::Cluster | Self::Images | Self::MetricsServer)
+        matches!(self, Self::Cluster | Self::Images | Self::MetricsServer | Self::ClusterAndKonnectivity)
     }
 
     /// Debian packages, installed before anything is built: that takes little time, and no other run may do it meanwhile.
     pub(crate) fn packages(self) -> &'static [&'static [packages::Need]] {
         match self {
-            Self::Cluster | Self::MetricsServer => &[packages::CLUSTER],
+            Self::Cluster | Self::MetricsServer | Self::ClusterAndKonnectivity => &[packages::CLUSTER],
             Self::Images => &[packages::CLUSTER, packages::PIP],
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
             Self::Arm64 => &[packages::PIP],
@@ -83,7 +94,7 @@ impl Need {
                 peers::for_deploy(&mut told)?;
             }
             Self::MetricsServer => peers::for_top(&mut told)?,
-            Self::Konnectivity => peers::for_konnectivity(&mut told)?,
+            Self::Konnectivity | Self::ClusterAndKonnectivity => peers::for_konnectivity(&mut told)?,
             Self::Arm64 => {
                 drop(image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?);
             }

@@ -72,6 +72,12 @@ async fn host_names_the_node(testbed: &Testbed) -> Result<()> {
     answer.expect(200, "\nhost: edge-2:9100\n")?;
     let line = server.wait_access("of the http door", |line| line.text("door") == "http").await?;
     ensure!(line.text("outcome") == "ok", "access line {line:?}");
+    // What callers and nodes call things makes no time series.
+    let (status, metrics) = server.get("/metrics").await?;
+    ensure!(status == 200 && metrics.contains("door=\"http\""), "/metrics answered {status}: {metrics}");
+    for name in ["metrics?x", "edge-1", "edge-2", &edge.to_string()] {
+        ensure!(!metrics.contains(name), "{name} is in the metrics: {metrics}");
+    }
     Ok(())
 }
 

@@ -76,6 +76,12 @@ impl Scenario {
         self
     }
 
+    /// It runs konnectivity's programs on a real Kubernetes.
+    pub(crate) const fn cluster_and_konnectivity(mut self) -> Self {
+        self.kind = "cluster-and-konnectivity";
+        self
+    }
+
     /// It needs konnectivity's programs.
     pub(crate) const fn konnectivity(mut self) -> Self {
         self.kind = "konnectivity";
@@ -96,7 +102,8 @@ impl Scenario {
 
     /// Whether it starts a real Kubernetes.
     pub(crate) fn has_cluster(&self) -> bool {
-        !self.clusterless && matches!(self.kind, "cluster" | "images" | "metrics-server")
+        !self.clusterless
+            && matches!(self.kind, "cluster" | "images" | "metrics-server" | "cluster-and-konnectivity")
     }
 
     pub(crate) const fn twin(mut self) -> Self {

@@ -1,7 +1,8 @@
-//! A web server on an edge host, with and without TLS, and curl on the cloud host.
+//! A web server on an edge host, with and without TLS, and curl on the cloud host or an edge.
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -38,7 +39,15 @@ pub(crate) struct Answer {
 
 /// Runs the real curl on the cloud host.
 pub(crate) async fn curl(testbed: &Testbed, args: &[&str]) -> Result<Answer> {
-    let mut command = testbed.cloud.command("curl");
+    answered(testbed.cloud.command("curl"), args).await
+}
+
+/// The same on an edge host.
+pub(crate) async fn curl_on_edge(testbed: &Testbed, n: usize, args: &[&str]) -> Result<Answer> {
+    answered(testbed.on_edge(n).command(Path::new("curl")), args).await
+}
+
+async fn answered(mut command: Command, args: &[&str]) -> Result<Answer> {
     command
         .args(["--silent", "--show-error", "--max-time", "20", "--write-out", "\n%{http_code}"])
         .args(args);

@@ -1,28 +1,25 @@
 //! The doors that ask the API server who a caller is, with the shipped components, rights and images.
 use anyhow::{Result, ensure};
+use postern_testbed::cluster::pki::Pair;
 use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
 use postern_testbed::report::progress;
-use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::json;
 
-use super::{DOCUMENT, PATIENCE, follow, on_cluster, overlay_with, ready, text};
-use crate::web::{Answer, Web, curl};
+use super::{DOCUMENT, PATIENCE, by_name, connect, follow, on_cluster, overlay_with, ready, text};
+use crate::web::{Answer, Authority, Web, curl};
 
-const POLICY: &str = "\
-rules:
-- name: scrapers
-  from: [{serviceAccount: default/scraper}]
-  to:
-  - {node: edge-1, ports: [9100]}
-  - {service: inside.default, ports: [80]}
-";
-/// What the Service's endpoint sends.
-const BODY: u64 = 1000;
 /// What may be done at kubelets, for the account that may.
 const READER: &str = "nodes/proxy,nodes/metrics,nodes/log";
+/// Subresources of nodes, each with a kubelet's path that needs it and a part of its answer.
+const SUBRESOURCES: [(&str, &str, &str); 4] = [
+    ("proxy", "/containerLogs/default/talker/main?tailLines=1", "line "),
+    ("metrics", "/metrics/resource", "node_cpu_usage_seconds_total"),
+    ("stats", "/stats/summary", EDGE_NODE),
+    ("log", "/logs/", "href=\"pods/\""),
+];
 
 pub(super) async fn callers_are_asked_for(testbed: &Testbed) -> Result<()> {
     on_cluster(testbed, asked_for).await
@@ -45,33 +42,36 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     let reader = kubectl.run(&["create", "token", "reader"]).await?;
 
     kubelets(cluster, &reader, &scraper).await?;
+    by_certificate(cluster).await?;
     progress("the https door asks the API server who may reach kubelets");
-    by_connect(cluster, &scraper, &reader).await?;
-    progress("the connect door asks the API server whose a token is, and where a Service leads");
+    connect::check(cluster, &scraper, &reader).await?;
+    progress("the connect doors ask the API server whose a token is, and where a Service leads");
+    by_name::check(cluster, &reader, &scraper).await?;
+    progress("a pod reaches a node by its name through the plain door");
     ensure!(metrics.connections() > 0, "the exporter was not reached");
     Ok(())
 }
 
 async fn install(cluster: &Cluster<'_>) -> Result<()> {
-    let policy = json!({
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": { "name": "tunnel-server-policy", "namespace": NAMESPACE },
-        "data": { "policy.yaml": POLICY },
-    });
-    let policy = json!({ "patch": policy.to_string() });
-    let overlay = overlay_with(cluster.testbed, "base", &["https-callers", "connect"], vec![policy])?;
+    let components = ["https-callers", "connect", "edge-pods"];
+    let mut patches = connect::patches();
+    patches.push(by_name::patch());
+    let overlay = overlay_with(cluster.testbed, "base", &components, patches)?;
     cluster.kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
     ready(&cluster.kubectl, "tunnel-server", 1).await?;
     ready(&cluster.kubectl, "tunnel-agent", 1).await
 }
 
+/// A path at the https door.
+fn https(path: &str) -> String {
+    format!("https://{CLOUD}:10263{path}")
+}
+
 /// By the https door: kubelets' paths, for whom the cluster's rules for nodes permit it.
 async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
     let testbed = cluster.testbed;
-    let door = format!("https://{CLOUD}:10263");
     let ask = async |path: &str, host: Option<&str>, token: &str| {
-        let (url, token) = (format!("{door}{path}"), format!("Authorization: Bearer {}", token.trim()));
+        let (url, token) = (https(path), format!("Authorization: Bearer {}", token.trim()));
         let ca = testbed.dir().join("postern-ca.crt");
         let host = host.map(|host| format!("Host: {host}"));
         let host = host.iter().flat_map(|host| ["-H", host]);
@@ -112,62 +112,58 @@ async fn kubelets(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<
     Ok(())
 }
 
-/// By the connect door: what the policy permits a token's account.
-async fn by_connect(cluster: &Cluster<'_>, scraper: &str, reader: &str) -> Result<()> {
+/// The same by certificates of the cluster's CA, for four callers who may get one subresource each, and nothing else.
+async fn by_certificate(cluster: &Cluster<'_>) -> Result<()> {
     let testbed = cluster.testbed;
-    let _inside = inside(cluster).await?;
-    let (proxy, ca) = (format!("https://{CLOUD}:10280"), testbed.dir().join("postern-ca.crt"));
-    let ca = text(&ca)?;
-    let ask = async |url: &str, token: &str| {
-        let user = format!("any:{}", token.trim());
-        curl(testbed, &["--proxytunnel", "-x", &proxy, "--proxy-cacert", ca, "-U", &user, "--verbose", url])
-            .await
-    };
-    ask(&format!("http://{EDGE_NODE}:9100/metrics"), scraper).await?.expect(200, "GET /metrics")?;
-    for (url, token, status) in [
-        (format!("http://{EDGE_NODE}:9100/"), reader, " 403 "),
-        (format!("http://{EDGE_NODE}:9101/"), scraper, " 403 "),
-        (format!("http://{EDGE_NODE}:9100/"), "nonsense", " 407 "),
-    ] {
-        let answer = ask(&url, token).await?;
-        ensure!(!answer.ok && answer.said.contains(status), "{url} for {token:.9}…: {answer:?}");
+    let (mut rights, mut callers) = (Vec::new(), Vec::new());
+    for (subresource, ..) in SUBRESOURCES {
+        let (name, user) = (format!("only-{subresource}"), format!("caller-of-{subresource}"));
+        callers.push(cluster.pki.client(&name, &user, &[name.as_str()])?);
+        // Half of them have it by their common name, half by their organisation.
+        let by_name = matches!(subresource, "proxy" | "stats");
+        let (kind, subject) = if by_name { ("User", &user) } else { ("Group", &name) };
+        rights.push(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": name },
+            "rules": [{ "apiGroups": [""], "resources": [format!("nodes/{subresource}")], "verbs": ["get"] }],
+        }));
+        rights.push(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": name },
+            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name },
+            "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": subject }],
+        }));
     }
-    // It sends bytes without a head, as HTTP/0.9 did.
-    let user = format!("any:{}", scraper.trim());
-    let url = "http://inside.default:80/";
-    let args = [
-        "--proxytunnel",
-        "-x",
-        &proxy,
-        "--proxy-cacert",
-        ca,
-        "-U",
-        &user,
-        "--http0.9",
-        "--output",
-        "/dev/null",
-    ];
-    let answer =
-        curl(testbed, &[&args[..], &["--write-out", "%{size_download} bytes\n%{http_code}", url]].concat())
-            .await?;
-    ensure!(answer.ok && answer.body.contains(&format!("{BODY} bytes")), "the Service's answer: {answer:?}");
-    Ok(())
-}
+    let rights = json!({ "apiVersion": "v1", "kind": "List", "items": rights });
+    cluster.kubectl.run_with_input(&["apply", "--filename=-"], rights.to_string().as_bytes()).await?;
 
-/// A Service without a selector, whose endpoint is a program on the cloud host.
-async fn inside(cluster: &Cluster<'_>) -> Result<Target> {
-    let target = Target::start(&cluster.testbed.cloud, CLOUD, 8080, Behaviour::Source(1, BODY))?;
-    let service = json!({
-        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "inside" },
-        "spec": { "ports": [{ "name": "http", "port": 80, "targetPort": 8080 }] },
-    });
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": { "name": "inside", "labels": { "kubernetes.io/service-name": "inside" } },
-        "ports": [{ "name": "http", "port": 8080, "protocol": "TCP" }],
-        "endpoints": [{ "addresses": [CLOUD], "conditions": { "ready": true } }],
-    });
-    let list = json!({ "apiVersion": "v1", "kind": "List", "items": [service, slice] });
-    cluster.kubectl.run_with_input(&["apply", "--filename=-"], list.to_string().as_bytes()).await?;
-    Ok(target)
+    let (ca, host) = (testbed.dir().join("postern-ca.crt"), format!("Host: {EDGE_NODE}:10250"));
+    let ask = async |caller: &Pair, path: &str, more: &[&str]| {
+        let url = https(path);
+        let (certificate, key) = (text(&caller.certificate)?, text(&caller.key)?);
+        let args = ["--cacert", text(&ca)?, "--cert", certificate, "--key", key, "-H", &host, &url];
+        curl(testbed, &[&args[..], more].concat()).await
+    };
+    for ((subresource, path, part), caller) in SUBRESOURCES.into_iter().zip(&callers) {
+        // The API server decides by a right a moment after it was given.
+        let answered = async || ask(caller, path, &[]).await;
+        wait_until(&format!("nodes/{subresource} by certificate"), PATIENCE, answered, |answer: &Answer| {
+            answer.status == 200 && answer.body.contains(part)
+        })
+        .await?;
+    }
+    for ((own, ..), caller) in SUBRESOURCES.into_iter().zip(&callers) {
+        for (other, path, _) in SUBRESOURCES {
+            if other != own {
+                let refused = format!("caller-of-{own} cannot get nodes/{other} of {EDGE_NODE}");
+                ask(caller, path, &[]).await?.expect(403, &refused)?;
+            }
+        }
+    }
+    let run = "/run/default/talker/main?cmd=true";
+    let refused = format!("caller-of-proxy cannot create nodes/proxy of {EDGE_NODE}");
+    ask(&callers[0], run, &["--request", "POST"]).await?.expect(403, &refused)?;
+    // The same name, signed by another CA.
+    let (certificate, key) = Authority::new(testbed, "strangers")?.client("caller-of-metrics")?;
+    let answer = ask(&Pair { certificate, key }, "/metrics/resource", &[]).await?;
+    ensure!(!answer.ok && answer.status == 0, "a stranger's certificate was taken: {answer:?}");
+    Ok(())
 }

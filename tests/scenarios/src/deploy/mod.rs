@@ -23,8 +23,10 @@ use serde_json::{Value, json};
 use crate::common::{alongside, target};
 use crate::kubernetes::following::Following;
 
+mod by_name;
 mod callers;
 mod chart;
+mod connect;
 mod follow;
 mod guide;
 mod konnectivity;

@@ -17,6 +17,7 @@ use super::checks::Checks;
 use super::following::Following;
 
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How much is copied.
 const MEGABYTES: u64 = 200;
 
 /// The pods that these checks need.
@@ -27,14 +28,22 @@ pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {
 
 /// Everything.
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
+    run_copying(checks, cluster, MEGABYTES).await;
+}
+
+/// The same with so much to copy.
+pub(super) async fn run_copying(checks: &mut Checks, cluster: &Cluster<'_>, megabytes: u64) {
     interactive(checks, cluster).await;
     for transport in [Transport::WebSocket, Transport::Spdy] {
-        bulk(checks, cluster, transport).await;
+        let kubectl = cluster.kubectl.over(transport);
+        let copied = copy(&kubectl, cluster.testbed.dir(), transport, megabytes);
+        let name = format!("cp of {megabytes} MB both ways ({transport:?})");
+        checks.run_within(Duration::from_secs(180), &name, copied).await;
     }
 }
 
 /// Everything but the copies.
-pub(super) async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
+async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
     checks.run("logs", logs(&cluster.kubectl)).await;
     checks.run("logs -f shows lines as they come", follow(&cluster.kubectl)).await;
     for transport in [Transport::WebSocket, Transport::Spdy] {
@@ -44,14 +53,6 @@ pub(super) async fn interactive(checks: &mut Checks, cluster: &Cluster<'_>) {
         checks.run(&name("exec -it follows the terminal's size"), resize(&kubectl)).await;
         checks.run(&name("attach"), attach(&kubectl)).await;
     }
-}
-
-/// Copies to and from the node.
-pub(super) async fn bulk(checks: &mut Checks, cluster: &Cluster<'_>, transport: Transport) {
-    let kubectl = cluster.kubectl.over(transport);
-    let copied = copy(&kubectl, cluster.testbed.dir(), transport);
-    let name = format!("cp of {MEGABYTES} MB both ways ({transport:?})");
-    checks.run_within(Duration::from_secs(180), &name, copied).await;
 }
 
 pub(super) async fn logs(kubectl: &Kubectl) -> Result<()> {
@@ -116,9 +117,9 @@ async fn attach(kubectl: &Kubectl) -> Result<()> {
     Ok(())
 }
 
-async fn copy(kubectl: &Kubectl, dir: &Path, transport: Transport) -> Result<()> {
+async fn copy(kubectl: &Kubectl, dir: &Path, transport: Transport, megabytes: u64) -> Result<()> {
     let (here, back) = (dir.join("original"), dir.join("copy"));
-    let mut pattern = Pattern::new(4, MEGABYTES << 20);
+    let mut pattern = Pattern::new(4, megabytes << 20);
     let mut file = File::create(&here).await.context("creating the file to copy")?;
     pattern.write_to(&mut file).await?;
     file.flush().await.context("writing the file to copy")?;
@@ -137,7 +138,7 @@ async fn copy(kubectl: &Kubectl, dir: &Path, transport: Transport) -> Result<()>
     let down = start.elapsed();
     let (_, digest) = client::digest(&mut File::open(&back).await.context("opening the copy")?).await?;
     ensure!(digest == pattern.digest(), "the copy that came back has the checksum {digest}");
-    figure(&format!("cp of {MEGABYTES} MB over {transport:?}: {up:.1?} to the node, {down:.1?} back"));
+    figure(&format!("cp of {megabytes} MB over {transport:?}: {up:.1?} to the node, {down:.1?} back"));
     kubectl.run(&["exec", "idle", "--", "rm", &format!("/tmp/{transport:?}")]).await?;
     for path in [here, back] {
         tokio::fs::remove_file(&path).await.with_context(|| format!("removing {}", path.display()))?;

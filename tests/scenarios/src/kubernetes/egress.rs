@@ -3,7 +3,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use postern_testbed::cluster::kubectl::Transport;
 use postern_testbed::cluster::pods::{IDLE, TALK, shell};
 use postern_testbed::cluster::webhook::{FORBIDDEN, Webhook};
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE, pods, postern};
@@ -77,26 +76,16 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
         let name = |what: &str| format!("{kind:?}: {what}");
         checks.run(&name("an edge's logs go through the door"), through_the_door(&cluster, &server)).await;
         checks.run(&name("the cloud's node is dialled directly"), cloud(&cluster, &server)).await;
-        checks.run(&name("statistics"), views::summary(&cluster)).await;
         let webhook = match &webhook {
             Some(webhook) => webhook,
             None => webhook.insert(Webhook::start(&cluster).await?),
         };
         checks.run(&name("an admission webhook on an edge node"), admission(&cluster, webhook)).await;
-        match kind {
-            Kind::GrpcOverUnix => {
-                commands::run(&mut checks, &cluster).await;
-                forward::run(&mut checks, &cluster).await;
-                views::run(&mut checks, &cluster).await;
-            }
-            // What kubectl speaks ends at the API server, and how a forwarded connection ends is told within the one to the
-            // kubelet: neither depends on what carries that. Bulk does.
-            Kind::ConnectOverUnix | Kind::ConnectOverTls => {
-                commands::interactive(&mut checks, &cluster).await;
-                commands::bulk(&mut checks, &cluster, Transport::WebSocket).await;
-                forward::concurrent(&mut checks, &cluster).await;
-            }
-        }
+        // Most of the suite's time goes into its copies.
+        let megabytes = if matches!(kind, Kind::GrpcOverUnix) { 200 } else { 50 };
+        commands::run_copying(&mut checks, &cluster, megabytes).await;
+        forward::run(&mut checks, &cluster).await;
+        views::run(&mut checks, &cluster).await;
     }
     let name = "konnectivity's agent by its pod's token: not beside a tunnel-agent";
     konnectivity::prepare(&cluster).await?;
@@ -105,6 +94,8 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     let socket = socket(testbed);
     let attaches = konnectivity::attaches_by_its_token(testbed, &cluster, &server, &socket);
     checks.run("konnectivity's agent by its pod's token", attaches).await;
+    let carries = konnectivity::its_own_program_carries(testbed, &cluster, &server);
+    checks.run("konnectivity's own program with its pod's token: logs and exec", carries).await;
     checks.finish()
 }
 

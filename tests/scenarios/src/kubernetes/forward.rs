@@ -28,20 +28,12 @@ pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {
 
 /// Everything.
 pub(super) async fn run(checks: &mut Checks, cluster: &Cluster<'_>) {
-    concurrent(checks, cluster).await;
-    for transport in [Transport::WebSocket, Transport::Spdy] {
-        let kubectl = cluster.kubectl.over(transport);
-        let name = format!("port-forward to a server that ends its sending first ({transport:?})");
-        checks.run(&name, ends_first(cluster, &kubectl)).await;
-    }
-}
-
-/// Many connections only.
-pub(super) async fn concurrent(checks: &mut Checks, cluster: &Cluster<'_>) {
     for transport in [Transport::WebSocket, Transport::Spdy] {
         let kubectl = cluster.kubectl.over(transport);
         let name = format!("port-forward with {CONNECTIONS} concurrent connections ({transport:?})");
         checks.run(&name, many(cluster, &kubectl)).await;
+        let name = format!("port-forward to a server that ends its sending first ({transport:?})");
+        checks.run(&name, ends_first(cluster, &kubectl)).await;
     }
 }
 

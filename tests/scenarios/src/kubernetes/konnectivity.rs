@@ -1,4 +1,5 @@
 //! An agent of konnectivity that shows the token of its pod: the real API server says which node that is.
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +8,8 @@ use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::START;
 use postern_testbed::client::PATIENCE;
 use postern_testbed::cluster::pods::{IDLE, shell};
-use postern_testbed::cluster::{Cluster, EDGE_NODE, pods};
+use postern_testbed::cluster::{Cluster, EDGE_NODE, peers, pods};
+use postern_testbed::process::Process;
 use postern_testbed::server::Server;
 use postern_testbed::{CLOUD, Testbed, tls};
 use rustls::ClientConfig;
@@ -23,6 +25,7 @@ use tunnel_core::konnectivity::Packet;
 use tunnel_core::konnectivity::agent_service_client::AgentServiceClient;
 use tunnel_core::konnectivity::packet::Payload;
 
+use super::commands;
 use crate::egress::client::{ask, over};
 
 /// As in the component.
@@ -135,4 +138,26 @@ pub(super) async fn attaches_by_its_token(
     ensure!(answer.starts_with("HTTP/1.1 502 ") && answer.contains("connection refused"), "{answer:?}");
     drop(attached);
     server.wait_connected(EDGE_NODE, false, PATIENCE).await
+}
+
+/// konnectivity's own program with that token, and nothing else that says which node it is for: kube-apiserver reaches the node
+/// through it.
+pub(super) async fn its_own_program_carries(
+    testbed: &Testbed,
+    cluster: &Cluster<'_>,
+    server: &Server<'_>,
+) -> Result<()> {
+    let file = testbed.dir().join("konnectivity-agent-token");
+    fs::write(&file, token(cluster, AUDIENCE, true).await?).context("writing the token")?;
+    let mut command = testbed.on_edge(1).command(&peers::konnectivity("proxy-agent")?);
+    command
+        .args(["--logtostderr=true", "--v=2", "--sync-interval=200ms", "--sync-interval-cap=1s"])
+        .args([format!("--proxy-server-host={CLOUD}"), format!("--proxy-server-port={PORT}")])
+        .args(["--agent-id=an-agent", "--agent-identifiers=host=another-node"])
+        .arg(format!("--ca-cert={}", testbed.dir().join("server/ca/ca.crt").display()))
+        .arg(format!("--service-account-token-path={}", file.display()));
+    let _agent = Process::spawn(testbed.dir(), "proxy-agent", command)?;
+    server.wait_connected(EDGE_NODE, true, START).await?;
+    commands::logs(&cluster.kubectl).await?;
+    commands::exec(&cluster.kubectl).await
 }

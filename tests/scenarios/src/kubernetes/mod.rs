@@ -38,7 +38,7 @@ scenarios! {
     two_masters(cluster, limit = 600),
     redirector(cluster, limit = 240),
     top(metrics_server, limit = 300),
-    egress_selector(cluster, limit = 900),
+    egress_selector(cluster_and_konnectivity, limit = 900),
     egress_services(cluster, limit = 300),
     aggregated_at_the_edge(metrics_server, limit = 300),
 }

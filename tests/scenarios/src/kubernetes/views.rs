@@ -66,7 +66,11 @@ async fn service_proxy(cluster: &Cluster<'_>) -> Result<()> {
         "metadata": { "name": "web" },
         "spec": { "selector": { "app": "web" }, "ports": [{ "port": 8080, "targetPort": 80 }] },
     });
-    cluster.api.create("/api/v1/namespaces/default/services", &service).await?;
+    let services = "/api/v1/namespaces/default/services";
+    // It may have been made for another way to the node.
+    if cluster.api.find(&format!("{services}/web")).await?.is_none() {
+        cluster.api.create(services, &service).await?;
+    }
     let slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices?labelSelector=kubernetes.io/service-name%3Dweb";
     let ready = |list: &Value| list["items"][0]["endpoints"][0]["conditions"]["ready"] == true;
     cluster.api.wait("the Service's endpoint", slices, Duration::from_secs(20), ready).await?;

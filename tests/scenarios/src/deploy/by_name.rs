@@ -1,0 +1,89 @@
+//! `http://NODE:PORT` from a pod of the cloud, by what an installation makes for it: the DNS record, the internal Service's port,
+//! the plain door. The test cluster has no DNS server: the record goes into the pod's hosts file, which is the format that it has.
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::cluster::pods::{self, IDLE, shell};
+use postern_testbed::cluster::postern::NAMESPACE;
+use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
+use postern_testbed::wait::wait_for;
+use postern_testbed::{CLOUD, POD_CIDR};
+use serde_json::{Value, json};
+
+use super::{PATIENCE, of_servers};
+use crate::web::curl;
+
+const DOOR: u16 = 10268;
+const PORT: u16 = 9100;
+const POD: &str = "by-name";
+
+/// What the servers need for it.
+pub(super) fn patch() -> Value {
+    let add = |flag: String| json!({ "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": flag });
+    of_servers(&json!([add(format!("--plain-port={DOOR}")), add(format!("--plain-clients={POD_CIDR}"))]))
+}
+
+/// `reader` is the token of who may read nodes' metrics, `scraper` that of who may do nothing with nodes.
+pub(super) async fn check(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
+    let lists = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-server-cfg");
+    let change = json!({ "data": { "http-proxy-ports": PORT.to_string() } });
+    cluster.api.patch(&lists, &change).await?;
+    let (address, service) = (record(cluster).await?, service(cluster).await?);
+    ensure!(address == service, "the record leads to {address}, the Service is {service}");
+    from_a_pod(cluster, &address).await?;
+    from_the_host(cluster, reader, scraper).await
+}
+
+/// The address that the servers' DNS record gives the node's name.
+async fn record(cluster: &Cluster<'_>) -> Result<String> {
+    let path = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/tunnel-nodes");
+    let ending = format!("\t{EDGE_NODE}");
+    let of_node = |records: &Value| -> Option<String> {
+        let lines = records["data"]["tunnel-nodes"].as_str()?;
+        lines.lines().find_map(|line| line.strip_suffix(ending.as_str())).map(str::to_owned)
+    };
+    let has_it = |records: &Value| of_node(records).is_some();
+    let records = cluster.api.wait("the node's DNS record", &path, PATIENCE, has_it).await?;
+    of_node(&records).context("the record is gone")
+}
+
+/// The internal Service's address, once a port of it leads to the door.
+async fn service(cluster: &Cluster<'_>) -> Result<String> {
+    let path = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-internal-svc");
+    let leads = |service: &Value| {
+        let ports = service["spec"]["ports"].as_array().map_or(&[][..], Vec::as_slice);
+        ports.iter().any(|port| port["port"] == PORT && port["targetPort"] == DOOR)
+    };
+    let service = cluster.api.wait("the Service's port for the plain door", &path, PATIENCE, leads).await?;
+    Ok(service["spec"]["clusterIP"].as_str().context("the Service has no address")?.to_owned())
+}
+
+async fn from_a_pod(cluster: &Cluster<'_>, address: &str) -> Result<()> {
+    let mut pod = shell(POD, CLOUD_NODE, IDLE);
+    pod["spec"]["hostAliases"] = json!([{ "ip": address, "hostnames": [EDGE_NODE] }]);
+    pods::run(&cluster.api, &[pod]).await?;
+    let url = format!("http://{EDGE_NODE}:{PORT}/metrics");
+    // kube-proxy follows the Service a moment later, until when nobody answers.
+    let ask = ["exec", POD, "--", "timeout", "5", "wget", "-q", "-O-", &url];
+    let page = wait_for("the page by the node's name", PATIENCE, async || {
+        let output = cluster.kubectl.output(&ask).await?;
+        Ok(output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned()))
+    })
+    .await?;
+    let host = format!("\nhost: {EDGE_NODE}:{PORT}\n");
+    ensure!(page.starts_with("GET /metrics HTTP/1.1 ") && page.contains(&host), "the page is {page:?}");
+    Ok(())
+}
+
+/// The host itself is not in the pods' range: it needs a token, of somebody who may read the node's metrics.
+async fn from_the_host(cluster: &Cluster<'_>, reader: &str, scraper: &str) -> Result<()> {
+    let url = format!("http://{CLOUD}:{DOOR}/metrics");
+    let host = format!("Host: {EDGE_NODE}:{PORT}");
+    let ask = async |more: &[&str]| {
+        let asked = [url.as_str(), "-H", host.as_str()];
+        curl(cluster.testbed, &[&asked[..], more].concat()).await
+    };
+    ask(&[]).await?.expect(401, "is not in --plain-clients, and the request has no bearer token")?;
+    let bearer = |token: &str| format!("Authorization: Bearer {}", token.trim());
+    ask(&["-H", &bearer(reader)]).await?.expect(200, "GET /metrics")?;
+    let refused = format!("system:serviceaccount:default:scraper cannot get nodes/metrics of {EDGE_NODE}");
+    ask(&["-H", &bearer(scraper)]).await?.expect(403, &refused)
+}
