@@ -8,6 +8,7 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::json;
 
+use super::guide::CALLERS;
 use super::{DOCUMENT, PATIENCE, follow, on_cluster, overlay_with, ready, text};
 use crate::web::{Answer, Web, curl};
 
@@ -33,7 +34,7 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     let metrics = Web::start(testbed, 1, 9100)?;
     install(cluster).await?;
     // The commands of the guide: Postern's CA in postern-ca.crt, and the servers' certificate for kubelets.
-    follow::section(cluster, DOCUMENT, "Callers of the servers", &[]).await?;
+    follow::section(cluster, DOCUMENT, CALLERS, &[]).await?;
     for account in ["scraper", "reader"] {
         kubectl.run(&["create", "serviceaccount", account]).await?;
     }

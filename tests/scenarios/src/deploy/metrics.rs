@@ -13,11 +13,11 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::Value;
 
-use super::{PATIENCE, on_cluster, overlay_with, ready, text};
+use super::guide::PROMETHEUS;
+use super::{DOCUMENT, PATIENCE, follow, on_cluster, overlay_with, ready, text};
 use crate::web::{Answer, curl};
 
 const METRIC: &str = "postern_build_info{";
-const READER: &str = "postern:metrics-reader";
 
 pub(super) async fn prometheus_reads_servers(testbed: &Testbed) -> Result<()> {
     on_cluster(testbed, read).await
@@ -36,12 +36,12 @@ async fn read(cluster: &Cluster<'_>) -> Result<()> {
     };
     let with_token =
         async |token: &str| ask(&["--header", &format!("Authorization: Bearer {}", token.trim())]).await;
-    for account in ["reader", "stranger"] {
-        kubectl.run(&["create", "serviceaccount", account]).await?;
-    }
-    let (role, subject) = (format!("--clusterrole={READER}"), "--serviceaccount=default:reader");
-    kubectl.run(&["create", "clusterrolebinding", "reader", &role, subject]).await?;
-    let reader = kubectl.run(&["create", "token", "reader"]).await?;
+    // The reader is the one to which the guide gives the right.
+    kubectl.run(&["create", "namespace", "monitoring"]).await?;
+    kubectl.run(&["create", "serviceaccount", "prometheus", "--namespace=monitoring"]).await?;
+    kubectl.run(&["create", "serviceaccount", "stranger"]).await?;
+    follow::section(cluster, DOCUMENT, PROMETHEUS, &[]).await?;
+    let reader = kubectl.run(&["create", "token", "prometheus", "--namespace=monitoring"]).await?;
     let stranger = kubectl.run(&["create", "token", "stranger"]).await?;
 
     // The authoriser may hear of the binding a moment later, and a no is remembered for 5 s.

@@ -15,9 +15,8 @@ use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
 use postern_testbed::report::{figure, progress};
 use postern_testbed::target::Behaviour;
-use postern_testbed::{CLOUD, Testbed};
-
 use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{CLOUD, Testbed};
 use serde_json::{Value, json};
 
 use crate::common::{alongside, target};
@@ -331,11 +330,15 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, program).await?;
     }
     logs(kubectl).await.context("after another overlay was applied")?;
-    for _ in 0..2 {
-        kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
-        rolled_out(kubectl, "tunnel-agent").await?;
-        logs(kubectl).await.context("after the agent was restarted")?;
-    }
+    kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
+    rolled_out(kubectl, "tunnel-agent").await?;
+    logs(kubectl).await.context("after the agent was restarted")?;
+    // The guide's other way to the API server.
+    let cloud = CLOUD.to_string();
+    follow::section(cluster, DOCUMENT, guide::FINDING_SERVERS, &[("api.example.org", cloud.as_str())])
+        .await?;
+    rolled_out(kubectl, "tunnel-agent").await?;
+    logs(kubectl).await.context("after the agent was given the API server's address")?;
     // A port of the ConfigMap.
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     for (program, _) in PROGRAMS {
