@@ -41,6 +41,7 @@ mod redirector;
 mod relayed;
 mod reload;
 mod restart;
+mod rights;
 mod runner;
 mod scrapes;
 mod servers;

@@ -10,6 +10,7 @@ use serde_json::json;
 
 use super::guide::CALLERS;
 use super::{DOCUMENT, PATIENCE, follow, on_cluster, overlay_with, ready, text};
+use crate::rights;
 use crate::web::{Answer, Web, curl};
 
 const POLICY: &str = "\
@@ -50,7 +51,7 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     by_connect(cluster, &scraper, &reader).await?;
     progress("the connect door asks the API server whose a token is, and where a Service leads");
     ensure!(metrics.connections() > 0, "the exporter was not reached");
-    Ok(())
+    rights::of_components(cluster, "deploy::callers_are_asked_for").await
 }
 
 async fn install(cluster: &Cluster<'_>) -> Result<()> {
@@ -61,7 +62,8 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
         "data": { "policy.yaml": POLICY },
     });
     let policy = json!({ "patch": policy.to_string() });
-    let overlay = overlay_with(cluster.testbed, "base", &["https-callers", "connect"], vec![policy])?;
+    let overlay =
+        overlay_with(cluster.testbed, "base", &["https-callers", "connect", "edge-pods"], vec![policy])?;
     cluster.kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
     ready(&cluster.kubectl, "tunnel-server", 1).await?;
     ready(&cluster.kubectl, "tunnel-agent", 1).await

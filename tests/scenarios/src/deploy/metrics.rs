@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use super::guide::PROMETHEUS;
 use super::{DOCUMENT, PATIENCE, follow, on_cluster, overlay_with, ready, text};
+use crate::rights;
 use crate::web::{Answer, curl};
 
 const METRIC: &str = "postern_build_info{";
@@ -97,14 +98,15 @@ async fn read(cluster: &Cluster<'_>) -> Result<()> {
         ensure!(String::from_utf8_lossy(&may.stdout).trim() == "no", "{right:?}: {}", said(&may));
     }
 
+    rights::of_components(cluster, "deploy::prometheus_reads_servers").await?;
     let state = |check: &Value| check["state"].as_str().unwrap_or_default().to_owned();
-    let check = rights(cluster).await?;
+    let check = checked(cluster).await?;
     ensure!(state(&check) == "ok", "{check:#}");
     kubectl.run(&["delete", "clusterrolebinding", "postern:tunnel-server-metrics"]).await?;
     let missed = wait_until(
         "doctor to miss the rights",
         PATIENCE,
-        async || rights(cluster).await,
+        async || checked(cluster).await,
         |check| state(check) == "broken",
     );
     let missed = missed.await?;
@@ -115,7 +117,7 @@ async fn read(cluster: &Cluster<'_>) -> Result<()> {
 }
 
 /// What doctor, in the server's pod, says of the rights that the door needs.
-async fn rights(cluster: &Cluster<'_>) -> Result<Value> {
+async fn checked(cluster: &Cluster<'_>) -> Result<Value> {
     let command = ["/tunnel-server", "doctor", "-o", "json"];
     let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
     // Its exit code tells of the other checks too.

@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 
 use crate::common::{alongside, target};
 use crate::kubernetes::following::Following;
+use crate::rights;
 
 mod callers;
 mod chart;
@@ -33,7 +34,6 @@ mod monitoring;
 mod overlays;
 mod plugin;
 mod render;
-mod rights;
 mod superedge;
 mod two_masters;
 
@@ -137,7 +137,7 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     rotation(kubectl).await?;
     restarts(cluster).await?;
     given_servers(cluster).await?;
-    rights::check(cluster).await
+    rights::of_base(cluster).await
 }
 
 /// An overlay of `folder`, as an administrator would write it, that only sets the cgroup and the BPF file system: a test must

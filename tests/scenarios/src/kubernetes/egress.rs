@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::checks::Checks;
 use super::{commands, forward, konnectivity, redirect, views};
+use crate::rights;
 
 const PORT: u16 = 8131;
 
@@ -105,6 +106,8 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     let socket = socket(testbed);
     let attaches = konnectivity::attaches_by_its_token(testbed, &cluster, &server, &socket);
     checks.run("konnectivity's agent by its pod's token", attaches).await;
+    let used = rights::of_components(&cluster, "kubernetes::egress_selector");
+    checks.run("each right of the component is used", used).await;
     checks.finish()
 }
 
