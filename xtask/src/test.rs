@@ -110,7 +110,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
             let result = beside.finish().map(|took| println!("{took}"));
             tally.step("what was built beside the scenarios", result);
         }
-        run_fuzz(options, &mut tally)?;
+        run_fuzz(options, beside.as_ref(), &mut tally)?;
         run_mutants(options, beside.as_ref(), &mut tally);
     }
     tally.report();
@@ -169,7 +169,7 @@ fn left_out(quick: &Scenarios) -> Result<String> {
         })
         .collect();
     Ok(format!(
-        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, konnectivity's own tests, the kernel in a virtual machine, the fuzz targets, the mutation tests",
+        "left out by --quick: the integration tests ({}), {} of {} scenarios, the demos, the benchmark's smoke run, konnectivity's own tests, the kernel in a virtual machine, the fuzz targets, the mutation tests",
         tests.join(", "),
         all.names.len() - quick.names.len(),
         all.names.len()
@@ -186,7 +186,7 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
     if packages.is_empty() {
         return Ok(());
     }
-    tally.heading("unit, property, kernel and doc tests");
+    tally.heading("unit, property and kernel tests");
     let mut tests = cargo();
     tests.args(["test", "--no-fail-fast"]);
     if options.quick || options.filter.is_some() {
@@ -324,18 +324,25 @@ fn run_kernel(options: &Options, tally: &mut Tally) {
     }
 }
 
-fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
+fn run_fuzz(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Result<()> {
     let targets = fuzz::targets()?;
     let chosen: Vec<_> =
-        targets.into_iter().filter(|target| options.selects(&format!("fuzz::{target}"))).collect();
+        targets.into_iter().filter(|target| options.selects(&fuzz::name_of(target))).collect();
     if chosen.is_empty() {
+        return Ok(());
+    }
+    if let Some(beside) = beside {
+        for target in chosen {
+            let name = fuzz::name_of(&target);
+            tally.step(&name, beside.result(&name));
+        }
         return Ok(());
     }
     tally.heading(&format!("fuzz targets, {FUZZ_SECONDS} s each: {}", chosen.join(", ")));
     if let Err(error) = fuzz::prepare() {
         eprintln!("fuzz: {error:#}");
         for target in chosen {
-            tally.fail(format!("fuzz::{target} (not built)"));
+            tally.fail(format!("{} (not built)", fuzz::name_of(&target)));
         }
         return Ok(());
     }
@@ -348,7 +355,7 @@ fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
         });
         for (target, result) in pair.iter().zip(results) {
             let result = result.unwrap_or_else(|_| Err(anyhow!("its thread has panicked")));
-            tally.step(&format!("fuzz::{target}"), result);
+            tally.step(&fuzz::name_of(target), result);
         }
     }
     Ok(())
@@ -361,7 +368,7 @@ fn run_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) {
     }
     if let Some(beside) = beside {
         for (name, _) in chosen {
-            tally.step(&name, beside.mutants(&name));
+            tally.step(&name, beside.result(&name));
         }
         return;
     }
@@ -392,6 +399,24 @@ mod tests {
         );
         assert_eq!((some.names[0].as_str(), some.names.len()), ("kubernetes::kubectl", 3));
         assert_eq!(some.needs, [Need::Cluster, Need::Arm64]);
+    }
+
+    /// rustdoc would compile each library once more to find none.
+    #[test]
+    fn libraries_have_no_examples_that_nobody_runs() {
+        for package in default_packages().unwrap() {
+            let manifest = fs::read_to_string(package.folder.join("Cargo.toml")).unwrap();
+            let library = package.folder.join("src/lib.rs").exists();
+            assert_eq!(manifest.contains("\ndoctest = false\n"), library, "{}", package.name);
+            for file in files_below(&package.folder.join("src")).unwrap() {
+                let text = fs::read_to_string(&file).unwrap();
+                let lines = text.lines().map(str::trim_start);
+                let comments =
+                    lines.filter_map(|line| line.strip_prefix("/// ").or_else(|| line.strip_prefix("//! ")));
+                let mut opening = comments.filter(|line| line.starts_with("```")).step_by(2);
+                assert!(opening.all(|line| line == "```text"), "{} has an example", file.display());
+            }
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod deploy;
 mod disks;
 mod docs;
 mod doctor;
+mod durations;
 mod egress;
 mod front;
 mod held;
