@@ -69,8 +69,8 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
 
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     follow("Which ports are tunnelled", &[]).await?;
-    let visited = async || Ok(visit(exporter.address).await.ok());
-    wait_for("the port to be redirected", PATIENCE, visited).await?;
+    let address = exporter.address;
+    wait_for("the port to be redirected", PATIENCE, async || Ok(visit(address).await.ok())).await?;
     // At the end: the agent of a node that was shut out enrols again within minutes.
     let said = follow("Certificates", &[]).await?;
     ensure!(said.contains("its certificates may be in use until"), "`ca status` says:\n{said}");
