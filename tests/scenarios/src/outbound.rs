@@ -133,7 +133,8 @@ async fn workloads_reach_what_their_node_may(testbed: &Testbed) -> Result<()> {
         let (_, head) = connect(ns, to).await.context(to.to_owned())?;
         ensure!(head.starts_with(&format!("HTTP/1.1 {status} ")), "CONNECT {to}: {head:?}");
     }
-    let end = client::end_at_once(client::connect_from(two, local, SOON).await).await.context("a denied map")?;
+    let end =
+        client::end_at_once(client::connect_from(two, local, SOON).await).await.context("a denied map")?;
     ensure!(end == client::End::Reset, "a map that the policy does not permit ended with {end:?}");
 
     // curl, as a workload would use it.
