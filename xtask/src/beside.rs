@@ -2,7 +2,7 @@
 //! time for it. A scenario that needs it waits until it is there.
 //!
 //! A process of its own builds one after the other. Its folder gets a file for each: the variables that tell scenarios where it is,
-//! or what went wrong; the mutation tests, which run there too, leave their result.
+//! or what went wrong; the fuzz targets and the mutation tests, which run there too, leave their result.
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -16,12 +16,14 @@ use nix::unistd::{Pid, getpgrp, getppid};
 use crate::command::{end_of, program, shown, target_dir};
 use crate::needs::Need;
 use crate::tally::minutes;
-use crate::{mutants, packages};
+use crate::{fuzz, mutants, packages};
 
 /// Names the folder to scenarios.
 const VARIABLE: &str = "POSTERN_NEEDS";
 /// Begins a file about something that failed.
 const FAILED: &str = "failed: ";
+/// How long each fuzz target runs, in what the scenarios leave of the CPUs.
+const FUZZ_SECONDS: u32 = 15;
 /// Locked as long as the process runs: scenarios would wait in vain for one that has crashed.
 const RUNNING: &str = "running";
 
@@ -49,7 +51,7 @@ impl Beside {
         let output = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         let names = Need::ALL.map(Need::title).join(", ");
         println!(
-            "beside the scenarios, at idle priority: {names}, the mutation tests (log: {})",
+            "beside the scenarios, at idle priority: {names}, the fuzz targets' runs, the mutation tests (log: {})",
             log.display()
         );
         let mut command = program("setsid");
@@ -85,8 +87,8 @@ impl Beside {
         Ok(log.lines().filter_map(|line| line.strip_prefix(TOOK)).collect::<Vec<_>>().join(", "))
     }
 
-    /// What the mutation tests of this name gave.
-    pub(crate) fn mutants(&self, name: &str) -> Result<()> {
+    /// What the test of this name gave, which ran there.
+    pub(crate) fn result(&self, name: &str) -> Result<()> {
         let path = self.folder.join(name);
         let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
         match text.strip_prefix(FAILED) {
@@ -128,6 +130,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             Ok(variables.into_iter().map(line).collect())
         })?;
     }
+    for target in fuzz::targets()? {
+        let name = fuzz::name_of(&target);
+        made(folder, &name, || {
+            ensure!(!failed(folder, Need::Fuzz)?, "the fuzz targets were not built");
+            fuzz::run_target(&target, FUZZ_SECONDS, true).map(|()| String::new())
+        })?;
+    }
     let prepared = mutants::prepare();
     for (name, group) in mutants::quick() {
         made(folder, &name, || {
@@ -139,6 +148,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     }
     drop(running);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether it could not be built.
+fn failed(folder: &Path, need: Need) -> Result<bool> {
+    let path = folder.join(need.name());
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    Ok(text.starts_with(FAILED))
 }
 
 /// Leaves what `make` returns, or why it failed, in the file of this name: wholly or not at all.
@@ -187,5 +203,7 @@ mod tests {
         assert_eq!(read("cluster"), "A=/b\n");
         made(folder.path(), "images", || bail!("no zig")).unwrap();
         assert_eq!(read("images"), "failed: no zig");
+        assert!(failed(folder.path(), Need::Images).unwrap());
+        assert!(!failed(folder.path(), Need::Cluster).unwrap());
     }
 }

@@ -96,8 +96,13 @@ fn minimise(targets: &[String]) -> Result<()> {
     run(pack.arg("--file").arg(root().join(CORPUS)).arg("--directory").arg(dir.path()).arg("corpus"))
 }
 
+/// Its name among the tests.
+pub(crate) fn name_of(target: &str) -> String {
+    format!("fuzz::{target}")
+}
+
 /// Runs one target from its checked-in seeds; what it finds stays in fuzz/artifacts. Quietly: its output is only shown
-/// when it finds something.
+/// when it finds something, and others may have the CPUs for seconds.
 pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()> {
     // New inputs go to the first folder, which is not checked in.
     let corpus = root().join("fuzz/corpus").join(target);
@@ -110,7 +115,7 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
         "--",
         &format!("-max_total_time={seconds}"),
         "-print_final_stats=1",
-        "-timeout=10",
+        if quietly { "-timeout=60" } else { "-timeout=10" },
         "-rss_limit_mb=2048",
     ]);
     if !quietly {
@@ -122,7 +127,7 @@ pub(crate) fn run_target(target: &str, seconds: u32, quietly: bool) -> Result<()
         bail!("`{}` ended with {}:\n{}", shown(&command), output.status, end_of(&said));
     }
     let count = said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
-    println!("fuzz::{target}: {} inputs in {seconds} s", count.unwrap_or_default().trim());
+    println!("{}: {} inputs in {seconds} s", name_of(target), count.unwrap_or_default().trim());
     Ok(())
 }
 

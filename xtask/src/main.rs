@@ -34,6 +34,9 @@ use clap::{Parser, Subcommand};
 
 use crate::tally::Tally;
 
+/// How long CI may take on two cores: with nothing built before, and with everything but this workspace.
+const CI_BOUND: &str = "75 cold, 40 warm";
+
 /// Builds, shows and tests Postern.
 #[derive(Parser)]
 #[command(name = "cargo xtask", version)]
@@ -49,7 +52,7 @@ enum Command {
     /// A real Prometheus scrapes node exporters on two edges behind NAT; with --kubernetes, kubectl and Prometheus work on
     /// such a node of a real cluster (root).
     Demo(demo::Options),
-    /// Every test: unit, property and doc tests, the redirect on the real kernel, scenarios, fuzz targets, the quick mutation
+    /// Every test: unit and property tests, the redirect on the real kernel, scenarios, fuzz targets, the quick mutation
     /// tests (root).
     Test(test::Options),
     /// rustfmt --check, import circles, clippy -D warnings, cargo deny.
@@ -62,7 +65,8 @@ enum Command {
     /// Static binaries for amd64 and arm64, and an OCI archive of each program in <target dir>/image/; installs what is missing for
     /// that.
     Image(image::Options),
-    /// Binaries, images, SBOMs, manifests, chart, notes and checksums in <target dir>/postern-VERSION/.
+    /// Binaries, images, SBOMs, manifests, chart, notes and checksums in <target dir>/postern-VERSION/, of a clone without
+    /// changes, and prints that folder. Publishes and signs nothing: docs/releases.md has the steps before and after.
     Release(release::Options),
     /// Measures Postern and what a user would pick instead, on one testbed in one run (root).
     Bench(bench::Options),
@@ -99,7 +103,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Test(options) => test::run_tests(&options, Tally::new()),
         Command::Lint => lint::run_lint().map(|()| ExitCode::SUCCESS),
         Command::Ci => {
-            let mut tally = Tally::new();
+            let mut tally = Tally::bounded(CI_BOUND);
             tally.heading("lint");
             lint::run_lint()?;
             test::run_tests(&test::Options::default(), tally)

@@ -16,7 +16,7 @@ use crate::source::{Source, git};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// How the binaries are compiled: `dev` is for trying this command.
+    /// How the binaries are compiled. `dev` takes less time: for trying this command, not for others.
     #[arg(long, value_enum, default_value_t = Profile::Release)]
     profile: Profile,
 }

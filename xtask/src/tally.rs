@@ -15,11 +15,22 @@ pub(crate) struct Tally {
     start: Instant,
     /// Steps in the order of their start, and when each began.
     steps: Vec<(String, Instant)>,
+    /// How long all may take, for people.
+    bound: Option<&'static str>,
 }
+
+/// How many test programs are named as the slowest.
+const SLOWEST: usize = 10;
 
 impl Tally {
     pub(crate) fn new() -> Self {
-        Self { passed: 0, failed: 0, failures: Vec::new(), start: Instant::now(), steps: Vec::new() }
+        let (failures, steps) = (Vec::new(), Vec::new());
+        Self { passed: 0, failed: 0, failures, start: Instant::now(), steps, bound: None }
+    }
+
+    /// One that names a bound beside the time of all.
+    pub(crate) fn bounded(bound: &'static str) -> Self {
+        Self { bound: Some(bound), ..Self::new() }
     }
 
     /// Begins a step: its time runs until the next one begins.
@@ -51,7 +62,8 @@ impl Tally {
         for ((step, start), end) in self.steps.iter().zip(ends) {
             println!("{:>8}  {step}", clock(end - *start));
         }
-        println!("{:>8}  in all", clock(self.start.elapsed()));
+        let bound = self.bound.map(|bound| format!(" (bound: {bound})")).unwrap_or_default();
+        println!("{:>8}  in all{bound}", clock(self.start.elapsed()));
         for failure in &self.failures {
             println!("FAILED: {failure}");
         }
@@ -72,7 +84,8 @@ impl Tally {
             .with_context(|| format!("starting {}", shown(command)))?;
         // The command keeps its own copies of the pipe's end: without these gone, the pipe never ends.
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        let mut binaries = Vec::new();
+        let mut binaries: Vec<String> = Vec::new();
+        let mut took: Vec<(f64, String)> = Vec::new();
         let (mut failed, mut named) = (0, 0);
         for line in BufReader::new(reader).split(b'\n') {
             let line = line.context("reading the tests' output")?;
@@ -86,15 +99,22 @@ impl Tally {
             } else if let Some(result) = result_line(&line) {
                 self.passed += result.passed;
                 failed += result.failed;
+                took.extend(seconds(&line).zip(binaries.last().cloned()));
                 if result.ignored > 0 {
                     self.fail(format!("{} tests are ignored, and nothing may be: {line}", result.ignored));
                 }
-            } else if line.trim_start().starts_with("Running ") || line.trim_start().starts_with("Doc-tests ")
-            {
+            } else if line.trim_start().starts_with("Running ") {
                 binaries.push(line.trim().to_owned());
             } else if let Some(name) = line.strip_prefix("test ").and_then(failed_name) {
                 named += 1;
                 self.failures.push(name.to_owned());
+            }
+        }
+        if took.len() > 1 {
+            took.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+            println!("\nthe slowest of {} test programs:", took.len());
+            for (seconds, name) in took.iter().take(SLOWEST) {
+                println!("{seconds:>8.1} s  {name}");
             }
         }
         self.failed += failed;
@@ -150,6 +170,11 @@ struct ResultLine {
     ignored: u64,
 }
 
+/// How long a test program took, of the line with its results.
+fn seconds(line: &str) -> Option<f64> {
+    line.trim().rsplit_once("finished in ")?.1.strip_suffix('s')?.parse().ok()
+}
+
 fn result_line(line: &str) -> Option<ResultLine> {
     let rest = line.trim().strip_prefix("test result: ")?;
     let field = |name: &str| {
@@ -167,6 +192,8 @@ mod tests {
         let line = "test result: FAILED. 12 passed; 3 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.00s";
         assert_eq!(result_line(line), Some(ResultLine { passed: 12, failed: 3, ignored: 1 }));
         assert_eq!(result_line("test result: nonsense"), None);
+        assert_eq!(seconds(line), Some(0.0));
+        assert_eq!(seconds("test result: nonsense"), None);
         assert_eq!(result_line("test a ... ok"), None);
     }
 

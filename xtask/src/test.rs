@@ -100,8 +100,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
     run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
     run_programs(options, &programs, &mut tally);
-    run_peer_tests(options, &mut tally);
-    run_kernel(options, &mut tally);
+    run_peer_tests_and_kernel(options, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
     } else {
@@ -110,7 +109,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
             let result = beside.finish().map(|took| println!("{took}"));
             tally.step("what was built beside the scenarios", result);
         }
-        run_fuzz(options, &mut tally)?;
+        run_fuzz(options, beside.as_ref(), &mut tally)?;
         run_mutants(options, beside.as_ref(), &mut tally);
     }
     tally.report();
@@ -169,7 +168,7 @@ fn left_out(quick: &Scenarios) -> Result<String> {
         })
         .collect();
     Ok(format!(
-        "left out by --quick: the integration tests ({}), {} of {} scenarios, doc tests, the demos, the benchmark's smoke run, konnectivity's own tests, the kernel in a virtual machine, the fuzz targets, the mutation tests",
+        "left out by --quick: the integration tests ({}), {} of {} scenarios, the demos, the benchmark's smoke run, konnectivity's own tests, the kernel in a virtual machine, the fuzz targets, the mutation tests",
         tests.join(", "),
         all.names.len() - quick.names.len(),
         all.names.len()
@@ -186,7 +185,7 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
     if packages.is_empty() {
         return Ok(());
     }
-    tally.heading("unit, property, kernel and doc tests");
+    tally.heading("unit, property and kernel tests");
     let mut tests = cargo();
     tests.args(["test", "--no-fail-fast"]);
     if options.quick || options.filter.is_some() {
@@ -301,41 +300,62 @@ fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) 
     }
 }
 
-fn run_peer_tests(options: &Options, tally: &mut Tally) {
-    if options.quick || !options.selects(peer_tests::NAME) {
+/// konnectivity's own tests and the kernel in a virtual machine; in a whole run at the same time. The former mostly wait, and have
+/// namespaces of their own; the latter have deadlines of many seconds.
+fn run_peer_tests_and_kernel(options: &Options, tally: &mut Tally) {
+    let kernel = format!("kernel::{}", kernel::IN_EVERY_RUN.name());
+    let selected = |name: &str| !options.quick && options.selects(name);
+    let peer_tests_too = selected(peer_tests::NAME);
+    let kernel_too = selected(&kernel) && cfg!(target_arch = "x86_64");
+    if options.runs_everything() && kernel_too {
+        tally.heading(&format!("{} and {kernel}", peer_tests::NAME));
+        let compared = thread::scope(|scope| {
+            let peers = scope.spawn(peer_tests::test_all);
+            run_kernel(&kernel, tally);
+            peers.join().unwrap_or_else(|_| Err(anyhow!("its thread has panicked")))
+        });
+        peer_tests::count(compared, tally);
         return;
     }
-    tally.heading(peer_tests::NAME);
-    let built = if options.runs_everything() { Ok(()) } else { build(&["tunnel-agent"]) };
-    if let Err(error) = built.and_then(|()| peer_tests::count(tally)) {
-        tally.step(peer_tests::NAME, Err(error));
+    if peer_tests_too {
+        tally.heading(peer_tests::NAME);
+        let built = if options.runs_everything() { Ok(()) } else { build(&["tunnel-agent"]) };
+        peer_tests::count(built.and_then(|()| peer_tests::test_all()), tally);
+    }
+    if kernel_too {
+        tally.heading(&kernel);
+        match build_everything(tally) {
+            Ok(()) => run_kernel(&kernel, tally),
+            Err(error) => tally.step(&kernel, Err(error)),
+        }
     }
 }
 
-fn run_kernel(options: &Options, tally: &mut Tally) {
-    let name = format!("kernel::{}", kernel::IN_EVERY_RUN.name());
-    if options.quick || !options.selects(&name) || cfg!(not(target_arch = "x86_64")) {
-        return;
-    }
-    tally.heading(&name);
-    let built = if options.runs_everything() { Ok(()) } else { build_everything(tally) };
-    if let Err(error) = built.and_then(|()| kernel::run(kernel::IN_EVERY_RUN, tally)) {
-        tally.step(&name, Err(error));
+fn run_kernel(name: &str, tally: &mut Tally) {
+    if let Err(error) = kernel::run(kernel::IN_EVERY_RUN, tally) {
+        tally.step(name, Err(error));
     }
 }
 
-fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
+fn run_fuzz(options: &Options, beside: Option<&Beside>, tally: &mut Tally) -> Result<()> {
     let targets = fuzz::targets()?;
     let chosen: Vec<_> =
-        targets.into_iter().filter(|target| options.selects(&format!("fuzz::{target}"))).collect();
+        targets.into_iter().filter(|target| options.selects(&fuzz::name_of(target))).collect();
     if chosen.is_empty() {
+        return Ok(());
+    }
+    if let Some(beside) = beside {
+        for target in chosen {
+            let name = fuzz::name_of(&target);
+            tally.step(&name, beside.result(&name));
+        }
         return Ok(());
     }
     tally.heading(&format!("fuzz targets, {FUZZ_SECONDS} s each: {}", chosen.join(", ")));
     if let Err(error) = fuzz::prepare() {
         eprintln!("fuzz: {error:#}");
         for target in chosen {
-            tally.fail(format!("fuzz::{target} (not built)"));
+            tally.fail(format!("{} (not built)", fuzz::name_of(&target)));
         }
         return Ok(());
     }
@@ -348,7 +368,7 @@ fn run_fuzz(options: &Options, tally: &mut Tally) -> Result<()> {
         });
         for (target, result) in pair.iter().zip(results) {
             let result = result.unwrap_or_else(|_| Err(anyhow!("its thread has panicked")));
-            tally.step(&format!("fuzz::{target}"), result);
+            tally.step(&fuzz::name_of(target), result);
         }
     }
     Ok(())
@@ -361,7 +381,7 @@ fn run_mutants(options: &Options, beside: Option<&Beside>, tally: &mut Tally) {
     }
     if let Some(beside) = beside {
         for (name, _) in chosen {
-            tally.step(&name, beside.mutants(&name));
+            tally.step(&name, beside.result(&name));
         }
         return;
     }
@@ -392,6 +412,24 @@ mod tests {
         );
         assert_eq!((some.names[0].as_str(), some.names.len()), ("kubernetes::kubectl", 3));
         assert_eq!(some.needs, [Need::Cluster, Need::Arm64]);
+    }
+
+    /// rustdoc would compile each library once more to find none.
+    #[test]
+    fn libraries_have_no_examples_that_nobody_runs() {
+        for package in default_packages().unwrap() {
+            let manifest = fs::read_to_string(package.folder.join("Cargo.toml")).unwrap();
+            let library = package.folder.join("src/lib.rs").exists();
+            assert_eq!(manifest.contains("\ndoctest = false\n"), library, "{}", package.name);
+            for file in files_below(&package.folder.join("src")).unwrap() {
+                let text = fs::read_to_string(&file).unwrap();
+                let lines = text.lines().map(str::trim_start);
+                let comments =
+                    lines.filter_map(|line| line.strip_prefix("/// ").or_else(|| line.strip_prefix("//! ")));
+                let mut opening = comments.filter(|line| line.starts_with("```")).step_by(2);
+                assert!(opening.all(|line| line == "```text"), "{} has an example", file.display());
+            }
+        }
     }
 
     #[test]

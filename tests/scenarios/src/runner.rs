@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -18,6 +18,7 @@ use postern_testbed::{Shape, load_target, supervisor, sweep, visitors};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::doctor::faults;
+use crate::durations::{self, Took};
 use crate::scenario::Scenario;
 use crate::slots::Slots;
 use crate::{chaos, needs, soak};
@@ -31,6 +32,7 @@ const CONCURRENT: usize = 2;
 static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
+static TOOK: Mutex<Vec<Took>> = Mutex::new(Vec::new());
 static SLOTS: OnceLock<Slots> = OnceLock::new();
 
 /// The `scenarios` program; `--run NAME --id ID`, `--target` and `--visit` are for the processes that it starts itself.
@@ -72,7 +74,13 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
     let trial = |(place, scenario): (usize, &'static Scenario)| {
         Trial::test(scenario.name(), move || in_own_process(place, scenario)).with_kind(scenario.kind)
     };
-    Ok(libtest_mimic::run(&arguments, scenarios.into_iter().enumerate().map(trial).collect()).exit_code())
+    let start = Instant::now();
+    let conclusion = libtest_mimic::run(&arguments, scenarios.into_iter().enumerate().map(trial).collect());
+    let took = std::mem::take(&mut *lock(&TOOK));
+    if took.len() > 1 {
+        print!("{}", durations::summary(start, took));
+    }
+    Ok(conclusion.exit_code())
 }
 
 fn prepare() -> Result<()> {
@@ -129,11 +137,13 @@ fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
         kind => needs::wait(kind).map_err(|error| Failed::from(format!("{error:#}")))?,
     };
     let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.has_cluster());
-    let id = Id::new(Kind::Test);
-    lock().push(id.clone());
+    let (id, from) = (Id::new(Kind::Test), Instant::now());
+    lock(&LIVE).push(id.clone());
     let result = supervise(scenario, &id, variables);
     let removed = sweep::remove(&id);
-    lock().retain(|live| *live != id);
+    lock(&LIVE).retain(|live| *live != id);
+    let (name, cluster) = (scenario.name(), scenario.has_cluster());
+    lock(&TOOK).push(Took { name, cluster, from, to: Instant::now() });
     result.and(removed).map_err(|error| Failed::from(format!("{error:#}")))
 }
 
@@ -228,7 +238,7 @@ fn remove_everything_on_signals() -> Result<()> {
         }
         eprintln!("scenarios: interrupted, removing what runs");
         // The scenario's own process is in the run's cgroup, so this ends it too.
-        for id in lock().iter() {
+        for id in lock(&LIVE).iter() {
             if let Err(error) = sweep::remove(id) {
                 eprintln!("scenarios: {error:#}");
             }
@@ -238,8 +248,8 @@ fn remove_everything_on_signals() -> Result<()> {
     Ok(())
 }
 
-fn lock() -> std::sync::MutexGuard<'static, Vec<Id>> {
-    LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -217,7 +217,7 @@ fn capabilities() {
 }
 
 /// As in the shipped pod.
-const DOCUMENTED: CapabilitySet =
+pub(crate) const DOCUMENTED: CapabilitySet =
     CapabilitySet::BPF.union(CapabilitySet::PERFMON).union(CapabilitySet::NET_ADMIN);
 
 fn documented_capabilities() {
@@ -240,7 +240,7 @@ fn without_perfmon() {
     redirects_with(CapabilitySet::BPF | CapabilitySet::NET_ADMIN);
 }
 
-fn have_only(only: CapabilitySet) {
+pub(crate) fn have_only(only: CapabilitySet) {
     let sets = CapabilitySets { effective: only, permitted: only, inheritable: CapabilitySet::empty() };
     set_capabilities(None, sets).unwrap();
 }

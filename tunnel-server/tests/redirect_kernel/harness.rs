@@ -22,6 +22,8 @@ pub(crate) const CASE: &str = "POSTERN_KERNEL_CASE";
 pub(crate) const ROLE: &str = "POSTERN_KERNEL_ROLE";
 /// The child cgroup of a case.
 pub(crate) const CGROUP: &str = "POSTERN_KERNEL_CGROUP";
+/// Set where the machine is the test's own: programs may be attached to the root of its cgroups.
+pub(crate) const WHOLE_MACHINE: &str = "POSTERN_KERNEL_WHOLE_MACHINE";
 
 const PREFIX: &str = "postern-redirect-test-";
 const DEADLINE: Duration = Duration::from_secs(180);

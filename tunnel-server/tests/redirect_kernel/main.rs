@@ -13,6 +13,7 @@ mod harness;
 mod lifecycle;
 mod networks;
 mod peer;
+mod pod;
 mod raw;
 mod scale;
 mod support;
@@ -23,7 +24,9 @@ use std::process::ExitCode;
 type Case = (&'static str, fn());
 
 fn cases() -> Vec<Case> {
-    [connects::CASES, networks::CASES, lifecycle::CASES, failures::CASES, scale::CASES].concat()
+    let everywhere = [connects::CASES, networks::CASES, lifecycle::CASES, failures::CASES, scale::CASES];
+    let whole_machine = std::env::var_os(harness::WHOLE_MACHINE).map_or(&[][..], |_| pod::CASES);
+    [&everywhere[..], &[whole_machine]].concat().concat()
 }
 
 fn main() -> ExitCode {

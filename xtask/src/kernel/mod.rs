@@ -65,6 +65,8 @@ fn cases(kernel: Kernel, emulated: bool) -> Vec<(&'static str, String)> {
                  test -e /sys/fs/cgroup/cgroup.type && exec {tests} connects::'"
             ),
         ),
+        // By itself: it attaches to the root of the machine's cgroups.
+        ("pod", "POSTERN_KERNEL_WHOLE_MACHINE=1 ./redirect_kernel --color=never pod::".to_owned()),
         ("demo", format!("POSTERN_DEMO_PACE={} ./demo", if emulated { 5 } else { 1 })),
     ]
 }

@@ -8,7 +8,9 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use serde_json::json;
 
+use super::guide::CALLERS;
 use super::{DOCUMENT, PATIENCE, by_name, connect, follow, on_cluster, overlay_with, ready, text};
+use crate::rights;
 use crate::web::{Answer, Authority, Web, curl};
 
 /// What may be done at kubelets, for the account that may.
@@ -30,7 +32,7 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     let metrics = Web::start(testbed, 1, 9100)?;
     install(cluster).await?;
     // The commands of the guide: Postern's CA in postern-ca.crt, and the servers' certificate for kubelets.
-    follow::section(cluster, DOCUMENT, "Callers of the servers", &[]).await?;
+    follow::section(cluster, DOCUMENT, CALLERS, &[]).await?;
     for account in ["scraper", "reader"] {
         kubectl.run(&["create", "serviceaccount", account]).await?;
     }
@@ -49,7 +51,7 @@ async fn asked_for(cluster: &Cluster<'_>) -> Result<()> {
     by_name::check(cluster, &reader, &scraper).await?;
     progress("a pod reaches a node by its name through the plain door");
     ensure!(metrics.connections() > 0, "the exporter was not reached");
-    Ok(())
+    rights::of_components(cluster, "deploy::callers_are_asked_for").await
 }
 
 async fn install(cluster: &Cluster<'_>) -> Result<()> {

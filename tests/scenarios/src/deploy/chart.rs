@@ -1,9 +1,12 @@
 //! The chart on a real cluster: installed, upgraded, rolled back and removed.
+use std::fs;
+use std::os::unix::fs::symlink;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::cluster::kubectl::said;
+use postern_testbed::cluster::manifests::deploy;
 use postern_testbed::cluster::peers;
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
 use postern_testbed::report::progress;
@@ -11,8 +14,11 @@ use serde_json::json;
 use tokio::process::Command;
 use tokio::time::timeout;
 
+use super::guide::CHART;
 use super::render::chart;
-use super::{NAMESPACE, PATIENCE, PROGRAMS, logs, on_cluster, rolled_out, service_has_port, text};
+use super::{
+    DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, follow, logs, on_cluster, rolled_out, service_has_port, text,
+};
 
 /// Longer than helm's own `--timeout`, so that helm says what it waits for.
 const LIMIT: Duration = Duration::from_secs(150);
@@ -31,15 +37,25 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
         "extraArgs": [format!("--redirect-cgroup={}", cgroup.display())],
     }});
     let file = cluster.testbed.dir().join("values.json");
-    std::fs::write(&file, values.to_string()).context("writing the values")?;
+    fs::write(&file, values.to_string()).context("writing the values")?;
     let values = format!("--values={}", text(&file)?);
-    let notes = helm(cluster, &["install", "postern", chart, &values, "--wait", "--timeout=120s"]).await?;
+    // The guide's commands, in a folder that has `deploy`. There is no registry here.
+    let dir = fs::canonicalize(cluster.testbed.dir()).context("the run's folder")?;
+    symlink(fs::canonicalize(deploy()).context("deploy/")?, dir.join("deploy")).context("linking deploy/")?;
+    let with_values = format!("deploy/helm/postern {values}");
+    let guides = async |command: &str, replaced: &[(&str, &str)]| {
+        follow::lines(cluster, DOCUMENT, CHART, command, replaced).await
+    };
+    let here = [("deploy/helm/postern", with_values.as_str()), ("registry.example.org", "localhost")];
+    let notes = guides("helm install", &here).await?;
     ensure!(notes.contains("kubectl label node NODE"), "helm does not say what is next: {notes}");
     for (program, _) in PROGRAMS {
         rolled_out(kubectl, program).await?;
     }
     logs(kubectl).await.context("after the installation")?;
     progress("the chart is installed");
+    guides("helm upgrade", &[]).await?;
+    service_port(cluster).await?;
 
     // What `kubectl edit` has set stays.
     let edited = json!({ "data": { "localhost-proxy-ports": "10266" } }).to_string();
@@ -56,8 +72,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     logs(kubectl).await.context("after the upgrade")?;
     service_has_port(cluster).await?;
     let object = |kind: &str, name: &str| format!("/api/v1/namespaces/{NAMESPACE}/{kind}/{name}");
-    let service = cluster.api.get(&object("services", "x-tunnel-server-svc")).await?;
-    ensure!(service["spec"]["ports"][0]["nodePort"] == 31008, "the Service has {}", service["spec"]["ports"]);
+    service_port(cluster).await?;
     let config = cluster.api.get(&object("configmaps", "tunnel-server-cfg")).await?;
     let expected =
         json!({ "http-proxy-ports": "9100", "https-proxy-ports": "9443", "localhost-proxy-ports": "10266" });
@@ -76,11 +91,19 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     }
     logs(kubectl).await.context("after the rollback")?;
 
-    helm(cluster, &["uninstall", "postern", "--wait", "--timeout=120s"]).await?;
+    guides("helm uninstall", &[]).await?;
     nothing_is_left(cluster).await?;
     let secret = ["get", "secret", "tunnel-server-ca", "--namespace", NAMESPACE, "--output=name"];
     ensure!(kubectl.run(&secret).await?.contains("tunnel-server-ca"), "helm has removed the CA");
     progress("the chart is removed; the CA is kept");
+    Ok(())
+}
+
+/// The node port that was asked for.
+async fn service_port(cluster: &Cluster<'_>) -> Result<()> {
+    let service = format!("/api/v1/namespaces/{NAMESPACE}/services/x-tunnel-server-svc");
+    let service = cluster.api.get(&service).await?;
+    ensure!(service["spec"]["ports"][0]["nodePort"] == 31008, "the Service has {}", service["spec"]["ports"]);
     Ok(())
 }
 

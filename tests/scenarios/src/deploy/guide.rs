@@ -1,13 +1,47 @@
 //! docs/kubernetes.md, followed from labelling a node to `kubectl logs`, and back to nothing.
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
+use postern_testbed::client::visit;
+use postern_testbed::cluster::manifests::deploy;
+use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
+use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_for;
 
 use super::chart::nothing_is_left;
-use super::{DOCUMENT, NAMESPACE, follow, logs, on_cluster, overlay, text};
+use super::{DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, archive, explained, follow, logs, overlay, text};
+use crate::common::target;
+
+/// The sections with commands, and the scenario that runs all of them.
+const RUN: [(&str, &str); 11] = [
+    ("1. Label the edge nodes", HERE),
+    (IMAGES, HERE),
+    ("3. Apply", HERE),
+    ("4. Check", HERE),
+    (CHART, "deploy::chart_is_installed_upgraded_and_removed"),
+    (FINDING_SERVERS, "deploy::manifests_run_unchanged"),
+    ("Which ports are tunnelled", HERE),
+    (CALLERS, "deploy::callers_are_asked_for"),
+    ("Certificates", HERE),
+    (PROMETHEUS, "deploy::prometheus_reads_servers"),
+    ("Removing", HERE),
+];
+const HERE: &str = "deploy::the_guide_is_followed";
+const IMAGES: &str = "2. Bring the images to the nodes";
+pub(super) const CHART: &str = "With Helm";
+pub(super) const FINDING_SERVERS: &str = "How agents find the servers";
+pub(super) const CALLERS: &str = "Callers of the servers";
+pub(super) const PROMETHEUS: &str = "Prometheus";
 
 pub(super) async fn the_guide_is_followed(testbed: &Testbed) -> Result<()> {
-    on_cluster(testbed, followed).await
+    let cluster = Cluster::start(testbed).await?;
+    pods::run(&cluster.api, &[shell("talker", EDGE_NODE, TALK)]).await?;
+    explained(&cluster, followed).await
 }
 
 async fn followed(cluster: &Cluster<'_>) -> Result<()> {
@@ -15,20 +49,35 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     cluster.kubectl.run(&["label", "node", EDGE_NODE, "node-role.kubernetes.io/edge-"]).await?;
     let refused = cluster.kubectl.fails(&["logs", "talker", "--tail=1"]).await?;
     ensure!(!refused.contains("line "), "kubectl logs works without Postern: {refused}");
-    let overlay = overlay(cluster.testbed, "base")?;
-    let mine = [("my-postern", text(&overlay)?)];
-    let follow = async |title: &str, replaced: &[(&str, &str)]| {
+    folder(cluster.testbed)?;
+    let mut done = BTreeSet::from([IMAGES]);
+    let mut follow = async |title: &'static str, replaced: &[(&str, &str)]| {
+        done.insert(title);
         follow::section(cluster, DOCUMENT, title, replaced).await
     };
+
     follow("1. Label the edge nodes", &[]).await?;
-    follow("3. Apply", &mine).await?;
+    images(cluster).await?;
+    // Above the guide's overlay there is one of the test's. There is no registry here.
+    let tests = [("-k my-postern", "-k overlay")];
+    follow("3. Apply", &[&tests[..], &[("registry.example.org", "localhost")]].concat()).await?;
     let shown = follow("4. Check", &[]).await?;
     for expected in ["nodes: 1 of 1 connected", "talker"] {
         ensure!(shown.contains(expected), "{expected:?} is not shown:\n{shown}");
     }
     logs(&cluster.kubectl).await?;
-    follow("Removing", &mine).await?;
 
+    let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
+    follow("Which ports are tunnelled", &[]).await?;
+    let address = exporter.address;
+    wait_for("the port to be redirected", PATIENCE, async || Ok(visit(address).await.ok())).await?;
+    // At the end: the agent of a node that was shut out enrols again within minutes.
+    let said = follow("Certificates", &[]).await?;
+    ensure!(said.contains("its certificates may be in use until"), "`ca status` says:\n{said}");
+    follow("Removing", &tests).await?;
+
+    let all: BTreeSet<_> = RUN.iter().filter(|(_, by)| *by == HERE).map(|(title, _)| *title).collect();
+    ensure!(done == all, "{done:?} were followed, and {all:?} are listed");
     nothing_is_left(cluster).await?;
     let objects =
         "secret/tunnel-server-ca configmap/tunnel-nodes configmap/tunnel-revoked-agents lease/tunnel-server";
@@ -39,4 +88,90 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     let node = cluster.api.get(&format!("/api/v1/nodes/{EDGE_NODE}")).await?;
     ensure!(node["metadata"]["labels"]["node-role.kubernetes.io/edge"].is_null(), "the label is left");
     Ok(())
+}
+
+/// The run's folder becomes what the guide expects: it has `deploy`, and the images' archives. A test must not redirect the whole
+/// machine: its overlay says so, above the one that the guide writes.
+fn folder(testbed: &Testbed) -> Result<()> {
+    let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?;
+    link(&fs::canonicalize(deploy()).context("deploy/")?, &dir.join("deploy"))?;
+    for (program, _) in PROGRAMS {
+        link(&archive(program)?, &dir.join(format!("{program}.oci.tar")))?;
+    }
+    let mine = dir.join("my-postern");
+    fs::create_dir(&mine).with_context(|| mine.display().to_string())?;
+    overlay(testbed, text(&mine)?).map(drop)
+}
+
+fn link(existing: &Path, new: &Path) -> Result<()> {
+    symlink(existing, new).with_context(|| format!("linking {} to {}", new.display(), existing.display()))
+}
+
+/// Each block of the section is for the hosts of one program.
+async fn images(cluster: &Cluster<'_>) -> Result<()> {
+    let blocks = follow::blocks(DOCUMENT).into_iter();
+    let blocks: Vec<_> = blocks.filter(|block| block.section == IMAGES && block.is_commands()).collect();
+    ensure!(blocks.len() == PROGRAMS.len(), "{IMAGES:?} has {} blocks with commands", blocks.len());
+    for (block, (program, node)) in blocks.iter().zip(PROGRAMS) {
+        ensure!(block.text.contains(program), "for {node} there is {:?}", block.text);
+        follow::on_host(cluster, node, IMAGES, block.text).await?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::deploy::SCENARIOS;
+
+    /// The other blocks, by how they begin, and why no test runs them as they are.
+    const NOT_RUN: [(&str, &str); 6] = [
+        (
+            "cargo xtask image",
+            "xtask has made the images, with the same code and a faster profile, before it starts this",
+        ),
+        ("hosts /etc/edge/tunnel-nodes {", "CoreDNS is not among the programs of the testbed's cluster"),
+        ("kubectl --namespace kube-system patch deployment coredns", "the same"),
+        ("--plain-port=10268", "flags, not commands; the scenarios in plain.rs give them to a server"),
+        (
+            "kubectl --namespace kube-system exec daemonset/tunnel-server -- /tunnel-server ca retire",
+            "it is refused for as long as a certificate of the old root may be in use, which is days",
+        ),
+        (
+            "# The volumes of Prometheus' pod.",
+            "parts of somebody's Deployment; deploy::prometheus_reads_servers takes both keys from their Secrets",
+        ),
+    ];
+
+    #[test]
+    fn every_block_of_the_guide_is_run_or_named() {
+        let blocks = follow::blocks(DOCUMENT);
+        let named =
+            |block: &follow::Block<'_>| NOT_RUN.iter().any(|(start, _)| block.text.starts_with(start));
+        let run = |block: &follow::Block<'_>| RUN.iter().any(|(title, _)| *title == block.section);
+        for block in &blocks {
+            let title = block.section;
+            if block.is_commands() {
+                assert!(run(block), "no test runs the commands of {title:?}: {}", block.text);
+            } else {
+                assert!(named(block), "a block of {title:?} is not run, and not in NOT_RUN: {}", block.text);
+            }
+        }
+        for (start, _) in NOT_RUN {
+            assert!(
+                blocks.iter().any(|block| !block.is_commands() && block.text.starts_with(start)),
+                "{start}"
+            );
+        }
+        for (title, scenario) in RUN {
+            assert!(follow::commands(DOCUMENT, title).is_ok(), "{title}");
+            assert!(SCENARIOS.iter().any(|one| one.name() == scenario), "{title}: {scenario}");
+        }
+        // Blocks in lists would not be found.
+        assert!(
+            !DOCUMENT
+                .lines()
+                .any(|line| line.starts_with([' ', '\t']) && line.trim_start().starts_with("```"))
+        );
+    }
 }

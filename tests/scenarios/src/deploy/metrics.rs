@@ -14,12 +14,13 @@ use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
 use serde_json::{Value, json};
 
-use super::{PATIENCE, archive, explained, import, overlay_with, ready, text};
+use super::guide::PROMETHEUS;
+use super::{DOCUMENT, PATIENCE, archive, explained, follow, import, overlay_with, ready, text};
 use crate::kubernetes::redirector::{WORKER, fetch};
+use crate::rights;
 use crate::web::{Answer, curl};
 
 const METRIC: &str = "postern_build_info{";
-const READER: &str = "postern:metrics-reader";
 
 pub(super) async fn prometheus_reads_servers(testbed: &Testbed) -> Result<()> {
     let worker = testbed.add_cloud_host(WORKER, NEIGHBOUR)?;
@@ -52,12 +53,12 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     };
     let with_token =
         async |token: &str| ask(&["--header", &format!("Authorization: Bearer {}", token.trim())]).await;
-    for account in ["reader", "stranger"] {
-        kubectl.run(&["create", "serviceaccount", account]).await?;
-    }
-    let (role, subject) = (format!("--clusterrole={READER}"), "--serviceaccount=default:reader");
-    kubectl.run(&["create", "clusterrolebinding", "reader", &role, subject]).await?;
-    let reader = kubectl.run(&["create", "token", "reader"]).await?;
+    // The reader is the one to which the guide gives the right.
+    kubectl.run(&["create", "namespace", "monitoring"]).await?;
+    kubectl.run(&["create", "serviceaccount", "prometheus", "--namespace=monitoring"]).await?;
+    kubectl.run(&["create", "serviceaccount", "stranger"]).await?;
+    follow::section(cluster, DOCUMENT, PROMETHEUS, &[]).await?;
+    let reader = kubectl.run(&["create", "token", "prometheus", "--namespace=monitoring"]).await?;
     let stranger = kubectl.run(&["create", "token", "stranger"]).await?;
 
     // The authoriser may hear of the binding a moment later, and a no is remembered for 5 s.
@@ -113,14 +114,15 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
         ensure!(String::from_utf8_lossy(&may.stdout).trim() == "no", "{right:?}: {}", said(&may));
     }
 
+    rights::of_components(cluster, "deploy::prometheus_reads_servers").await?;
     let state = |check: &Value| check["state"].as_str().unwrap_or_default().to_owned();
-    let check = rights(cluster).await?;
+    let check = checked(cluster).await?;
     ensure!(state(&check) == "ok", "{check:#}");
     kubectl.run(&["delete", "clusterrolebinding", "postern:tunnel-server-metrics"]).await?;
     let missed = wait_until(
         "doctor to miss the rights",
         PATIENCE,
-        async || rights(cluster).await,
+        async || checked(cluster).await,
         |check| state(check) == "broken",
     );
     let missed = missed.await?;
@@ -143,7 +145,7 @@ fn of_redirectors(testbed: &Testbed, worker: &CloudHost) -> Result<Value> {
 }
 
 /// What doctor, in the server's pod, says of the rights that the door needs.
-async fn rights(cluster: &Cluster<'_>) -> Result<Value> {
+async fn checked(cluster: &Cluster<'_>) -> Result<Value> {
     let command = ["/tunnel-server", "doctor", "-o", "json"];
     let server = ["exec", "--namespace", NAMESPACE, "daemonset/tunnel-server", "--"];
     // Its exit code tells of the other checks too.

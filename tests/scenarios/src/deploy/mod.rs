@@ -15,13 +15,13 @@ use postern_testbed::cluster::postern::NAMESPACE;
 use postern_testbed::cluster::{CLOUD_NODE, Cluster, EDGE_NODE};
 use postern_testbed::report::{figure, progress};
 use postern_testbed::target::Behaviour;
-use postern_testbed::{CLOUD, Testbed};
-
 use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::{CLOUD, Testbed};
 use serde_json::{Value, json};
 
 use crate::common::{alongside, target};
 use crate::kubernetes::following::Following;
+use crate::rights;
 
 mod by_name;
 mod callers;
@@ -37,7 +37,6 @@ mod offline;
 mod overlays;
 mod plugin;
 mod render;
-mod rights;
 mod superedge;
 mod two_masters;
 
@@ -141,7 +140,7 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     rotation(kubectl).await?;
     restarts(cluster).await?;
     given_servers(cluster).await?;
-    rights::check(cluster).await
+    rights::of_base(cluster).await
 }
 
 /// An overlay of `folder`, as an administrator would write it, that only sets the cgroup and the BPF file system: a test must
@@ -338,6 +337,12 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
     rolled_out(kubectl, "tunnel-agent").await?;
     logs(kubectl).await.context("after the agent was restarted")?;
     offline::agents_are_updated(cluster).await?;
+    // The guide's other way to the API server.
+    let cloud = CLOUD.to_string();
+    follow::section(cluster, DOCUMENT, guide::FINDING_SERVERS, &[("api.example.org", cloud.as_str())])
+        .await?;
+    rolled_out(kubectl, "tunnel-agent").await?;
+    logs(kubectl).await.context("after the agent was given the API server's address")?;
     // A port of the ConfigMap.
     let exporter = target(cluster.testbed, 1, 9100, Behaviour::Echo)?;
     for (program, _) in PROGRAMS {

@@ -1,8 +1,8 @@
 //! The documents agree with the manifests.
 use std::fs;
 
-use super::rights::unseen;
 use super::{DOCUMENT, PROGRAMS, deploy};
+use crate::rights::unseen;
 
 /// The manifests with roles, in the document's order.
 const ROLES: [&str; 11] = [

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 
 use super::checks::Checks;
 use super::{commands, forward, konnectivity, redirect, views};
+use crate::rights;
 
 const PORT: u16 = 8131;
 
@@ -96,6 +97,8 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
     checks.run("konnectivity's agent by its pod's token", attaches).await;
     let carries = konnectivity::its_own_program_carries(testbed, &cluster, &server);
     checks.run("konnectivity's own program with its pod's token: logs and exec", carries).await;
+    let used = rights::of_components(&cluster, "kubernetes::egress_selector");
+    checks.run("each right of the component is used", used).await;
     checks.finish()
 }
 

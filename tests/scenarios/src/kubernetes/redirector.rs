@@ -15,6 +15,7 @@ use postern_testbed::{CloudHost, NEIGHBOUR, Testbed};
 use serde_json::{Value, json};
 
 use super::checks::Checks;
+use crate::rights;
 use crate::web::{Answer, curl};
 
 pub(crate) const WORKER: &str = "cloud-2";
@@ -51,6 +52,8 @@ pub(super) async fn redirector(testbed: &Testbed) -> Result<()> {
         Ok(())
     };
     checks.run("its status says what it is", cloud).await;
+    let used = rights::of_components(&cluster, "kubernetes::redirector");
+    checks.run("each right of the components is used", used).await;
     checks.finish()
 }
 

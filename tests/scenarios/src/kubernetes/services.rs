@@ -19,6 +19,7 @@ use super::egress::{Kind, admission, select, socket};
 use super::top::{NODES, measured, positive};
 use super::views;
 use crate::egress::client::ask;
+use crate::rights;
 
 const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -40,6 +41,8 @@ pub(super) async fn egress_services(testbed: &Testbed) -> Result<()> {
     }
     checks.run("an edge pod by its Service", edge_pod(testbed, &cluster)).await;
     checks.run("a Service without ready endpoints", without_endpoints(testbed, &cluster)).await;
+    let used = rights::of_components(&cluster, "kubernetes::egress_services");
+    checks.run("each right of the components is used", used).await;
     checks.finish()
 }
 

@@ -190,8 +190,8 @@ pub fn audit_log(testbed: &Testbed) -> PathBuf {
 }
 
 fn audit_policy() -> Value {
-    let users =
-        ["tunnel-server", "tunnel-agent"].map(|name| format!("system:serviceaccount:kube-system:{name}"));
+    let users = ["tunnel-server", "tunnel-agent", "tunnel-redirector"];
+    let users = users.map(|name| format!("system:serviceaccount:kube-system:{name}"));
     json!({
         "apiVersion": "audit.k8s.io/v1",
         "kind": "Policy",
