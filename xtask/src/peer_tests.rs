@@ -58,25 +58,14 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     }
 }
 
-/// Of how many tests the table in docs/parity.md is right, and what it says wrongly.
-pub(crate) type Compared = Result<(u64, Vec<String>)>;
-
-/// Runs all of them.
-pub(crate) fn test_all() -> Compared {
-    test(None)
-}
-
-/// Each counts as a test of its own.
-pub(crate) fn count(compared: Compared, tally: &mut Tally) {
-    match compared {
-        Ok((right, wrong)) => {
-            tally.passed += right;
-            for line in wrong {
-                tally.fail(format!("{NAME}: {line}"));
-            }
-        }
-        Err(error) => tally.step(NAME, Err(error)),
+/// All of them, each counted as a test of its own.
+pub(crate) fn count(tally: &mut Tally) -> Result<()> {
+    let (right, wrong) = test(None)?;
+    tally.passed += right;
+    for line in wrong {
+        tally.fail(format!("{NAME}: {line}"));
     }
+    Ok(())
 }
 
 /// What the table says of a test, or what became of it.
@@ -111,7 +100,8 @@ type Verdicts = BTreeMap<String, Verdict>;
 /// With what a test has said.
 type Results = BTreeMap<String, (Verdict, String)>;
 
-fn test(filter: Option<&str>) -> Compared {
+/// Returns of how many tests the table is right, and what it says wrongly.
+fn test(filter: Option<&str>) -> Result<(u64, Vec<String>)> {
     let page = root().join("docs/parity.md");
     let page = fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
     let expected = table(&page)?;

@@ -100,7 +100,8 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
     run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
     run_programs(options, &programs, &mut tally);
-    run_peer_tests_and_kernel(options, &mut tally);
+    run_peer_tests(options, &mut tally);
+    run_kernel(options, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
     } else {
@@ -300,40 +301,26 @@ fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) 
     }
 }
 
-/// konnectivity's own tests and the kernel in a virtual machine; in a whole run at the same time. The former mostly wait, and have
-/// namespaces of their own; the latter have deadlines of many seconds.
-fn run_peer_tests_and_kernel(options: &Options, tally: &mut Tally) {
-    let kernel = format!("kernel::{}", kernel::IN_EVERY_RUN.name());
-    let selected = |name: &str| !options.quick && options.selects(name);
-    let peer_tests_too = selected(peer_tests::NAME);
-    let kernel_too = selected(&kernel) && cfg!(target_arch = "x86_64");
-    if options.runs_everything() && kernel_too {
-        tally.heading(&format!("{} and {kernel}", peer_tests::NAME));
-        let compared = thread::scope(|scope| {
-            let peers = scope.spawn(peer_tests::test_all);
-            run_kernel(&kernel, tally);
-            peers.join().unwrap_or_else(|_| Err(anyhow!("its thread has panicked")))
-        });
-        peer_tests::count(compared, tally);
+fn run_peer_tests(options: &Options, tally: &mut Tally) {
+    if options.quick || !options.selects(peer_tests::NAME) {
         return;
     }
-    if peer_tests_too {
-        tally.heading(peer_tests::NAME);
-        let built = if options.runs_everything() { Ok(()) } else { build(&["tunnel-agent"]) };
-        peer_tests::count(built.and_then(|()| peer_tests::test_all()), tally);
-    }
-    if kernel_too {
-        tally.heading(&kernel);
-        match build_everything(tally) {
-            Ok(()) => run_kernel(&kernel, tally),
-            Err(error) => tally.step(&kernel, Err(error)),
-        }
+    tally.heading(peer_tests::NAME);
+    let built = if options.runs_everything() { Ok(()) } else { build(&["tunnel-agent"]) };
+    if let Err(error) = built.and_then(|()| peer_tests::count(tally)) {
+        tally.step(peer_tests::NAME, Err(error));
     }
 }
 
-fn run_kernel(name: &str, tally: &mut Tally) {
-    if let Err(error) = kernel::run(kernel::IN_EVERY_RUN, tally) {
-        tally.step(name, Err(error));
+fn run_kernel(options: &Options, tally: &mut Tally) {
+    let name = format!("kernel::{}", kernel::IN_EVERY_RUN.name());
+    if options.quick || !options.selects(&name) || cfg!(not(target_arch = "x86_64")) {
+        return;
+    }
+    tally.heading(&name);
+    let built = if options.runs_everything() { Ok(()) } else { build_everything(tally) };
+    if let Err(error) = built.and_then(|()| kernel::run(kernel::IN_EVERY_RUN, tally)) {
+        tally.step(&name, Err(error));
     }
 }
 
