@@ -14,6 +14,7 @@ const OFFLINE: &str = "edge-offline";
 /// How long one rolling update may take.
 const UPDATED: Duration = Duration::from_secs(90);
 
+/// With the overlay for SuperEdge's labels.
 pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     let kubectl = &cluster.kubectl;
     // With room for pods, so that the scheduler gives it its agent, which stays pending.
@@ -21,7 +22,7 @@ pub(super) async fn agents_are_updated(cluster: &Cluster<'_>) -> Result<()> {
     let node = json!({
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": { "name": OFFLINE, "labels": { "node-role.kubernetes.io/edge": "" } },
+        "metadata": { "name": OFFLINE, "labels": { "superedge.io/edge-node": "enable" } },
         "status": {
             "capacity": room,
             "allocatable": room,
