@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 use postern_testbed::agent::{Agent, START};
-use postern_testbed::client::{PATIENCE, Pattern, digest, echo, pattern_digest};
+use postern_testbed::client::{self, PATIENCE, Pattern, digest, echo, pattern_digest};
 use postern_testbed::cluster::peers;
 use postern_testbed::process::Process;
 use postern_testbed::server::Server;
@@ -13,7 +13,7 @@ use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncReadExt as _;
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::UnixStream;
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -133,7 +133,7 @@ async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: 
     let greeter = target(testbed, 1, 9104, Behaviour::HelloFirst("220 first\r\n"))?;
     testbed.black_hole(1, 9103)?;
     // Through the redirect, and by name through the egress door.
-    echo(&mut TcpStream::connect(echoes.address).await?, b"redirected").await?;
+    echo(&mut client::connect(echoes.address).await?, b"redirected").await?;
     back_and_forth(connect(socket, &format!("edge-1:{ECHO}")).await?, 3, 20_000_000).await?;
     let got = digest(&mut connect(socket, &source.address.to_string()).await?).await?;
     ensure!(got == (20_000_000, pattern_digest(7, 20_000_000)), "the source's bytes changed: {got:?}");
