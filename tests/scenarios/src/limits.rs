@@ -295,7 +295,9 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
         echo(&mut stream, b"still mine").await?;
     }
     drop(by_host);
-    visit(on_first.address).await?;
+    // Once the server has seen their ends.
+    let visited = async || visit(on_first.address).await;
+    wait_until("a place among those given back", client::PATIENCE, visited, |_| true).await?;
     Ok(())
 }
 
