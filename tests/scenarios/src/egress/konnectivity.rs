@@ -59,6 +59,8 @@ pub(super) async fn page_by_its_client(socket: &Path, mode: &str, host: &str, pa
 }
 
 const AGENT_PORT: u16 = 8091;
+/// How long a step may take beside one that stalls the others for 2 s, however busy the machine is.
+pub(super) const BESIDE: Duration = Duration::from_secs(10);
 
 /// konnectivity's agent on edge 1. `state`: where a tunnel-agent has the certificate that it shows, if any.
 fn proxy_agent(testbed: &Testbed, name: &str, state: &Path, certificate: bool) -> Result<Process> {
@@ -168,10 +170,9 @@ async fn stalls_nobody(testbed: &Testbed, server: &Server<'_>, socket: &Path) ->
     let mut held = connect(socket, &format!("edge-1:{ECHO}")).await?;
     let stalled = connect(socket, &source.address.to_string()).await?;
     for _ in 0..50 {
-        timeout(Duration::from_secs(5), echo(&mut held, b"beside a stalled client")).await??;
-        let mut stream =
-            timeout(Duration::from_secs(5), connect(socket, &format!("edge-1:{ECHO}"))).await??;
-        timeout(Duration::from_secs(5), echo(&mut stream, b"new")).await??;
+        timeout(BESIDE, echo(&mut held, b"beside a stalled client")).await??;
+        let mut stream = timeout(BESIDE, connect(socket, &format!("edge-1:{ECHO}"))).await??;
+        timeout(BESIDE, echo(&mut stream, b"new")).await??;
     }
     wait_until("the stalled client's target to end", PATIENCE, async || Ok(source.open()), |open| *open == 0)
         .await?;

@@ -22,7 +22,7 @@ use tunnel_core::konnectivity::Packet;
 
 use super::ECHO;
 use super::client::{Caller, ask, connect};
-use super::konnectivity::{PAGE, back_and_forth, page_by_its_client};
+use super::konnectivity::{BESIDE, PAGE, back_and_forth, page_by_its_client};
 use crate::common::target;
 use crate::held::ALLOCATOR;
 
@@ -253,7 +253,7 @@ async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> 
     });
     let beside = async {
         for _ in 0..50 {
-            timeout(Duration::from_secs(5), held.echo(healthy, b"beside a stalled target")).await??;
+            timeout(BESIDE, held.echo(healthy, b"beside a stalled target")).await??;
         }
         anyhow::Ok(())
     };
