@@ -246,8 +246,12 @@ async fn guessing_is_slowed_down() {
     let mut honest = crate::harness::client(&server.address, tls).await;
     honest.renew(RenewRequest { csr: create_csr(&PrivateKey::generate().unwrap()).unwrap() }).await.unwrap();
     assert_eq!(server.metrics.enrollments("renew", "issued"), 1);
-    // The limit was not lifted by that.
-    assert_eq!(guess(format!("abcdef.{}", "0".repeat(26))).await, Err(Code::ResourceExhausted));
+    // The limit was not lifted by that: there are only as many more as the time since then allows.
+    let mut more = 0;
+    while guess(format!("abcdef.{}", "0".repeat(26))).await != Err(Code::ResourceExhausted) {
+        more += 1;
+        assert!(more < 10, "the limit was lifted");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,5 +1,5 @@
 //! Steps that several scenarios share.
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -90,11 +90,10 @@ pub(crate) async fn alongside<T>(
 
 /// Connects, and expects a reset without data. It may arrive before connect() has returned.
 pub(crate) async fn expect_reset(address: SocketAddr) -> Result<()> {
-    let mut stream = match tokio::time::timeout(client::PATIENCE, TcpStream::connect(address)).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(error)) if error.kind() == ErrorKind::ConnectionReset => return Ok(()),
-        Ok(Err(error)) => return Err(error).with_context(|| format!("connecting to {address}")),
-        Err(_) => anyhow::bail!("connecting to {address} took more than {:?}", client::PATIENCE),
+    let mut stream = match client::connect(address).await {
+        Ok(stream) => stream,
+        Err(error) if is_reset(&error) => return Ok(()),
+        Err(error) => return Err(error),
     };
     // A socket reports its reset once: to the write, if that comes after it, and the read then sees an end of file.
     if stream
@@ -107,6 +106,10 @@ pub(crate) async fn expect_reset(address: SocketAddr) -> Result<()> {
     let end = client::end_of(&mut stream, client::PATIENCE).await?;
     ensure!(end == client::End::Reset, "{address} ended with {end:?}, expected a reset");
     Ok(())
+}
+
+fn is_reset(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::ConnectionReset)
 }
 
 /// Reads and discards `count` bytes.
@@ -221,4 +224,13 @@ pub(crate) async fn never(
 pub(crate) async fn session_of(server: &Server<'_>, index: usize) -> Result<serde_json::Value> {
     let status = server.status().await?;
     status["nodes"][index].get("session").cloned().with_context(|| format!("no session in {status}"))
+}
+
+/// Waits until so many sessions were refused for this reason, and no more: a server counts one once its agent has been told and
+/// its link is closed.
+pub(crate) async fn refusals_counted(server: &Server<'_>, reason: &str, count: f64) -> Result<()> {
+    let refused = [("result", reason)];
+    let counted = async || Ok(server.metrics().await?.sum("postern_agent_sessions_refused_total", &refused));
+    let what = format!("{count} sessions to be counted as refused: {reason}");
+    wait_until(&what, client::PATIENCE, counted, |counted| *counted == count).await.map(drop)
 }

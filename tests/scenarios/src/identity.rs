@@ -18,7 +18,7 @@ use postern_testbed::wait::{wait_for, wait_until};
 use rcgen::KeyPair;
 use serde_json::Value;
 
-use crate::common::{hold, never, server, server_and_agent, target};
+use crate::common::{hold, never, refusals_counted, server, server_and_agent, target};
 use crate::hostile_peer::{Behaviour as Hostility, Credentials, HostileAgent};
 
 scenarios! {
@@ -348,8 +348,7 @@ async fn copied_identity_is_shut_out(testbed: &Testbed) -> Result<()> {
     server.process.stop().await?;
     server.start_again().await?;
     shut_out(&copy_of(&server, &credentials).await?, "was revoked at").await?;
-    let metrics = server.metrics().await?;
-    metrics.expect("postern_agent_sessions_refused_total", &[("result", "revoked")], 1.0)?;
+    refusals_counted(&server, "revoked", 1.0).await?;
 
     server.run(&["agent", "readmit", "edge-1"])?;
     let listed = server.run(&["agent", "list"])?;

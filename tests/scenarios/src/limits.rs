@@ -269,7 +269,7 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
     ensure!(!by_host.is_empty(), "the pod has taken all connections to edge-1");
 
     for path in ["/readyz", "/healthz", "/metrics", "/status"] {
-        let answer = tokio::time::timeout(Duration::from_secs(5), server.get(path)).await;
+        let answer = tokio::time::timeout(client::PATIENCE, server.get(path)).await;
         ensure!(answer.with_context(|| format!("{path} does not answer"))??.0 == 200, "{path}");
     }
     let _second = Agent::enrol(&server, 2).await.context("another node's agent attaches")?;
@@ -295,7 +295,9 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
         echo(&mut stream, b"still mine").await?;
     }
     drop(by_host);
-    visit(on_first.address).await?;
+    // Once the server has seen their ends.
+    let visited = async || visit(on_first.address).await;
+    wait_until("a place among those given back", client::PATIENCE, visited, |_| true).await?;
     Ok(())
 }
 

@@ -3,6 +3,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
+use postern_testbed::client::visit;
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
@@ -71,7 +72,9 @@ async fn the_way_to_a_node_is_tested(testbed: &Testbed) -> Result<()> {
     test(testbed, &["edge-9"]).await?.expect_only(&["node-unknown"])?;
 
     let mut agent = Agent::enrol(&server, 1).await?;
-    let _echo = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
+    // The kernel's routes follow the session a moment later, and the command asks once.
+    visit(echo.address).await?;
     let said = test(testbed, &["edge-1", "--port=9100,9101"]).await?;
     said.expect("kubelet-unexpected", "")?;
     said.expect("port-not-reached", "port 9101: ")?;

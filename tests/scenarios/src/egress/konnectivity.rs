@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use nix::sys::signal::Signal;
 use postern_testbed::agent::{Agent, START};
-use postern_testbed::client::{PATIENCE, Pattern, digest, echo, pattern_digest};
+use postern_testbed::client::{self, PATIENCE, Pattern, digest, echo, pattern_digest};
 use postern_testbed::cluster::peers;
 use postern_testbed::process::Process;
 use postern_testbed::server::Server;
@@ -13,7 +13,7 @@ use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncReadExt as _;
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::UnixStream;
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -59,6 +59,8 @@ pub(super) async fn page_by_its_client(socket: &Path, mode: &str, host: &str, pa
 }
 
 const AGENT_PORT: u16 = 8091;
+/// How long a step may take beside one that stalls the others for 2 s, however busy the machine is.
+pub(super) const BESIDE: Duration = Duration::from_secs(10);
 
 /// konnectivity's agent on edge 1. `state`: where a tunnel-agent has the certificate that it shows, if any.
 fn proxy_agent(testbed: &Testbed, name: &str, state: &Path, certificate: bool) -> Result<Process> {
@@ -133,7 +135,7 @@ async fn carries(testbed: &Testbed, server: &Server<'_>, socket: &Path, echoes: 
     let greeter = target(testbed, 1, 9104, Behaviour::HelloFirst("220 first\r\n"))?;
     testbed.black_hole(1, 9103)?;
     // Through the redirect, and by name through the egress door.
-    echo(&mut TcpStream::connect(echoes.address).await?, b"redirected").await?;
+    echo(&mut client::connect(echoes.address).await?, b"redirected").await?;
     back_and_forth(connect(socket, &format!("edge-1:{ECHO}")).await?, 3, 20_000_000).await?;
     let got = digest(&mut connect(socket, &source.address.to_string()).await?).await?;
     ensure!(got == (20_000_000, pattern_digest(7, 20_000_000)), "the source's bytes changed: {got:?}");
@@ -168,10 +170,9 @@ async fn stalls_nobody(testbed: &Testbed, server: &Server<'_>, socket: &Path) ->
     let mut held = connect(socket, &format!("edge-1:{ECHO}")).await?;
     let stalled = connect(socket, &source.address.to_string()).await?;
     for _ in 0..50 {
-        timeout(Duration::from_secs(5), echo(&mut held, b"beside a stalled client")).await??;
-        let mut stream =
-            timeout(Duration::from_secs(5), connect(socket, &format!("edge-1:{ECHO}"))).await??;
-        timeout(Duration::from_secs(5), echo(&mut stream, b"new")).await??;
+        timeout(BESIDE, echo(&mut held, b"beside a stalled client")).await??;
+        let mut stream = timeout(BESIDE, connect(socket, &format!("edge-1:{ECHO}"))).await??;
+        timeout(BESIDE, echo(&mut stream, b"new")).await??;
     }
     wait_until("the stalled client's target to end", PATIENCE, async || Ok(source.open()), |open| *open == 0)
         .await?;

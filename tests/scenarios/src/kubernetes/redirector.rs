@@ -108,7 +108,9 @@ async fn reached(
     kubelet: &str,
 ) -> Result<()> {
     let url = format!("{kubelet}/healthz");
-    ensure!(fetch(worker, &url)? == "ok", "the kubelet answered something else");
+    // It is ready once it is linked to a server, and learns then which nodes that one has.
+    let fetched = async || fetch(worker, &url);
+    wait_until("the kubelet to answer a program", SCRAPED, fetched, |answer| answer == "ok").await?;
     let of_redirector = |line: &postern_testbed::access_log::AccessLine| {
         line.text("door") == "peer"
             && line.text("via") == format!("redirector of {WORKER}")

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use postern_testbed::cluster::{Cluster, EDGE_NODE, pods};
-use postern_testbed::wait::wait_for;
+use postern_testbed::wait::{wait_for, wait_until};
 use serde_json::{Value, json};
 
 use super::checks::Checks;
@@ -74,7 +74,10 @@ async fn service_proxy(cluster: &Cluster<'_>) -> Result<()> {
     let slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices?labelSelector=kubernetes.io/service-name%3Dweb";
     let ready = |list: &Value| list["items"][0]["endpoints"][0]["conditions"]["ready"] == true;
     cluster.api.wait("the Service's endpoint", slices, Duration::from_secs(20), ready).await?;
-    expect_page(cluster, "/api/v1/namespaces/default/services/web:8080/proxy/index.html").await
+    // The API server's proxy goes by the Service's Endpoints, which another controller writes.
+    let path = "/api/v1/namespaces/default/services/web:8080/proxy/index.html";
+    let page = async || expect_page(cluster, path).await;
+    wait_until("the page by the Service", Duration::from_secs(20), page, |()| true).await
 }
 
 async fn expect_page(cluster: &Cluster<'_>, path: &str) -> Result<()> {

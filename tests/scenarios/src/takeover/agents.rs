@@ -140,10 +140,8 @@ pub(super) async fn an_agents_successor_dies_while_the_first_one_drains(testbed:
     let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
     let held = hold(on_edge.address, b"before").await?;
     let mut second = alongside("a takeover", on_edge.address, first.take_over()).await?;
-    second.process.crash().await?;
-    second.start_again()?;
-    second.wait_log("attached").await?;
-    server.wait_connected("edge-1", true, agent::START).await?;
+    second.crash(&server).await?;
+    second.return_to(&server).await?;
     visit(on_edge.address).await?;
     finishes(&mut first.process, held, on_edge.address).await
 }

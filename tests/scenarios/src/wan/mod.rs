@@ -249,6 +249,8 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     );
     // A transfer on its own link, and then what shares one.
     download(source.address, 3, 20_000_000).await?;
+    // The server carries it until the node's end of it has come too.
+    wait_links(&server, &[1, 1, 1, 1, 1, 1, 1, 0]).await?;
     held.push(hold(shell.address, b"login").await?);
     held.push(hold(shell.address, b"login").await?);
     let links = on_each_link(&server).await?;
