@@ -78,6 +78,11 @@ impl Following {
     }
 }
 
+/// The router has the nodes a moment before anything else knows that they are there.
+async fn until_saved(file: &Path) {
+    eventually("the nodes to be in the file", || file.exists().then_some(())).await;
+}
+
 fn node(name: &str, address: &str) -> Value {
     json!({
         "metadata": {"name": name, "labels": {"node-role.kubernetes.io/edge": ""}},
@@ -98,6 +103,7 @@ async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
     api.put(NODES, node("edge-2", "10.96.0.10"));
     let first = Following::start(&api, state.path()).await;
     first.until_routed(&["10.96.0.10/32", "192.168.50.2/32"]).await;
+    until_saved(&file).await;
     assert!(first.readiness.is_ready());
     let settings = Settings { tunnelled: [9100].into(), loopback: [10266].into(), ..Settings::default() };
     first.known.send_replace(Arc::new(settings.clone()));
@@ -139,6 +145,7 @@ async fn an_api_server_without_nodes_takes_none_from_a_server_that_starts() {
     let mut routed = vec!["192.168.50.2/32"];
     let first = Following::start(&api, state.path()).await;
     first.until_routed(&routed).await;
+    until_saved(&state.path().join("cluster.json")).await;
     first.stop().await;
     api.remove(NODES, "edge-1");
 

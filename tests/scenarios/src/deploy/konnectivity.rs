@@ -58,6 +58,7 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
 
     changing_servers(cluster, "3. Change over").await?;
     works(kubectl).await.context("through Postern again")?;
+    carried_by_postern(kubectl).await?;
     for title in ["4. Check", "5. Remove"] {
         section(cluster, title).await?;
     }

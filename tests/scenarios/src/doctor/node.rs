@@ -7,6 +7,7 @@ use postern_testbed::client::visit;
 use postern_testbed::process::program;
 use postern_testbed::server::Builder;
 use postern_testbed::target::Behaviour;
+use postern_testbed::wait::wait_until;
 use postern_testbed::{Testbed, agent};
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -75,7 +76,10 @@ async fn the_way_to_a_node_is_tested(testbed: &Testbed) -> Result<()> {
     let echo = target(testbed, 1, 9100, Behaviour::Echo)?;
     // The kernel's routes follow the session a moment later, and the command asks once.
     visit(echo.address).await?;
-    let said = test(testbed, &["edge-1", "--port=9100,9101"]).await?;
+    // What is not refused within half a second and two round trips counts as open.
+    let tested = async || test(testbed, &["edge-1", "--port=9100,9101"]).await;
+    let refused = |said: &Said| said.has("port-not-reached");
+    let said = wait_until("the closed port to be found", agent::START, tested, refused).await?;
     said.expect("kubelet-unexpected", "")?;
     said.expect("port-not-reached", "port 9101: ")?;
     said.expect("port-not-reached", "connection refused by 192.168.50.2:9101")?;

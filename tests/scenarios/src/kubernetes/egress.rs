@@ -124,8 +124,8 @@ pub(super) async fn admission(cluster: &Cluster<'_>, webhook: &Webhook) -> Resul
     let before = webhook.asked();
     let object = |name: &str| json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name, "labels": { "webhook": "" } } });
     let path = "/api/v1/namespaces/default/configmaps";
-    // The API server learns of the webhook a moment after it was made; and of its Service's endpoint, or Postern's server
-    // does, perhaps a moment after that.
+    // The API server learns of the webhook a moment after it was made, and of its Service and the endpoint by other watches,
+    // perhaps a moment after that.
     let refused = async || match cluster.api.create(path, &object(FORBIDDEN)).await {
         Ok(_) => {
             cluster.api.delete(&format!("{path}/{FORBIDDEN}")).await.map(|()| "it was not asked".to_owned())

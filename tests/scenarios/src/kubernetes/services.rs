@@ -82,10 +82,8 @@ async fn edge_pod(testbed: &Testbed, cluster: &Cluster<'_>) -> Result<()> {
     let ready = |list: &Value| list["items"][0]["endpoints"][0]["conditions"]["ready"] == true;
     cluster.api.wait("the Service's endpoint", &slices, PATIENCE, ready).await?;
     let target = format!("{}:8080", cluster_ip(cluster, "pages").await?);
-    // The server hears of the Service and of its endpoint a moment later.
-    let connected = async || connect(testbed, &target).await;
-    let works = |(_, answer): &(UnixStream, String)| answer.starts_with("HTTP/1.1 200 ");
-    let (mut stream, _) = wait_until("the edge pod's Service", PATIENCE, connected, works).await?;
+    let (mut stream, answer) = connect(testbed, &target).await?;
+    ensure!(answer.starts_with("HTTP/1.1 200 "), "CONNECT {target} was answered {answer:?}");
     stream.write_all(b"GET /index.html HTTP/1.0\r\n\r\n").await?;
     let mut page = String::new();
     timeout(PATIENCE, stream.read_to_string(&mut page)).await.context("no page")??;
