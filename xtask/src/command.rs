@@ -24,7 +24,13 @@ pub(crate) fn built(name: &str) -> Result<PathBuf> {
 
 /// Builds these packages.
 pub(crate) fn build(packages: &[&str]) -> Result<()> {
-    run(cargo().arg("build").args(packages.iter().flat_map(|package| ["-p", package])))
+    build_as("dev", packages)
+}
+
+/// Builds these packages with a profile of Cargo.toml.
+pub(crate) fn build_as(profile: &str, packages: &[&str]) -> Result<()> {
+    let packages = packages.iter().flat_map(|package| ["-p", package]);
+    run(cargo().args(["build", "--profile", profile]).args(packages))
 }
 
 /// A package that a plain `cargo test` tests.

@@ -1,13 +1,16 @@
 //! `cargo xtask demo`: builds everything, then runs the `demo` program.
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 
-use crate::command::{build, built, is_root, program, run_in_foreground};
+use crate::command::{build_as, built, is_root, program, run_in_foreground, target_dir};
 use crate::{build_ebpf, packages, peers};
 
 /// What the demo, scenarios and the benchmark run.
 pub(crate) const PROGRAMS: &[&str] = &["tunnel-server", "tunnel-agent"];
+/// What Cargo.toml has for who wants to see it work: nothing is optimised. It is also the name of the folder.
+const PROFILE: &str = "demo";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -27,9 +30,13 @@ pub(crate) fn install(kubernetes: bool) -> Result<()> {
     packages::install(&[packages::TESTBED, if kubernetes { packages::CLUSTER } else { packages::DEMO }])
 }
 
-/// Runs one of the two demos, which is built already.
-pub(crate) fn run_demo_program(kubernetes: bool, arguments: &[&str]) -> Result<ExitCode> {
-    let mut command = program(built("demo")?);
+/// Runs one of the two demos with the programs that tests run, which are built already.
+pub(crate) fn run_demo_program(kubernetes: bool) -> Result<ExitCode> {
+    run_program(&built("demo")?, kubernetes, &[])
+}
+
+fn run_program(demo: &Path, kubernetes: bool, arguments: &[&str]) -> Result<ExitCode> {
+    let mut command = program(demo);
     command.args(kubernetes.then_some("--kubernetes")).args(arguments);
     if kubernetes {
         peers::for_cluster(&mut command)?;
@@ -59,9 +66,10 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
         is_root(),
         "the demo needs root: it makes network namespaces and a cgroup, attaches eBPF programs to that cgroup and namespace, and sets iptables rules in its router. Run `sudo -E cargo xtask demo`."
     );
+    let demo = target_dir()?.join(PROFILE).join("demo");
     if options.remove {
-        build(&["postern-demo"])?;
-        return run_demo_program(false, &["--remove"]);
+        build_as(PROFILE, &["postern-demo"])?;
+        return run_program(&demo, false, &["--remove"]);
     }
     begin(1);
     install(options.kubernetes)?;
@@ -69,9 +77,9 @@ pub(crate) fn run_demo(options: &Options) -> Result<ExitCode> {
     build_ebpf::run()?;
     begin(3);
     // At once: built one after the other, packages have other features, and libraries are compiled twice.
-    build(&[PROGRAMS, &["postern-demo"]].concat())?;
+    build_as(PROFILE, &[PROGRAMS, &["postern-demo"]].concat())?;
     begin(4);
-    run_demo_program(options.kubernetes, if options.keep { &["--keep"] } else { &[] })
+    run_program(&demo, options.kubernetes, if options.keep { &["--keep"] } else { &[] })
 }
 
 #[cfg(test)]
@@ -83,5 +91,11 @@ mod tests {
         let first = "\n=== 1 of 4: Debian's packages; then the eBPF programs, tunnel-server, tunnel-agent and the demo, the demo";
         assert_eq!(announced(1), first);
         assert_eq!(announced(STEPS.len()), "\n=== 4 of 4: the demo");
+    }
+
+    #[test]
+    fn cargo_has_the_profile() {
+        let manifest = include_str!("../../Cargo.toml");
+        assert!(manifest.contains(&format!("\n[profile.{PROFILE}]\n")));
     }
 }

@@ -287,7 +287,7 @@ fn run_demo(built: bool, kubernetes: bool) -> Result<ExitCode> {
     if !built {
         build(&["postern-demo"])?;
     }
-    demo::run_demo_program(kubernetes, &[])
+    demo::run_demo_program(kubernetes)
 }
 
 fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) {
