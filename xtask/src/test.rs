@@ -17,6 +17,8 @@ use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
 
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
+/// How many unit tests run at the same time: most of those that take long are waiting for programs that they have started.
+const TEST_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "6");
 
 fn why_root() -> String {
     use packages::{BENCH, CLUSTER, DEMO, FUZZ, NAT, PIP, QEMU_USER, SCENARIOS, TESTBED, VIRTUAL_MACHINE};
@@ -189,6 +191,10 @@ fn run_units(options: &Options, packages: &[String], tally: &mut Tally) -> Resul
     tally.heading("unit, property and kernel tests");
     let mut tests = cargo();
     tests.args(["test", "--no-fail-fast"]);
+    let (threads, count) = TEST_THREADS;
+    if std::env::var_os(threads).is_none() {
+        tests.env(threads, count);
+    }
     if options.quick || options.filter.is_some() {
         tests.args(any_library(packages)?.then_some("--lib")).arg("--bins");
     }

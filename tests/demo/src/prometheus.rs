@@ -1,5 +1,6 @@
 //! The steps of the demo; each is announced before it is done.
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -100,9 +101,9 @@ pub(super) async fn run(testbed: &Testbed, pace: u32) -> Result<Running<'_>> {
     indented(&format!("attached to {}", testbed.cloud_cgroup.path().display()));
     for edge in testbed.edges() {
         let start = Instant::now();
-        client::expect_unreachable((edge.address, 9100)).await?;
+        let ended = without_agent((edge.address, 9100).into()).await?;
         indented(&format!(
-            "connect {}:9100: No route to host, after {:.1?} (no agent yet)",
+            "connect {}:9100: {ended}, after {:.1?} (no agent yet)",
             edge.address,
             start.elapsed()
         ));
@@ -124,6 +125,18 @@ pub(super) async fn run(testbed: &Testbed, pace: u32) -> Result<Running<'_>> {
     ensure!(output.status.success(), "status: {}", String::from_utf8_lossy(&output.stderr));
     indented(&String::from_utf8_lossy(&output.stdout));
     Ok(Running { server, agents, others })
+}
+
+/// How a connect to a node that has no agent ends.
+async fn without_agent(address: SocketAddr) -> Result<&'static str> {
+    let connected = client::attempt(address, client::PATIENCE).await;
+    if connected.as_ref().is_err_and(client::is_unreachable) {
+        return Ok("No route to host");
+    }
+    // Below Linux 6.1 a program cannot choose the error of a connect.
+    let end = client::end_at_once(connected).await.with_context(|| format!("connect {address}"))?;
+    ensure!(end == client::End::Reset, "connect {address} ended with {end:?}");
+    Ok("accepted and reset")
 }
 
 /// The whole configuration: addresses, as for any host that can be reached directly.

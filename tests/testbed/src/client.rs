@@ -49,7 +49,7 @@ pub async fn connect(address: impl Into<SocketAddr>) -> Result<TcpStream> {
 }
 
 /// One connect(); taking too long is an error of kind TimedOut.
-async fn attempt(address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
+pub async fn attempt(address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
     timeout(limit, TcpStream::connect(address)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
