@@ -63,6 +63,9 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
     compile.args(["zigbuild", "--locked", "--target", arch.target()]);
     compile.args(names.iter().flat_map(|name| ["-p", name]));
     compile.args((profile == Profile::Release).then_some("--release"));
+    // zig's linker takes "without debug information", as the profile says, for "without symbols" (`keeps_symbols`). There is none
+    // but that of Rust's own library.
+    compile.env("CARGO_PROFILE_RELEASE_STRIP", "none");
     let places = places(&target_dir)?;
     let variable = arch.target().replace('-', "_");
     let rustflags: Vec<String> =
