@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::command::{cargo, is_root, program, root, run, run_in_foreground, succeeds, target_dir};
+use crate::command::{build_as, cargo, is_root, program, root, run, run_in_foreground, succeeds, target_dir};
 use crate::demo::PROGRAMS;
 use crate::peers::{self, Peer};
 use crate::{build_ebpf, packages};
@@ -184,8 +184,7 @@ fn install(options: &Options) -> Result<()> {
 
 fn build_all(options: &Options) -> Result<()> {
     build_ebpf::run()?;
-    let packages = PROGRAMS.iter().chain(&["postern-bench"]).flat_map(|package| ["-p", package]);
-    run(cargo().arg("build").args((!options.smoke).then_some("--release")).args(packages))
+    build_as(if options.smoke { "dev" } else { "release" }, &[PROGRAMS, &["postern-bench"]].concat())
 }
 
 /// What was measured of the commit before a run was interrupted.

@@ -89,12 +89,7 @@ impl Beside {
 
     /// What the test of this name gave, which ran there.
     pub(crate) fn result(&self, name: &str) -> Result<()> {
-        let path = self.folder.join(name);
-        let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-        match text.strip_prefix(FAILED) {
-            Some(reason) => bail!("{reason}"),
-            None => Ok(()),
-        }
+        result(&self.folder, name)
     }
 }
 
@@ -133,7 +128,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     for target in fuzz::targets()? {
         let name = fuzz::name_of(&target);
         made(folder, &name, || {
-            ensure!(!failed(folder, Need::Fuzz)?, "the fuzz targets were not built");
+            result(folder, Need::Fuzz.name()).context("the fuzz targets were not built")?;
             fuzz::run_target(&target, FUZZ_SECONDS, true).map(|()| String::new())
         })?;
     }
@@ -150,11 +145,14 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether it could not be built.
-fn failed(folder: &Path, need: Need) -> Result<bool> {
-    let path = folder.join(need.name());
+/// What [`made`] has left.
+fn result(folder: &Path, name: &str) -> Result<()> {
+    let path = folder.join(name);
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-    Ok(text.starts_with(FAILED))
+    match text.strip_prefix(FAILED) {
+        Some(reason) => bail!("{reason}"),
+        None => Ok(()),
+    }
 }
 
 /// Leaves what `make` returns, or why it failed, in the file of this name: wholly or not at all.
@@ -203,7 +201,7 @@ mod tests {
         assert_eq!(read("cluster"), "A=/b\n");
         made(folder.path(), "images", || bail!("no zig")).unwrap();
         assert_eq!(read("images"), "failed: no zig");
-        assert!(failed(folder.path(), Need::Images).unwrap());
-        assert!(!failed(folder.path(), Need::Cluster).unwrap());
+        assert_eq!(result(folder.path(), "images").unwrap_err().to_string(), "no zig");
+        result(folder.path(), "cluster").unwrap();
     }
 }
