@@ -8,7 +8,7 @@ use postern_testbed::wait::wait_for;
 use postern_testbed::{CLOUD, POD_CIDR};
 use serde_json::{Value, json};
 
-use super::{PATIENCE, of_servers};
+use super::{PATIENCE, patches};
 use crate::web::curl;
 
 const DOOR: u16 = 10268;
@@ -17,8 +17,8 @@ const POD: &str = "by-name";
 
 /// What the servers need for it.
 pub(super) fn patch() -> Value {
-    let add = |flag: String| json!({ "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": flag });
-    of_servers(&json!([add(format!("--plain-port={DOOR}")), add(format!("--plain-clients={POD_CIDR}"))]))
+    let flags = [format!("--plain-port={DOOR}"), format!("--plain-clients={POD_CIDR}")];
+    patches::of("tunnel-server", &json!(flags.map(|flag| patches::argument(&flag))))
 }
 
 /// `reader` is the token of who may read nodes' metrics, `scraper` that of who may do nothing with nodes.

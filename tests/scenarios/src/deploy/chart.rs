@@ -1,12 +1,10 @@
 //! The chart on a real cluster: installed, upgraded, rolled back and removed.
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::Testbed;
 use postern_testbed::cluster::kubectl::said;
-use postern_testbed::cluster::manifests::deploy;
 use postern_testbed::cluster::peers;
 use postern_testbed::cluster::{Cluster, EDGE_NODE};
 use postern_testbed::report::progress;
@@ -14,7 +12,7 @@ use serde_json::json;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::guide::CHART;
+use super::guide::{CHART, link_deploy};
 use super::render::chart;
 use super::{
     DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, follow, logs, on_cluster, rolled_out, service_has_port, text,
@@ -40,8 +38,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     fs::write(&file, values.to_string()).context("writing the values")?;
     let values = format!("--values={}", text(&file)?);
     // The guide's commands, in a folder that has `deploy`. There is no registry here.
-    let dir = fs::canonicalize(cluster.testbed.dir()).context("the run's folder")?;
-    symlink(fs::canonicalize(deploy()).context("deploy/")?, dir.join("deploy")).context("linking deploy/")?;
+    link_deploy(cluster.testbed)?;
     let with_values = format!("deploy/helm/postern {values}");
     let guides = async |command: &str, replaced: &[(&str, &str)]| {
         follow::lines(cluster, DOCUMENT, CHART, command, replaced).await

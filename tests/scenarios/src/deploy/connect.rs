@@ -6,12 +6,12 @@ use anyhow::{Result, ensure};
 use postern_testbed::CLOUD;
 use postern_testbed::cluster::pods::{self, shell};
 use postern_testbed::cluster::postern::NAMESPACE;
-use postern_testbed::cluster::{Cluster, EDGE_NODE};
+use postern_testbed::cluster::{Cluster, EDGE_NODE, endpoints};
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use serde_json::{Value, json};
 
-use super::{PATIENCE, text};
+use super::{PATIENCE, patches, text};
 use crate::web::{Answer, curl, curl_on_edge};
 
 const POLICY: &str = "\
@@ -41,13 +41,8 @@ pub(super) fn patches() -> Vec<Value> {
         "metadata": { "name": "tunnel-server-policy", "namespace": NAMESPACE },
         "data": { "policy.yaml": POLICY },
     });
-    let door = json!([{
-        "op": "add",
-        "path": "/spec/template/spec/containers/0/args/-",
-        "value": format!("--connect-address={AGENT}"),
-    }]);
-    let agents = json!({ "kind": "DaemonSet", "name": "tunnel-agent" });
-    vec![json!({ "patch": policy.to_string() }), json!({ "target": agents, "patch": door.to_string() })]
+    let door = json!([patches::argument(&format!("--connect-address={AGENT}"))]);
+    vec![json!({ "patch": policy.to_string() }), patches::of("tunnel-agent", &door)]
 }
 
 /// The tokens are those of two accounts of which the policy knows one.
@@ -81,13 +76,7 @@ fn with_endpoint(name: &str, address: Ipv4Addr, port: u16) -> [Value; 2] {
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": name },
         "spec": { "ports": [{ "name": "http", "port": 80, "targetPort": port }] },
     });
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": { "name": name, "labels": { "kubernetes.io/service-name": name } },
-        "ports": [{ "name": "http", "port": port, "protocol": "TCP" }],
-        "endpoints": [{ "addresses": [address], "conditions": { "ready": true } }],
-    });
-    [service, slice]
+    [service, endpoints::slice(name, "http", address.into(), port)]
 }
 
 async fn from_the_cloud(cluster: &Cluster<'_>, scraper: &str, reader: &str) -> Result<()> {

@@ -2,7 +2,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::Testbed;
@@ -93,14 +93,20 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
 /// The run's folder becomes what the guide expects: it has `deploy`, and the images' archives. A test must not redirect the whole
 /// machine: its overlay says so, above the one that the guide writes.
 fn folder(testbed: &Testbed) -> Result<()> {
-    let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?;
-    link(&fs::canonicalize(deploy()).context("deploy/")?, &dir.join("deploy"))?;
+    let dir = link_deploy(testbed)?;
     for (program, _) in PROGRAMS {
         link(&archive(program)?, &dir.join(format!("{program}.oci.tar")))?;
     }
     let mine = dir.join("my-postern");
     fs::create_dir(&mine).with_context(|| mine.display().to_string())?;
     overlay(testbed, text(&mine)?).map(drop)
+}
+
+/// Gives the run's folder, which it returns, the folder that the guide's commands name.
+pub(super) fn link_deploy(testbed: &Testbed) -> Result<PathBuf> {
+    let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?;
+    link(&fs::canonicalize(deploy()).context("deploy/")?, &dir.join("deploy"))?;
+    Ok(dir)
 }
 
 fn link(existing: &Path, new: &Path) -> Result<()> {

@@ -12,10 +12,10 @@ use postern_testbed::prometheus::{self, ScrapeTarget};
 use postern_testbed::report::progress;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, CloudHost, NEIGHBOUR, Testbed};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::guide::PROMETHEUS;
-use super::{DOCUMENT, PATIENCE, archive, explained, follow, import, overlay_with, ready, text};
+use super::{DOCUMENT, PATIENCE, archive, explained, follow, import, overlay_with, patches, ready, text};
 use crate::kubernetes::redirector::{WORKER, fetch};
 use crate::rights;
 use crate::web::{Answer, curl};
@@ -33,8 +33,9 @@ pub(super) async fn prometheus_reads_servers(testbed: &Testbed) -> Result<()> {
 
 async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
-    let overlay =
-        overlay_with(testbed, "overlays/everywhere", &["metrics"], vec![of_redirectors(testbed, worker)?])?;
+    let cgroup = worker.cgroup.path().display().to_string();
+    let redirectors = patches::redirects("tunnel-redirector", testbed, &cgroup)?;
+    let overlay = overlay_with(testbed, "overlays/everywhere", &["metrics"], vec![redirectors])?;
     kubectl.run(&["apply", "-k", text(&overlay)?]).await?;
     ready(kubectl, "tunnel-server", 1).await?;
     ready(kubectl, "tunnel-agent", 1).await?;
@@ -130,18 +131,6 @@ async fn read(cluster: &Cluster<'_>, worker: &CloudHost) -> Result<()> {
     ensure!(found == "may not create tokenreviews.authentication.k8s.io", "{missed:#}");
     progress("doctor says when the right to ask the API server is missing");
     Ok(())
-}
-
-/// As the patch of the servers: the redirect of this host only, and the run's BPF file system.
-fn of_redirectors(testbed: &Testbed, worker: &CloudHost) -> Result<Value> {
-    let argument = format!("--redirect-cgroup={}", worker.cgroup.path().display());
-    let bpffs = testbed.bpffs();
-    let patch = json!([
-        { "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument },
-        { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
-    ]);
-    let target = json!({ "kind": "DaemonSet", "name": "tunnel-redirector" });
-    Ok(json!({ "target": target, "patch": patch.to_string() }))
 }
 
 /// What doctor, in the server's pod, says of the rights that the door needs.

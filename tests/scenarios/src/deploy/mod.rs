@@ -35,6 +35,7 @@ mod migration;
 mod monitoring;
 mod offline;
 mod overlays;
+mod patches;
 mod plugin;
 mod render;
 mod superedge;
@@ -51,6 +52,7 @@ use overlays::{
     components_go_where_the_servers_are, programs_can_be_pinned, public_addresses_leave_no_node_port,
     redirectors_get_what_servers_get,
 };
+use patches::{argument, overlay, overlay_with};
 use render::chart_renders_what_kustomize_does;
 use superedge::migration_from_superedge;
 use two_masters::two_masters_are_updated;
@@ -141,48 +143,6 @@ async fn installed(cluster: &Cluster<'_>) -> Result<()> {
     restarts(cluster).await?;
     given_servers(cluster).await?;
     rights::of_base(cluster).await
-}
-
-/// An overlay of `folder`, as an administrator would write it, that only sets the cgroup and the BPF file system: a test must
-/// not redirect the whole machine.
-fn overlay(testbed: &Testbed, folder: &str) -> Result<PathBuf> {
-    overlay_with(testbed, folder, &[], Vec::new())
-}
-
-/// The same with components, and what an administrator patches.
-fn overlay_with(
-    testbed: &Testbed,
-    folder: &str,
-    components: &[&str],
-    patches: Vec<Value>,
-) -> Result<PathBuf> {
-    overlay_in(testbed, folder, components, &testbed.cloud_cgroup.path().display().to_string(), patches)
-}
-
-/// The same with this cgroup.
-fn overlay_in(
-    testbed: &Testbed,
-    folder: &str,
-    components: &[&str],
-    cgroup: &str,
-    mut patches: Vec<Value>,
-) -> Result<PathBuf> {
-    let dir = fs::canonicalize(testbed.dir()).context("the run's folder")?.join("overlay");
-    let argument = format!("--redirect-cgroup={cgroup}");
-    let bpffs = testbed.bpffs();
-    let patch = json!([
-        { "op": "add", "path": "/spec/template/spec/containers/0/args/-", "value": argument },
-        // This host may have none.
-        { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
-    ]);
-    patches.push(of_servers(&patch));
-    write_overlay(&dir, folder, components, &json!(patches))?;
-    Ok(dir)
-}
-
-/// A patch in Kustomize's form.
-fn of_servers(patch: &Value) -> Value {
-    json!({ "target": { "kind": "DaemonSet", "name": "tunnel-server" }, "patch": patch.to_string() })
 }
 
 /// On the one node that it is for.
@@ -369,11 +329,7 @@ async fn given_servers(cluster: &Cluster<'_>) -> Result<()> {
             "path": "/spec/updateStrategy/rollingUpdate",
             "value": { "maxSurge": 0, "maxUnavailable": 1 },
         },
-        {
-            "op": "add",
-            "path": "/spec/template/spec/containers/0/args/-",
-            "value": format!("--server={CLOUD}:{port}"),
-        },
+        argument(&format!("--server={CLOUD}:{port}")),
         { "op": "replace", "path": "/spec/template/spec/volumes/0/hostPath/path", "value": "/var/lib/postern/another" },
     ]);
     let (object, patch) = ("daemonset/tunnel-agent", patch.to_string());

@@ -14,9 +14,7 @@ use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{CloudHost, NEIGHBOUR, Testbed};
 use serde_json::json;
 
-use super::{
-    PATIENCE, archive, explained, logs, of_servers, overlay_in, plugin, ready, restart, running, text,
-};
+use super::{PATIENCE, archive, explained, logs, patches, plugin, ready, restart, running, text};
 use crate::common::target;
 
 const SECOND: &str = "cloud-2";
@@ -92,10 +90,13 @@ async fn install(cluster: &Cluster<'_>) -> Result<()> {
     let (kubectl, testbed) = (&cluster.kubectl, cluster.testbed);
     let cgroups = testbed.cloud_cgroup.path().parent().context("the cloud's cgroup has no parent")?;
     let cgroup = format!("{}/$(NODE_NAME)", cgroups.display());
-    let folder = of_servers(&json!([
-        { "op": "add", "path": "/spec/template/spec/containers/0/volumeMounts/2/subPathExpr", "value": "$(NODE_NAME)" },
-    ]));
-    let dir = overlay_in(testbed, "overlays/nodeport", &[], &cgroup, vec![folder])?;
+    let folder = patches::of(
+        "tunnel-server",
+        &json!([
+            { "op": "add", "path": "/spec/template/spec/containers/0/volumeMounts/2/subPathExpr", "value": "$(NODE_NAME)" },
+        ]),
+    );
+    let dir = patches::overlay_in(testbed, "overlays/nodeport", &[], &cgroup, vec![folder])?;
     kubectl.run(&["apply", "-k", text(&dir)?]).await?;
     ready(kubectl, "tunnel-server", 2).await?;
     ready(kubectl, "tunnel-agent", 1).await

@@ -18,7 +18,7 @@ use super::following::Following;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// How much is copied.
-const MEGABYTES: u64 = 200;
+pub(super) const MEGABYTES: u64 = 200;
 
 /// The pods that these checks need.
 pub(super) fn pods(node: &str) -> Vec<serde_json::Value> {

@@ -6,9 +6,9 @@ use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 use super::api::is_true;
-use super::peers;
 use super::postern::NAMESPACE;
 use super::running::Cluster;
+use super::{endpoints, peers};
 use crate::process::{Process, log_file};
 
 /// Its own manifests' 10250 is the kubelet's on a host.
@@ -42,15 +42,8 @@ pub async fn start(cluster: &Cluster<'_>, node: &str) -> Result<Process> {
         .arg(format!("--authentication-kubeconfig={kubeconfig}"))
         .arg(format!("--authorization-kubeconfig={kubeconfig}"));
     let process = Process::spawn(cluster.testbed.dir(), &name, command)?;
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": {
-            "name": "metrics-server", "namespace": NAMESPACE,
-            "labels": { "kubernetes.io/service-name": "metrics-server" },
-        },
-        "endpoints": [{ "addresses": [host.spec.address], "conditions": { "ready": true } }],
-        "ports": [{ "name": "https", "port": PORT, "protocol": "TCP" }],
-    });
+    let mut slice = endpoints::slice("metrics-server", "https", host.spec.address.into(), PORT);
+    slice["metadata"]["namespace"] = json!(NAMESPACE);
     cluster.kubectl.run_with_input(&["apply", "--filename=-"], slice.to_string().as_bytes()).await?;
     let service = "/apis/apiregistration.k8s.io/v1/apiservices/v1beta1.metrics.k8s.io";
     let available = |service: &Value| is_true(service, "Available");

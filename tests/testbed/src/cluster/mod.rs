@@ -3,6 +3,7 @@
 pub mod api;
 mod balancer;
 pub mod control_plane;
+pub mod endpoints;
 pub mod host;
 pub mod image;
 pub mod kubectl;

@@ -20,7 +20,7 @@ use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
 use tokio_rustls::TlsAcceptor;
 
-use super::Cluster;
+use super::{Cluster, endpoints};
 
 const PORT: u16 = 9443;
 /// The name of an object that is refused.
@@ -77,12 +77,7 @@ async fn configure(cluster: &Cluster<'_>, address: &SocketAddr) -> Result<()> {
         "spec": { "ports": [{ "port": 443, "targetPort": PORT }] },
     });
     cluster.api.create(&format!("{DEFAULT}/services"), &service).await?;
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": { "name": "webhook", "labels": { "kubernetes.io/service-name": "webhook" } },
-        "endpoints": [{ "addresses": [address.ip()], "conditions": { "ready": true } }],
-        "ports": [{ "name": "", "port": PORT, "protocol": "TCP" }],
-    });
+    let slice = endpoints::slice("webhook", "", address.ip(), PORT);
     let slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
     cluster.api.create(slices, &slice).await?;
     let ca = std::fs::read(cluster.pki.file("ca.crt")).context("reading the CA")?;
