@@ -48,8 +48,9 @@ const UNACKED: usize = 6;
 const LAST_DATA_SENT: usize = 11;
 /// `tcpi_last_data_recv` and `tcpi_last_ack_recv`, milliseconds ago.
 const LAST_RECEIVED: [usize; 2] = [13, 14];
-/// `tcpi_rtt`, in microseconds.
+/// `tcpi_rtt` and `tcpi_rttvar`, in microseconds.
 const RTT: usize = 17;
+const RTT_VARIATION: usize = 18;
 /// `tcpi_total_retrans`, in segments.
 const RETRANSMITS: usize = 25;
 /// `tcpi_notsent_bytes`.
@@ -70,7 +71,7 @@ pub(crate) struct Delivery {
     pub(crate) rate: u64,
     /// The path could have taken more, but there was nothing to send.
     pub(crate) app_limited: bool,
-    /// With what waits in the path's buffers.
+    /// With what waits in the path's buffers, as far as the last samples agree.
     pub(crate) rtt: Duration,
     /// Without it: the shortest of the last minutes. The kernels answer each other, however busy the programs are.
     pub(crate) shortest_rtt: Option<Duration>,
@@ -126,11 +127,12 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
     let unacknowledged = (info[UNACKED] > 0)
         .then(|| Unacknowledged { resent: retransmits > 0, pause: Duration::from_micros(info[RTO].into()) });
     let lasts = Duration::from_millis(silence.into());
+    let shortest_rtt = (info[MIN_RTT] != u32::MAX).then(|| Duration::from_micros(info[MIN_RTT].into()));
     Some(Delivery {
         rate: long(DELIVERY_RATE),
         app_limited: flags & APP_LIMITED != 0,
-        rtt: Duration::from_micros(info[RTT].into()),
-        shortest_rtt: (info[MIN_RTT] != u32::MAX).then(|| Duration::from_micros(info[MIN_RTT].into())),
+        rtt: agreed(info[RTT], info[RTT_VARIATION]).max(shortest_rtt.unwrap_or_default()),
+        shortest_rtt,
         retransmits: info[RETRANSMITS],
         silence: (unacknowledged.is_some() || probes > 0).then_some(Silence { lasts, unacknowledged }),
         sending: SendTimes {
@@ -139,6 +141,12 @@ pub(crate) fn delivery(socket: &impl AsFd) -> Option<Delivery> {
             send_buffer: Duration::from_micros(long(SEND_BUFFER_LIMITED)),
         },
     })
+}
+
+/// What the samples behind a smoothed round-trip time agree on, all in microseconds. After an outage the kernel may have one sample
+/// as long as that, which makes the mean ten times as long for the next dozen, and its variation even longer.
+fn agreed(smoothed: u32, variation: u32) -> Duration {
+    Duration::from_micros(smoothed.saturating_sub(variation).into())
 }
 
 /// Segments that the peer has not acknowledged, and bytes that were not sent yet. Both are 0 once the peer's kernel has
@@ -176,6 +184,15 @@ mod tests {
         assert!(delivery.shortest_rtt.is_some_and(|rtt| rtt <= delivery.rtt), "{delivery:?}");
         assert_eq!((delivery.retransmits, delivery.silence), (0, None));
         assert_eq!(delivery.sending.receive_window, Duration::ZERO);
+    }
+
+    #[test]
+    fn one_sample_that_lasted_as_long_as_an_outage_is_not_the_round_trip_time() {
+        let ms = Duration::from_millis;
+        assert_eq!(agreed(612_319, 1_128_120), ms(0), "measured after 5 s on a path of 50 ms");
+        assert_eq!(agreed(480_623, 862_811), ms(0), "the same two samples later");
+        assert_eq!(agreed(620_000, 20_000), ms(600), "a satellite");
+        assert_eq!(agreed(3_200_000, 200_000), ms(3000), "a line whose buffer is full");
     }
 
     #[test]
