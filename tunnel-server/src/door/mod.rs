@@ -31,7 +31,7 @@ use futures_util::future::Either;
 use h2::RecvStream;
 use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::TcpStream;
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, prepare_socket};
+use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, prepare_socket, reset_on_drop};
 use tunnel_core::outcome::Outcome;
 
 pub(crate) use access_log::AccessLogGuard;
@@ -70,7 +70,7 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
                 over_limit::<D>(&context, client, &full);
                 context.metrics.turned_away(D::NAME);
                 // A reset: an end of file would look like an answer.
-                let _ = prepare_socket(&socket);
+                reset_on_drop(&socket);
                 continue;
             }
         };

@@ -28,7 +28,7 @@ use ipnet::IpNet;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::net::{TcpStream, UnixStream};
-use tunnel_core::carry::{end_on_drop, flushed, prepare_socket};
+use tunnel_core::carry::{end_on_drop, flushed, prepare_socket, reset_on_drop};
 use tunnel_core::config::ConfigError;
 
 use super::context::DoorContext;
@@ -125,7 +125,7 @@ impl Egress {
                     context.metrics.turned_away(NAME);
                     tracing::debug!(door = NAME, %client, %full, "connection refused at a bound");
                     // A reset: an end of file would look like an answer.
-                    let _ = prepare_socket(&socket);
+                    reset_on_drop(&socket);
                     continue;
                 }
             };

@@ -41,7 +41,7 @@ impl Front {
         place: Option<Share>,
     ) -> Result<(), OpenError> {
         let faults = Faults::default();
-        let socket = PrefixedSocket::new(socket, prefix, faults.clone())?;
+        let socket = PrefixedSocket::new(socket, prefix, faults.clone());
         let Some(tls) = &self.tls else {
             let peer = Peer::new(client, None, place);
             return self.http(socket, false, peer, faults, context, shares).await;

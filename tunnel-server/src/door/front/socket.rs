@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use bytes::{Buf as _, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tunnel_core::carry::{end_on_drop, prepare_socket, reset_on_drop};
+use tunnel_core::carry::{end_on_drop, reset_on_drop};
 
 /// Tells a client's socket that an answer was cut off: then it closes with a reset, because the end of a file could be taken
 /// for the answer's end.
@@ -30,11 +30,11 @@ pub(super) struct PrefixedSocket {
 }
 
 impl PrefixedSocket {
-    pub(super) fn new(socket: TcpStream, prefix: Bytes, faults: Faults) -> io::Result<Self> {
-        prepare_socket(&socket)?;
+    /// Of a socket that its door has prepared.
+    pub(super) fn new(socket: TcpStream, prefix: Bytes, faults: Faults) -> Self {
         // A connection between two requests ends as others do.
         end_on_drop(&socket);
-        Ok(Self { socket, prefix, faults })
+        Self { socket, prefix, faults }
     }
 }
 
