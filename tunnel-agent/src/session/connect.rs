@@ -13,7 +13,7 @@ use tunnel_core::link::{self, Flow, HANDSHAKE_TIMEOUT, LinkIo};
 
 use super::session_end::{SessionEnd, TCP};
 use super::shared::Shared;
-use crate::reach::{Reach, Reached, Server};
+use crate::reach::{Reached, Server};
 
 /// An agent dials, but it is the server that opens streams, so that this end is HTTP/2's server.
 pub(super) type LinkConnection = Connection<LinkIo, bytes::Bytes>;
@@ -40,10 +40,8 @@ pub(super) async fn connect(
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<Connected, SessionEnd> {
-    let (stream, again, proxy) = handshake(&shared.reach, server, tls).await?;
-    let (socket, _) = stream.get_ref();
-    link::probe_after(socket, shared.keepalive).map_err(SessionEnd::Connect)?;
-    let local = socket.local_addr().map_err(SessionEnd::Connect)?.ip();
+    let (stream, again, proxy) = handshake(shared, server, tls).await?;
+    let local = stream.get_ref().0.local_addr().map_err(SessionEnd::Connect)?.ip();
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();
@@ -53,13 +51,13 @@ pub(super) async fn connect(
 }
 
 async fn handshake(
-    reach: &Reach,
+    shared: &Shared,
     server: &Server,
     tls: Arc<rustls::ClientConfig>,
 ) -> Result<(TlsStream<TcpStream>, Server, Option<String>), SessionEnd> {
-    let reached = within(TCP, reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
+    let reached = within(TCP, shared.reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
     let Reached { stream, server, proxy } = reached;
-    link::tune_link(&stream).map_err(SessionEnd::Connect)?;
+    link::tune_probing_link(&stream, shared.keepalive).map_err(SessionEnd::Connect)?;
     // Every server proves this name, whatever address or load balancer leads to it.
     let handshake = TlsConnector::from(tls).connect(server_name(), stream);
     match within("TLS handshake", handshake).await? {

@@ -54,7 +54,7 @@ pub const RESET_MEMORY: Duration = Duration::from_secs(5);
 
 /// Time between two PINGs.
 pub const PING_INTERVAL: Duration = Duration::from_secs(10);
-/// Between two questions of [`probe_after`] that were not answered.
+/// Between two questions of [`tune_probing_link`] that were not answered.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a PING may go unanswered: a dead link is noticed within `PING_INTERVAL + PING_TIMEOUT`.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(12);
@@ -106,9 +106,23 @@ pub fn server_builder() -> h2::server::Builder {
 /// # Errors
 /// The socket is closed, or the kernel does not know an option.
 pub fn tune_link(socket: &TcpStream) -> io::Result<()> {
+    tune(socket, &keepalive())
+}
+
+/// The same, and has the kernel ask whether the link is alive once it has been silent for so long. Only ends that dial
+/// do: an agent's questions keep the mapping of a NAT, and when the mapping was forgotten the server's kernel answers with
+/// a reset.
+///
+/// # Errors
+/// As those of [`tune_link`].
+pub fn tune_probing_link(socket: &TcpStream, silence: Duration) -> io::Result<()> {
+    tune(socket, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL))
+}
+
+fn tune(socket: &TcpStream, keepalive: &TcpKeepalive) -> io::Result<()> {
     socket.set_nodelay(true)?;
     let socket = SockRef::from(socket);
-    socket.set_tcp_keepalive(&keepalive())?;
+    socket.set_tcp_keepalive(keepalive)?;
     socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT))
 }
 
@@ -122,15 +136,6 @@ pub fn tune_tls<Data>(connection: &mut ConnectionCommon<Data>, piece: usize) {
 /// segments, takes the path for a faster one and fills its buffer.
 pub(super) fn not_sent_limit(piece: usize) -> u32 {
     u32::try_from(piece.min(LARGEST_PIECE / 2)).unwrap_or(u32::MAX)
-}
-
-/// Has the kernel ask whether the link is alive once it has been silent for so long. Only the agent's end does: its
-/// questions keep the mapping of a NAT, and when the mapping was forgotten the server's kernel answers with a reset.
-///
-/// # Errors
-/// The options cannot be set.
-pub fn probe_after(socket: &TcpStream, silence: Duration) -> io::Result<()> {
-    SockRef::from(socket).set_tcp_keepalive(&keepalive().with_time(silence).with_interval(PROBE_INTERVAL))
 }
 
 pub(crate) const fn keepalive() -> TcpKeepalive {

@@ -282,9 +282,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
 /// The connection, and what the other server presented.
 async fn handshake(context: &PeerContext, address: &str) -> Result<(LinkIo, Chain), Error> {
     let socket = within("TCP", TcpStream::connect(address)).await?;
-    let tuned = link::tune_link(&socket)
-        .and_then(|()| context.congestion.set(&socket))
-        .and_then(|()| link::probe_after(&socket, KEEPALIVE));
+    let tuned = link::tune_probing_link(&socket, KEEPALIVE).and_then(|()| context.congestion.set(&socket));
     tuned.map_err(|source| Error::Io { step: "socket options", source })?;
     let connector = TlsConnector::from(context.tls.load_full());
     let stream = within("TLS", connector.connect(server_name(), socket)).await?;
