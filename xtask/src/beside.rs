@@ -55,8 +55,10 @@ impl Beside {
             log.display()
         );
         let mut command = program("setsid");
+        // The nice value changes nothing more, but lets /proc/stat tell its time from that of others.
+        command.args(["nice", "-n", "19", "chrt", "--idle", "0"]);
         // By its process: cargo may have replaced the file since.
-        command.args(["chrt", "--idle", "0", &format!("/proc/{}/exe", std::process::id())]);
+        command.arg(format!("/proc/{}/exe", std::process::id()));
         command.arg("beside").arg(&folder);
         command.stdout(output.try_clone().context("the log")?).stderr(output);
         let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
