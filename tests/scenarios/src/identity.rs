@@ -29,7 +29,7 @@ scenarios! {
     token_from_a_file,
     renewal_drops_no_connection,
     expired_certificate_is_refused,
-    rotating_the_ca_loses_no_agent(edges = 2, limit = 300),
+    rotating_the_ca_loses_no_agent(edges = 2, waits, limit = 300),
     copied_identity_is_shut_out(limit = 240),
     agent_of_an_unknown_node_is_refused(limit = 300),
 }
