@@ -78,6 +78,20 @@ impl Beside {
         scenarios.env(VARIABLE, &self.folder);
     }
 
+    /// Waits until this was made, or could not be.
+    pub(crate) fn wait(&mut self, need: Need) -> Result<()> {
+        let file = self.folder.join(need.name());
+        loop {
+            // Asked before the file is: it may be the last that is made.
+            let ended = self.child.try_wait().context("waiting for what is built beside the scenarios")?;
+            if file.exists() {
+                return Ok(());
+            }
+            ensure!(ended.is_none(), "what builds {} has ended without it", need.title());
+            thread::sleep(Duration::from_millis(200));
+        }
+    }
+
     /// Waits for the end of all, and returns what each took.
     pub(crate) fn finish(&mut self) -> Result<String> {
         let status = self.child.wait().context("waiting for what is built beside the scenarios")?;
