@@ -249,7 +249,7 @@ fn haproxy() -> Result<PathBuf> {
 }
 
 /// Installs it where cargo's other tools are.
-fn rathole() -> Result<PathBuf> {
+pub(crate) fn rathole() -> Result<PathBuf> {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cargo")));
     let path = home.context("neither CARGO_HOME nor HOME is set")?.join("bin/rathole");

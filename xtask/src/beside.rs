@@ -7,9 +7,10 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getpgrp, getppid};
 
@@ -55,8 +56,10 @@ impl Beside {
             log.display()
         );
         let mut command = program("setsid");
+        // The nice value changes nothing more, but lets /proc/stat tell its time from that of others.
+        command.args(["nice", "-n", "19", "chrt", "--idle", "0"]);
         // By its process: cargo may have replaced the file since.
-        command.args(["chrt", "--idle", "0", &format!("/proc/{}/exe", std::process::id())]);
+        command.arg(format!("/proc/{}/exe", std::process::id()));
         command.arg("beside").arg(&folder);
         command.stdout(output.try_clone().context("the log")?).stderr(output);
         let child = command.spawn().with_context(|| format!("starting {}", shown(&command)))?;
@@ -65,7 +68,7 @@ impl Beside {
             if let Some(status) = started.child.try_wait().context("waiting for it")? {
                 bail!("`{}` ended with {status}: see {}", shown(&command), log.display());
             }
-            std::thread::sleep(Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(20));
         }
         Ok(started)
     }
@@ -73,6 +76,20 @@ impl Beside {
     /// Scenarios wait for what they need.
     pub(crate) fn tell(&self, scenarios: &mut Command) {
         scenarios.env(VARIABLE, &self.folder);
+    }
+
+    /// Waits until this was made, or could not be.
+    pub(crate) fn wait(&mut self, need: Need) -> Result<()> {
+        let file = self.folder.join(need.name());
+        loop {
+            // Asked before the file is: it may be the last that is made.
+            let ended = self.child.try_wait().context("waiting for what is built beside the scenarios")?;
+            if file.exists() {
+                return Ok(());
+            }
+            ensure!(ended.is_none(), "what builds {} has ended without it", need.title());
+            thread::sleep(Duration::from_millis(200));
+        }
     }
 
     /// Waits for the end of all, and returns what each took.
@@ -125,11 +142,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             Ok(variables.into_iter().map(line).collect())
         })?;
     }
-    for target in fuzz::targets()? {
-        let name = fuzz::name_of(&target);
-        made(folder, &name, || {
-            result(folder, Need::Fuzz.name()).context("the fuzz targets were not built")?;
-            fuzz::run_target(&target, FUZZ_SECONDS, true).map(|()| String::new())
+    // Each has one thread.
+    for pair in fuzz::targets()?.chunks(2) {
+        thread::scope(|scope| {
+            let runs: Vec<_> =
+                pair.iter().map(|target| scope.spawn(move || fuzzed(folder, target))).collect();
+            let panicked = |_| Err(anyhow!("its thread has panicked"));
+            runs.into_iter().try_for_each(|run| run.join().unwrap_or_else(panicked))
         })?;
     }
     let prepared = mutants::prepare();
@@ -143,6 +162,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     }
     drop(running);
     Ok(ExitCode::SUCCESS)
+}
+
+fn fuzzed(folder: &Path, target: &str) -> Result<()> {
+    made(folder, &fuzz::name_of(target), || {
+        result(folder, Need::Fuzz.name()).context("the fuzz targets were not built")?;
+        fuzz::run_target(target, FUZZ_SECONDS, true).map(|()| String::new())
+    })
 }
 
 /// What [`made`] has left.
@@ -176,9 +202,9 @@ fn made(folder: &Path, name: &str, make: impl FnOnce() -> Result<String>) -> Res
 /// Ends this process and all that it has started when the one that has started it is gone: its session gets no Ctrl-C.
 fn follow_parent() {
     let parent = getppid();
-    std::thread::spawn(move || {
+    thread::spawn(move || {
         while getppid() == parent {
-            std::thread::sleep(Duration::from_secs(1));
+            thread::sleep(Duration::from_secs(1));
         }
         end_group(getpgrp());
     });

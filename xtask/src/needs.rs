@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use crate::cross::{Arch, Profile};
 use crate::image::{self, Image};
-use crate::{fuzz, packages, peers};
+use crate::{bench, fuzz, packages, peers};
 
 /// A kind of scenarios, as `scenarios --list` has it, and what else can be built before its turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,6 +16,8 @@ pub(crate) enum Need {
     /// The images for this machine, and what deploys them.
     Images,
     MetricsServer,
+    /// A peer of the benchmark.
+    Rathole,
     Konnectivity,
     /// The programs of a cluster and of konnectivity, which are built before.
     ClusterAndKonnectivity,
@@ -27,12 +29,13 @@ pub(crate) enum Need {
 
 impl Need {
     /// In the order in which they are built: what the fewest scenarios wait for comes last.
-    pub(crate) const ALL: [Self; 7] = [
+    pub(crate) const ALL: [Self; 8] = [
         Self::Cluster,
         Self::Konnectivity,
         Self::ClusterAndKonnectivity,
         Self::Images,
         Self::MetricsServer,
+        Self::Rathole,
         Self::Arm64,
         Self::Fuzz,
     ];
@@ -42,6 +45,7 @@ impl Need {
             Self::Cluster => "cluster",
             Self::Images => "images",
             Self::MetricsServer => "metrics-server",
+            Self::Rathole => "rathole",
             Self::Konnectivity => "konnectivity",
             Self::ClusterAndKonnectivity => "cluster-and-konnectivity",
             Self::Arm64 => "arm64",
@@ -55,6 +59,7 @@ impl Need {
             Self::Cluster => "the programs of the test cluster",
             Self::Images => "building the images",
             Self::MetricsServer => "metrics-server",
+            Self::Rathole => "rathole",
             Self::Konnectivity => "the programs of konnectivity",
             Self::ClusterAndKonnectivity => "the programs of the test cluster and of konnectivity",
             Self::Arm64 => "building images for both architectures",
@@ -75,7 +80,7 @@ impl Need {
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
             Self::Arm64 => &[packages::PIP],
             Self::Fuzz => &[packages::FUZZ],
-            Self::Konnectivity => &[],
+            Self::Rathole | Self::Konnectivity => &[],
         }
     }
 
@@ -94,6 +99,7 @@ impl Need {
                 peers::for_deploy(&mut told)?;
             }
             Self::MetricsServer => peers::for_top(&mut told)?,
+            Self::Rathole => drop(bench::rathole()?),
             Self::Konnectivity | Self::ClusterAndKonnectivity => peers::for_konnectivity(&mut told)?,
             Self::Arm64 => {
                 drop(image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?);

@@ -101,7 +101,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     // Afterwards no step compiles: what is built beside them holds cargo's locks.
     let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
     run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
-    run_programs(options, &programs, &mut tally);
+    run_programs(options, &programs, beside.as_mut(), &mut tally);
     run_peer_tests(options, &mut tally);
     run_kernel(options, &mut tally);
     if options.quick {
@@ -278,12 +278,14 @@ fn run_scenarios(
 /// Its argument: whether everything is built.
 type Run = fn(bool) -> Result<ExitCode>;
 
+const SMOKE: &str = "bench::smoke";
+
 /// Programs that end with success or without. Of the benchmark only whether every line still gets a value.
 fn whole_programs(options: &Options) -> Vec<(&'static str, Run)> {
     let programs: [(&str, Run); 3] = [
         ("demo", |built| run_demo(built, false)),
         ("demo::kubernetes", |built| run_demo(built, true)),
-        ("bench::smoke", bench::smoke),
+        (SMOKE, bench::smoke),
     ];
     programs.into_iter().filter(|(name, _)| options.selects(name)).collect()
 }
@@ -296,10 +298,20 @@ fn run_demo(built: bool, kubernetes: bool) -> Result<ExitCode> {
     demo::run_demo_program(kubernetes)
 }
 
-fn run_programs(options: &Options, programs: &[(&str, Run)], tally: &mut Tally) {
+fn run_programs(
+    options: &Options,
+    programs: &[(&str, Run)],
+    mut beside: Option<&mut Beside>,
+    tally: &mut Tally,
+) {
     for (name, run) in programs {
         tally.heading(name);
-        let result = run(options.runs_everything()).and_then(|code| {
+        // The benchmark would install it at the same time.
+        let waited = match &mut beside {
+            Some(beside) if *name == SMOKE => beside.wait(Need::Rathole),
+            _ => Ok(()),
+        };
+        let result = waited.and_then(|()| run(options.runs_everything())).and_then(|code| {
             ensure!(code == ExitCode::SUCCESS, "{name} ended with {code:?}");
             Ok(())
         });

@@ -19,8 +19,6 @@ use crate::record::Record;
 const HOLE_PATIENCE: Duration = Duration::from_secs(10);
 /// How long windows and socket buffers of a stalled reader take to fill; milliseconds in practice.
 const FILLS: Duration = Duration::from_millis(300);
-/// The same for [`MANY`] readers and a slow peer.
-const MANY_FILL: Duration = Duration::from_secs(5);
 /// The number of readers in `stalled-500`.
 const MANY: usize = 500;
 /// What each of them requests beyond what its own end buffers: more than any peer's window, and less than would exhaust
@@ -37,7 +35,7 @@ const ENOUGH_FAILED: usize = 3;
 pub(crate) async fn measure(dialer: &Dialer, what: &str, effort: &Effort) -> Result<[(String, Others); 2]> {
     let mut held = dialer.dial(ECHO).await?;
     load::trip(&mut held, &mut [9; 64]).await?;
-    let disturbance = Disturbance::start(dialer, what).await?;
+    let disturbance = Disturbance::start(dialer, what, effort.fill).await?;
     let mut trips = others(effort, async || load::trip(&mut held, &mut [9; 64]).await).await;
     let mut visits = others(effort, async || load::visit(dialer).await.map(drop)).await;
     drop(held);
@@ -107,8 +105,8 @@ pub(crate) struct Disturbance {
 }
 
 impl Disturbance {
-    /// Starts it and waits until it is in effect.
-    pub(crate) async fn start(dialer: &Dialer, what: &str) -> Result<Self> {
+    /// Starts it and waits until it is in effect. Many stalled readers have that long to fill what is between.
+    pub(crate) async fn start(dialer: &Dialer, what: &str, fill: Duration) -> Result<Self> {
         let (stop, stopped) = oneshot::channel();
         let (in_effect, waiting) = oneshot::channel();
         let (dialer, what) = (dialer.clone(), what.to_owned());
@@ -117,7 +115,7 @@ impl Disturbance {
             runtime.context("runtime")?.block_on(async {
                 tokio::select! {
                     _ = stopped => Ok(()),
-                    result = disturb(dialer, &what, in_effect) => result,
+                    result = disturb(dialer, &what, fill, in_effect) => result,
                 }
             })
         });
@@ -153,14 +151,19 @@ impl Drop for Disturbance {
     }
 }
 
-async fn disturb(dialer: Dialer, what: &str, in_effect: oneshot::Sender<Option<String>>) -> Result<()> {
+async fn disturb(
+    dialer: Dialer,
+    what: &str,
+    fill: Duration,
+    in_effect: oneshot::Sender<Option<String>>,
+) -> Result<()> {
     let report_with = move |remark| {
         // The receiver is gone only when the run is ending.
         in_effect.send(remark).ok();
     };
     if what == "stalled-500" {
         let (_stalled, remark) = many_stalled(&dialer).await;
-        tokio::time::sleep(MANY_FILL).await;
+        tokio::time::sleep(fill).await;
         report_with(remark);
         return std::future::pending().await;
     }

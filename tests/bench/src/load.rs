@@ -29,6 +29,8 @@ pub(crate) struct Effort {
     pub(crate) idle: Duration,
     /// Batches of connect() that are timed.
     pub(crate) batches: usize,
+    /// How long windows and socket buffers of many stalled readers of a slow peer have to fill.
+    pub(crate) fill: Duration,
 }
 
 impl Effort {
@@ -41,6 +43,7 @@ impl Effort {
         bytes: 6_000_000_000,
         idle: Duration::from_secs(1),
         batches: 30,
+        fill: Duration::from_secs(5),
     };
     /// For checking that it works.
     pub(crate) const SMOKE: Self = Self {
@@ -51,6 +54,7 @@ impl Effort {
         bytes: 8_000_000,
         idle: Duration::ZERO,
         batches: 2,
+        fill: Duration::from_secs(2),
     };
 }
 

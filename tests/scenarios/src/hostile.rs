@@ -26,7 +26,7 @@ use crate::hostile_peer::{self, Behaviour as Hostility, Credentials, HostileAgen
 
 scenarios! {
     newer_session_wins_and_older_is_notified,
-    two_real_agents_of_one_node_do_not_flap(edges = 2, limit = 180),
+    two_real_agents_of_one_node_do_not_flap(edges = 2, waits, limit = 180),
     additional_links_that_nobody_asked_for,
     certificate_of_another_node(edges = 2, quick),
     no_certificate,

@@ -27,9 +27,9 @@ scenarios! {
     bad_tokens_are_refused(edges = 2),
     wrong_ca_hash_is_refused,
     token_from_a_file,
-    renewal_drops_no_connection,
+    renewal_drops_no_connection(waits),
     expired_certificate_is_refused,
-    rotating_the_ca_loses_no_agent(edges = 2, limit = 300),
+    rotating_the_ca_loses_no_agent(edges = 2, waits, limit = 300),
     copied_identity_is_shut_out(limit = 240),
     agent_of_an_unknown_node_is_refused(limit = 300),
 }

@@ -16,7 +16,7 @@ use tokio::net::TcpStream;
 use crate::common::{server_and_agent, target};
 
 scenarios! {
-    lost_route_is_restored,
+    lost_route_is_restored(waits),
     token_opens_only_tunnelled_ports,
     clients_of_ranges_that_no_node_names,
 }

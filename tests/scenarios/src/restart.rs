@@ -19,8 +19,8 @@ use crate::common::{hold, server_and_agent, skip, target};
 scenarios! {
     agent_killed_and_started_again(quick),
     server_killed_and_started_again,
-    link_cut_and_restored(edges = 2, limit = 180),
-    interface_down_and_up(limit = 180),
+    link_cut_and_restored(edges = 2, waits, limit = 180),
+    interface_down_and_up(waits, limit = 180),
     server_stops_and_finishes_what_is_in_flight,
     second_signal_ends_the_server_immediately,
     drain_has_a_limit,

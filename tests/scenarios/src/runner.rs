@@ -136,7 +136,7 @@ fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
         "" => Vec::new(),
         kind => needs::wait(kind).map_err(|error| Failed::from(format!("{error:#}")))?,
     };
-    let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.has_cluster());
+    let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.load());
     let (id, from) = (Id::new(Kind::Test), Instant::now());
     lock(&LIVE).push(id.clone());
     let result = supervise(scenario, &id, variables);

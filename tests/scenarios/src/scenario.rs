@@ -5,6 +5,8 @@ use std::time::Duration;
 use anyhow::Result;
 use postern_testbed::Testbed;
 
+use crate::slots::Load;
+
 /// A running scenario.
 pub(crate) type Run<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
@@ -21,6 +23,8 @@ pub(crate) struct Scenario {
     pub(crate) kind: &'static str,
     /// Whether it starts no cluster although its kind has one.
     clusterless: bool,
+    /// Whether it does next to nothing but wait, for long, and measures nothing that others' load could change.
+    waits: bool,
     /// Whether it needs one more with the address of edge 1, in a site of its own.
     pub(crate) twin: bool,
     /// When its process is killed.
@@ -37,6 +41,7 @@ impl Scenario {
             edges: 1,
             kind: "",
             clusterless: false,
+            waits: false,
             twin: false,
             limit: Duration::from_secs(120),
             run,
@@ -104,6 +109,21 @@ impl Scenario {
     pub(crate) fn has_cluster(&self) -> bool {
         !self.clusterless
             && matches!(self.kind, "cluster" | "images" | "metrics-server" | "cluster-and-konnectivity")
+    }
+
+    /// It may run beside the others: see the field.
+    pub(crate) const fn waits(mut self) -> Self {
+        self.waits = true;
+        self
+    }
+
+    /// What it needs of the machine.
+    pub(crate) fn load(&self) -> Load {
+        match (self.has_cluster(), self.waits) {
+            (true, _) => Load::Cluster,
+            (false, true) => Load::Waits,
+            (false, false) => Load::Other,
+        }
     }
 
     pub(crate) const fn twin(mut self) -> Self {

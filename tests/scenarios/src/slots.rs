@@ -1,7 +1,18 @@
 //! Which scenarios run at the same time: one with a cluster at most, as two would take each other's processor time and time out,
-//! and beside it others, whose time is mostly waiting.
+//! beside it others, whose time is mostly waiting, and one of those that do next to nothing but wait.
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// What a scenario needs of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Load {
+    /// A cluster.
+    Cluster,
+    /// Some processor time.
+    Other,
+    /// Next to nothing.
+    Waits,
+}
 
 /// The places of those that run.
 pub(crate) struct Slots {
@@ -17,15 +28,18 @@ struct State {
     cluster: bool,
     /// Others that run.
     others: usize,
-    /// Those that wait, by their place in the list.
+    /// One that waits runs beside them.
+    idler: bool,
+    /// Those whose turn has not come, by their place in the list.
     waiting_clusters: BTreeSet<usize>,
     waiting_others: BTreeSet<usize>,
+    waiting_idlers: BTreeSet<usize>,
 }
 
 /// A scenario that may run, until it is dropped.
 pub(crate) struct Slot<'a> {
     slots: &'a Slots,
-    cluster: bool,
+    load: Load,
 }
 
 impl Slots {
@@ -34,23 +48,26 @@ impl Slots {
             places: places.max(1),
             cluster: false,
             others: 0,
+            idler: false,
             waiting_clusters: BTreeSet::new(),
             waiting_others: BTreeSet::new(),
+            waiting_idlers: BTreeSet::new(),
         };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// Waits for the turn of the scenario at this place of the list.
-    pub(crate) fn enter(&self, place: usize, cluster: bool) -> Slot<'_> {
+    pub(crate) fn enter(&self, place: usize, load: Load) -> Slot<'_> {
         let mut state = self.lock();
-        state.wait(place, cluster);
-        while !state.admits(place, cluster) {
+        let load = state.counted(load);
+        state.wait(place, load);
+        while !state.admits(place, load) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.admit(place, cluster);
+        state.admit(place, load);
         // The next one may fit as well.
         self.changed.notify_all();
-        Slot { slots: self, cluster }
+        Slot { slots: self, load }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -59,91 +76,124 @@ impl Slots {
 }
 
 impl State {
-    fn wait(&mut self, place: usize, cluster: bool) {
-        let waiting = if cluster { &mut self.waiting_clusters } else { &mut self.waiting_others };
-        waiting.insert(place);
+    /// Who asked for a single place wants one after the other.
+    fn counted(&self, load: Load) -> Load {
+        if load == Load::Waits && self.places == 1 { Load::Other } else { load }
+    }
+
+    fn waiting(&mut self, load: Load) -> &mut BTreeSet<usize> {
+        match load {
+            Load::Cluster => &mut self.waiting_clusters,
+            Load::Other => &mut self.waiting_others,
+            Load::Waits => &mut self.waiting_idlers,
+        }
+    }
+
+    fn wait(&mut self, place: usize, load: Load) {
+        self.waiting(load).insert(place);
     }
 
     /// One place is for clusters as long as there are any: they follow one another from beginning to end.
-    fn admits(&self, place: usize, cluster: bool) -> bool {
-        if cluster {
-            return !self.cluster
-                && self.others < self.places
-                && self.waiting_clusters.first() == Some(&place);
+    fn admits(&self, place: usize, load: Load) -> bool {
+        match load {
+            Load::Cluster => {
+                !self.cluster && self.others < self.places && self.waiting_clusters.first() == Some(&place)
+            }
+            Load::Other => {
+                let kept = usize::from(self.cluster || !self.waiting_clusters.is_empty());
+                self.others + kept < self.places && self.waiting_others.first() == Some(&place)
+            }
+            Load::Waits => !self.idler && self.waiting_idlers.first() == Some(&place),
         }
-        let kept = usize::from(self.cluster || !self.waiting_clusters.is_empty());
-        self.others + kept < self.places && self.waiting_others.first() == Some(&place)
     }
 
-    fn admit(&mut self, place: usize, cluster: bool) {
-        if cluster {
-            self.waiting_clusters.remove(&place);
-            self.cluster = true;
-        } else {
-            self.waiting_others.remove(&place);
-            self.others += 1;
+    fn admit(&mut self, place: usize, load: Load) {
+        self.waiting(load).remove(&place);
+        match load {
+            Load::Cluster => self.cluster = true,
+            Load::Other => self.others += 1,
+            Load::Waits => self.idler = true,
+        }
+    }
+
+    fn leave(&mut self, load: Load) {
+        match load {
+            Load::Cluster => self.cluster = false,
+            Load::Other => self.others -= 1,
+            Load::Waits => self.idler = false,
         }
     }
 }
 
 impl Drop for Slot<'_> {
     fn drop(&mut self) {
-        let mut state = self.slots.lock();
-        if self.cluster {
-            state.cluster = false;
-        } else {
-            state.others -= 1;
-        }
-        drop(state);
+        self.slots.lock().leave(self.load);
         self.slots.changed.notify_all();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::Load::{Cluster, Other, Waits};
     use super::*;
 
     fn state(places: usize, clusters: &[usize], others: &[usize]) -> State {
         let mut state = Slots::new(places).state.into_inner().unwrap();
-        clusters.iter().for_each(|place| state.wait(*place, true));
-        others.iter().for_each(|place| state.wait(*place, false));
+        clusters.iter().for_each(|place| state.wait(*place, Cluster));
+        others.iter().for_each(|place| state.wait(*place, Other));
         state
     }
 
     #[test]
     fn clusters_follow_one_another_beside_others() {
         let mut state = state(2, &[2, 4], &[0, 1, 3]);
-        assert!(!state.admits(4, true), "2 is before it");
-        assert!(!state.admits(1, false), "0 is before it");
-        state.admit(0, false);
-        assert!(!state.admits(1, false), "a place is kept for a cluster");
-        state.admit(2, true);
-        assert!(!state.admits(4, true) && !state.admits(1, false), "both places are taken");
-        state.cluster = false;
-        assert!(state.admits(4, true) && !state.admits(1, false), "the place is the next cluster's");
-        state.admit(4, true);
-        state.others -= 1;
-        assert!(state.admits(1, false));
-        state.admit(1, false);
-        state.cluster = false;
-        assert!(state.admits(3, false), "no cluster is left");
+        assert!(!state.admits(4, Cluster), "2 is before it");
+        assert!(!state.admits(1, Other), "0 is before it");
+        state.admit(0, Other);
+        assert!(!state.admits(1, Other), "a place is kept for a cluster");
+        state.admit(2, Cluster);
+        assert!(!state.admits(4, Cluster) && !state.admits(1, Other), "both places are taken");
+        state.leave(Cluster);
+        assert!(state.admits(4, Cluster) && !state.admits(1, Other), "the place is the next cluster's");
+        state.admit(4, Cluster);
+        state.leave(Other);
+        assert!(state.admits(1, Other));
+        state.admit(1, Other);
+        state.leave(Cluster);
+        assert!(state.admits(3, Other), "no cluster is left");
+    }
+
+    #[test]
+    fn one_that_waits_runs_beside_them() {
+        let mut state = state(2, &[1], &[0]);
+        state.admit(0, Other);
+        state.admit(1, Cluster);
+        state.wait(2, Waits);
+        state.wait(3, Waits);
+        assert!(state.admits(2, Waits) && !state.admits(3, Waits));
+        state.admit(2, Waits);
+        assert!(!state.admits(3, Waits), "one at a time");
+        state.leave(Waits);
+        assert!(state.admits(3, Waits));
     }
 
     #[test]
     fn one_place_is_enough_for_all() {
         let mut state = state(1, &[1], &[0]);
-        assert!(!state.admits(0, false));
-        state.admit(1, true);
-        state.cluster = false;
-        assert!(state.admits(0, false));
+        assert!(!state.admits(0, Other));
+        state.admit(1, Cluster);
+        state.leave(Cluster);
+        assert!(state.admits(0, Other));
+        assert_eq!(state.counted(Waits), Other, "no place is beside the only one");
     }
 
     #[test]
     fn a_place_is_free_again_when_its_slot_is_dropped() {
         let slots = Slots::new(1);
-        drop(slots.enter(0, true));
-        drop(slots.enter(1, false));
-        let _held = slots.enter(2, true);
+        drop(slots.enter(0, Cluster));
+        drop(slots.enter(1, Waits));
+        drop(slots.enter(2, Other));
+        let _held = slots.enter(3, Cluster);
         assert!(slots.lock().cluster);
     }
 }

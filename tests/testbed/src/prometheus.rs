@@ -29,6 +29,8 @@ pub fn start_as(testbed: &Testbed, mut command: Command, configuration: &str) ->
     command
         .arg(format!("--config.file={}", config.display()))
         .arg(format!("--storage.tsdb.path={}", testbed.dir().join("prometheus").display()))
+        // How often it takes up targets that were found: 5 s by default, after up to 5 s until they are.
+        .arg("--scrape.discovery-reload-interval=1s")
         .arg("--web.listen-address=127.0.0.1:9090");
     Process::spawn(testbed.dir(), "prometheus", command)
 }

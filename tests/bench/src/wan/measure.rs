@@ -133,7 +133,8 @@ impl<'a> Paths<'a> {
         record.value(&line("key-p50"), peer, millis(&mut alone, 0.5)?);
         self.transfers(peer, on, target, record).await?;
         for what in ["down-1", "down-4", "up-1", "up-4"] {
-            let beside = Disturbance::start(&on.dialer, what).await?;
+            // Only stalled readers have something to fill.
+            let beside = Disturbance::start(&on.dialer, what, Duration::ZERO).await?;
             // The first ones see the line fill.
             keystrokes(&on.dialer, self.span.keys / 2).await?;
             let mut times = keystrokes(&on.dialer, self.span.keys).await?;

@@ -295,9 +295,6 @@ async fn restarts(cluster: &Cluster<'_>) -> Result<()> {
         rolled_out(kubectl, program).await?;
     }
     logs(kubectl).await.context("after another overlay was applied")?;
-    kubectl.run(&["rollout", "restart", "daemonset/tunnel-agent", "--namespace", NAMESPACE]).await?;
-    rolled_out(kubectl, "tunnel-agent").await?;
-    logs(kubectl).await.context("after the agent was restarted")?;
     offline::agents_are_updated(cluster).await?;
     // The guide's other way to the API server.
     let cloud = CLOUD.to_string();

@@ -67,9 +67,16 @@ async fn ends_first(cluster: &Cluster<'_>, kubectl: &Kubectl) -> Result<()> {
     let source = Behaviour::Source(9, LENGTH);
     let target = Target::start(&cluster.testbed.edge(1).ns, LOOPBACK, 0, source)?;
     let (_kubectl, address) = forward(kubectl, target.address.port()).await?;
+    // At the same time: containerd waits a second for the client's end before it ends each.
+    let mut answers = JoinSet::new();
     for _ in 0..3 {
-        let mut stream = TcpStream::connect(address).await.context("connecting to kubectl")?;
-        let (count, digest) = client::digest(&mut stream).await?;
+        answers.spawn(async move {
+            let mut stream = TcpStream::connect(address).await.context("connecting to kubectl")?;
+            client::digest(&mut stream).await
+        });
+    }
+    while let Some(answer) = answers.join_next().await {
+        let (count, digest) = answer.context("a connection's task")??;
         ensure!(
             (count, &digest) == (LENGTH, &pattern_digest(9, LENGTH)),
             "got {count} bytes with the checksum {digest}"

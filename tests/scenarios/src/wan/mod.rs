@@ -38,7 +38,7 @@ scenarios! {
     a_full_line_of_300_kbit_keeps_its_link,
     a_full_line_of_100_kbit_keeps_its_link(limit = 180),
     outages_of_up_to_ten_seconds_are_survived,
-    a_long_outage_ends_at_once(limit = 180),
+    a_long_outage_ends_at_once(waits, limit = 180),
     nat_forgets_the_link,
     the_edge_gets_another_address,
     the_edge_was_asleep,

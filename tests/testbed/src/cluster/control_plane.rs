@@ -68,7 +68,10 @@ impl ControlPlane {
             .arg(format!("--root-ca-file={}", pki.file("ca.crt").display()))
             .arg(format!("--cluster-signing-cert-file={}", pki.file("ca.crt").display()))
             .arg(format!("--cluster-signing-key-file={}", pki.file("ca.key").display()))
-            .args(["--use-service-account-credentials", "--leader-elect=false"]);
+            .args(["--use-service-account-credentials", "--leader-elect=false"])
+            // Each controller asks for an account at the start: by default, 20 requests a second, that takes most of the
+            // time until a new cluster is ready.
+            .args(["--kube-api-qps=200", "--kube-api-burst=400"]);
         let mut scheduler = testbed.on_cloud().command(&peers::kubernetes("kube-scheduler")?);
         scheduler
             .arg(format!("--kubeconfig={}", user("kube-scheduler")?.display()))

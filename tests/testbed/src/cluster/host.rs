@@ -11,13 +11,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use super::names::KUBERNETES_SERVICE;
 use super::peers;
 use super::pki::{Pair, Pki};
 use crate::cgroup;
 use crate::netns::Namespace;
 use crate::process::{Placement, Process};
 use crate::topology::Testbed;
-use crate::wait::wait_for;
+use crate::wait::{wait_for, wait_until};
 
 const START: Duration = Duration::from_secs(60);
 
@@ -139,6 +140,14 @@ impl Host {
             .args(["--conntrack-tcp-timeout-close-wait=0s", "--metrics-bind-address=127.0.0.1:10249"]);
         self.proxy = Some(Process::spawn(testbed.dir(), &format!("kube-proxy-{name}"), command)?);
         Ok(())
+    }
+
+    /// Waits until its kube-proxy has made the rules for Services.
+    pub async fn wait_services(&self) -> Result<()> {
+        let what = format!("the rules for Services of {}", self.spec.name);
+        let rules = async || self.spec.ns.output("iptables-save", "-t nat");
+        let rule = format!(" -d {KUBERNETES_SERVICE}/32 ");
+        wait_until(&what, START, rules, |rules| rules.contains(&rule)).await.map(drop)
     }
 
     /// Kills the kubelet; containerd and the pods go on.

@@ -101,6 +101,10 @@ impl<'a> Cluster<'a> {
                 |_| true,
             )
             .await?;
+        // A scenario may use them at once.
+        for host in &cluster.hosts {
+            host.wait_services().await?;
+        }
         say(&format!("every node is ready, {:.1?} from the start", start.elapsed()));
         Ok(cluster)
     }
