@@ -57,7 +57,7 @@ pub(crate) const PIP: &[Need] = &[Need { program: "pip3", package: "python3-pip"
 /// What runs the arm64 programs on amd64.
 pub(crate) const QEMU_USER: &[Need] = &[Need { program: "qemu-aarch64-static", package: "qemu-user-static" }];
 
-/// What other kernels are booted with.
+/// What other kernels are booted with, and what is in the machine. Nothing of systemd is started outside of it.
 pub(crate) const VIRTUAL_MACHINE: &[Need] = &[
     Need { program: "qemu-system-x86_64", package: "qemu-system-x86" },
     Need { program: "busybox", package: "busybox-static" },
@@ -65,6 +65,7 @@ pub(crate) const VIRTUAL_MACHINE: &[Need] = &[
     Need { program: "cpio", package: "cpio" },
     Need { program: "depmod", package: "kmod" },
     Need { program: "strip", package: "binutils" },
+    Need { program: "journalctl", package: "systemd" },
 ];
 
 /// What the test cluster is made of besides the peers.

@@ -52,7 +52,8 @@ pub(crate) struct Options {
     /// Only unit tests and a handful of scenarios; says what it leaves out.
     #[arg(long)]
     quick: bool,
-    /// Only the kernel tests of the redirect and the demo, on another kernel in a virtual machine. A whole run has 6.1.
+    /// Only the kernel tests of the redirect, the demo and the systemd units, on another kernel in virtual machines. A whole run
+    /// has 6.1.
     #[arg(long, value_enum, conflicts_with_all = ["quick", "filter"])]
     kernel: Option<Kernel>,
     /// Only tests whose name contains this, such as `path::` or `https::tls_ends_at_the_edge`.

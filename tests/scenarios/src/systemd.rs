@@ -1,4 +1,4 @@
-//! The systemd units of deploy/systemd, and the flags in them.
+//! The systemd units of deploy/systemd, and the flags in them. `tests/units` starts them, in a virtual machine.
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;

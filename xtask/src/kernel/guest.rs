@@ -83,7 +83,7 @@ impl<'a> Guest<'a> {
     }
 
     /// A file of this machine, at its own path, and the libraries that it needs.
-    fn add_tool(&self, path: &Path) -> Result<()> {
+    pub(super) fn add_tool(&self, path: &Path) -> Result<()> {
         let real = fs::canonicalize(path).with_context(|| format!("finding {}", path.display()))?;
         self.copy(&real, &real)?;
         let link = self.inside(path)?;
@@ -106,6 +106,37 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
+    /// A file of this machine at its own path, and nothing else.
+    pub(super) fn add_file(&self, path: &str) -> Result<()> {
+        self.copy(Path::new(path), Path::new(path))
+    }
+
+    /// A file with this text.
+    pub(super) fn write(&self, path: &str, text: &str) -> Result<()> {
+        let path = self.inside(Path::new(path))?;
+        create(path.parent().context("a file has a folder")?)?;
+        write(&path, text)
+    }
+
+    /// A program of text, such as an init.
+    pub(super) fn write_script(&self, path: &str, text: &str) -> Result<()> {
+        self.write(path, text)?;
+        let path = self.inside(Path::new(path))?;
+        let executable = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(&path, executable)
+            .with_context(|| format!("making {} executable", path.display()))
+    }
+
+    pub(super) fn link(&self, path: &str, target: &str) -> Result<()> {
+        let path = self.inside(Path::new(path))?;
+        create(path.parent().context("a link has a folder")?)?;
+        symlink(target, &path).with_context(|| format!("linking {}", path.display()))
+    }
+
+    pub(super) fn add_folder(&self, path: &str) -> Result<()> {
+        create(&self.inside(Path::new(path))?)
+    }
+
     fn copy(&self, from: &Path, to: &Path) -> Result<()> {
         let to = self.inside(to)?;
         if to.symlink_metadata().is_ok() {
@@ -120,15 +151,19 @@ impl<'a> Guest<'a> {
         Ok(self.root().join(below))
     }
 
-    /// The machine, which runs the cases and ends; and the file where it says how each ended.
-    pub(super) fn machine(&self, cases: &[(&str, String)], emulated: bool) -> Result<(Command, PathBuf)> {
-        let init = self.root().join("init");
-        write(&init, &init_script(cases))?;
-        fs::set_permissions(&init, fs::Permissions::from_mode(0o755)).context("making init executable")?;
-        let initramfs = self.dir.path().join("initramfs");
+    /// The initramfs of all that was added.
+    pub(super) fn pack(&self) -> Result<()> {
         let pack = "cd \"$1\" && find . -print0 | cpio --null --create --format=newc --quiet > \"$2\"";
-        output(program("sh").args(["-c", pack, "sh"]).arg(self.root()).arg(&initramfs))?;
-        let results = self.dir.path().join("results");
+        output(program("sh").args(["-c", pack, "sh"]).arg(self.root()).arg(self.initramfs())).map(drop)
+    }
+
+    fn initramfs(&self) -> PathBuf {
+        self.dir.path().join("initramfs")
+    }
+
+    /// A machine that runs this init, which ends it; and the file where that says how each case ended.
+    pub(super) fn machine(&self, init: &str, emulated: bool) -> Result<(Command, PathBuf)> {
+        let results = self.dir.path().join(format!("results-of-{init}"));
         write(&results, "")?;
 
         let mut machine = program("timeout");
@@ -141,13 +176,14 @@ impl<'a> Guest<'a> {
         };
         machine.args(accelerator).args(["-smp", "2", "-m", "4096", "-serial", "stdio", "-serial"]);
         machine.arg(format!("file:{}", results.display()));
-        machine.arg("-kernel").arg(&self.kernel.image).arg("-initrd").arg(&initramfs);
-        machine.args(["-append", "console=ttyS0 panic=-1 quiet"]);
+        machine.arg("-kernel").arg(&self.kernel.image).arg("-initrd").arg(self.initramfs());
+        machine.args(["-append", &format!("console=ttyS0 panic=-1 quiet rdinit=/{init}")]);
         Ok((machine, results))
     }
 }
 
-fn init_script(cases: &[(&str, String)]) -> String {
+/// The init that runs the cases one after the other.
+pub(super) fn init_script(cases: &[(&str, String)]) -> String {
     let mut script = "\
 #!/bin/sh
 export PATH=/usr/sbin:/usr/bin HOME=/root

@@ -1,6 +1,7 @@
-//! `cargo xtask test --kernel NAME`: the kernel tests of the redirect and the demo on another kernel, in a virtual machine.
+//! `cargo xtask test --kernel NAME`: the kernel tests of the redirect, the demo and the systemd units on another kernel, in
+//! virtual machines.
 //!
-//! The machine has no disk and no network: all it needs is in its initramfs. What it prints is what is counted; how each case
+//! A machine has no disk and no network: all it needs is in its initramfs. What it prints is what is counted; how each case
 //! ended it writes to a second serial port, so that a kernel that crashes is no success.
 use std::fs;
 use std::path::PathBuf;
@@ -16,6 +17,7 @@ use crate::tally::Tally;
 
 mod debian;
 mod guest;
+mod systemd;
 
 pub(crate) use debian::Kernel;
 use guest::Guest;
@@ -93,14 +95,21 @@ pub(crate) fn run(kernel: Kernel, tally: &mut Tally) -> Result<()> {
     );
     let guest = Guest::new(&unpacked)?;
     guest.add_program("redirect_kernel", &tests)?;
-    for name in PROGRAMS.iter().chain(&["demo"]) {
+    for name in PROGRAMS.iter().chain(&["demo", systemd::PROGRAM]) {
         guest.add_program(name, &built(name)?)?;
     }
-    let (mut machine, results) = guest.machine(&cases, emulated)?;
-    tally.count(&mut machine)?;
-    let text = fs::read_to_string(&results).with_context(|| format!("reading {}", results.display()))?;
-    for (name, _) in &cases {
-        tally.step(&format!("kernel::{}: {name}", kernel.name()), succeeded(&text, name));
+    guest.write_script("/init", &guest::init_script(&cases))?;
+    systemd::add(&guest)?;
+    guest.pack()?;
+    let names: Vec<_> = cases.iter().map(|(name, _)| *name).collect();
+    // A machine of its own for systemd, which has to be its first process: no case leaves anything to another there.
+    for (init, names) in [("init", names.as_slice()), (systemd::INIT, &[systemd::CASE][..])] {
+        let (mut machine, results) = guest.machine(init, emulated)?;
+        tally.count(&mut machine)?;
+        let text = fs::read_to_string(&results).with_context(|| format!("reading {}", results.display()))?;
+        for name in names {
+            tally.step(&format!("kernel::{}: {name}", kernel.name()), succeeded(&text, name));
+        }
     }
     Ok(())
 }

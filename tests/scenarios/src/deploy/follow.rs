@@ -8,55 +8,12 @@ use anyhow::{Context as _, Result, bail, ensure};
 use postern_testbed::cluster::Cluster;
 use postern_testbed::cluster::kubectl::said;
 use postern_testbed::cluster::peers;
+pub(super) use postern_testbed::document::{blocks, commands};
 use postern_testbed::report::progress;
 use tokio::process::Command;
 
 /// How long the commands of one section may take.
 const SECTION: Duration = Duration::from_secs(150);
-
-/// A fenced block of a document.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Block<'a> {
-    /// The title of its section.
-    pub(super) section: &'a str,
-    /// What stands behind the fence; empty: nothing does.
-    pub(super) language: &'a str,
-    pub(super) text: &'a str,
-}
-
-impl Block<'_> {
-    /// Whether it is to be run as it is.
-    pub(super) fn is_commands(&self) -> bool {
-        self.language == "sh"
-    }
-}
-
-/// The blocks of a document, in its order.
-pub(super) fn blocks(document: &str) -> Vec<Block<'_>> {
-    let mut blocks = Vec::new();
-    for section in document.split("\n## ") {
-        let title = section.lines().next().unwrap_or_default();
-        let mut rest = section;
-        while let Some((_, fenced)) = rest.split_once("\n```") {
-            let (language, fenced) = fenced.split_once('\n').unwrap_or((fenced, ""));
-            let (text, after) = fenced.split_once("\n```").unwrap_or((fenced, ""));
-            blocks.push(Block { section: title, language, text });
-            rest = after;
-        }
-    }
-    blocks
-}
-
-/// The commands of the section whose title begins with `title`.
-pub(super) fn commands(document: &str, title: &str) -> Result<String> {
-    let blocks = blocks(document);
-    let section = blocks.iter().map(|block| block.section).find(|section| section.starts_with(title));
-    let section = section.with_context(|| format!("the document has no section {title:?} with a block"))?;
-    let commands = blocks.iter().filter(|block| block.section == section && block.is_commands());
-    let commands: Vec<&str> = commands.map(|block| block.text).collect();
-    ensure!(!commands.is_empty(), "the section {title:?} has no commands");
-    Ok(commands.join("\n"))
-}
 
 /// Runs the commands of a section ([`commands`]) in the run's folder, with kubectl and helm on PATH. `replaced`: what a test
 /// has to set differently.
@@ -133,43 +90,4 @@ async fn followed(title: &str, mut command: Command) -> Result<String> {
     }
     progress(&format!("followed {title:?}"));
     Ok(said(&output))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GUIDE: &str = "\
-# Title
-```
-first
-```
-## One
-text
-```sh
-a
-b
-```
-  ```
-  in a list
-  ```
-## Two
-```yaml
-c: d
-```
-```sh
-e
-```
-";
-
-    #[test]
-    fn a_documents_blocks_are_found() {
-        let found = blocks(GUIDE);
-        let found: Vec<_> = found.iter().map(|block| (block.section, block.language, block.text)).collect();
-        let expected =
-            [("# Title", "", "first"), ("One", "sh", "a\nb"), ("Two", "yaml", "c: d"), ("Two", "sh", "e")];
-        assert_eq!(found, expected);
-        assert_eq!(commands(GUIDE, "One").unwrap(), "a\nb");
-        assert!(commands(GUIDE, "Three").is_err());
-    }
 }

@@ -129,6 +129,8 @@ async fn images(cluster: &Cluster<'_>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use postern_testbed::document::Block;
+
     use super::*;
     use crate::deploy::SCENARIOS;
 
@@ -154,9 +156,8 @@ mod tests {
     #[test]
     fn every_block_of_the_guide_is_run_or_named() {
         let blocks = follow::blocks(DOCUMENT);
-        let named =
-            |block: &follow::Block<'_>| NOT_RUN.iter().any(|(start, _)| block.text.starts_with(start));
-        let run = |block: &follow::Block<'_>| RUN.iter().any(|(title, _)| *title == block.section);
+        let named = |block: &Block<'_>| NOT_RUN.iter().any(|(start, _)| block.text.starts_with(start));
+        let run = |block: &Block<'_>| RUN.iter().any(|(title, _)| *title == block.section);
         for block in &blocks {
             let title = block.section;
             if block.is_commands() {

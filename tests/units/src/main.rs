@@ -1,0 +1,295 @@
+//! The units of deploy/systemd, started by systemd as docs/operations.md tells. It installs into /etc, /usr/local and
+//! /var/lib of the machine that it runs on: a virtual one, which `cargo xtask test --kernel` boots for it.
+#![forbid(unsafe_code)]
+
+mod confinement;
+mod guide;
+mod host;
+mod unit;
+
+use std::cell::Cell;
+use std::fs;
+use std::io::{ErrorKind, Write as _};
+use std::net::SocketAddr;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::client::{self, End, PATIENCE, Pattern, echo, end_of, pattern_digest, visit};
+use postern_testbed::netns::Namespace;
+use postern_testbed::server::Token;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::wait_for;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use guide::{Guide, Host, edit_flags};
+use unit::{LONG, expect_state, main_pid, property, systemctl, wait_logged, wait_state};
+
+/// How long all may take.
+const LIMIT: Duration = Duration::from_secs(720);
+/// Set where the machine is the test's own.
+const WHOLE_MACHINE: &str = "POSTERN_UNITS_WHOLE_MACHINE";
+/// Between visits: each takes one of the agent's ports for a minute.
+const PACE: Duration = Duration::from_millis(20);
+/// Longer than a connection is held here, however slow the machine is.
+const DRAIN: (&str, &str) = ("--drain-timeout 30s", "--drain-timeout 2m");
+
+const SERVER: [&str; 2] = ["postern-server@a", "postern-server@b"];
+const AGENT: [&str; 2] = ["postern-agent@a", "postern-agent@b"];
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("units: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let init = fs::read_to_string("/proc/1/comm").context("what PID 1 is")?;
+    ensure!(
+        std::env::var_os(WHOLE_MACHINE).is_some() && init.trim() == "systemd",
+        "only for a virtual machine of its own, whose PID 1 is systemd: `cargo xtask test --kernel 6.1`"
+    );
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.context("runtime")?.block_on(async {
+        let tested = timeout(LIMIT, tested()).await;
+        let tested = tested.unwrap_or_else(|_| Err(anyhow::anyhow!("not finished after {LIMIT:?}")));
+        if tested.is_err() {
+            explain();
+        }
+        tested
+    })
+}
+
+/// Prints what systemd and the programs have to say.
+fn explain() {
+    let [a, b] = SERVER;
+    let [c, d] = AGENT;
+    for command in [
+        &["systemctl", "--no-pager", "--lines=0", "status", a, b, c, d][..],
+        &["journalctl", "--no-pager", "--lines=200"],
+    ] {
+        match Command::new(command[0]).args(&command[1..]).output() {
+            Ok(output) => {
+                let (said, errors) = (output.stdout, output.stderr);
+                println!("{}{}", String::from_utf8_lossy(&said), String::from_utf8_lossy(&errors));
+            }
+            Err(error) => println!("{}: {error}", command[0]),
+        }
+    }
+}
+
+fn step(text: &str) {
+    println!("units: {text}");
+}
+
+async fn tested() -> Result<()> {
+    let guide = Guide::read()?;
+    let edge = host::wire()?;
+    let on_edge = || edge.command("sh");
+    let cloud = Host { program: "server", shell: &|| Command::new("sh") };
+    let node = Host { program: "agent", shell: &on_edge };
+    Guide::lay_out()?;
+
+    server_as_installed(&guide, &cloud).await.context("the server as installed")?;
+    agent_as_installed(&guide, &node, &edge).await.context("the agent as installed")?;
+    let target = Target::start(&edge, host::EDGE, 10250, Behaviour::Echo)?;
+    let address = target.address;
+    wait_visit(address).await?;
+    checked_bytes(&edge).await.context("bytes")?;
+    killed_and_back(address).await.context("a server that is killed")?;
+    step("the server is upgraded");
+    let logged = "took over from the server before";
+    upgraded(&guide, &cloud, SERVER, logged, address).await.context("the server's upgrade")?;
+    step("the agent is upgraded");
+    let logged = "took over from the agent before";
+    upgraded(&guide, &node, AGENT, logged, address).await.context("the agent's upgrade")?;
+    step("both are removed");
+    for (host, units) in [(&node, AGENT), (&cloud, SERVER)] {
+        guide.remove(host).await?;
+        for unit in units {
+            // A program that was killed because it had not stopped in time would have failed.
+            expect_state(unit, "inactive").await?;
+        }
+    }
+    host::nothing_is_left()
+}
+
+/// With the flags of deploy/systemd: the redirect is attached to the root of the machine's cgroups.
+async fn server_as_installed(guide: &Guide, host: &Host<'_>) -> Result<()> {
+    step("the server starts");
+    guide.install(host, &[DRAIN]).await?;
+    host::write_inventory()?;
+    guide.start(host).await?;
+    host::wait_ready().await?;
+    expect_enabled(SERVER[0], true)?;
+    let never_gives_up = property(SERVER[0], "StartLimitIntervalUSec").await?;
+    ensure!(never_gives_up == "0", "starts are limited in {never_gives_up}");
+    let writable = ["/var/lib/postern/server", "/sys/fs/bpf", "/tmp", "/var/tmp"];
+    confinement::expect(
+        main_pid(SERVER[0]).await?,
+        confinement::OF_REDIRECT,
+        &writable,
+        &["/var/lib/postern/agent"],
+    )?;
+    ensure!(!host::pins().is_empty(), "nothing is pinned");
+    not_direct(SocketAddr::new(host::EDGE.into(), 10250)).await?;
+
+    // The edge is in the machine's cgroups too, and the agent's own dials must not be redirected.
+    let cgroup = "--redirect-cgroup /sys/fs/cgroup/system.slice --redirect-ports";
+    edit_flags(host.program, &[("--redirect-ports", cgroup)])?;
+    systemctl(&["restart", SERVER[0]]).await?;
+    host::wait_ready().await
+}
+
+/// Nobody is attached: the connect has failed, or is reset where the kernel cannot fail it. It has not gone past the
+/// redirect, where nobody answers.
+async fn not_direct(address: SocketAddr) -> Result<()> {
+    match client::attempt(address, PATIENCE).await {
+        Ok(mut stream) => {
+            let end = end_of(&mut stream, PATIENCE).await?;
+            ensure!(end == End::Reset, "a connection to nobody ended with {end:?}");
+        }
+        Err(error) => ensure!(error.kind() != ErrorKind::TimedOut, "a connect was not redirected"),
+    }
+    Ok(())
+}
+
+/// On the edge: its own network namespace, and no slice that is redirected.
+async fn agent_as_installed(guide: &Guide, host: &Host<'_>, edge: &Namespace) -> Result<()> {
+    step("the agent starts");
+    let dropins = Path::new("/etc/systemd/system/postern-agent@.service.d");
+    fs::create_dir_all(dropins).with_context(|| format!("creating {}", dropins.display()))?;
+    let here = format!("[Service]\nNetworkNamespacePath={}\nSlice=edge.slice\n", edge.path().display());
+    fs::write(dropins.join("edge.conf"), here).context("writing the agent's place")?;
+
+    let mut create = tokio::process::Command::new("tunnel-server");
+    create.args(["token", "create", "--node", host::NODE, "-o", "json"]);
+    let token = unit::output(create).await?;
+    let token: Token = serde_json::from_str(&token).with_context(|| format!("the token {token:?}"))?;
+    let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open("/etc/postern/token");
+    file.and_then(|mut file| file.write_all(token.token.as_bytes())).context("writing the token")?;
+    let server = format!("{}:10262", host::CLOUD);
+    let first = format!(
+        "{} --node-name {} --token-file /etc/postern/token --ca-hash {}",
+        DRAIN.1,
+        host::NODE,
+        token.ca_hash
+    );
+    guide.install(host, &[("cloud.example.org:10262", server.as_str()), (DRAIN.0, first.as_str())]).await?;
+    guide.start(host).await?;
+    expect_enabled(AGENT[0], true)?;
+    let writable = ["/var/lib/postern/agent", "/tmp", "/var/tmp"];
+    confinement::expect(main_pid(AGENT[0]).await?, 0, &writable, &["/var/lib/postern/server", "/sys/fs/bpf"])
+}
+
+async fn wait_visit(address: SocketAddr) -> Result<()> {
+    wait_for("a visit that succeeds", LONG, async || Ok(visit(address).await.ok())).await.map(drop)
+}
+
+/// Either way.
+async fn checked_bytes(edge: &Namespace) -> Result<()> {
+    let length = 3_000_000;
+    let source = Target::start(edge, host::EDGE, 10255, Behaviour::Source(7, length))?;
+    let mut stream = client::connect(source.address).await?;
+    let got = client::digest(&mut stream).await?;
+    ensure!(got == (length, pattern_digest(7, length)), "from the edge: {got:?}");
+    stream.shutdown().await.context("closing")?;
+
+    let sink = Target::start(edge, host::EDGE, 9100, Behaviour::Sink)?;
+    let mut stream = client::connect(sink.address).await?;
+    let mut pattern = Pattern::new(8, length);
+    pattern.write_to(&mut stream).await?;
+    stream.shutdown().await.context("closing")?;
+    let got = client::text(&mut stream, "the sink has not answered").await?;
+    ensure!(got == format!("{length} {}", pattern.digest()), "to the edge: {got}");
+    Ok(())
+}
+
+/// systemd starts it again; until then no connect goes past it.
+async fn killed_and_back(address: SocketAddr) -> Result<()> {
+    step("the server is killed");
+    systemctl(&["kill", "--signal=KILL", SERVER[0]]).await?;
+    let back = async || {
+        let connected = client::attempt(address, PATIENCE).await;
+        let direct = connected.is_err_and(|error| error.kind() == ErrorKind::TimedOut);
+        ensure!(!direct, "a connect went past a server that was killed");
+        let restarts = property(SERVER[0], "NRestarts").await?;
+        anyhow::Ok((restarts == "1").then_some(()))
+    };
+    wait_for("systemd to start the server again", LONG, back).await?;
+    wait_visit(address).await
+}
+
+/// The second instance takes over under load; the first one carries on what it has, and ends with it.
+async fn upgraded(
+    guide: &Guide,
+    host: &Host<'_>,
+    [first, second]: [&'static str; 2],
+    logged: &str,
+    address: SocketAddr,
+) -> Result<()> {
+    let mut held = hold(address).await?;
+    let work = async {
+        guide.upgrade(host).await?;
+        wait_logged(second, logged).await?;
+        echo(&mut held, b"after").await.context("on the connection held")?;
+        expect_state(first, "active").await.context("with a connection open")?;
+        held.shutdown().await.context("closing")?;
+        let end = end_of(&mut held, PATIENCE).await?;
+        ensure!(end == End::Eof(0), "the connection held ended with {end:?}");
+        wait_state(first, "inactive").await?;
+        expect_state(second, "active").await
+    };
+    let visits = visited(address, work).await?;
+    step(&format!("{visits} visits meanwhile"));
+    expect_enabled(first, false)?;
+    expect_enabled(second, true)
+}
+
+/// Connects, echoes, and leaves the connection open.
+async fn hold(address: SocketAddr) -> Result<TcpStream> {
+    let mut stream = client::connect(address).await?;
+    echo(&mut stream, b"before").await?;
+    Ok(stream)
+}
+
+/// Visits one after the other while `work` runs, none of them in vain; how many.
+async fn visited(address: SocketAddr, work: impl Future<Output = Result<()>>) -> Result<u32> {
+    let done = Cell::new(false);
+    let work = async {
+        let result = work.await;
+        done.set(true);
+        result
+    };
+    let visits = async {
+        let mut count = 0;
+        while !done.get() {
+            count += 1;
+            visit(address).await.with_context(|| format!("visit {count}"))?;
+            tokio::time::sleep(PACE).await;
+        }
+        Ok(count)
+    };
+    let ((), count): ((), u32) = tokio::try_join!(work, visits)?;
+    Ok(count)
+}
+
+/// Whether the unit starts with the machine.
+fn expect_enabled(unit: &str, expected: bool) -> Result<()> {
+    let link = Path::new("/etc/systemd/system/multi-user.target.wants").join(format!("{unit}.service"));
+    ensure!(
+        link.is_symlink() == expected,
+        "{} is {}there",
+        link.display(),
+        if expected { "not " } else { "" }
+    );
+    Ok(())
+}

@@ -1,0 +1,127 @@
+//! A machine whose first process is systemd, for the units of deploy/systemd. It has this machine's systemd and, of Debian's
+//! units, those that every boot has; nothing of it is started on this machine itself.
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::guest::Guest;
+use crate::command::which;
+
+/// The init, and the name of the case.
+pub(super) const INIT: &str = "init-systemd";
+pub(super) const CASE: &str = "systemd";
+/// The program that tests the units: `tests/units`.
+pub(super) const PROGRAM: &str = "units";
+
+/// Of this machine's systemd.
+const FOLDER: &str = "/lib/systemd";
+const SYSTEMD: &[&str] = &["systemd", "systemd-journald"];
+/// What releases after 252 start services with.
+const EXECUTOR: &str = "systemd-executor";
+/// `install`, because busybox has none.
+const TOOLS: &[&str] = &["install", "journalctl", "systemctl"];
+const UNITS: &[&str] = &[
+    "basic.target",
+    "local-fs.target",
+    "multi-user.target",
+    "network.target",
+    "network-online.target",
+    "paths.target",
+    "shutdown.target",
+    "slices.target",
+    "sockets.target",
+    "swap.target",
+    "sysinit.target",
+    "systemd-journald.service",
+    "systemd-journald.socket",
+    "systemd-journald-dev-log.socket",
+    "timers.target",
+    "umount.target",
+];
+/// The target that wants a unit, as Debian's links have it, and the unit.
+const WANTED: &[(&str, &str)] = &[
+    ("sysinit.target", "systemd-journald.service"),
+    ("sockets.target", "systemd-journald.socket"),
+    ("sockets.target", "systemd-journald-dev-log.socket"),
+];
+
+/// systemd calls pivot_root(2) for each service with mounts of its own, and the root of an initramfs refuses that: a mount of
+/// it takes its place.
+const INIT_SCRIPT: &str = "\
+#!/bin/sh
+/bin/busybox --install -s /usr/bin 2>/dev/null
+/bin/busybox mount -o bind / /sysroot
+cd /sysroot
+/bin/busybox mount -o move /sysroot /
+exec /bin/busybox chroot . /lib/systemd/systemd
+";
+
+/// The test says how it ended, and the machine ends with it. A first process that crashes ends it too.
+const MANAGER: &str = "[Manager]\nCrashReboot=yes\n";
+const SERVICE: &str = "\
+[Unit]
+Description=The test of the units
+SuccessAction=poweroff-immediate
+FailureAction=poweroff-immediate
+
+[Service]
+Type=exec
+Environment=HOME=/root POSTERN_UNITS_WHOLE_MACHINE=1
+WorkingDirectory=/root
+ExecStart=/postern/units
+ExecStopPost=/bin/sh -c 'echo systemd=$$EXIT_STATUS > /dev/ttyS1'
+StandardOutput=file:/dev/ttyS0
+StandardError=inherit
+LimitMEMLOCK=infinity
+";
+const TEST: &str = "postern-test.service";
+
+/// Puts systemd and the test's service into the machine. The programs are there.
+pub(super) fn add(guest: &Guest<'_>) -> Result<()> {
+    let folder = Path::new(FOLDER);
+    for name in SYSTEMD {
+        guest.add_tool(&folder.join(name))?;
+    }
+    if fs::exists(folder.join(EXECUTOR)).unwrap_or(false) {
+        guest.add_tool(&folder.join(EXECUTOR))?;
+    }
+    for name in TOOLS {
+        guest.add_tool(&which(name)?)?;
+    }
+    for unit in UNITS {
+        guest.add_file(&format!("{FOLDER}/system/{unit}"))?;
+    }
+    for (target, unit) in WANTED {
+        guest.link(&format!("{FOLDER}/system/{target}.wants/{unit}"), &format!("../{unit}"))?;
+    }
+    for folder in ["/sysroot", "/usr/local/bin", "/var/lib", "/var/log", "/var/tmp"] {
+        guest.add_folder(folder)?;
+    }
+    guest.write("/etc/machine-id", "00112233445566778899aabbccddeeff\n")?;
+    guest.write("/etc/hostname", "cloud-1\n")?;
+    guest.write("/etc/systemd/system.conf", MANAGER)?;
+    guest.link("/etc/systemd/system/default.target", &format!("{FOLDER}/system/multi-user.target"))?;
+    guest.write(&format!("/etc/systemd/system/{TEST}"), SERVICE)?;
+    guest.link(&format!("/etc/systemd/system/multi-user.target.wants/{TEST}"), &format!("../{TEST}"))?;
+    guest.write_script(&format!("/{INIT}"), INIT_SCRIPT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_service_runs_the_program_and_says_how_its_case_ended() {
+        assert!(SERVICE.contains(&format!("\nExecStart=/postern/{PROGRAM}\n")));
+        // systemd makes one dollar of two, and the shell has the variable.
+        assert!(SERVICE.contains(&format!("echo {CASE}=$$EXIT_STATUS > /dev/ttyS1")));
+    }
+
+    #[test]
+    fn what_is_wanted_is_there() {
+        for (target, unit) in WANTED {
+            assert!(UNITS.contains(target) && UNITS.contains(unit), "{target}: {unit}");
+        }
+    }
+}
