@@ -446,7 +446,9 @@ impl Copy {
             // Another server, or the operator, was faster.
             Err(AuthorityError::Conflict(_)) => {}
             Err(error) => {
-                tracing::warn!(%error, "could not make the Secret with the CA again; it is tried again");
+                if self.errors.is_new(&error) {
+                    tracing::warn!(%error, "could not make the Secret with the CA again; it is tried again");
+                }
                 tokio::time::sleep(RETRY).await;
                 return;
             }
