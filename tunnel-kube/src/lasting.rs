@@ -16,8 +16,8 @@ use crate::client::{ClientSettings, KubeError};
 /// The file is read again at most this often: it may name a program that makes the credentials.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// [`connect`] for a process that runs for years: after a failure the next request goes by the file as it is then, or by
-/// what it said last if it is unusable. The kubelet, k3s and kubeadm replace certificates every year.
+/// [`connect`] for a process that runs for years: after a failure the next request goes by the file as it is then, or
+/// by what it said last if it is unusable. The kubelet, k3s and kubeadm replace certificates every year.
 ///
 /// # Errors
 /// As of [`connect`].

@@ -34,8 +34,8 @@ pub struct SourceStatus {
     pub source: String,
     pub edge: usize,
     pub cloud: usize,
-    /// Why the file's present content is not in effect. In a cluster: what the server cannot follow now (of nodes, settings, or
-    /// what else it watches), and why.
+    /// Why the file's present content is not in effect. In a cluster: what the server cannot follow now, which need not be
+    /// the nodes, and why.
     pub last_error: Option<String>,
     /// In a cluster: the API server has not answered since the start, and the nodes are those of the state directory, which
     /// were current so many seconds ago.

@@ -19,8 +19,8 @@ use crate::kube::context::KubeContext;
 /// How long the API server may take to say whether it has these objects.
 const REQUEST: Duration = Duration::from_secs(10);
 
-/// Follows the ranges and publishes them when they have changed, until the context's `stop`. An API server that does not have
-/// them is asked once.
+/// Follows the ranges and publishes them when they have changed, until the context's `stop`. An API server that does not
+/// have them is asked once.
 pub async fn run<F: Future<Output = ()> + Send>(
     context: KubeContext,
     mut publish: impl FnMut(Vec<IpNet>) -> F + Send,
