@@ -83,9 +83,9 @@ pub(crate) struct DialRequest {
 }
 
 impl DialRequest {
-    /// With the deadline that counts when none is named.
-    pub(crate) const fn to(target: SocketAddr) -> Self {
-        Self { target, deadline: DEFAULT_DEADLINE }
+    /// To be connected within this time.
+    pub(crate) const fn within(deadline: Duration, target: SocketAddr) -> Self {
+        Self { target, deadline }
     }
 
     /// # Errors
@@ -243,7 +243,8 @@ mod tests {
         let dialler = Dialler::new(Arc::new(policy));
         let source = async |listener: &TcpListener, host: &str| {
             let target = format!("{host}:{}", listener.local_addr().unwrap().port()).parse().unwrap();
-            let dialled = dialler.dial(DialRequest::to(target), &BTreeSet::new()).await.unwrap();
+            let dialled =
+                dialler.dial(DialRequest::within(DEFAULT_DEADLINE, target), &BTreeSet::new()).await.unwrap();
             let (_, source) = listener.accept().await.unwrap();
             assert_eq!(source, dialled.local_addr().unwrap());
             source.ip()

@@ -106,19 +106,27 @@ impl CsrEnrolment {
     }
 
     async fn enrol(&self) -> Result<AgentIdentity, EnrollError> {
-        let identity = self.obtain(Duration::ZERO).await?;
+        self.files.prepare()?;
+        let key = self.files.pending_key()?;
+        let identity = self.obtain(&key, Duration::ZERO).await?;
         self.files.store(&identity)?;
         Ok(identity)
     }
 
-    /// A new identity for the pending key, not stored yet. `spread`: the longest random wait before a retry.
-    pub(crate) async fn obtain(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
-        self.files.prepare()?;
-        let key = self.files.pending_key()?;
-        let request = request(&key, self.holder, &self.node)?;
+    /// A new identity in place of one in use, not stored yet: as for a renewal the directory need not be writable.
+    pub(crate) async fn obtain_again(&self, spread: Duration) -> Result<AgentIdentity, EnrollError> {
+        // What fails here fails for the key too, and is logged there.
+        let _ = self.files.prepare();
+        let key = self.files.pending_key_or_unsaved()?;
+        self.obtain(&key, spread).await
+    }
+
+    /// A new identity for the key. `spread`: the longest random wait before a retry.
+    async fn obtain(&self, key: &PrivateKey, spread: Duration) -> Result<AgentIdentity, EnrollError> {
+        let request = request(key, self.holder, &self.node)?;
         let mut backoff = RETRIES;
         loop {
-            match self.attempt(&key, &request).await {
+            match self.attempt(key, &request).await {
                 Ok(identity) => {
                     tracing::info!(node = %self.node, "enrolled through the API server");
                     return Ok(identity);

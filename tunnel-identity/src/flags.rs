@@ -18,7 +18,7 @@ pub fn node_of_host() -> Result<NodeName, ConfigError> {
     name.parse().map_err(|error| missing(format!("the host name cannot be a node's: {error}")))
 }
 
-/// The token of `--token` or of the file of `--token-file`, and `--ca-hash`, which it needs.
+/// The token of `--token` or of the file of `--token-file`, and `--ca-hash`, which it needs, in lower case.
 ///
 /// # Errors
 /// Names the flag, its value and the reason.
@@ -28,17 +28,17 @@ pub fn enrolment(
     ca_hash: Option<&str>,
     enrolled: (&Path, Holder),
 ) -> Result<(Option<SecretString>, Option<String>), ConfigError> {
-    let ca_hash = ca_hash.map(str::trim);
-    if let Some(hash) = ca_hash {
-        parse_ca_hash(hash).map_err(|error| ConfigError::new("--ca-hash", hash, error.to_string()))?;
-    }
+    let parse = |hash: &str| {
+        parse_ca_hash(hash).map_err(|error| ConfigError::new("--ca-hash", hash.trim(), error.to_string()))
+    };
+    let ca_hash = ca_hash.map(parse).transpose()?;
     let token = read_token(token, file, enrolled)?;
     if token.is_some() && ca_hash.is_none() {
         let reason =
             "needed with a token, or it could enrol with an impostor; `tunnel-server ca status` prints it";
         return Err(ConfigError::without_value("--ca-hash", reason));
     }
-    Ok((token, ca_hash.map(str::to_owned)))
+    Ok((token, ca_hash))
 }
 
 fn read_token(
@@ -68,4 +68,17 @@ fn read_token(
         return Err(ConfigError::without_value(key, "not a token: it is empty or contains blanks"));
     }
     Ok(Some(token))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hash_in_capitals_is_the_same_hash() {
+        let hash = format!(" SHA256:{} ", "AB".repeat(32));
+        let enrolled = (Path::new("/nowhere"), Holder::Agent);
+        let (_, hash) = enrolment(None, None, Some(&hash), enrolled).unwrap();
+        assert_eq!(hash.unwrap(), format!("sha256:{}", "ab".repeat(32)));
+    }
 }

@@ -61,7 +61,7 @@ pub async fn recover(
             }
         };
         let obtained = tokio::select! {
-            obtained = enrolment.obtain(spread) => obtained,
+            obtained = enrolment.obtain_again(spread) => obtained,
             () = not_needed => {
                 tracing::info!(node = %enrolment.node, reason, "no need to enrol again any more");
                 continue;

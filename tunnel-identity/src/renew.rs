@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, watch};
 use tokio_util::task::AbortOnDropHandle;
-use tunnel_core::backoff::jittered;
+use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, IdentityError, TrustBundle, agent_tls, create_csr};
 use tunnel_core::proto::RenewRequest;
@@ -194,7 +194,7 @@ enum Due {
 impl Renewer {
     async fn run(self: Arc<Self>) {
         let mut identities = self.current.subscribe();
-        let mut futile = false;
+        let (mut futile, mut pauses) = (false, RETRIES);
         loop {
             let identity = Arc::clone(&identities.borrow_and_update());
             let (at, due) = due(&identity, futile);
@@ -211,6 +211,14 @@ impl Renewer {
             tracing::info!(node = %identity.node, due = ?due, "renewing the certificate");
             let renewed = self.renew_until_done().await;
             futile = due == Due::Rotation && !renewed.is_signed_by_newest_root();
+            if let Some(pause) = pause_after(renewed.renew_at(), SystemTime::now(), &mut pauses) {
+                tracing::warn!(
+                    node = %renewed.node,
+                    retry_in_s = pause.as_secs_f64(),
+                    "by this host's clock the new certificate is due for renewal already: is the clock right?"
+                );
+                tokio::time::sleep(pause).await;
+            }
         }
     }
 
@@ -307,6 +315,15 @@ fn due(identity: &AgentIdentity, futile: bool) -> (SystemTime, Due) {
     if early < at { (early, Due::Rotation) } else { (at, Due::Life) }
 }
 
+/// Before a certificate that is due as soon as it has come is renewed: the clock is ahead of the servers'.
+fn pause_after(renew_at: SystemTime, now: SystemTime, pauses: &mut Backoff) -> Option<Duration> {
+    if renew_at > now {
+        pauses.reset();
+        return None;
+    }
+    Some(pauses.next_delay())
+}
+
 /// By the wall clock, which is what certificates go by.
 async fn sleep_until(at: SystemTime) {
     while let Ok(left) = at.duration_since(SystemTime::now()) {
@@ -314,5 +331,26 @@ async fn sleep_until(at: SystemTime) {
             return;
         }
         tokio::time::sleep(left.min(LONGEST_SLEEP)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn with_a_clock_that_is_ahead_the_renewals_become_rare() {
+        let (now, mut pauses) = (SystemTime::now(), RETRIES);
+        let mut pause = |renew_at| pause_after(renew_at, now, &mut pauses);
+        let day = Duration::from_secs(86_400);
+        assert_eq!(pause(now + day), None);
+        let first = pause(now - day).unwrap();
+        let mut later = first;
+        for _ in 0..20 {
+            later = pause(now - day).unwrap();
+        }
+        assert!(later >= Duration::from_secs(30) && first < Duration::from_secs(1), "{first:?} {later:?}");
+        assert_eq!(pause(now + day), None);
+        assert!(pause(now).unwrap() < Duration::from_secs(1));
     }
 }

@@ -7,6 +7,7 @@ pub mod doctor;
 mod follow;
 mod followed;
 mod health;
+mod lasting;
 mod request;
 
 pub use api_server::ApiServer;
@@ -14,6 +15,7 @@ pub use client::{ClientSettings, KubeError, api_server_address, connect, reason}
 pub use follow::{FollowSettings, Signal, follow, named};
 pub use followed::{Followed, FollowedSet};
 pub use health::{Health, WatchHealth};
+pub use lasting::connect_lasting;
 pub use request::{Attempts, RequestError, request};
 
 /// The field manager of writes, and the controller that Events name.

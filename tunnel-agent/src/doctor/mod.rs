@@ -13,6 +13,7 @@ use std::time::SystemTime;
 use tunnel_core::doctor::{
     Checkup, Finding, Outcome, Report, Running, codes, judge_running, state_directory,
 };
+use tunnel_core::identity::NodeName;
 use tunnel_kube::ClientSettings;
 use tunnel_kube::doctor::{Right, answers, rights};
 
@@ -44,7 +45,7 @@ pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, Stri
         .await;
     let held = identity::check(&mut checkup, config, now).await;
     match &config.kube {
-        Some(kube) => cluster(&mut checkup, kube, config.pod_targets).await,
+        Some(kube) => cluster(&mut checkup, kube, config).await,
         None => checkup.add("API server", Outcome::Skipped("this agent enrols without one".to_owned())),
     }
     let own = way::check(&mut checkup, config, running.as_ref(), held.as_ref(), now).await;
@@ -64,7 +65,7 @@ pub fn bad_flags(reason: &str) -> Report {
     checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"))
 }
 
-async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, pods: bool) {
+async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, config: &Config) {
     let connected =
         tunnel_kube::connect(kube.kubeconfig.as_deref(), kube.namespace.as_deref(), &ClientSettings::AGENT)
             .await;
@@ -80,16 +81,36 @@ async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, pods: bool) {
         }
     };
     checkup.run("API server", &[], async || answers(&client).await).await;
-    let mut wanted = vec![
-        Right::everywhere("certificates.k8s.io", "certificatesigningrequests", &["create", "get"]),
-        Right::here("", "services", &["list", "watch"]).named(&kube.service),
-        Right::here("discovery.k8s.io", "endpointslices", &["list", "watch"]),
-    ];
-    if pods {
-        wanted.push(Right::everywhere("", "nodes", &["get"]));
-    }
-    let fix = "kubectl apply -k deploy/base (its Role and ClusterRole tunnel-agent)";
+    let wanted = wanted(&kube.service, config.pod_targets.then_some(&config.node_name));
+    let fix = "kubectl apply -k deploy/base (its Role and ClusterRole tunnel-agent), or with --pod-targets=on an \
+               overlay with the component edge-pods";
     checkup
         .run("API rights", &["API server"], async || rights(&client, &namespace, &wanted, fix).await)
         .await;
+}
+
+/// `node`: the one whose ranges of pods are read.
+fn wanted(service: &str, node: Option<&NodeName>) -> Vec<Right> {
+    let mut wanted = vec![
+        Right::everywhere("certificates.k8s.io", "certificatesigningrequests", &["create", "get"]),
+        Right::here("", "services", &["list", "watch"]).named(service),
+        Right::here("discovery.k8s.io", "endpointslices", &["list", "watch"]),
+    ];
+    // A kubelet may read its own Node and no other.
+    wanted.extend(node.map(|node| Right::everywhere("", "nodes", &["get"]).named(node.as_str())));
+    wanted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_its_own_node_must_be_readable() {
+        let node = "edge-1".parse().unwrap();
+        let with_pods = wanted("x-tunnel-server-svc", Some(&node));
+        let nodes: Vec<_> = with_pods.iter().filter(|right| right.resource == "nodes").collect();
+        assert!(nodes.len() == 1 && nodes[0].name.as_deref() == Some("edge-1"), "{nodes:?}");
+        assert_eq!(wanted("x-tunnel-server-svc", None).len(), with_pods.len() - 1);
+    }
 }

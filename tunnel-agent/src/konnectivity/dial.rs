@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::net::{TcpStream, lookup_host};
 use tunnel_core::carry::{CopyError, Side, Traffic, copy, end_on_drop};
@@ -14,6 +14,9 @@ use tunnel_core::text::printable;
 
 use super::shared::{Busy, Held, Shared};
 use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest};
+
+/// An address of several gets no less of the time that is left, as with Go's dialler.
+const SHORTEST_SHARE: Duration = Duration::from_secs(2);
 
 /// For one server's stream.
 pub(super) struct ForServer {
@@ -115,8 +118,9 @@ impl ForServer {
         };
         // Such a server names none.
         let (mut failed, loopback_ports) = (None, BTreeSet::new());
-        for target in targets {
-            let request = DialRequest::to(target);
+        for (tried, target) in targets.iter().copied().enumerate() {
+            let left = deadline.saturating_duration_since(tokio::time::Instant::now());
+            let request = DialRequest::within(share(left, targets.len() - tried), target);
             let dialled = self.shared.dialler.dial(request, &loopback_ports);
             match tokio::time::timeout_at(deadline, dialled).await {
                 Ok(Ok(socket)) => return Ok((socket, target)),
@@ -157,6 +161,12 @@ impl ForServer {
     }
 }
 
+/// One of these addresses' share of the time that is left: one that does not answer must leave some to the others.
+fn share(left: Duration, addresses: usize) -> Duration {
+    let even = left / u32::try_from(addresses).unwrap_or(u32::MAX).max(1);
+    even.max(SHORTEST_SHARE.min(left))
+}
+
 fn unknown(address: &str, why: &str) -> Failed {
     let reason = format!("dial tcp: lookup {}: no such host: {why}", printable(address, 100));
     Failed { outcome: Outcome::Unreachable, reason }
@@ -177,5 +187,19 @@ impl Drop for Counted<'_> {
     fn drop(&mut self) {
         self.0.metrics.connections_active.dec();
         self.0.own_metrics.connections.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_does_not_answer_leaves_time_to_the_next() {
+        let (second, deadline) = (Duration::from_secs(1), DEFAULT_DEADLINE);
+        assert_eq!(share(deadline, 1), deadline);
+        assert_eq!(share(deadline, 2), deadline / 2);
+        assert_eq!(share(deadline, 100), SHORTEST_SHARE);
+        assert_eq!(share(second, 100), second);
     }
 }

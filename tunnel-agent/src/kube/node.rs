@@ -18,6 +18,8 @@ use tunnel_kube::{ApiServer, request};
 /// with the first and double up to the second, which is three requests a second for ten thousand agents.
 const UNKNOWN: Duration = Duration::from_secs(30);
 const KNOWN: Duration = Duration::from_secs(3600);
+/// The longest pause after a failure: ranges of the last run may be wrong by now, and without any no pod is reached.
+const FAILED: Duration = Duration::from_secs(600);
 const ANSWER: Duration = Duration::from_secs(15);
 
 /// Keeps `pods` in sync with the Node. While the API server is away it stays as it is, also over a restart.
@@ -28,9 +30,11 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
         tracing::info!(ranges = ?known, "the ranges of this node's pods as of the last run");
         pods.store(Arc::new(known));
     }
-    let (mut errors, mut unknown) = (LogOnce::default(), Backoff::new(UNKNOWN, KNOWN));
+    let (mut errors, mut pauses) = (LogOnce::default(), Pauses::default());
     loop {
-        match read(&api, &node).await {
+        let read = read(&api, &node).await;
+        let pause = pauses.after(&read);
+        match read {
             Ok(ranges) => {
                 errors.clear();
                 if **pods.load() != ranges {
@@ -54,8 +58,30 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
                 }
             }
         }
-        let pause = if pods.load().is_empty() { unknown.next_delay() } else { jittered(KNOWN, 0.5) };
         tokio::time::sleep(pause).await;
+    }
+}
+
+/// When to read again.
+struct Pauses {
+    failed: Backoff,
+    unknown: Backoff,
+}
+
+impl Default for Pauses {
+    fn default() -> Self {
+        Self { failed: Backoff::new(UNKNOWN, FAILED), unknown: Backoff::new(UNKNOWN, KNOWN) }
+    }
+}
+
+impl Pauses {
+    fn after(&mut self, read: &Result<Vec<IpNet>, String>) -> Duration {
+        let Ok(ranges) = read else { return self.failed.next_delay() };
+        self.failed.reset();
+        if !ranges.is_empty() {
+            return jittered(KNOWN, 0.5);
+        }
+        self.unknown.next_delay()
     }
 }
 
@@ -107,5 +133,23 @@ mod tests {
         assert_eq!(of(&json!({"podCIDR": "10.244.1.7/24"})), ["10.244.1.0/24"]);
         assert!(of(&json!({"podCIDRs": ["0.0.0.0/0", "::/0", "x"]})).is_empty());
         assert!(of(&json!({})).is_empty());
+    }
+
+    #[test]
+    fn after_a_failure_the_node_is_read_again_soon() {
+        let mut pauses = Pauses::default();
+        let known = Ok(vec!["10.244.1.0/24".parse().unwrap()]);
+        let failed = Err("connection refused".to_owned());
+        assert!(pauses.after(&failed) <= UNKNOWN, "ranges may be known from the last run");
+        for _ in 0..20 {
+            assert!(pauses.after(&failed) <= FAILED);
+        }
+        assert!(pauses.after(&known) >= KNOWN / 2);
+        assert!(pauses.after(&failed) <= UNKNOWN);
+        assert!(pauses.after(&Ok(Vec::new())) <= UNKNOWN, "failures do not make the others rare");
+        for _ in 0..20 {
+            pauses.after(&Ok(Vec::new()));
+        }
+        assert!(pauses.after(&Ok(Vec::new())) >= KNOWN / 2, "some clusters give no ranges");
     }
 }

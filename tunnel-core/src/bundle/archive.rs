@@ -13,7 +13,7 @@ use flate2::write::GzEncoder;
 use super::redact::redacted;
 
 /// Of a part so much of its end is kept.
-const MAX_PART: usize = 8 << 20;
+pub(super) const MAX_PART: usize = 8 << 20;
 
 /// Why there is no bundle.
 #[derive(Debug, thiserror::Error)]

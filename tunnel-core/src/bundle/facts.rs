@@ -1,8 +1,8 @@
 //! What a bundle says of the host.
 
 use std::fmt::Write as _;
-use std::fs;
-use std::io::{self, Read as _};
+use std::fs::{self, File};
+use std::io::{self, Read, Seek as _, SeekFrom};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-use super::archive::{Bundle, BundleError, STANDARD};
+use super::archive::{Bundle, BundleError, MAX_PART, STANDARD};
 
 const DEADLINE: Duration = Duration::from_secs(20);
-/// What is read of standard input, in bytes.
-const MAX_INPUT: u64 = 64 << 20;
+/// Of a log so many bytes are kept: one more than a part has, by which the part is known to be cut.
+const END: usize = MAX_PART + 1;
 /// Lines of the journal.
 const LINES: &str = "20000";
 
@@ -85,9 +85,9 @@ pub(super) async fn add_logs(
 ) -> Result<(), BundleError> {
     for (number, file) in files.iter().enumerate() {
         let (read, what) = if file.as_os_str() == STANDARD {
-            (standard_input(), "the log from standard input".to_owned())
+            (end_of(io::stdin().lock()), "the log from standard input".to_owned())
         } else {
-            (fs::read(file), format!("the end of {}", file.display()))
+            (end_of_file(file), format!("the end of {}", file.display()))
         };
         let text = read.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let text = text.map_err(|error| format!("--log={}: {error}", file.display()));
@@ -107,10 +107,23 @@ pub(super) async fn add_logs(
     bundle.add("log.txt", &format!("the journal of {units}"), journal)
 }
 
-fn standard_input() -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    io::stdin().lock().take(MAX_INPUT).read_to_end(&mut bytes)?;
-    Ok(bytes)
+fn end_of_file(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = File::open(path)?;
+    let skipped = file.metadata()?.len().saturating_sub(END as u64);
+    // A pipe, which cannot seek, has no length.
+    if skipped > 0 {
+        file.seek(SeekFrom::Start(skipped))?;
+    }
+    end_of(file)
+}
+
+/// The last bytes. A log may be larger than the memory.
+fn end_of(mut log: impl Read) -> io::Result<Vec<u8>> {
+    let mut end = Vec::new();
+    while log.by_ref().take(END as u64).read_to_end(&mut end)? > 0 {
+        end.drain(..end.len().saturating_sub(END));
+    }
+    Ok(end)
 }
 
 /// Adds the names, sizes and modes of what is in the state directory; none of its content.
@@ -132,7 +145,11 @@ fn list(dir: &Path, text: &mut String) -> io::Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
-        let metadata = entry.metadata()?;
+        let metadata = match entry.metadata() {
+            // The program that runs replaces its files.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            metadata => metadata?,
+        };
         let mode = metadata.permissions().mode() & 0o7777;
         let _ = writeln!(text, "{mode:04o} {:>10} {}", metadata.len(), entry.path().display());
         if metadata.is_dir() {
@@ -153,5 +170,24 @@ async fn output(program: &str, args: &[&str]) -> Result<String, String> {
         }
         Ok(Err(error)) => Err(format!("{program}: {error}")),
         Err(_) => Err(format!("{program}: no end within {} s", DEADLINE.as_secs())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_a_log_the_end_is_kept() {
+        let mut log = b"a line\n".repeat(3 * MAX_PART / 7);
+        log.extend(b"the last\n");
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), &log).unwrap();
+        for end in [end_of(&log[..]).unwrap(), end_of_file(file.path()).unwrap()] {
+            assert!(end.len() == END && end.ends_with(b"a line\nthe last\n"), "{}", end.len());
+        }
+        fs::write(file.path(), "the last\n").unwrap();
+        assert_eq!(end_of_file(file.path()).unwrap(), b"the last\n");
+        assert_eq!(end_of(&log[..END]).unwrap(), log[..END]);
     }
 }

@@ -32,6 +32,10 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
         let judged = async || judge_metrics(&client, &namespace, config).await;
         checkup.run("metrics rights", &["API server"], judged).await;
     }
+    if config.node_condition {
+        let judged = async || judge_node_condition(&client, &namespace).await;
+        checkup.run("condition rights", &["API server"], judged).await;
+    }
     if config.egress.follows_services() {
         let judged = async || judge_egress_services(&client, &namespace).await;
         checkup.run("egress rights", &["API server"], judged).await;
@@ -66,6 +70,16 @@ async fn judge_metrics(client: &Client, namespace: &str, config: &Config) -> Out
         "{given}, then `kubectl auth can-i create tokenreviews --as system:serviceaccount:{namespace}:{account}`"
     );
     rights(client, ROOTS_NAMESPACE, &of_metrics(config.doors.client_ca.is_none()), &fix).await
+}
+
+/// Without them no node gets its condition.
+async fn judge_node_condition(client: &Client, namespace: &str) -> Outcome {
+    let account = account(Role::Server);
+    let fix = format!(
+        "add the component node-condition to the overlay (in the chart server.nodeCondition=true), then \
+         `kubectl auth can-i patch nodes --subresource=status --as system:serviceaccount:{namespace}:{account}`"
+    );
+    rights(client, namespace, &of_node_condition(), &fix).await
 }
 
 /// Without them no Service's address leads anywhere.
@@ -140,6 +154,11 @@ fn of_metrics(published_roots: bool) -> Vec<Right> {
         wanted.push(Right::here("", "configmaps", &["get"]).named(ROOTS_CONFIGMAP));
     }
     wanted
+}
+
+/// deploy/components/node-condition/rbac.yaml.
+fn of_node_condition() -> Vec<Right> {
+    vec![Right::everywhere("", "nodes/status", &["patch"])]
 }
 
 /// deploy/components/egress-services/rbac.yaml.
@@ -218,6 +237,8 @@ mod tests {
         ] {
             assert_eq!(flat(&of_metrics(true)), of_manifest(metrics));
         }
+        let condition = include_str!("../../../deploy/components/node-condition/rbac.yaml");
+        assert_eq!(flat(&of_node_condition()), of_manifest(condition));
         let services = include_str!("../../../deploy/components/egress-services/rbac.yaml");
         assert_eq!(flat(&of_egress_services()), of_manifest(services));
         let konnectivity = include_str!("../../../deploy/components/konnectivity-agents/rbac.yaml");

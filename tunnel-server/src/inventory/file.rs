@@ -23,6 +23,9 @@ use super::{Inventory, InventoryError, MAX_BYTES, Selector, parse};
 /// The file is also checked this often: network file systems have no events, and watches are a limited resource.
 const POLL: Duration = Duration::from_secs(10);
 
+/// The outcome of a reading that did not get the file's text.
+const UNREADABLE: &str = "unreadable";
+
 type Digest = [u8; 32];
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,7 +34,8 @@ pub struct SourceStatus {
     pub source: String,
     pub edge: usize,
     pub cloud: usize,
-    /// Why the file's present content is not in effect.
+    /// Why the file's present content is not in effect. In a cluster: what the server cannot follow now, which need not be
+    /// the nodes, and why.
     pub last_error: Option<String>,
     /// In a cluster: the API server has not answered since the start, and the nodes are those of the state directory, which
     /// were current so many seconds ago.
@@ -86,7 +90,7 @@ impl FileSource {
             nodes: Family::default(),
             in_effect: Gauge::default(),
         };
-        for outcome in ["loaded", "refused", "unreadable"] {
+        for outcome in ["loaded", "refused", UNREADABLE] {
             drop(source.reloads.get_or_create(&[("outcome", outcome)]));
         }
         registry.register(
@@ -121,9 +125,13 @@ impl FileSource {
             watch.follow(&self.path);
             let fingerprint = fingerprint(&self.path);
             if seen.as_ref() != Some(&fingerprint) {
+                let exists = fingerprint.is_some();
                 seen = Some(fingerprint);
-                if let Some(inventory) = self.reload().await {
-                    apply(inventory).await;
+                match self.reload().await {
+                    Ok(Some(inventory)) => apply(inventory).await,
+                    // What fails may be the reading and not the file, as when there are too many open files.
+                    Err(UNREADABLE) if exists => seen = None,
+                    Ok(None) | Err(_) => {}
                 }
             }
             tokio::select! {
@@ -138,12 +146,15 @@ impl FileSource {
         }
     }
 
-    /// None when the content is the one in effect, or cannot be used.
-    async fn reload(self: &Arc<Self>) -> Option<Inventory> {
+    /// None when the content is the one in effect.
+    ///
+    /// # Errors
+    /// The outcome of a reading whose content cannot be used.
+    async fn reload(self: &Arc<Self>) -> Result<Option<Inventory>, &'static str> {
         let source = Arc::clone(self);
         // A large file takes seconds to read, which would block the runtime.
         let read = tokio::task::spawn_blocking(move || {
-            let text = read(&source.path).map_err(|error| ("unreadable", error.to_string()))?;
+            let text = read(&source.path).map_err(|error| (UNREADABLE, error.to_string()))?;
             let digest = digest(&text);
             if *source.lock() == Some(digest) {
                 return Ok((digest, None));
@@ -151,20 +162,16 @@ impl FileSource {
             let inventory = source.parse(&text).map_err(|error| ("refused", error.to_string()))?;
             Ok((digest, Some(inventory)))
         });
-        match read.await {
+        let (outcome, reason) = match read.await {
             Ok(Ok((digest, inventory))) => {
                 self.loaded(digest, inventory.as_ref());
-                inventory
+                return Ok(inventory);
             }
-            Ok(Err((outcome, reason))) => {
-                self.failed(outcome, reason);
-                None
-            }
-            Err(panicked) => {
-                self.failed("refused", format!("the reader failed: {panicked}"));
-                None
-            }
-        }
+            Ok(Err(failed)) => failed,
+            Err(panicked) => ("refused", format!("the reader failed: {panicked}")),
+        };
+        self.failed(outcome, reason);
+        Err(outcome)
     }
 
     /// A file without nodes is more likely its writer's mistake than a cluster that vanished at once.
@@ -383,6 +390,24 @@ mod tests {
         fs::remove_file(&path).unwrap();
         mkfifo(&path, Mode::S_IRWXU).unwrap();
         running.fails_with("it is not a regular file").await;
+        running.stop().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_could_not_be_read_is_read_again_although_it_has_not_changed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("nodes.yaml");
+        fs::write(&path, nodes(&["edge-1"])).unwrap();
+        let running = Running::start(&path);
+        // Before the task has begun to watch: there is no event.
+        fs::remove_file(&path).unwrap();
+        mkfifo(&path, Mode::S_IRWXU).unwrap();
+        let third = async {
+            while !running.metrics().contains("inventory_reloads_total{outcome=\"unreadable\"} 3\n") {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        };
+        timeout(POLL * 10, third).await.unwrap_or_else(|_| panic!("{}", running.metrics()));
         running.stop().await;
     }
 

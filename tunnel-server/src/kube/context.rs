@@ -32,8 +32,13 @@ impl KubeOptions {
     /// # Errors
     /// When the configuration is missing or wrong; no request is made.
     pub async fn connect(&self) -> Result<(kube::Client, String), KubeError> {
-        let (kubeconfig, namespace) = (self.kubeconfig.as_deref(), self.namespace.as_deref());
-        tunnel_kube::connect(kubeconfig, namespace, &ClientSettings::SERVER).await
+        match &self.kubeconfig {
+            Some(path) => {
+                tunnel_kube::connect_lasting(path.clone(), self.namespace.clone(), ClientSettings::SERVER)
+                    .await
+            }
+            None => tunnel_kube::connect(None, self.namespace.as_deref(), &ClientSettings::SERVER).await,
+        }
     }
 }
 

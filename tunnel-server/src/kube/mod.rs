@@ -215,12 +215,19 @@ impl Kube {
                 async move { saved.last_known().await }
             }
         };
+        let use_ranges = {
+            let saved = saved.clone();
+            move |ranges| {
+                let saved = saved.clone();
+                async move { saved.use_ranges(ranges).await }
+            }
+        };
         let publish = publish_nodes(saved, inventory, parts.known_nodes, self.nodes);
         let (client, health) = (context.client.clone(), context.health.clone());
         let (selector, allow_empty) = (parts.selector, parts.allow_empty);
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop.clone()));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), ports));
-        tasks.spawn(service_ranges::run(context.clone(), router.clone()));
+        tasks.spawn(service_ranges::run(context.clone(), use_ranges));
         tasks.spawn(follow_ports(router, parts.settings.subscribe(), parts.ports_known, stop.clone()));
         tasks.spawn(pass_on(ports_now, parts.settings, stop));
         let (given, state_dir) = (parts.given_peers, parts.state_dir.clone());

@@ -83,6 +83,8 @@ pub struct Saved {
     age: Age,
     /// Whether the API server has said which nodes there are. Held while the router gets them.
     current: AsyncMutex<bool>,
+    /// Whether it has said which ranges of Service addresses there are. Held while the router gets them.
+    ranges: AsyncMutex<bool>,
     /// Done once any nodes are known.
     ready: Mutex<Option<ReadyGuard>>,
     /// Of the file, while the ConfigMap is not known.
@@ -96,6 +98,7 @@ impl Saved {
             router,
             age,
             current: AsyncMutex::default(),
+            ranges: AsyncMutex::default(),
             ready: Mutex::new(Some(ready)),
             settings: Mutex::default(),
         }
@@ -112,6 +115,13 @@ impl Saved {
         }
         self.age.0.set(0);
         self.ready();
+    }
+
+    /// Gives the router the ranges of Service addresses that the API server has.
+    pub async fn use_ranges(&self, ranges: Vec<IpNet>) {
+        let mut known = self.ranges.lock().await;
+        update_services(self.router.clone(), ranges).await;
+        *known = true;
     }
 
     /// The nodes in effect, else those of the file. Against these an API server that has none is not believed.
@@ -163,7 +173,13 @@ impl Saved {
             unknown
         });
         let (nodes, at) = (content.nodes.len(), content.at);
-        update_services(self.router.clone(), content.services).await;
+        {
+            // The API server may have said which ranges there are, and not which nodes.
+            let ranges = self.ranges.lock().await;
+            if !*ranges {
+                update_services(self.router.clone(), content.services).await;
+            }
+        }
         update(self.router.clone(), content.nodes).await;
         self.age.0.set(at.max(1));
         self.ready();

@@ -237,7 +237,7 @@
     if (report.pending.length > 0) found.push(`Not ready: waits for ${report.pending.join(", ")}`);
     if (report.redirect.reason) found.push(`Redirect degraded: ${report.redirect.reason}`);
     const source = report.inventory;
-    if (source.last_error) found.push(`The inventory is not in effect, the last good one is: ${source.last_error}`);
+    if (source.last_error) found.push(`The inventory is not up to date, the last good state is in effect: ${source.last_error}`);
     if (typeof source.old_s === "number") found.push(`The inventory is as of ${age(source.old_s)} ago: the API server does not answer`);
     $("problems").replaceChildren(...found.map((text) => element("li", text)));
   }

@@ -91,7 +91,7 @@ fn problems(report: &StatusReport) -> Vec<String> {
         problems.push(format!("its inventory is as of {} ago: the API server does not answer", age(old)));
     }
     if let Some(error) = &source.last_error {
-        problems.push(format!("its inventory is not in effect, the last good one is: {error}"));
+        problems.push(format!("its inventory is not up to date, the last good state is in effect: {error}"));
     }
     problems
 }

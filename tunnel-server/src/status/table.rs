@@ -100,7 +100,7 @@ impl StatusReport {
             writeln!(out, "  OLD, as of {} ago, {text}", age(old))?;
         }
         if let Some(error) = &source.last_error {
-            writeln!(out, "  NOT IN EFFECT, the last good one is: {}", harmless(error))?;
+            writeln!(out, "  NOT UP TO DATE, the last good state is in effect: {}", harmless(error))?;
         }
         let conflicts = &self.inventory.conflicts;
         let shown = if all { conflicts.len() } else { conflicts.len().min(MAX_CONFLICTS) };
@@ -362,7 +362,7 @@ mod tests {
             "door https at 0.0.0.0:10263: 3 active, 9 accepted\n",
             "redirect: on; 2 routes, 1 of them down, 0 ranges excluded\n  connect4/redirected 7\n",
             "failed since the start, by hop: target 60\n",
-            "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT IN EFFECT, the last good one is: line 3\n",
+            "inventory /nodes.yaml: 2 edge, 1 cloud\n  OLD, as of 2h0m ago, of the state directory: the API server has not answered since the start\n  NOT UP TO DATE, the last good state is in effect: line 3\n",
             "  … and 2 more conflicts; --all shows them\n",
             "server cloud-2 at 192.0.2.2:10262: up 1m1s, 7 nodes, 2 connections passed to it\n",
             "nodes: 4 of 7 connected, 1 to other servers\n",

@@ -25,6 +25,7 @@ const NODES: &str = "/api/v1/nodes";
 /// The part of a server that follows the nodes.
 struct Following {
     router: Arc<Router>,
+    saved: Arc<Saved>,
     age: Age,
     readiness: Readiness,
     /// Those of the ConfigMap.
@@ -54,6 +55,7 @@ impl Following {
                 async move { saved.last_known().await }
             }
         };
+        let kept = saved.clone();
         let publish = move |nodes: Inventory| {
             let (saved, inventory) = (saved.clone(), inventory.clone());
             async move {
@@ -64,7 +66,8 @@ impl Following {
         let selector = "node-role.kubernetes.io/edge".parse().unwrap();
         tasks.spawn(nodes::run(client, selector, health, false, last_known, publish, stop.clone()));
         tasks.close();
-        Self { router, age, readiness, known, settings: settings_now, tasks, stop: stop.drop_guard() }
+        let stop = stop.drop_guard();
+        Self { router, saved: kept, age, readiness, known, settings: settings_now, tasks, stop }
     }
 
     async fn until_routed(&self, expected: &[&str]) {
@@ -134,6 +137,26 @@ async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
     assert_eq!(content["nodes"].as_array().unwrap().len(), 2);
     // The ConfigMap was not read: its ports stay.
     assert_eq!(content["settings"]["tunnelled"], json!([9100]));
+}
+
+/// As of an API server that takes long to list many nodes, and had no ServiceCIDRs before it was upgraded.
+#[tokio::test]
+async fn ranges_that_the_api_server_has_said_are_not_those_of_the_file() {
+    let api = ApiServer::start();
+    let state = tempfile::tempdir().unwrap();
+    api.put(NODES, node("edge-1", "192.168.50.2"));
+    api.put(NODES, node("edge-2", "10.96.0.10"));
+    let first = Following::start(&api, state.path()).await;
+    first.until_routed(&["10.96.0.10/32", "192.168.50.2/32"]).await;
+    until_saved(&state.path().join("cluster.json")).await;
+    first.stop().await;
+
+    api.down();
+    let second = Following::start(&api, state.path()).await;
+    second.saved.use_ranges(vec!["10.96.0.0/12".parse().unwrap()]).await;
+    eventually("the file to be used", || second.age.seconds()).await;
+    second.until_routed(&["192.168.50.2/32"]).await;
+    second.stop().await;
 }
 
 /// As one with an empty store.

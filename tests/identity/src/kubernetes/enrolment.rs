@@ -12,7 +12,7 @@ use rustls_pki_types::pem::PemObject;
 use serde_json::{Value, json};
 use tokio_util::task::TaskTracker;
 use tunnel_agent::identity::{
-    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, recover,
+    CsrEnrolment, EnrollConfig, EnrollError, IdentityKeeper, IdentityMetrics, Recovery, Refused, recover,
 };
 use tunnel_agent::reach::Reach;
 use tunnel_agent::session::LinkSet;
@@ -262,6 +262,24 @@ async fn an_agent_that_no_server_accepts_enrols_again() {
     assert_eq!(done(ask(&again)).await.unwrap().chain, keeper.current().chain);
     recovering.abort();
     shared.forced.cancel();
+}
+
+/// As a renewal does: a full disk is no reason to stay away.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_enrols_again_without_a_writable_directory() {
+    let (api, server) = (ApiServer::start(), TestServer::start().await);
+    let (config, identity) = server.enrolled("edge-1").await;
+    let first = identity.chain.clone();
+    let (agent, state_dir) = enrolment(&api, "edge-1", "agent").await;
+    fs::write(&state_dir, "not a directory").unwrap();
+    let keeper =
+        IdentityKeeper::with_recovery(config, identity, IdentityMetrics::default(), Recovery::ApiServer);
+    let keeper = Arc::new(keeper);
+    let recovering = tokio::spawn(recover(agent, keeper.clone(), || Some(Refused::EnrollAgain)));
+    let signer = Signer::start(&api, server.certificate.ca()).await;
+    signer.answer(&api, "system:node:edge-1").await;
+    eventually("another certificate", || (keeper.current().chain != first).then_some(())).await;
+    recovering.abort();
 }
 
 /// The server accepts the agent again before the request is answered: the request is dropped, and the keys are free.

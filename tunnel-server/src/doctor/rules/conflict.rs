@@ -23,7 +23,7 @@ pub(crate) fn taken(rules: &Ruleset, tokens: &[IpNet], ports: &[u16]) -> Vec<Fin
             }
         }
     }
-    found.into_iter().map(|conflict| conflict.finding()).collect()
+    found.into_iter().map(|conflict| conflict.finding(tokens)).collect()
 }
 
 fn is_of_family(table: &str, tokens: &IpNet) -> bool {
@@ -94,7 +94,7 @@ impl Search<'_> {
 }
 
 impl Conflict {
-    fn owner(&self) -> (&'static Code, String) {
+    fn owner(&self, tokens: &[IpNet]) -> (&'static Code, String) {
         let names = || self.path.iter().map(|(_, chain)| chain.as_str());
         let of_port = |name: &str| {
             name.strip_prefix("TUNNEL-PORT-")
@@ -126,12 +126,21 @@ impl Conflict {
             );
             return (&codes::KUBE_PROXY_RULES, fix);
         }
-        let tokens = "exclude the token range from it, such as by `iptables -t nat -I OUTPUT -d 198.18.0.0/15 -j RETURN`";
-        (&codes::FOREIGN_RULES, format!("remove the rule, limit it to its own addresses, or {tokens}"))
+        let table = self.path.last().map_or("", |(table, _)| table.as_str());
+        let ranges = tokens.iter().filter(|range| is_of_family(table, range));
+        let exclude = ranges.map(|range| {
+            let tool = if range.addr().is_ipv6() { "ip6tables" } else { "iptables" };
+            format!("`{tool} -t nat -I OUTPUT -d {range} -j RETURN`")
+        });
+        let exclude = exclude.collect::<Vec<_>>().join(" and ");
+        let fix = format!(
+            "remove the rule, limit it to its own addresses, or exclude the token range from it, such as by {exclude}"
+        );
+        (&codes::FOREIGN_RULES, fix)
     }
 
-    fn finding(&self) -> Finding {
-        let (code, fix) = self.owner();
+    fn finding(&self, tokens: &[IpNet]) -> Finding {
+        let (code, fix) = self.owner(tokens);
         let (table, chain) = self.path.last().cloned().unwrap_or_default();
         let found = format!("table {table}, chain {chain}, takes port {}: {}", list(&self.ports), self.rule);
         Finding::new(code, found, fix)

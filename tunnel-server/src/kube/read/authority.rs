@@ -30,6 +30,8 @@ pub const ACTIVATED: &str = "postern.internal/ca-activated";
 /// The API server answers within this, or is away.
 const ANSWER: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(2);
+/// The pause before a copy that could not be written is tried again.
+const REWRITE: Duration = Duration::from_secs(5);
 /// How often to log that the start is waiting.
 const REMIND: Duration = Duration::from_secs(60);
 
@@ -353,13 +355,15 @@ pub async fn follow(context: KubeContext, state_dir: PathBuf) {
     let events = context.health.follow(secret.api.clone(), named(&secret.name), "secrets");
     let mut events = std::pin::pin!(events);
     let mut leader = context.leader.clone();
-    let mut copy = Copy { secret, state_dir, errors: LogOnce::default(), listed: false, gone: false };
+    let errors = LogOnce::default();
+    let mut copy = Copy { secret, state_dir, errors, listed: false, gone: false, unwritten: None };
     loop {
         tokio::select! {
             event = events.next() => match event {
                 Some(event) => copy.take(event).await,
                 None => return,
             },
+            () = tokio::time::sleep(REWRITE), if copy.unwritten.is_some() => copy.write_again().await,
             // Never again once this server drains.
             () = becomes(&mut leader, true), if copy.gone => {}
             () = context.stop.cancelled() => return,
@@ -380,6 +384,8 @@ struct Copy {
     /// Whether the list that is being read has the Secret.
     listed: bool,
     gone: bool,
+    /// A CA that the files could not be made a copy of: the disk may be full.
+    unwritten: Option<CaMaterial>,
 }
 
 impl Copy {
@@ -387,35 +393,45 @@ impl Copy {
         match event {
             Event::Init => self.listed = false,
             Event::InitApply(secret) | Event::Apply(secret) => {
-                (self.listed, self.gone) = (true, false);
-                self.install(&Wiped(secret)).await;
+                (self.listed, self.gone, self.unwritten) = (true, false, None);
+                match self.secret.material(&Wiped(secret)) {
+                    Ok(material) => self.install(material).await,
+                    Err(error) => self.failed(&error),
+                }
             }
             Event::InitDone if self.listed => {}
             Event::InitDone | Event::Delete(_) => {
-                self.gone = true;
+                (self.gone, self.unwritten) = (true, None);
                 tracing::error!(secret = %self.secret, "the Secret with the CA is gone; the CA in the state directory stays, and the leader makes the Secret again of its own");
             }
         }
     }
 
-    async fn install(&mut self, secret: &Wiped) {
-        let installed = match self.secret.material(secret) {
-            Ok(material) => install(self.state_dir.clone(), Lifetimes::default(), material, &self.secret)
-                .await
-                .map_err(AuthorityError::from),
-            Err(error) => Err(error),
-        };
-        match installed {
+    async fn install(&mut self, material: CaMaterial) {
+        let copied = material.clone();
+        match install(self.state_dir.clone(), Lifetimes::default(), copied, &self.secret).await {
             Ok((_, changed)) => {
                 if self.errors.clear() || changed {
                     tracing::info!(secret = %self.secret, changed, "the CA is the Secret's");
                 }
             }
             Err(error) => {
-                if self.errors.is_new(&error) {
-                    tracing::error!(%error, "the CA in the state directory stays as it is");
-                }
+                self.unwritten = Some(material);
+                self.failed(&error.into());
             }
+        }
+    }
+
+    /// No event would come before the Secret changes.
+    async fn write_again(&mut self) {
+        if let Some(material) = self.unwritten.take() {
+            self.install(material).await;
+        }
+    }
+
+    fn failed(&mut self, error: &AuthorityError) {
+        if self.errors.is_new(error) {
+            tracing::error!(%error, "the CA in the state directory stays as it is");
         }
     }
 
@@ -430,7 +446,9 @@ impl Copy {
             // Another server, or the operator, was faster.
             Err(AuthorityError::Conflict(_)) => {}
             Err(error) => {
-                tracing::warn!(%error, "could not make the Secret with the CA again; it is tried again");
+                if self.errors.is_new(&error) {
+                    tracing::warn!(%error, "could not make the Secret with the CA again; it is tried again");
+                }
                 tokio::time::sleep(RETRY).await;
                 return;
             }

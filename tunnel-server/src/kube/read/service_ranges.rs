@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::pin::pin;
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -16,14 +15,16 @@ use tunnel_core::text::printable;
 use tunnel_kube::{Attempts, FollowedSet, request};
 
 use crate::kube::context::KubeContext;
-use crate::route::{Router, update_services};
 
 /// How long the API server may take to say whether it has these objects.
 const REQUEST: Duration = Duration::from_secs(10);
 
-/// Follows the ranges and gives them to the router, until the context's `stop`. An API server that does not have them is
-/// asked once.
-pub async fn run(context: KubeContext, router: Arc<Router>) {
+/// Follows the ranges and publishes them when they have changed, until the context's `stop`. An API server that does not
+/// have them is asked once.
+pub async fn run<F: Future<Output = ()> + Send>(
+    context: KubeContext,
+    mut publish: impl FnMut(Vec<IpNet>) -> F + Send,
+) {
     let api = Api::<ServiceCIDR>::all(context.client.clone());
     match context.stop.run_until_cancelled(are_served(&api)).await {
         Some(true) => {}
@@ -46,7 +47,7 @@ pub async fn run(context: KubeContext, router: Arc<Router>) {
         }
         let ranges: BTreeSet<IpNet> = followed.objects.values().flat_map(ranges).collect();
         if published.as_ref() != Some(&ranges) {
-            update_services(router.clone(), ranges.iter().copied().collect()).await;
+            publish(ranges.iter().copied().collect()).await;
             published = Some(ranges);
         }
     }

@@ -205,6 +205,30 @@ async fn the_copy_follows_the_secret_and_survives_its_removal() {
     following.await.unwrap();
 }
 
+#[tokio::test]
+async fn a_copy_that_could_not_be_written_is_written_later() {
+    let server = ApiServer::start();
+    let (full, other) = (state_dir(&server, "full"), state_dir(&server, "other"));
+    let copy = start(&server, &full).await.unwrap();
+    let other_copy = start(&server, &other).await.unwrap();
+    let (first, _inputs) = context(&server, false).await;
+    let (second, _others) = context(&server, false).await;
+    tokio::spawn(follow(first.clone(), full.clone()));
+    tokio::spawn(follow(second.clone(), other));
+    eventually("both watch", || (server.open_watches(SECRETS) == 2).then_some(())).await;
+    // As a full disk, but for root too.
+    let lock = full.join("lock");
+    std::fs::remove_file(&lock).unwrap();
+    std::fs::create_dir(&lock).unwrap();
+    run(&server, &["introduce"]).unwrap();
+    let both = |copy: &Ca| (copy.state().ok()?.roots().len() == 2).then_some(());
+    eventually("the other server's copy", || both(&other_copy)).await;
+    std::fs::remove_dir(&lock).unwrap();
+    eventually("the copy", || both(&copy)).await;
+    first.stop.cancel();
+    second.stop.cancel();
+}
+
 /// The election ends with the drain, and what follows the Secret with the stop.
 #[tokio::test]
 async fn while_a_server_drains_a_secret_that_is_gone_costs_nothing() {

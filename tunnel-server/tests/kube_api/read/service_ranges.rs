@@ -6,7 +6,7 @@ use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tunnel_server::inventory::{Inventory, InventoryNode};
 use tunnel_server::kube::read::service_ranges::run;
-use tunnel_server::route::Router;
+use tunnel_server::route::{Router, update_services};
 
 use crate::fixture::{Inputs, context, inventory, router};
 
@@ -37,7 +37,8 @@ async fn a_services_address_is_nobodys() {
     let (router, stop) = (Arc::new(router()), context.stop.clone().drop_guard());
     router.set_inventory(claims(&["192.168.50.2", "10.96.0.10", "10.200.0.1", "fd00:96::a"]));
     assert_eq!(routed(&router).len(), 4, "nothing is known yet");
-    tokio::spawn(run(context, router.clone()));
+    let kept = router.clone();
+    tokio::spawn(run(context, move |ranges| update_services(kept.clone(), ranges)));
     let until = async |what: &str, expected: &[&str]| {
         eventually(what, || (routed(&router) == expected).then_some(())).await;
     };
@@ -60,7 +61,7 @@ async fn an_api_server_without_them_is_asked_once() {
     server.inject("list", "servicecidrs", Fault::Status(404), usize::MAX);
     let (context, _inputs): (_, Inputs) = context(&server, false).await;
     let health = context.health.clone();
-    run(context, Arc::new(router())).await;
+    run(context, |_| std::future::ready(())).await;
     assert_eq!(server.requests("list", RANGES), 1);
     assert!(health.report().is_empty(), "nothing is followed that cannot be");
 }

@@ -1,0 +1,142 @@
+//! A client that outlives its credentials.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http::{Request, Response, StatusCode};
+use kube::Client;
+use kube::client::Body;
+use tokio::time::Instant;
+use tunnel_core::log_once::LogOnce;
+
+use crate::api_server::ApiServer;
+use crate::client::{ClientSettings, KubeError};
+
+/// The file is read again at most this often: it may name a program that makes the credentials.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// [`connect`] for a process that runs for years: after a failure the next request goes by the file as it is then, or
+/// by what it said last if it is unusable. The kubelet, k3s and kubeadm replace certificates every year.
+///
+/// # Errors
+/// As of [`connect`].
+///
+/// [`connect`]: crate::connect
+pub async fn connect_lasting(
+    kubeconfig: PathBuf,
+    namespace: Option<String>,
+    settings: ClientSettings,
+) -> Result<(Client, String), KubeError> {
+    let api = ApiServer::open(Some(kubeconfig), namespace, settings).await?;
+    let namespace = api.namespace().to_owned();
+    let state = State { good: api.client().await?, unusable: LogOnce::default(), renewed: None };
+    let lasting = Arc::new(Lasting { api, state: Mutex::new(state) });
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let lasting = Arc::clone(&lasting);
+        async move { lasting.send(request).await }
+    });
+    Ok((Client::new(service, namespace.clone()), namespace))
+}
+
+struct Lasting {
+    api: Arc<ApiServer>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The last client that could be made.
+    good: Client,
+    unusable: LogOnce,
+    renewed: Option<Instant>,
+}
+
+impl Lasting {
+    async fn send(&self, request: Request<Body>) -> Result<Response<Body>, kube::Error> {
+        let answer = self.client().await.send(request).await;
+        let failed = match &answer {
+            Ok(answer) => answer.status() == StatusCode::UNAUTHORIZED,
+            Err(_) => true,
+        };
+        if failed {
+            self.renew();
+        }
+        answer
+    }
+
+    async fn client(&self) -> Client {
+        let made = self.api.client().await;
+        let mut state = self.state();
+        match made {
+            Ok(client) => {
+                state.unusable.clear();
+                state.good = client;
+            }
+            Err(error) => {
+                if state.unusable.is_new(&error) {
+                    tracing::warn!(%error, "the credentials that were read last stay in use");
+                }
+            }
+        }
+        state.good.clone()
+    }
+
+    fn renew(&self) {
+        let mut state = self.state();
+        if state.renewed.is_none_or(|at| at.elapsed() >= AGAIN) {
+            state.renewed = Some(Instant::now());
+            self.api.failed();
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::Node;
+    use kube::Api;
+    use kube::api::ListParams;
+    use postern_fake_kube::{ApiServer, Fault};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn it_takes_new_credentials_once_the_old_ones_are_refused() {
+        let (old, new) = (ApiServer::start(), ApiServer::start());
+        let path = old.dir().join("kubeconfig-of-both");
+        std::fs::copy(old.kubeconfig(), &path).unwrap();
+        let (client, namespace) = connect_lasting(path.clone(), None, ClientSettings::SERVER).await.unwrap();
+        assert_eq!((client.default_namespace(), namespace.as_str()), ("kube-system", "kube-system"));
+        let nodes = Api::<Node>::all(client);
+        let list = async || nodes.list(&ListParams::default()).await;
+        let asked = || [&old, &new].map(|server| server.requests("list", "/api/v1/nodes"));
+
+        // While they work the file does not matter, and while it is unusable the last ones are used.
+        std::fs::write(&path, "").unwrap();
+        list().await.unwrap();
+        old.inject("list", "nodes", Fault::Status(401), 1);
+        list().await.unwrap_err();
+        list().await.unwrap();
+        assert_eq!(asked(), [3, 0]);
+
+        std::fs::copy(new.kubeconfig(), &path).unwrap();
+        list().await.unwrap();
+        assert_eq!(asked(), [3, 1]);
+    }
+
+    #[tokio::test]
+    async fn it_takes_a_new_address_once_nobody_answers_at_the_old_one() {
+        let (old, new) = (ApiServer::start(), ApiServer::start());
+        let path = new.dir().join("kubeconfig-of-both");
+        std::fs::copy(old.kubeconfig(), &path).unwrap();
+        let (client, _) = connect_lasting(path.clone(), None, ClientSettings::SERVER).await.unwrap();
+        let nodes = Api::<Node>::all(client);
+        old.down();
+        std::fs::copy(new.kubeconfig(), &path).unwrap();
+        nodes.list(&ListParams::default()).await.unwrap_err();
+        nodes.list(&ListParams::default()).await.unwrap();
+    }
+}
