@@ -202,6 +202,7 @@ impl LinkLoop {
     /// while the next one is connected already.
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
         let mut resumed = self.shared.resumed.subscribe();
+        let mut releases = self.shared.attached.releases();
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         let mut out = LogOnce::default();
@@ -213,6 +214,8 @@ impl LinkLoop {
                 () = self.leaving.cancelled() => break,
             }
             let started = Instant::now();
+            // What is given up from now on may be the server that this address leads to.
+            releases.mark_unchanged();
             let end = tokio::select! {
                 end = self.session(&mut identity, &leftovers, &mut successor) => end,
                 () = self.shared.forced.cancelled() => break,
@@ -262,7 +265,7 @@ impl LinkLoop {
             }
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                () = self.shared.attached.released(), if standby => {}
+                Ok(()) = releases.changed(), if standby => {}
                 // What was refused may be taken with the new one.
                 Ok(()) = identity.changed() => {}
                 // What failed before, or while it fell asleep, says nothing.
