@@ -86,6 +86,8 @@ impl Agent for AgentService {
                 if replaced.by_successor && self.0.shared.handover.knows_successor() =>
             {
                 self.0.release_streams();
+                // Links that stand by are told next.
+                self.0.shared.handover.succeeded_at(&self.0.server);
                 SessionPhase::Succeeded
             }
             Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },

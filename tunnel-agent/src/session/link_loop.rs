@@ -210,7 +210,7 @@ impl LinkLoop {
         let mut successor = None;
         loop {
             tokio::select! {
-                () = self.shared.handover.ours(&self.server) => {}
+                () = self.shared.handover.ours(&self.server, self.stands_by()) => {}
                 () = self.leaving.cancelled() => break,
             }
             let started = Instant::now();
