@@ -2,7 +2,7 @@
 //! until stopped.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
@@ -80,7 +80,7 @@ pub async fn build(
     };
     let set = Set::new(Arc::new(shared), readiness.clone());
     let flags = config.flags();
-    let (started, shown) = (SystemTime::now(), set.clone());
+    let (started, shown) = (Instant::now(), set.clone());
     let (node, rules) = (config.node_name.clone(), config.allow_targets.clone());
     let admin = Admin {
         registry: Arc::new(registry),

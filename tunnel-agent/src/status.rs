@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::sync::{Arc, OnceLock};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
@@ -51,10 +51,11 @@ pub struct CertificateStatus {
 }
 
 impl AgentStatus {
-    /// `rules` as given by `--allow-target`; `pods` count only without them.
+    /// `started` is no time of day: a node without a clock of its own sets that once it reaches a time server. `rules` as given by
+    /// `--allow-target`; `pods` count only without them.
     pub fn new(
         node: &NodeName,
-        started: SystemTime,
+        started: Instant,
         servers: Vec<LinkStatus>,
         certificate: Option<CertificateStatus>,
         rules: &[TargetRule],
@@ -70,7 +71,7 @@ impl AgentStatus {
         Self {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             node: node.clone(),
-            uptime_s: started.elapsed().unwrap_or_default().as_secs(),
+            uptime_s: started.elapsed().as_secs(),
             connections: servers.iter().map(|link| u64::from(link.connections)).sum(),
             servers,
             certificate,
@@ -153,7 +154,7 @@ fn seconds(time: SystemTime) -> u64 {
 /// Where a running agent's status comes from; filled in as the start proceeds.
 pub(crate) struct StatusSource {
     config: Config,
-    started: SystemTime,
+    started: Instant,
     pods: Arc<ArcSwap<Vec<IpNet>>>,
     servers: OnceLock<Arc<Servers>>,
     running: OnceLock<(Arc<LinkSet>, Arc<IdentityKeeper>)>,
@@ -163,7 +164,7 @@ impl StatusSource {
     pub(crate) fn new(config: &Config, pods: Arc<ArcSwap<Vec<IpNet>>>) -> Self {
         Self {
             config: config.clone(),
-            started: SystemTime::now(),
+            started: Instant::now(),
             pods,
             servers: OnceLock::new(),
             running: OnceLock::new(),
@@ -231,7 +232,7 @@ mod tests {
         let links = vec![link(LinkPhase::Attached), link(LinkPhase::Waiting)];
         let status = AgentStatus::new(
             &"edge-1".parse().unwrap(),
-            SystemTime::now(),
+            Instant::now(),
             links,
             Some(certificate),
             &rules,
@@ -249,7 +250,7 @@ mod tests {
         }
         assert!(status.to_text(now + Duration::from_secs(90_000)).contains("certificate: EXPIRED\n"));
         let pods = ["10.244.1.0/24".parse().unwrap()];
-        let mut own = AgentStatus::new(&status.node, SystemTime::now(), Vec::new(), None, &[], &pods);
+        let mut own = AgentStatus::new(&status.node, Instant::now(), Vec::new(), None, &[], &pods);
         own.api_server_error = Some("connection refused".to_owned());
         let own = own.to_text(now);
         assert!(own.contains("may be reached: node:*, pods in 10.244.1.0/24, loopback on"), "{own}");

@@ -60,7 +60,7 @@ pub(super) fn judge(status: &AgentStatus) -> Outcome {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, SystemTime};
+    use std::time::{Duration, Instant};
 
     use super::*;
     use crate::session::{LinkStatus, SessionEnd};
@@ -83,7 +83,7 @@ mod tests {
             last_error_s: Some(7),
         };
         let node = "edge-1".parse().unwrap();
-        AgentStatus::new(&node, SystemTime::now(), links.iter().map(link).collect(), None, &[], &[])
+        AgentStatus::new(&node, Instant::now(), links.iter().map(link).collect(), None, &[], &[])
     }
 
     fn codes_of(links: &[(LinkPhase, Option<String>)]) -> Vec<&'static str> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::Instant;
 
 use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
@@ -55,7 +55,7 @@ impl Agent for AgentService {
         }
         session
             .phase
-            .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: SystemTime::now() });
+            .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: Instant::now() });
         // The stream's end tells the server that this session ends on purpose.
         let stop = session.stop.clone().cancelled_owned();
         Ok(Response::new(Box::pin(ReceiverStream::new(events).take_until(stop))))

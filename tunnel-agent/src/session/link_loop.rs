@@ -453,7 +453,7 @@ impl LinkLoop {
             address: self.server.clone(),
             phase,
             server_id,
-            attached_for_s: since.map(|since| since.elapsed().unwrap_or_default().as_secs()),
+            attached_for_s: since.map(|since| since.elapsed().as_secs()),
             epoch: session.map_or(0, |session| session.epoch),
             rtt_ms: session.and_then(|session| session.flow.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
             links: session.map_or(0, SessionState::links),
