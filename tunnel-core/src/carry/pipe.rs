@@ -173,7 +173,8 @@ impl PipeEnd {
             biased;
             (outcome, reason) = shared.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
             ended = both => ended.map(|_| ()),
-            outcome = over => Err(RelayError::Aborted(outcome, "")),
+            // Who asked for an answer is told no more than this.
+            outcome = over => Err(RelayError::Aborted(outcome, outcome.as_str())),
             () = lingered => Err(RelayError::Aborted(Outcome::Ok, "")),
         };
         if let Err(error) = ended {

@@ -184,5 +184,5 @@ async fn an_end_from_outside_is_an_error(make: MakeLink) {
     let mut arrived = [0; 1];
     let end = within(stream.read(&mut arrived)).await;
     assert!(end.is_err(), "it saw {end:?} instead of an error");
-    assert_eq!(stream.status().failure().map(|(outcome, _)| outcome), Some(Outcome::TunnelLost));
+    assert_eq!(stream.status().failure(), Some((Outcome::TunnelLost, "tunnel_lost".to_owned())));
 }
