@@ -414,16 +414,14 @@ impl LinkLoop {
         self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next session's epoch. Taken once the server is reached, and off this thread: it is synced to disk.
+    /// The next session's epoch. Taken once the server is reached: it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
         if let Some(yielded) = *self.yielded()
             && !self.shared.handover.is_successor()
         {
             return Ok(yielded);
         }
-        let shared = self.shared.clone();
-        let next = tokio::task::spawn_blocking(move || shared.epochs.next()).await;
-        next.map_err(std::io::Error::other)
+        self.shared.epochs.next().await
     }
 
     fn yielded(&self) -> MutexGuard<'_, Option<u64>> {
