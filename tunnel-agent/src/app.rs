@@ -16,7 +16,6 @@ use tunnel_core::carry::{end_quiet, register_stalled};
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::Holder;
 use tunnel_core::lifecycle::{Drain, Drained, Readiness, ReadyGuard, Shutdown, raise_open_files};
-use tunnel_core::live::Live;
 use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
 use tunnel_kube::ClientSettings;
@@ -263,12 +262,19 @@ impl Bound {
             // Should the successor die, the next agent must be able to listen there while this one drains.
             drop(self.admin);
         }
-        drain(&tasks, &own, timeout, &live).await;
+        let ending = async {
+            tokio::join!(end_quiet(&live, Connection::carrying), outbound.end_quiet());
+        };
+        drain(&tasks, &own, timeout, ending).await;
     }
 }
 
-async fn drain(tasks: &TaskTracker, shutdown: &Shutdown, timeout: Duration, live: &Live<Connection>) {
-    let ending = end_quiet(live, Connection::carrying);
+async fn drain(
+    tasks: &TaskTracker,
+    shutdown: &Shutdown,
+    timeout: Duration,
+    ending: impl Future<Output = ()>,
+) {
     let drained = match Drain::of(tasks.clone(), shutdown.clone()).finish(timeout, ending).await {
         Drained::Complete => "complete",
         Drained::TimedOut { .. } => "the drain timeout was up",

@@ -51,7 +51,8 @@ pub struct CertificateStatus {
 }
 
 impl AgentStatus {
-    /// `rules` as given by `--allow-target`; `pods` count only without them.
+    /// `started` is no time of day: a node without a clock of its own sets that once it reaches a time server. `rules` as given by
+    /// `--allow-target`; `pods` count only without them.
     pub fn new(
         node: &NodeName,
         started: Instant,

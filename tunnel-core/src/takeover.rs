@@ -230,8 +230,8 @@ impl<H: DeserializeOwned> Predecessor<H> {
 
     /// Waits for its end. Until `self` is dropped it knows that its successor lives.
     pub async fn ended(&mut self) {
-        // It says nothing more.
-        let _ = self.stream.read_u8().await;
+        // An answer that came too late is not its end: it would go on beside its successor.
+        while self.stream.read_u8().await.is_ok() {}
     }
 }
 
@@ -349,6 +349,20 @@ mod tests {
         assert_eq!(second.ask::<_, Option<usize>>(&"question").await.unwrap(), Some(8));
         drop(second);
         first.await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_answers_too_late_has_not_ended() {
+        let (mut first, stream) = UnixStream::pair().unwrap();
+        let greeting = Greeting { version: "1.2.3".to_owned(), pid: 1, listeners: Vec::new(), own: () };
+        let mut second = Predecessor { stream, greeting, sockets: Vec::new() };
+        let error = second.ask::<_, String>(&"question").await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(receive::<String>(&mut first).await.unwrap().as_deref(), Some("question"));
+        send(&mut first, &"answer").await.unwrap();
+        assert!(timeout(ANSWER, second.ended()).await.is_err(), "it still runs");
+        drop(first);
+        second.ended().await;
     }
 
     #[tokio::test]

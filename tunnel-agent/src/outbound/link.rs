@@ -135,7 +135,7 @@ impl Links {
                 Err(_) => reasons.push(format!("{server}: no answer")),
             }
         }
-        Err(format!("no server can be reached: {}", reasons.join("; ")))
+        Err(none_reached(&reasons))
     }
 
     async fn connect(&self, server: &HostPort) -> io::Result<Arc<Link>> {
@@ -180,6 +180,14 @@ impl Links {
             tracing::debug!(%server, reason, "the link for connections to the cloud has ended");
         });
         Ok(link)
+    }
+}
+
+/// `reasons`: one for each server.
+fn none_reached(reasons: &[String]) -> String {
+    match reasons {
+        [] => "no server is known yet: they are found through the API server".to_owned(),
+        reasons => format!("no server can be reached: {}", reasons.join("; ")),
     }
 }
 
@@ -240,6 +248,17 @@ mod tests {
     #[test]
     fn the_uri_has_the_path() {
         assert_eq!(http::Uri::from_static(EDGE_CARRY_URI).path(), EDGE_CARRY_PATH);
+    }
+
+    #[test]
+    fn who_gets_nothing_is_told_why() {
+        let none = none_reached(&[]);
+        assert!(none.starts_with("no server is known yet"), "{none}");
+        let reasons = ["a:1: no answer", "b:1: connection refused"].map(str::to_owned);
+        assert_eq!(
+            none_reached(&reasons),
+            "no server can be reached: a:1: no answer; b:1: connection refused"
+        );
     }
 
     #[test]

@@ -18,9 +18,13 @@ use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, Traffic, end_on_drop, prepare_socket};
+use tunnel_core::carry::{
+    Abort, Carrying, Relay, RelayError, Side, Traffic, end_on_drop, end_quiet, prepare_socket,
+};
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::AgentIdentity;
+use tunnel_core::link::Flow;
+use tunnel_core::live::Live;
 use tunnel_core::outcome::Outcome;
 
 use crate::session::{LinkSet, Shared};
@@ -39,7 +43,22 @@ const ANSWER: Duration = Duration::from_secs(1);
 pub(crate) struct Outbound {
     shared: Arc<Shared>,
     links: Links,
+    live: Arc<Live<Outgoing>>,
     tasks: TaskTracker,
+}
+
+/// A connection that is carried.
+#[derive(Debug, Default)]
+struct Outgoing {
+    traffic: Traffic,
+    abort: Arc<Abort>,
+    flow: Arc<Flow>,
+}
+
+impl Outgoing {
+    fn carrying(&self) -> Option<Carrying<'_>> {
+        Some(Carrying { traffic: &self.traffic, abort: &self.abort, rtt: self.flow.rtt.last() })
+    }
 }
 
 impl Outbound {
@@ -52,7 +71,7 @@ impl Outbound {
         tasks: TaskTracker,
     ) -> Arc<Self> {
         let links = Links::new(shared.reach.clone(), identity, servers, sessions);
-        Arc::new(Self { shared, links, tasks })
+        Arc::new(Self { shared, links, live: Arc::default(), tasks })
     }
 
     /// Serves a listener until the drain, but for the time in which another agent of this node has taken over.
@@ -74,6 +93,11 @@ impl Outbound {
                 }
             }
         }
+    }
+
+    /// Ends each connection once it carries nothing, as [`end_quiet`] does.
+    pub(crate) async fn end_quiet(&self) {
+        end_quiet(&self.live, Outgoing::carrying).await;
     }
 
     /// The next client. Once another agent has taken over, which listens on the same socket, they are that one's.
@@ -119,13 +143,13 @@ impl Outbound {
     /// To a server this end is what a server is to an agent: the one that asks.
     async fn relay(&self, socket: &mut TcpStream, stream: Stream) -> Result<(), RelayError> {
         let Stream { link, mut send, answer } = stream;
-        let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
+        let outgoing = self.live.enter(Outgoing { flow: link.flow.clone(), ..Outgoing::default() });
         let relay = Relay {
             side: Side::Server,
             flow: &link.flow,
             stalls: &link.stalls,
-            abort: &abort,
-            traffic: &traffic,
+            abort: &outgoing.abort,
+            traffic: &outgoing.traffic,
         };
         let mut running = std::pin::pin!(relay.run(socket, Bytes::new(), &mut send, answer));
         let outcome = tokio::select! {
@@ -134,7 +158,7 @@ impl Outbound {
             () = link.over.cancelled() => Outcome::TunnelLost,
             () = self.shared.forced.cancelled() => Outcome::Shutdown,
         };
-        abort.trigger(outcome);
+        outgoing.abort.trigger(outcome);
         running.await
     }
 }
@@ -177,6 +201,14 @@ async fn unavailable(socket: &mut TcpStream, reason: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_to_the_cloud_ends_once_it_is_quiet() {
+        let live = Arc::<Live<Outgoing>>::default();
+        let idle = live.enter(Outgoing::default());
+        end_quiet(&live, Outgoing::carrying).await;
+        assert_eq!(idle.abort.triggered().now_or_never(), Some((Outcome::Shutdown, "")));
+    }
 
     #[tokio::test]
     async fn a_client_that_has_closed_is_noticed_behind_what_it_sent() {

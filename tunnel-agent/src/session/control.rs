@@ -1,11 +1,12 @@
 //! The control calls that a server makes: Attach and Notify.
 
 use std::collections::BTreeSet;
+use std::future::ready;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::Instant;
 
-use futures_util::{Stream, StreamExt};
+use futures_util::{Stream, StreamExt, stream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_core::link::{BBR_FEATURE, MAX_LINKS};
@@ -47,18 +48,19 @@ impl Agent for AgentService {
             features: features(&session.shared),
             successor: session.shared.handover.is_successor(),
         };
-        // The channel is new and has room.
-        let _ = session.events.send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).await;
+        // The queue may have something already: the machine was resumed meanwhile, or this agent drains.
+        let hello = AgentEvent { event: Some(agent_event::Event::Hello(hello)) };
+        let events = stream::once(ready(Ok(hello))).chain(ReceiverStream::new(events));
         if session.link == 0 {
             session.shared.metrics.sessions_started.inc();
             tracing::info!(server = %session.server, server_id = %welcome.server_id, server_version = %welcome.server_version, epoch = session.epoch, "attached");
         }
         session
             .phase
-            .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: SystemTime::now() });
+            .send_replace(SessionPhase::Attached { server_id: welcome.server_id, since: Instant::now() });
         // The stream's end tells the server that this session ends on purpose.
         let stop = session.stop.clone().cancelled_owned();
-        Ok(Response::new(Box::pin(ReceiverStream::new(events).take_until(stop))))
+        Ok(Response::new(Box::pin(events.take_until(stop))))
     }
 
     async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
@@ -86,6 +88,8 @@ impl Agent for AgentService {
                 if replaced.by_successor && self.0.shared.handover.knows_successor() =>
             {
                 self.0.release_streams();
+                // Links that stand by are told next.
+                self.0.shared.handover.succeeded_at(&self.0.server);
                 SessionPhase::Succeeded
             }
             Some(notice::Notice::Replaced(replaced)) => SessionPhase::Replaced { peer: replaced.peer },

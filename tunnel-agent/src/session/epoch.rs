@@ -2,28 +2,34 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use tokio::sync::{Semaphore, oneshot};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout_at};
 use tunnel_core::identity::write_atomically;
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
 
-/// Gives every session of this node a number higher than all before.
+/// How long the disk may take. The server waits for ten seconds, and flash that is written to by others may take longer.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Gives every session of this node a number higher than all before. Clones share it.
 ///
 /// Wall-clock milliseconds, or one more than the last epoch where the clock is behind: an edge node without a
 /// battery-backed clock starts in the past, and a state directory may be lost, but not both at a time.
-#[derive(Debug)]
-pub struct EpochSource {
-    path: PathBuf,
-    state: Mutex<State>,
-}
+#[derive(Clone, Debug)]
+pub struct EpochSource(Arc<Source>);
 
 #[derive(Debug)]
-struct State {
-    last: u64,
+struct Source {
+    path: PathBuf,
+    last: Mutex<u64>,
     /// Why the last one is not on disk.
-    unsaved: LogOnce,
+    unsaved: Mutex<LogOnce>,
+    /// One thread at most waits for the disk.
+    storing: Arc<Semaphore>,
 }
 
 impl EpochSource {
@@ -34,18 +40,57 @@ impl EpochSource {
             tracing::warn!(path = %path.display(), "{reason}; the clock gives the next one");
             0
         });
-        Self { path, state: Mutex::new(State { last, unsaved: LogOnce::default() }) }
+        let storing = Arc::new(Semaphore::new(1));
+        Self(Arc::new(Source { path, last: Mutex::new(last), unsaved: Mutex::default(), storing }))
     }
 
-    /// The next epoch, on disk before it is used; a disk that is full or read-only does not keep the agent away.
-    pub fn next(&self) -> u64 {
+    /// The next epoch, on disk before it is used; a disk that is full, read-only or slow does not keep the agent away.
+    ///
+    /// # Errors
+    /// The thread for it has panicked.
+    pub async fn next(&self) -> io::Result<u64> {
+        self.next_within(PATIENCE).await
+    }
+
+    async fn next_within(&self, patience: Duration) -> io::Result<u64> {
+        let until = Instant::now() + patience;
+        let turn = timeout_at(until, self.0.storing.clone().acquire_owned()).await;
+        let source = self.0.clone();
+        let Ok(Ok(turn)) = turn else {
+            self.0.note_slow();
+            return spawn_blocking(move || source.choose()).await.map_err(io::Error::other);
+        };
+        let (tell, chosen) = oneshot::channel();
+        let storing = spawn_blocking(move || {
+            let epoch = source.choose();
+            // Nobody waits any more if this agent ends.
+            let _ = tell.send(epoch);
+            source.store(epoch);
+            drop(turn);
+            epoch
+        });
+        if let Ok(stored) = timeout_at(until, storing).await {
+            return stored.map_err(io::Error::other);
+        }
+        self.0.note_slow();
+        chosen.await.map_err(io::Error::other)
+    }
+}
+
+impl Source {
+    fn choose(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { last, unsaved } = &mut *state;
+        let mut last = lock(&self.last);
         // Another agent of this node, from which this one takes over, may have used higher ones meanwhile.
         *last = read(&self.path).unwrap_or_default().max(*last);
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
-        match write_atomically(&self.path, format!("{last}\n").as_bytes(), 0o600) {
+        *last
+    }
+
+    fn store(&self, epoch: u64) {
+        let stored = write_atomically(&self.path, format!("{epoch}\n").as_bytes(), 0o600);
+        let mut unsaved = lock(&self.unsaved);
+        match stored {
             Ok(()) => {
                 if unsaved.clear() {
                     tracing::info!(path = %self.path.display(), "the session's number is stored again");
@@ -61,8 +106,20 @@ impl EpochSource {
             }
             Err(_) => {}
         }
-        *last
     }
+
+    fn note_slow(&self) {
+        if lock(&self.unsaved).is_new("slow") {
+            tracing::warn!(
+                path = %self.path.display(),
+                "the disk takes long to store the session's number, which is used before it is there"
+            );
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The number in the file; 0 without one.
@@ -81,18 +138,25 @@ fn read(path: &Path) -> Result<u64, String> {
 mod tests {
     use super::*;
 
+    /// Waits for the disk.
+    fn next(source: &EpochSource) -> u64 {
+        let epoch = source.0.choose();
+        source.0.store(epoch);
+        epoch
+    }
+
     #[test]
     fn epochs_grow_across_restarts_and_clocks_set_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("epoch");
-        let first = EpochSource::open(path.clone()).next();
+        let first = next(&EpochSource::open(path.clone()));
         let source = EpochSource::open(path.clone());
-        let second = source.next();
-        assert!(second > first && source.next() > second);
+        let second = next(&source);
+        assert!(second > first && next(&source) > second);
         // As if the clock had been far ahead once.
         let ahead = u64::MAX / 2;
         std::fs::write(&path, ahead.to_string()).unwrap();
-        assert_eq!(EpochSource::open(path).next(), ahead + 1);
+        assert_eq!(next(&EpochSource::open(path)), ahead + 1);
     }
 
     #[test]
@@ -102,7 +166,7 @@ mod tests {
         // Their clock is behind.
         std::fs::write(&path, (u64::MAX / 2).to_string()).unwrap();
         let (before, after) = (EpochSource::open(path.clone()), EpochSource::open(path));
-        let numbers = [before.next(), after.next(), before.next(), before.next(), after.next()];
+        let numbers = [&before, &after, &before, &before, &after].map(next);
         assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
     }
 
@@ -112,12 +176,36 @@ mod tests {
         let path = dir.path().join("epoch");
         for content in ["", "x", "-1", "18446744073709551616"] {
             std::fs::write(&path, content).unwrap();
-            let next = EpochSource::open(path.clone()).next();
-            assert!(next > 1_700_000_000_000, "{next}");
-            assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{next}\n"));
+            let epoch = next(&EpochSource::open(path.clone()));
+            assert!(epoch > 1_700_000_000_000, "{epoch}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{epoch}\n"));
         }
         let source = EpochSource::open(dir.path().join("gone/epoch"));
-        let first = source.next();
-        assert!(source.next() > first);
+        let first = next(&source);
+        assert!(next(&source) > first);
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_takes_long_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("epoch");
+        let stored = || std::fs::read_to_string(&path).unwrap();
+        let source = EpochSource::open(path.clone());
+        let patient = async || source.next_within(Duration::from_secs(600)).await.unwrap();
+        let first = patient().await;
+        assert_eq!(stored(), format!("{first}\n"));
+        // It is being written when the patience is at its end.
+        let second = source.next_within(Duration::ZERO).await.unwrap();
+        assert!(second > first);
+        let turn = source.0.storing.clone().acquire_owned().await.unwrap();
+        assert_eq!(stored(), format!("{second}\n"));
+        // Another thread waits for the disk still.
+        let third = source.next_within(Duration::ZERO).await.unwrap();
+        assert!(third > second);
+        assert_eq!(stored(), format!("{second}\n"));
+        drop(turn);
+        let fourth = patient().await;
+        assert!(fourth > third);
+        assert_eq!(stored(), format!("{fourth}\n"));
     }
 }

@@ -24,10 +24,12 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Whether this agent keeps sessions with the server at this address.
-    fn leaves_to_us(&self, server: &str) -> bool {
+    /// Whether this agent keeps sessions with the server at this address. One at which it `stood_by` leads to a server that the
+    /// successor may have through another address.
+    fn leaves_to_us(&self, server: &str, stood_by: bool) -> bool {
         match self {
             Self::Alone => true,
+            Self::Passing(attached) if stood_by => attached.is_empty(),
             Self::Passing(attached) => !attached.contains(server),
             Self::Passed => false,
         }
@@ -72,6 +74,14 @@ impl Handover {
         });
     }
 
+    /// The server at this address says that the successor is attached, maybe before the successor does.
+    pub(super) fn succeeded_at(&self, server: &str) {
+        self.0.phase.send_if_modified(|phase| match phase {
+            Phase::Passing(attached) => attached.insert(server.to_owned()),
+            _ => false,
+        });
+    }
+
     /// Whether this agent is taking over from another one: its sessions may replace those of that one.
     pub fn set_successor(&self, successor: bool) {
         let was = self.0.successor.swap(successor, Ordering::Relaxed);
@@ -111,9 +121,9 @@ impl Handover {
         self.until(|phase| *phase == Phase::Alone).await;
     }
 
-    /// Waits until the server at this address is this agent's to dial.
-    pub(super) async fn ours(&self, server: &str) {
-        self.until(|phase| phase.leaves_to_us(server)).await;
+    /// Waits until the server at this address, at which this agent may have `stood_by`, is its to dial.
+    pub(super) async fn ours(&self, server: &str, stood_by: bool) {
+        self.until(|phase| phase.leaves_to_us(server, stood_by)).await;
     }
 
     /// Waits until a successor has taken over.
@@ -141,7 +151,7 @@ mod tests {
     #[test]
     fn an_agent_keeps_what_its_successor_does_not_have_yet() {
         let handover = Handover::default();
-        let dials = |server: &str| handover.ours(server).now_or_never().is_some();
+        let dials = |server: &str| handover.ours(server, false).now_or_never().is_some();
         let states = || (dials("a:1"), dials("b:1"), handover.settled().now_or_never().is_some());
         assert_eq!((states(), handover.is_alone()), ((true, true, true), true));
         handover.set(Phase::Passing(BTreeSet::new()));
@@ -158,6 +168,29 @@ mod tests {
         assert!(handover.leads().now_or_never().is_some());
         assert!(handover.alone().now_or_never().is_some() && handover.knows_successor());
         assert!(!Handover::default().knows_successor());
+    }
+
+    #[test]
+    fn an_agent_does_not_come_back_to_what_its_successor_has_through_another_address() {
+        let handover = Handover::default();
+        let dials = |server: &str| handover.ours(server, true).now_or_never().is_some();
+        assert!(dials("a:2"));
+        handover.succeeded_at("a:1");
+        assert!(handover.is_alone(), "there is no successor");
+        handover.set(Phase::Passing(BTreeSet::new()));
+        assert!(dials("a:2"), "it has no server yet");
+        handover.succeeded_at("a:1");
+        assert!(!dials("a:2"), "the server says so first");
+        assert!(handover.ours("b:1", false).now_or_never().is_some());
+        assert!(handover.ours("a:1", false).now_or_never().is_none());
+        handover.set_attached(BTreeSet::from(["a:2".to_owned()]));
+        assert!(!dials("a:1"));
+        handover.set_attached(BTreeSet::new());
+        assert!(dials("a:1") && dials("a:2"), "it has lost it");
+        handover.set(Phase::Passed);
+        assert!(!dials("a:2"));
+        handover.set(Phase::Alone);
+        assert!(dials("a:2"), "it has died");
     }
 
     #[test]

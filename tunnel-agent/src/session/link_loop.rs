@@ -202,6 +202,7 @@ impl LinkLoop {
     /// while the next one is connected already.
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
         let mut resumed = self.shared.resumed.subscribe();
+        let mut releases = self.shared.attached.releases();
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         let mut out = LogOnce::default();
@@ -209,10 +210,12 @@ impl LinkLoop {
         let mut successor = None;
         loop {
             tokio::select! {
-                () = self.shared.handover.ours(&self.server) => {}
+                () = self.shared.handover.ours(&self.server, self.stands_by()) => {}
                 () = self.leaving.cancelled() => break,
             }
             let started = Instant::now();
+            // What is given up from now on may be the server that this address leads to.
+            releases.mark_unchanged();
             let end = tokio::select! {
                 end = self.session(&mut identity, &leftovers, &mut successor) => end,
                 () = self.shared.forced.cancelled() => break,
@@ -262,7 +265,7 @@ impl LinkLoop {
             }
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                () = self.shared.attached.released(), if standby => {}
+                Ok(()) = releases.changed(), if standby => {}
                 // What was refused may be taken with the new one.
                 Ok(()) = identity.changed() => {}
                 // What failed before, or while it fell asleep, says nothing.
@@ -411,16 +414,14 @@ impl LinkLoop {
         self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next session's epoch. Taken once the server is reached, and off this thread: it is synced to disk.
+    /// The next session's epoch. Taken once the server is reached: it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
         if let Some(yielded) = *self.yielded()
             && !self.shared.handover.is_successor()
         {
             return Ok(yielded);
         }
-        let shared = self.shared.clone();
-        let next = tokio::task::spawn_blocking(move || shared.epochs.next()).await;
-        next.map_err(std::io::Error::other)
+        self.shared.epochs.next().await
     }
 
     fn yielded(&self) -> MutexGuard<'_, Option<u64>> {
@@ -450,7 +451,7 @@ impl LinkLoop {
             address: self.server.clone(),
             phase,
             server_id,
-            attached_for_s: since.map(|since| since.elapsed().unwrap_or_default().as_secs()),
+            attached_for_s: since.map(|since| since.elapsed().as_secs()),
             epoch: session.map_or(0, |session| session.epoch),
             rtt_ms: session.and_then(|session| session.flow.rtt.last()).map(|rtt| rtt.as_secs_f64() * 1e3),
             links: session.map_or(0, SessionState::links),

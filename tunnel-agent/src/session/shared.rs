@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
 
@@ -55,7 +55,8 @@ pub struct Shared {
 pub struct Attached {
     /// By server id: the configured address, and the session's epoch.
     servers: Mutex<HashMap<String, (String, u64)>>,
-    released: Notify,
+    /// How often one was given up.
+    released: watch::Sender<u64>,
 }
 
 impl Attached {
@@ -74,18 +75,53 @@ impl Attached {
         }
     }
 
-    /// Gives up what the session with this epoch claimed, but not the claim of its successor through the same address.
+    /// Gives up what the session with this epoch claimed, but not the claim of its successor through the same address. One that
+    /// has claimed nothing tells nobody: links that stand by would wake each other without end.
     pub(super) fn release(&self, epoch: u64) {
-        self.servers().retain(|_, (_, holder)| *holder != epoch);
-        self.released.notify_waiters();
+        let given_up = {
+            let mut servers = self.servers();
+            let before = servers.len();
+            servers.retain(|_, (_, holder)| *holder != epoch);
+            servers.len() < before
+        };
+        if given_up {
+            self.released.send_modify(|times| *times += 1);
+        }
     }
 
-    /// Waits until some link gives up its server.
-    pub(super) async fn released(&self) {
-        self.released.notified().await;
+    /// Changes whenever some link gives up its server.
+    pub(super) fn releases(&self) -> watch::Receiver<u64> {
+        self.released.subscribe()
     }
 
     fn servers(&self) -> MutexGuard<'_, HashMap<String, (String, u64)>> {
         self.servers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_server_that_is_given_up_wakes_those_that_stand_by() {
+        let attached = Attached::default();
+        attached.claim("server", "a:1", 1).unwrap();
+        let mut releases = attached.releases();
+        for (address, epoch) in [("b:1", 2), ("c:1", 3)] {
+            assert_eq!(attached.claim("server", address, epoch), Err("a:1".to_owned()));
+            attached.release(epoch);
+            assert!(!releases.has_changed().unwrap(), "{address} had nothing to give up");
+        }
+        // The same address again, before the session before has ended.
+        attached.claim("server", "a:1", 4).unwrap();
+        attached.release(1);
+        assert!(!releases.has_changed().unwrap(), "its successor has it");
+        attached.release(4);
+        assert!(releases.has_changed().unwrap(), "also for who did not wait at that moment");
+        releases.mark_unchanged();
+        attached.release(4);
+        assert!(!releases.has_changed().unwrap(), "once");
+        attached.claim("server", "b:1", 5).unwrap();
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use rustls_pki_types::CertificateDer;
@@ -97,7 +97,7 @@ pub(super) enum SessionPhase {
     Attached {
         /// The server's own name for itself.
         server_id: String,
-        since: SystemTime,
+        since: Instant,
     },
     /// The server is attached already, through the other address.
     SameServer { through: String },

@@ -38,7 +38,7 @@ pub(crate) async fn take_over(
             took_ms = started.elapsed().as_millis(),
             "took over from the agent before: it finishes what it carries"
         ),
-        Err(error) => tracing::warn!(pid, %error, "the agent before ended meanwhile"),
+        Err(error) => tracing::warn!(pid, %error, "the agent before ended meanwhile, or does not answer"),
     }
     handover.set_successor(false);
     pending.ready();

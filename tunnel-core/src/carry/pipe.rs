@@ -173,7 +173,8 @@ impl PipeEnd {
             biased;
             (outcome, reason) = shared.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
             ended = both => ended.map(|_| ()),
-            outcome = over => Err(RelayError::Aborted(outcome, "")),
+            // Who asked for an answer is told no more than this.
+            outcome = over => Err(RelayError::Aborted(outcome, outcome.as_str())),
             () = lingered => Err(RelayError::Aborted(Outcome::Ok, "")),
         };
         if let Err(error) = ended {
@@ -193,6 +194,8 @@ impl Pipe<'_> {
     ) -> Result<(), RelayError> {
         loop {
             let room = self.room(send).await?;
+            // One that is idle would keep it from all other streams: it is a part of the link's window, which has room for 8,191.
+            send.reserve_capacity(0);
             let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
             segment.put_bytes(0, HEADER_LEN);
             let mut limited = (&mut segment).limit(room);

@@ -18,7 +18,7 @@ use tokio::sync::watch;
 
 use super::limits::{Limits, Sending};
 use super::rtt::Rtt;
-use super::settings::{LARGEST_PIECE, LARGEST_WINDOW, SEND_BUFFER, SMALLEST_PIECE, first_window};
+use super::settings::{LARGEST_PIECE, SEND_BUFFER, SMALLEST_PIECE, first_window, largest_window};
 use crate::memory::link_queue;
 use crate::tcp_info::{Delivery, Silence};
 
@@ -277,10 +277,10 @@ impl Taken {
         }
         let in_a_round = u128::from(self.bytes) * round.as_micros() / elapsed.as_micros();
         *self = Self { since: now, bytes: 0 };
-        let needed =
-            u32::try_from(in_a_round * u128::from(FACTOR)).unwrap_or(LARGEST_WINDOW).min(LARGEST_WINDOW);
+        let largest = largest_window();
+        let needed = u32::try_from(in_a_round * u128::from(FACTOR)).unwrap_or(largest).min(largest);
         if needed > flow.window() {
-            flow.enlarge(needed.next_power_of_two().min(LARGEST_WINDOW));
+            flow.enlarge(needed.next_power_of_two().min(largest));
         }
     }
 }
@@ -288,7 +288,7 @@ impl Taken {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::link::STREAM_WINDOW;
+    use crate::link::{LARGEST_WINDOW, STREAM_WINDOW};
     use crate::tcp_info::SendTimes;
 
     fn flow(rtt_ms: u64) -> Flow {

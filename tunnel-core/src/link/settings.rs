@@ -67,6 +67,18 @@ pub(crate) fn first_window() -> u32 {
     if stall_budget() < SMALL_BUDGET { STREAM_WINDOW / 2 } else { STREAM_WINDOW }
 }
 
+/// What it may grow to: at most half of what may be held for receivers that do not read. One that only reads slowly holds nearly
+/// all of its window, and must not be cut for it while it is alone.
+pub(crate) fn largest_window() -> u32 {
+    largest_window_within(stall_budget())
+}
+
+fn largest_window_within(budget: usize) -> u32 {
+    let half = u32::try_from(budget / 2).unwrap_or(u32::MAX);
+    // Windows grow by powers of two.
+    LARGEST_WINDOW.min(1 << half.max(STREAM_WINDOW).ilog2())
+}
+
 /// HTTP/2 settings of the server's end.
 pub fn client_builder() -> h2::client::Builder {
     let mut builder = h2::client::Builder::new();
@@ -140,4 +152,20 @@ pub(super) fn not_sent_limit(piece: usize) -> u32 {
 
 pub(crate) const fn keepalive() -> TcpKeepalive {
     TcpKeepalive::new().with_time(PING_INTERVAL).with_interval(Duration::from_secs(5)).with_retries(3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_leaves_room_for_another_where_little_may_be_held() {
+        const MIB: usize = 1 << 20;
+        for (budget, largest) in
+            [(8 * MIB, 4), (64 * MIB / 6, 4), (128 * MIB / 6, 8), (32 * MIB, 16), (usize::MAX, 16)]
+        {
+            assert_eq!(largest_window_within(budget), largest << 20, "of {budget}");
+        }
+        assert!(largest_window() >= first_window());
+    }
 }

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use http::Request;
+use http::{Request, Response};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
 use tunnel_core::carry::{Pipe, StallBound, Traffic, TunnelStream, pipe};
 use tunnel_core::link::{self, Flow};
 use tunnel_core::outcome::Outcome;
@@ -145,11 +146,43 @@ async fn one_that_does_not_read_is_cut_at_the_bound(make: MakeLink) {
     }
 }
 
+/// The peer announces HTTP/2's 64 KiB, for each stream and for all of them together.
+#[tokio::test]
+async fn one_that_is_idle_holds_nothing_of_the_links_window() {
+    let (near, far) = tokio::io::duplex(1 << 20);
+    let (arrives, mut arrived) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let mut connection = h2::server::handshake(far).await.unwrap();
+        let mut answers = Vec::new();
+        while let Some(Ok((request, mut respond))) = connection.accept().await {
+            answers.push(respond.send_response(Response::new(()), false).unwrap());
+            let arrives = arrives.clone();
+            tokio::spawn(async move {
+                let mut body = request.into_body();
+                while let Some(Ok(chunk)) = body.data().await {
+                    arrives.send(chunk.len()).unwrap();
+                }
+            });
+        }
+    });
+    let (send, connection) = link::client_builder().handshake(near).await.unwrap();
+    tokio::spawn(connection);
+    let targets = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let link = Link { send, targets, agent_ends: mpsc::unbounded_channel().1 };
+    let mut streams = Vec::new();
+    for _ in 0..2 {
+        let (mut stream, _) = open(&link, stalls(), None).await;
+        stream.write_all(b"a request").await.unwrap();
+        assert!(within(arrived.recv()).await.is_some());
+        streams.push(stream);
+    }
+}
+
 async fn an_end_from_outside_is_an_error(make: MakeLink) {
     let link = make().await;
     let (mut stream, _) = open(&link, stalls(), Some(Outcome::TunnelLost)).await;
     let mut arrived = [0; 1];
     let end = within(stream.read(&mut arrived)).await;
     assert!(end.is_err(), "it saw {end:?} instead of an error");
-    assert_eq!(stream.status().failure().map(|(outcome, _)| outcome), Some(Outcome::TunnelLost));
+    assert_eq!(stream.status().failure(), Some((Outcome::TunnelLost, "tunnel_lost".to_owned())));
 }
