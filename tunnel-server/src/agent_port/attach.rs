@@ -1,5 +1,8 @@
 //! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
+#[cfg(test)]
+mod tests;
+
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -10,12 +13,13 @@ use std::time::{Duration, Instant, SystemTime};
 use h2::PingPong;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
-use tunnel_core::identity::NodeName;
+use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
@@ -155,8 +159,11 @@ async fn session(
     let mut client = AgentClient::with_origin(Channel::new(transport.send.clone()), origin())
         .max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&context.settings.borrow());
+    // As the Welcome has it: what changes while the agent is greeted is told afterwards.
+    let mut bundle = context.bundle.clone();
+    let welcome = welcome(context, bundle.borrow_and_update().to_pem(), &loopback);
     // Boxed: its memory is freed once the agent has answered.
-    let greeting = Box::pin(greet(context, Channel::new(transport.send.clone()), &loopback));
+    let greeting = Box::pin(greet(Channel::new(transport.send.clone()), welcome));
     let greeting = tokio::select! {
         greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting,
         () = place.place.evicted() => return End::Evicted,
@@ -215,7 +222,8 @@ async fn session(
     place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    let end = follow(context, &session, &flow, &mut client, &mut events, pings, loopback).await;
+    let told = Told { bundle, loopback };
+    let end = follow(context, &session, &flow, &mut client, &mut events, pings, told).await;
     if let Some(refusal) = session.refusal.get() {
         // No client gets there any more while the agent is notified.
         context.sessions.unregister(&session);
@@ -272,24 +280,29 @@ fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, s
     }
 }
 
-async fn greet(
-    context: &LinkContext,
-    channel: Channel,
-    loopback_ports: &[u32],
-) -> Result<(Hello, Streaming<AgentEvent>), End> {
-    let bundle = context.bundle.borrow().to_pem();
-    let welcome = Welcome {
+fn welcome(context: &LinkContext, trust_bundle: String, loopback_ports: &[u32]) -> Welcome {
+    Welcome {
         server_id: context.server_id.clone(),
         server_version: env!("CARGO_PKG_VERSION").to_owned(),
-        trust_bundle: bundle,
+        trust_bundle,
         loopback_ports: loopback_ports.to_vec(),
         ..Welcome::default()
-    };
+    }
+}
+
+async fn greet(channel: Channel, welcome: Welcome) -> Result<(Hello, Streaming<AgentEvent>), End> {
     let mut events = grpc::attach(channel, welcome, MAX_MESSAGE).await?;
     match events.message().await? {
         Some(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }) => Ok((hello, events)),
         _ => Err(End::NotHello),
     }
+}
+
+/// What the Welcome said.
+struct Told {
+    /// Sees what differs from that.
+    bundle: watch::Receiver<Arc<TrustBundle>>,
+    loopback: Vec<u32>,
 }
 
 /// Follows a registered session until it ends.
@@ -300,10 +313,8 @@ async fn follow(
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
     pings: PingPong,
-    mut loopback: Vec<u32>,
+    Told { mut bundle, mut loopback }: Told,
 ) -> End {
-    let mut bundle = context.bundle.clone();
-    bundle.mark_unchanged();
     let mut settings = context.settings.clone();
     // They may have changed after the Welcome was sent.
     settings.mark_changed();
