@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
@@ -39,6 +40,8 @@ use crate::settings::Settings;
 
 /// The largest control message accepted from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
+/// How long to wait before an agent is told again what it did not acknowledge.
+const AGAIN: Duration = Duration::from_secs(1);
 /// How long the last bytes of an agent that has left may be under way on its additional links.
 const LAST_BYTES: Duration = Duration::from_secs(10);
 
@@ -305,6 +308,25 @@ struct Told {
     loopback: Vec<u32>,
 }
 
+/// What the agent has to know and did not acknowledge, because its line was out for a moment or is slow.
+#[derive(Default)]
+struct Unheard {
+    roots: bool,
+    ports: bool,
+    /// That this server stops, and whether it still serves.
+    leaving: Option<bool>,
+    /// Until it is told again. Boxed: few sessions ever have one.
+    pause: Option<Pin<Box<Sleep>>>,
+}
+
+impl Unheard {
+    /// To be called after each change.
+    fn wait(&mut self) {
+        let any = self.roots || self.ports || self.leaving.is_some();
+        self.pause = any.then(|| Box::pin(sleep(AGAIN)));
+    }
+}
+
 /// Follows a registered session until it ends.
 async fn follow(
     context: &LinkContext,
@@ -325,6 +347,7 @@ async fn follow(
     // It may have begun while the agent was greeted.
     handover.mark_changed();
     let (mut draining_sent, mut succeeded) = (false, false);
+    let mut unheard = Unheard::default();
     loop {
         tokio::select! {
             event = events.message() => {
@@ -361,14 +384,16 @@ async fn follow(
             changed = bundle.changed(), if !draining_sent => {
                 if changed.is_err() { return End::Stopped }
                 let pem = bundle.borrow_and_update().to_pem();
-                notify(client, notice::Notice::TrustBundle(proto::TrustBundle { pem })).await;
+                unheard.roots = !notify(client, notice::Notice::TrustBundle(proto::TrustBundle { pem })).await;
+                unheard.wait();
             }
             changed = settings.changed(), if !draining_sent => {
                 if changed.is_err() { return End::Stopped }
                 let ports = loopback_ports(&settings.borrow_and_update());
-                if ports != loopback {
+                if unheard.ports || ports != loopback {
                     loopback.clone_from(&ports);
-                    notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
+                    unheard.ports = !notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
+                    unheard.wait();
                 }
             }
             // The session owns the sender.
@@ -379,11 +404,14 @@ async fn follow(
             }
             Ok(()) = handover.changed(), if !draining_sent => {
                 let so_far = *handover.borrow_and_update();
+                unheard.leaving = None;
                 if so_far != Handover::Nothing {
                     session.moving.store(true, Ordering::Relaxed);
                     draining_sent = so_far == Handover::All;
-                    notify(client, leaving(context, !draining_sent)).await;
+                    let heard = notify(client, leaving(context, !draining_sent)).await;
+                    unheard.leaving = (!heard).then_some(!draining_sent);
                 }
+                unheard.wait();
             }
             () = session.succeeded.cancelled(), if !succeeded => {
                 succeeded = true;
@@ -391,7 +419,25 @@ async fn follow(
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
-                notify(client, leaving(context, false)).await;
+                let heard = notify(client, leaving(context, false)).await;
+                unheard.leaving = (!heard).then_some(false);
+                unheard.wait();
+            }
+            () = async { if let Some(pause) = &mut unheard.pause { pause.await } }, if unheard.pause.is_some() => {
+                if let Some(serving) = unheard.leaving {
+                    let heard = notify(client, leaving(context, serving)).await;
+                    unheard.leaving = (!heard).then_some(serving);
+                }
+                if unheard.roots {
+                    bundle.mark_changed();
+                }
+                if unheard.ports {
+                    settings.mark_changed();
+                }
+                unheard.pause = None;
+                if unheard.leaving.is_some() {
+                    unheard.wait();
+                }
             }
             () = session.closed.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,

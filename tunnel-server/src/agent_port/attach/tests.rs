@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
+use std::sync::atomic::AtomicUsize;
 
 use bytes::Bytes;
 use prometheus_client::registry::Registry;
@@ -30,6 +31,8 @@ struct FakeAgent {
     /// Has it answer Attach.
     answer: Arc<Notify>,
     notices: mpsc::UnboundedSender<notice::Notice>,
+    /// So many of the next notices it does not acknowledge.
+    unanswered: Arc<AtomicUsize>,
     /// Keeps the stream of its events open.
     events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
 }
@@ -55,6 +58,10 @@ impl Agent for FakeAgent {
 
     async fn notify(&self, request: Request<Notice>) -> Result<Response<NoticeAck>, Status> {
         self.notices.send(request.into_inner().notice.unwrap()).unwrap();
+        if self.unanswered.load(Ordering::Relaxed) > 0 {
+            self.unanswered.fetch_sub(1, Ordering::Relaxed);
+            std::future::pending::<()>().await;
+        }
         Ok(Response::new(NoticeAck {}))
     }
 }
@@ -64,8 +71,10 @@ struct Site {
     welcomes: mpsc::UnboundedReceiver<Welcome>,
     answer: Arc<Notify>,
     notices: mpsc::UnboundedReceiver<notice::Notice>,
+    unanswered: Arc<AtomicUsize>,
     bundle: watch::Sender<Arc<TrustBundle>>,
     settings: watch::Sender<Arc<Settings>>,
+    draining: CancellationToken,
     _handover: watch::Sender<Handover>,
 }
 
@@ -80,24 +89,35 @@ impl Site {
     fn start() -> Self {
         let (welcomed, welcomes) = mpsc::unbounded_channel();
         let (noticed, notices) = mpsc::unbounded_channel();
-        let answer = Arc::new(Notify::new());
+        let (answer, unanswered) = (Arc::new(Notify::new()), Arc::<AtomicUsize>::default());
         let (near, far) = tokio::io::duplex(256 << 10);
         let agent = FakeAgent {
             welcomes: welcomed,
             answer: answer.clone(),
             notices: noticed,
+            unanswered: unanswered.clone(),
             events: Mutex::default(),
         };
         tokio::spawn(serve(agent, far));
         let (bundle, settings, handover) =
             (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
         let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let draining = context.draining.clone();
         let peer: SocketAddr = "203.0.113.9:40000".parse().unwrap();
         let presented = Presented { node: "edge-1".parse().unwrap(), issued: SystemTime::now() };
         let gate = Gate::new(&Budget::of(2_000, 1 << 30));
         let place = gate.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
-        Self { welcomes, answer, notices, bundle, settings, _handover: handover }
+        Self { welcomes, answer, notices, unanswered, bundle, settings, draining, _handover: handover }
+    }
+
+    fn dial_on_loopback(&self, ports: impl Into<BTreeSet<u16>>) {
+        let settings = Settings { loopback: ports.into(), ..Settings::default() };
+        self.settings.send_replace(Arc::new(settings));
+    }
+
+    async fn next(&mut self) -> notice::Notice {
+        tokio::time::timeout(LONG, self.notices.recv()).await.unwrap().unwrap()
     }
 }
 
@@ -142,17 +162,37 @@ async fn what_changes_while_an_agent_is_greeted_is_told_afterwards() {
     assert_eq!(welcome.trust_bundle, site.bundle.borrow().to_pem());
     let rotated = roots();
     site.bundle.send_replace(rotated.clone());
-    let loopback = BTreeSet::from([9100]);
-    site.settings.send_replace(Arc::new(Settings { loopback, ..Settings::default() }));
+    site.dial_on_loopback([9100]);
     site.answer.notify_one();
-    let mut told = Vec::new();
-    for _ in 0..2 {
-        told.push(tokio::time::timeout(LONG, site.notices.recv()).await.unwrap().unwrap());
-    }
+    let told = [site.next().await, site.next().await];
     for wanted in [
         notice::Notice::TrustBundle(proto::TrustBundle { pem: rotated.to_pem() }),
         notice::Notice::LoopbackPorts(LoopbackPorts { ports: vec![9100] }),
     ] {
         assert!(told.contains(&wanted), "{wanted:?} is not among {told:?}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_is_told_again_what_it_did_not_acknowledge() {
+    let mut site = Site::start();
+    site.answer.notify_one();
+    site.welcomes.recv().await.unwrap();
+    site.unanswered.store(2, Ordering::Relaxed);
+    site.dial_on_loopback([9100]);
+    let ports = notice::Notice::LoopbackPorts(LoopbackPorts { ports: vec![9100] });
+    for _ in 0..3 {
+        assert_eq!(site.next().await, ports);
+    }
+    assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
+    site.unanswered.store(1, Ordering::Relaxed);
+    let rotated = roots();
+    site.bundle.send_replace(rotated.clone());
+    let bundle = notice::Notice::TrustBundle(proto::TrustBundle { pem: rotated.to_pem() });
+    assert_eq!((site.next().await, site.next().await), (bundle.clone(), bundle));
+    site.unanswered.store(1, Ordering::Relaxed);
+    site.draining.cancel();
+    let leaving = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
+    assert_eq!((site.next().await, site.next().await), (leaving.clone(), leaving));
+    assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
 }
