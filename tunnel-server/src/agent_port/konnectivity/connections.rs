@@ -1,8 +1,8 @@
 //! The dials and connections of one agent's stream, and what becomes of each packet.
 //!
 //! This protocol has no flow control of a single connection. What waits for a client is bounded: beyond that the stream is not
-//! read, for a while. A client that takes nothing meanwhile loses its connection, unless it has the only one: the others
-//! are not to wait for it any longer.
+//! read, for a while. A client that takes nothing meanwhile loses its connection, unless it has the only one and no other is
+//! asked for: the others are not to wait for it any longer.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -17,7 +17,7 @@ use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packe
 
 /// Bytes of one connection that may wait for its client.
 const WAITING: u32 = 4 << 20;
-/// How long the stream is not read for one client's sake, if others use it.
+/// How long the stream is not read for one client's sake, if others use it or want to.
 const STALL: Duration = Duration::from_secs(2);
 const STALLED: &str =
     "its client took nothing of the 4 MiB that waited for it, and others use the same agent";
@@ -158,12 +158,18 @@ impl Connections {
                 biased;
                 room = tokio::time::timeout(STALL, room) => match room {
                     Ok(permit) => return permit.ok(),
-                    Err(_) if self.tables().open.len() > 1 => return None,
+                    Err(_) if self.is_shared() => return None,
                     Err(_) => {}
                 },
                 () = inlet.sender.closed() => return None,
             }
         }
+    }
+
+    /// Whether more than one connection is there or asked for: the answer to a dial is behind what is not read.
+    fn is_shared(&self) -> bool {
+        let tables = self.tables();
+        tables.open.len() + tables.dials.len() > 1
     }
 
     /// Ends a connection without waiting for the agent to take the packet.
@@ -258,6 +264,24 @@ mod tests {
         assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Closed(error)) if error == STALLED));
         connections.take(Packet::data(2, Bytes::from_static(b"goes on"))).await;
         assert!(matches!(other.arrived.recv().await, Some(Arrived::Data(data, _)) if data == "goes on"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_takes_nothing_does_not_keep_others_from_connecting() {
+        let (connections, mut sent) = connections();
+        let _stalled = open(&connections, 1).await;
+        let piece = Bytes::from(vec![0; 1 << 20]);
+        for _ in 0..4 {
+            connections.take(Packet::data(1, piece.clone())).await;
+        }
+        // Its answer comes behind this.
+        let (random, answer) = connections.dial();
+        let started = Instant::now();
+        connections.take(Packet::data(1, piece)).await;
+        assert_eq!(started.elapsed(), STALL);
+        assert_eq!(closed(&mut sent).await, 1);
+        connections.take(Packet::dial_response(random, Ok(2))).await;
+        assert_eq!(answer.await.unwrap().unwrap().connect_id, 2);
     }
 
     #[tokio::test(start_paused = true)]
