@@ -19,6 +19,8 @@ use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packe
 const WAITING: u32 = 4 << 20;
 /// How long the stream is not read for one client's sake, if others use it or want to.
 const STALL: Duration = Duration::from_secs(2);
+/// Ends of connections that wait for the agent to read. One that lets more come is not told of them.
+const MOST_CUTS: usize = 1024;
 const STALLED: &str =
     "its client took nothing of the 4 MiB that waited for it, and others use the same agent";
 
@@ -56,11 +58,13 @@ pub(super) struct Connections {
     tables: Mutex<Tables>,
     last_dial: AtomicI64,
     packets: Packets,
+    cuts: Arc<Semaphore>,
 }
 
 impl Connections {
     pub(super) fn new(packets: Packets) -> Self {
-        Self { tables: Mutex::default(), last_dial: AtomicI64::new(0), packets }
+        let cuts = Arc::new(Semaphore::new(MOST_CUTS));
+        Self { tables: Mutex::default(), last_dial: AtomicI64::new(0), packets, cuts }
     }
 
     /// Sends a packet to the agent.
@@ -84,9 +88,11 @@ impl Connections {
         (random, answer)
     }
 
-    /// Forgets a dial whose answer nobody waits for.
-    pub(super) fn forget_dial(&self, random: i64) {
+    /// Gives up a dial whose answer nobody waits for. The agent is told if it reads at present; otherwise its answer ends the
+    /// connection.
+    pub(super) fn give_up(&self, random: i64) {
         self.tables().dials.remove(&random);
+        let _ = self.packets.try_send(Ok(Packet::close_dial(random)));
     }
 
     /// Closes a connection, unless the agent has.
@@ -175,9 +181,15 @@ impl Connections {
     /// Ends a connection without waiting for the agent to take the packet.
     fn cut(&self, connect_id: i64) {
         let open = self.tables().open.remove(&connect_id);
-        if open.is_some() {
+        // An agent can answer dials that nobody made as fast as it likes, and read nothing.
+        if open.is_some()
+            && let Ok(cut) = self.cuts.clone().try_acquire_owned()
+        {
             let packets = self.packets.clone();
-            tokio::spawn(async move { packets.send(Ok(Packet::close_request(connect_id))).await });
+            tokio::spawn(async move {
+                let _ = packets.send(Ok(Packet::close_request(connect_id))).await;
+                drop(cut);
+            });
         }
     }
 
@@ -230,13 +242,28 @@ mod tests {
         connections.take(Packet::dial_response(random, Ok(2))).await;
         assert_eq!(closed(&mut sent).await, 2);
         let (random, answer) = connections.dial();
-        connections.forget_dial(random);
+        connections.give_up(random);
+        let told = sent.recv().await.unwrap().unwrap().payload;
+        assert!(matches!(told, Some(Payload::CloseDial(dial)) if dial.random == random));
         connections.take(Packet::dial_response(random, Ok(3))).await;
         assert_eq!(closed(&mut sent).await, 3);
         assert!(answer.await.is_err() && connections.is_empty());
         let (random, answer) = connections.dial();
         connections.take(Packet::dial_response(random, Err("connection refused".to_owned()))).await;
         assert_eq!(answer.await.unwrap().unwrap_err(), "connection refused");
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_answers_what_nobody_asked_and_reads_nothing_holds_little() {
+        let (connections, sent) = connections();
+        for connect_id in 0..10 * MOST_CUTS as i64 {
+            connections.take(Packet::dial_response(0, Ok(connect_id))).await;
+        }
+        assert!(connections.is_empty());
+        assert_eq!(connections.cuts.available_permits(), 0);
+        // Nothing waits once it has gone.
+        drop(sent);
+        let _all = connections.cuts.acquire_many(u32::try_from(MOST_CUTS).unwrap()).await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]
