@@ -8,6 +8,7 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
 use tunnel_core::konnectivity::agent_service_server::AgentService;
@@ -41,6 +42,8 @@ pub(super) struct Service {
     pub(super) worker: Handle,
     /// Cancelled by the first call that is let in.
     pub(super) attached: CancellationToken,
+    /// The calls that are let in.
+    pub(super) streams: TaskTracker,
 }
 
 #[tonic::async_trait]
@@ -86,6 +89,7 @@ impl AgentService for Service {
         let Some(place) = self.context.gate.certified(&node, peer.ip()) else {
             return Err(turned_away(Status::resource_exhausted("too many connections of this node")));
         };
+        let under_way = self.streams.token();
         self.attached.cancel();
         let (packets, answers) = mpsc::channel(PACKETS);
         let servers = self.context.peers.borrow().len() + 1;
@@ -104,6 +108,7 @@ impl AgentService for Service {
         };
         let stop = self.context.link.stop.clone();
         tokio::spawn(self.context.links.track_future(async move {
+            let _under_way = under_way;
             let Some(Err(status)) = stop.run_until_cancelled(stream.run(request.into_inner())).await else {
                 return;
             };
