@@ -9,6 +9,7 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::text::printable;
 
 use crate::caller::Authenticator;
+use crate::door::direct;
 use crate::inventory::InventoryNode;
 use crate::kube::ServiceEndpoints;
 use crate::policy::{Destination, Identity, Origin, Policy};
@@ -118,8 +119,7 @@ impl Gatekeeper {
             Services::Cluster(endpoints) => endpoints.of(name, namespace, port).await,
             Services::Resolver => {
                 let host = format!("{name}.{namespace}");
-                let found = tokio::net::lookup_host((host.as_str(), port)).await;
-                found.map(Iterator::collect).map_err(|error| format!("{host}: {error}"))
+                direct::resolve(&host, port).await.map_err(|error| format!("{host}: {error}"))
             }
         }
     }
