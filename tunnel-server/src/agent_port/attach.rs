@@ -1,7 +1,7 @@
 //! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::future::poll_fn;
 use std::net::SocketAddr;

@@ -78,7 +78,7 @@ struct Site {
     _handover: watch::Sender<Handover>,
 }
 
-fn roots() -> Arc<TrustBundle> {
+pub(in crate::agent_port) fn roots() -> Arc<TrustBundle> {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let root = params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone();
@@ -129,7 +129,7 @@ async fn serve(agent: FakeAgent, io: DuplexStream) {
     }
 }
 
-fn context(
+pub(in crate::agent_port) fn context(
     bundle: watch::Receiver<Arc<TrustBundle>>,
     settings: watch::Receiver<Arc<Settings>>,
     handover: watch::Receiver<Handover>,
