@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::identity::NodeName;
 use tunnel_core::konnectivity::agent_service_server::AgentService;
 use tunnel_core::konnectivity::{Packet, Packets, single};
 use tunnel_core::link::Flow;
@@ -23,6 +24,7 @@ use super::identity::node_by_token;
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::gate::Certified;
+use crate::session::Sessions;
 
 /// What such an agent is shown as.
 const VERSION: &str = "konnectivity";
@@ -119,6 +121,19 @@ impl AgentService for Service {
     }
 }
 
+/// What an agent says that does not know this protocol. Its sessions are numbered as they come, which is below any clock: a
+/// tunnel-agent replaces them however slow the clock of its node is, and none of them replaces a tunnel-agent's.
+fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
+    Hello {
+        node: node.to_string(),
+        epoch: sessions.next_id(),
+        agent_version: VERSION.to_owned(),
+        max_links: 1,
+        successor,
+        ..Hello::default()
+    }
+}
+
 /// A stream that is let in.
 struct Stream {
     context: Arc<Context>,
@@ -141,21 +156,33 @@ impl Stream {
                 () = packets.closed() => return Ok(()),
             }
         }
-        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let hello = Hello {
-            node: presented.node.to_string(),
-            epoch: u64::try_from(epoch).unwrap_or(u64::MAX),
-            agent_version: VERSION.to_owned(),
-            max_links: 1,
-            // The older one, which may be draining, finishes what it carries.
-            successor: older.is_some(),
-            ..Hello::default()
-        };
+        // The older one, which may be draining, finishes what it carries.
+        let hello = hello(&presented.node, &context.link.sessions, older.is_some());
         let (near, far) = tokio::io::duplex(PIPE);
         let link = (near, Arc::<Flow>::default());
         let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
         let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
         tokio::spawn(context.links.track_future(session));
         agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::agent_port::attach::tests::{context, roots};
+
+    #[tokio::test]
+    async fn a_tunnel_agent_whose_clock_is_wrong_replaces_one() {
+        let bundle = watch::Sender::new(roots());
+        let (settings, handover) = (watch::Sender::default(), watch::Sender::default());
+        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let node = "edge-1".parse().unwrap();
+        let [first, second] = [false, true].map(|successor| hello(&node, &context.sessions, successor));
+        assert!(second.epoch > first.epoch, "the next one of its kind replaces it");
+        // A clock that begins in 1970, a minute after its host was started.
+        assert!(second.epoch < 60_000);
     }
 }
