@@ -232,7 +232,9 @@ async fn session(
         context.sessions.unregister(&session);
         return not_admitted(&mut client, refusal.clone()).await;
     }
-    if matches!(end, End::Stopped) && !context.draining.is_cancelled() {
+    // One that was closed for another reason is not to wait for minutes, as a replaced one does: its agent comes back at once.
+    let newer = context.sessions.get(&session.node).filter(|newer| newer.id != session.id);
+    if matches!(end, End::Stopped) && newer.is_some() && !context.draining.is_cancelled() {
         notify(&mut client, replaced(context, &session, false)).await;
     }
     drop(registered);

@@ -75,6 +75,7 @@ struct Site {
     bundle: watch::Sender<Arc<TrustBundle>>,
     settings: watch::Sender<Arc<Settings>>,
     draining: CancellationToken,
+    sessions: Arc<Sessions>,
     _handover: watch::Sender<Handover>,
 }
 
@@ -102,13 +103,23 @@ impl Site {
         let (bundle, settings, handover) =
             (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
         let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
-        let draining = context.draining.clone();
+        let (draining, sessions) = (context.draining.clone(), context.sessions.clone());
         let peer: SocketAddr = "203.0.113.9:40000".parse().unwrap();
         let presented = Presented { node: "edge-1".parse().unwrap(), issued: SystemTime::now() };
         let gate = Gate::new(&Budget::of(2_000, 1 << 30));
         let place = gate.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
-        Self { welcomes, answer, notices, unanswered, bundle, settings, draining, _handover: handover }
+        Self {
+            welcomes,
+            answer,
+            notices,
+            unanswered,
+            bundle,
+            settings,
+            draining,
+            sessions,
+            _handover: handover,
+        }
     }
 
     fn dial_on_loopback(&self, ports: impl Into<BTreeSet<u16>>) {
@@ -195,4 +206,14 @@ async fn an_agent_is_told_again_what_it_did_not_acknowledge() {
     let leaving = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
     assert_eq!((site.next().await, site.next().await), (leaving.clone(), leaving));
     assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_whose_link_is_of_no_use_is_not_told_that_another_has_its_place() {
+    let mut site = Site::start();
+    let mut changed = site.sessions.changed();
+    site.answer.notify_one();
+    changed.changed().await.unwrap();
+    site.sessions.get(&"edge-1".parse().unwrap()).unwrap().close();
+    assert_eq!(site.notices.recv().await, None);
 }
