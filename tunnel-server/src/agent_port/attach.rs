@@ -230,6 +230,7 @@ async fn session(
     if let Some(refusal) = session.refusal.get() {
         // No client gets there any more while the agent is notified.
         context.sessions.unregister(&session);
+        context.sessions.explain_end(&session.node, &refusal.to_string());
         return not_admitted(&mut client, refusal.clone()).await;
     }
     // One that was closed for another reason is not to wait for minutes, as a replaced one does: its agent comes back at once.
@@ -238,6 +239,7 @@ async fn session(
         notify(&mut client, replaced(context, &session, false)).await;
     }
     drop(registered);
+    context.sessions.explain_end(&session.node, &end.to_string());
     end
 }
 

@@ -217,3 +217,17 @@ async fn an_agent_whose_link_is_of_no_use_is_not_told_that_another_has_its_place
     site.sessions.get(&"edge-1".parse().unwrap()).unwrap().close();
     assert_eq!(site.notices.recv().await, None);
 }
+
+#[tokio::test(start_paused = true)]
+async fn why_a_session_was_ended_by_its_server_is_remembered() {
+    let mut site = Site::start();
+    let mut changed = site.sessions.changed();
+    site.answer.notify_one();
+    changed.changed().await.unwrap();
+    let node = "edge-1".parse().unwrap();
+    site.sessions.get(&node).unwrap().refuse(Refusal::Unknown(node.clone()));
+    assert!(matches!(site.notices.recv().await, Some(notice::Notice::Refused(_))));
+    assert_eq!(site.notices.recv().await, None);
+    let reason = site.sessions.last_end(&node).unwrap().reason.unwrap();
+    assert!(reason.contains("is not in the server's inventory"), "{reason}");
+}
