@@ -24,8 +24,11 @@ use tokio::time::timeout;
 
 /// The socket's name in the state directory.
 const SOCKET: &str = "takeover";
-/// How long the first program may take to answer.
+/// How long the first program may take to greet.
 const ANSWER: Duration = Duration::from_secs(5);
+/// How long it may take to do what it is asked: it may have to wait for the kernel, or for a processor. Who goes on without it
+/// while it lives serves beside it.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// The longest message, in bytes: a hundred thousand nodes need a twentieth.
 const LONGEST: usize = 128 << 20;
 /// Sockets that one program may pass on. The kernel sends 253 at most (SCM_MAX_FD).
@@ -225,13 +228,13 @@ impl<H: DeserializeOwned> Predecessor<H> {
             send(&mut self.stream, ask).await?;
             receive(&mut self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
         };
-        timeout(ANSWER, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+        timeout(PATIENCE, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
 
     /// Waits for its end. Until `self` is dropped it knows that its successor lives.
     pub async fn ended(&mut self) {
-        // It says nothing more.
-        let _ = self.stream.read_u8().await;
+        // It says nothing more, but for an answer that is late.
+        while self.stream.read_u8().await.is_ok() {}
     }
 }
 
@@ -349,6 +352,17 @@ mod tests {
         assert_eq!(second.ask::<_, Option<usize>>(&"question").await.unwrap(), Some(8));
         drop(second);
         first.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_late_is_not_the_end() {
+        let (mut first, second) = UnixStream::pair().unwrap();
+        let greeting = Greeting { version: "1.2.3".to_owned(), pid: 1, listeners: Vec::new(), own: () };
+        let mut second = Predecessor { stream: second, greeting, sockets: Vec::new() };
+        send(&mut first, &"late").await.unwrap();
+        assert!(timeout(Duration::from_millis(100), second.ended()).await.is_err());
+        drop(first);
+        second.ended().await;
     }
 
     #[tokio::test]

@@ -33,6 +33,8 @@ const QUIET: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(120);
 /// How long what the other servers have is waited for.
 const LINKED: Duration = Duration::from_secs(10);
+/// How long the server before may take to answer when this one stops.
+const BACK: Duration = Duration::from_secs(5);
 /// How often to look.
 const CHECK: Duration = Duration::from_millis(20);
 /// The same for each node that is looked for.
@@ -176,7 +178,8 @@ impl TakeOver {
                     "took over from the server before: it finishes what it carries"
                 ),
                 Err(error) => {
-                    tracing::warn!(server_id = before.server_id(), %error, "the server before ended meanwhile");
+                    let what = without(&error);
+                    tracing::warn!(server_id = before.server_id(), %error, "the server before {what}");
                 }
             }
         } else {
@@ -274,7 +277,7 @@ impl TakeOver {
         };
         // What comes now waits until the other one accepts.
         self.gates.doors.set(false);
-        match before.0.ask(&Ask::Resume).await? {
+        match ask_back(before, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -291,9 +294,14 @@ impl TakeOver {
     }
 }
 
+/// Asks the server before to go on. A stop does not wait for one that hangs.
+async fn ask_back(before: &mut Predecessor, ask: &Ask) -> io::Result<Answer> {
+    timeout(BACK, before.0.ask(ask)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
 /// The nodes whose agents are with the server before, which accepts them again.
 async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
-    match before.0.ask(&Ask::Back).await? {
+    match ask_back(before, &Ask::Back).await? {
         Answer::Attached(nodes) => Ok(nodes.into_iter().collect()),
         _ => Err(unexpected()),
     }
@@ -307,6 +315,14 @@ pub(crate) const PORTS: &str = "ports";
 /// Between two looks for so many nodes.
 fn pause(nodes: usize) -> Duration {
     CHECK + EACH * u32::try_from(nodes).unwrap_or(u32::MAX)
+}
+
+/// Why this server goes on without the one before.
+fn without(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::TimedOut => "does not answer: this one goes on beside it",
+        _ => "ended meanwhile",
+    }
 }
 
 fn unexpected() -> io::Error {
