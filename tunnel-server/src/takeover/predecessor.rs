@@ -33,8 +33,8 @@ const QUIET: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(120);
 /// How long what the other servers have is waited for.
 const LINKED: Duration = Duration::from_secs(10);
-/// How long the server before may take to answer when this one stops.
-const BACK: Duration = Duration::from_secs(5);
+/// How long the server before may take where this one goes on, or stops, all the same.
+const BRIEFLY: Duration = Duration::from_secs(5);
 /// How often to look.
 const CHECK: Duration = Duration::from_millis(20);
 /// The same for each node that is looked for.
@@ -233,7 +233,8 @@ impl TakeOver {
             }
         };
         self.apply_routes().await;
-        match before.0.ask(&Ask::Doors).await? {
+        // It accepts none any more, and lets go of the redirect once it can.
+        match ask_briefly(before, &Ask::Doors).await? {
             Answer::Released => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -277,7 +278,7 @@ impl TakeOver {
         };
         // What comes now waits until the other one accepts.
         self.gates.doors.set(false);
-        match ask_back(before, &Ask::Resume).await? {
+        match ask_briefly(before, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -294,14 +295,14 @@ impl TakeOver {
     }
 }
 
-/// Asks the server before to go on. A stop does not wait for one that hangs.
-async fn ask_back(before: &mut Predecessor, ask: &Ask) -> io::Result<Answer> {
-    timeout(BACK, before.0.ask(ask)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+/// Asks the server before for what need not be waited for: it does it once it can.
+async fn ask_briefly(before: &mut Predecessor, ask: &Ask) -> io::Result<Answer> {
+    timeout(BRIEFLY, before.0.ask(ask)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
 /// The nodes whose agents are with the server before, which accepts them again.
 async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
-    match ask_back(before, &Ask::Back).await? {
+    match ask_briefly(before, &Ask::Back).await? {
         Answer::Attached(nodes) => Ok(nodes.into_iter().collect()),
         _ => Err(unexpected()),
     }
