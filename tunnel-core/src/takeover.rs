@@ -24,8 +24,11 @@ use tokio::time::timeout;
 
 /// The socket's name in the state directory.
 const SOCKET: &str = "takeover";
-/// How long the first program may take to answer.
+/// How long the first program may take to greet.
 const ANSWER: Duration = Duration::from_secs(5);
+/// How long it may take to do what it is asked: it may have to wait for the kernel, or for a processor. Who goes on without it
+/// while it lives serves beside it.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// The longest message, in bytes: a hundred thousand nodes need a twentieth.
 const LONGEST: usize = 128 << 20;
 /// Sockets that one program may pass on. The kernel sends 253 at most (SCM_MAX_FD).
@@ -225,7 +228,7 @@ impl<H: DeserializeOwned> Predecessor<H> {
             send(&mut self.stream, ask).await?;
             receive(&mut self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
         };
-        timeout(ANSWER, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+        timeout(PATIENCE, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
 
     /// Waits for its end. Until `self` is dropped it knows that its successor lives.

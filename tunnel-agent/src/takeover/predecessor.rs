@@ -38,7 +38,10 @@ pub(crate) async fn take_over(
             took_ms = started.elapsed().as_millis(),
             "took over from the agent before: it finishes what it carries"
         ),
-        Err(error) => tracing::warn!(pid, %error, "the agent before ended meanwhile, or does not answer"),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            tracing::warn!(pid, "the agent before does not answer: this one goes on beside it");
+        }
+        Err(error) => tracing::warn!(pid, %error, "the agent before ended meanwhile"),
     }
     handover.set_successor(false);
     pending.ready();

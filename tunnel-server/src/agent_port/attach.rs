@@ -1,5 +1,8 @@
 //! An agent's link, from the end of its TLS handshake to its end: greeting, session, control messages.
 
+#[cfg(test)]
+pub(super) mod tests;
+
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -10,12 +13,14 @@ use std::time::{Duration, Instant, SystemTime};
 use h2::PingPong;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
-use tunnel_core::identity::NodeName;
+use tunnel_core::identity::{NodeName, TrustBundle};
 use tunnel_core::link::{self, BBR_FEATURE, BBR_LINKS, Congestion, Flow, HANDSHAKE_TIMEOUT};
 use tunnel_core::proto::agent_client::AgentClient;
 use tunnel_core::proto::{
@@ -35,6 +40,8 @@ use crate::settings::Settings;
 
 /// The largest control message accepted from an agent, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
+/// How long to wait before an agent is told again what it did not acknowledge.
+const AGAIN: Duration = Duration::from_secs(1);
 /// How long the last bytes of an agent that has left may be under way on its additional links.
 const LAST_BYTES: Duration = Duration::from_secs(10);
 
@@ -155,8 +162,11 @@ async fn session(
     let mut client = AgentClient::with_origin(Channel::new(transport.send.clone()), origin())
         .max_decoding_message_size(MAX_MESSAGE);
     let loopback = loopback_ports(&context.settings.borrow());
+    // As the Welcome has it: what changes while the agent is greeted is told afterwards.
+    let mut bundle = context.bundle.clone();
+    let welcome = welcome(context, bundle.borrow_and_update().to_pem(), &loopback);
     // Boxed: its memory is freed once the agent has answered.
-    let greeting = Box::pin(greet(context, Channel::new(transport.send.clone()), &loopback));
+    let greeting = Box::pin(greet(Channel::new(transport.send.clone()), welcome));
     let greeting = tokio::select! {
         greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting,
         () = place.place.evicted() => return End::Evicted,
@@ -215,16 +225,21 @@ async fn session(
     place.attached();
     context.metrics.handshake("attached");
     tracing::info!(node = %session.node, %peer, epoch = session.epoch, version = %session.agent_version, "session attached");
-    let end = follow(context, &session, &flow, &mut client, &mut events, pings, loopback).await;
+    let told = Told { bundle, loopback };
+    let end = follow(context, &session, &flow, &mut client, &mut events, pings, told).await;
     if let Some(refusal) = session.refusal.get() {
         // No client gets there any more while the agent is notified.
         context.sessions.unregister(&session);
+        context.sessions.explain_end(&session.node, &refusal.to_string());
         return not_admitted(&mut client, refusal.clone()).await;
     }
-    if matches!(end, End::Stopped) && !context.draining.is_cancelled() {
+    // One that was closed for another reason is not to wait for minutes, as a replaced one does: its agent comes back at once.
+    let newer = context.sessions.get(&session.node).filter(|newer| newer.id != session.id);
+    if matches!(end, End::Stopped) && newer.is_some() && !context.draining.is_cancelled() {
         notify(&mut client, replaced(context, &session, false)).await;
     }
     drop(registered);
+    context.sessions.explain_end(&session.node, &end.to_string());
     end
 }
 
@@ -272,23 +287,47 @@ fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, s
     }
 }
 
-async fn greet(
-    context: &LinkContext,
-    channel: Channel,
-    loopback_ports: &[u32],
-) -> Result<(Hello, Streaming<AgentEvent>), End> {
-    let bundle = context.bundle.borrow().to_pem();
-    let welcome = Welcome {
+fn welcome(context: &LinkContext, trust_bundle: String, loopback_ports: &[u32]) -> Welcome {
+    Welcome {
         server_id: context.server_id.clone(),
         server_version: env!("CARGO_PKG_VERSION").to_owned(),
-        trust_bundle: bundle,
+        trust_bundle,
         loopback_ports: loopback_ports.to_vec(),
         ..Welcome::default()
-    };
+    }
+}
+
+async fn greet(channel: Channel, welcome: Welcome) -> Result<(Hello, Streaming<AgentEvent>), End> {
     let mut events = grpc::attach(channel, welcome, MAX_MESSAGE).await?;
     match events.message().await? {
         Some(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }) => Ok((hello, events)),
         _ => Err(End::NotHello),
+    }
+}
+
+/// What the Welcome said.
+struct Told {
+    /// Sees what differs from that.
+    bundle: watch::Receiver<Arc<TrustBundle>>,
+    loopback: Vec<u32>,
+}
+
+/// What the agent has to know and did not acknowledge, because its line was out for a moment or is slow.
+#[derive(Default)]
+struct Unheard {
+    roots: bool,
+    ports: bool,
+    /// That this server stops, and whether it still serves.
+    leaving: Option<bool>,
+    /// Until it is told again. Boxed: few sessions ever have one.
+    pause: Option<Pin<Box<Sleep>>>,
+}
+
+impl Unheard {
+    /// To be called after each change.
+    fn wait(&mut self) {
+        let any = self.roots || self.ports || self.leaving.is_some();
+        self.pause = any.then(|| Box::pin(sleep(AGAIN)));
     }
 }
 
@@ -300,10 +339,8 @@ async fn follow(
     client: &mut AgentClient<Channel>,
     events: &mut Streaming<AgentEvent>,
     pings: PingPong,
-    mut loopback: Vec<u32>,
+    Told { mut bundle, mut loopback }: Told,
 ) -> End {
-    let mut bundle = context.bundle.clone();
-    bundle.mark_unchanged();
     let mut settings = context.settings.clone();
     // They may have changed after the Welcome was sent.
     settings.mark_changed();
@@ -314,6 +351,7 @@ async fn follow(
     // It may have begun while the agent was greeted.
     handover.mark_changed();
     let (mut draining_sent, mut succeeded) = (false, false);
+    let mut unheard = Unheard::default();
     loop {
         tokio::select! {
             event = events.message() => {
@@ -350,14 +388,16 @@ async fn follow(
             changed = bundle.changed(), if !draining_sent => {
                 if changed.is_err() { return End::Stopped }
                 let pem = bundle.borrow_and_update().to_pem();
-                notify(client, notice::Notice::TrustBundle(proto::TrustBundle { pem })).await;
+                unheard.roots = !notify(client, notice::Notice::TrustBundle(proto::TrustBundle { pem })).await;
+                unheard.wait();
             }
             changed = settings.changed(), if !draining_sent => {
                 if changed.is_err() { return End::Stopped }
                 let ports = loopback_ports(&settings.borrow_and_update());
-                if ports != loopback {
+                if unheard.ports || ports != loopback {
                     loopback.clone_from(&ports);
-                    notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
+                    unheard.ports = !notify(client, notice::Notice::LoopbackPorts(LoopbackPorts { ports })).await;
+                    unheard.wait();
                 }
             }
             // The session owns the sender.
@@ -368,11 +408,14 @@ async fn follow(
             }
             Ok(()) = handover.changed(), if !draining_sent => {
                 let so_far = *handover.borrow_and_update();
+                unheard.leaving = None;
                 if so_far != Handover::Nothing {
                     session.moving.store(true, Ordering::Relaxed);
                     draining_sent = so_far == Handover::All;
-                    notify(client, leaving(context, !draining_sent)).await;
+                    let heard = notify(client, leaving(context, !draining_sent)).await;
+                    unheard.leaving = (!heard).then_some(!draining_sent);
                 }
+                unheard.wait();
             }
             () = session.succeeded.cancelled(), if !succeeded => {
                 succeeded = true;
@@ -380,7 +423,25 @@ async fn follow(
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
-                notify(client, leaving(context, false)).await;
+                let heard = notify(client, leaving(context, false)).await;
+                unheard.leaving = (!heard).then_some(false);
+                unheard.wait();
+            }
+            () = async { if let Some(pause) = &mut unheard.pause { pause.await } }, if unheard.pause.is_some() => {
+                if let Some(serving) = unheard.leaving {
+                    let heard = notify(client, leaving(context, serving)).await;
+                    unheard.leaving = (!heard).then_some(serving);
+                }
+                if unheard.roots {
+                    bundle.mark_changed();
+                }
+                if unheard.ports {
+                    settings.mark_changed();
+                }
+                unheard.pause = None;
+                if unheard.leaving.is_some() {
+                    unheard.wait();
+                }
             }
             () = session.closed.cancelled() => return End::Stopped,
             () = context.stop.cancelled() => return End::Stopped,

@@ -139,12 +139,19 @@ pub(super) async fn finish(context: &LinkContext, session: &Session, connections
     }
 }
 
-pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) {
+/// Whether the agent has answered. If not, it may never learn of it: the call is reset, behind which it is as good as lost.
+pub(super) async fn notify(client: &mut AgentClient<Channel>, notice: notice::Notice) -> bool {
     let notice = Notice { notice: Some(notice) };
     match tokio::time::timeout(NOTICE_TIMEOUT, Box::pin(client.notify(notice))).await {
-        Ok(Ok(_)) => {}
-        Ok(Err(status)) => tracing::debug!(%status, "a notice was refused"),
-        Err(_) => tracing::debug!("a notice was not acknowledged in time"),
+        Ok(Ok(_)) => true,
+        Ok(Err(status)) => {
+            tracing::debug!(%status, "a notice was refused");
+            true
+        }
+        Err(_) => {
+            tracing::debug!("a notice was not acknowledged in time");
+            false
+        }
     }
 }
 

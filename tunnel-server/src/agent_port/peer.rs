@@ -18,7 +18,7 @@ use tunnel_core::proto::peer_server::{Peer, PeerServer};
 use tunnel_core::proto::{Holdings, Segment, WatchRequest};
 use tunnel_core::{grpc, text::printable};
 
-use super::link::LinkContext;
+use super::link::{Handover, LinkContext};
 use super::passed_on::{Caller, pass_on};
 use super::redirectors::Redirector;
 use crate::door::DoorContext;
@@ -148,11 +148,15 @@ impl Peer for PeerService {
 async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Result<Holdings, Status>>) {
     let mut bundle = context.bundle.clone();
     let trust_bundle = if roots { bundle.borrow_and_update().to_pem() } else { String::new() };
+    // As the first message has it: telling all that is attached may take a while.
+    let mut handover = context.handover.clone();
+    let taken_over = *handover.borrow_and_update() != Handover::Nothing;
+    let mut draining_told = taken_over || context.draining.is_cancelled();
     let (nodes, mut moves) = context.sessions.follow();
     let first = Holdings {
         server_id: context.server_id.clone(),
         server_version: env!("CARGO_PKG_VERSION").to_owned(),
-        draining: context.draining.is_cancelled(),
+        draining: draining_told,
         trust_bundle,
         ..Holdings::default()
     };
@@ -167,9 +171,6 @@ async fn tell(context: Arc<LinkContext>, roots: bool, sender: mpsc::Sender<Resul
             return;
         }
     }
-    let mut draining_told = context.draining.is_cancelled();
-    let mut handover = context.handover.clone();
-    handover.mark_unchanged();
     loop {
         let holdings = tokio::select! {
             next = moves.recv() => match next {
@@ -218,4 +219,34 @@ fn gathered(first: Move, moves: &mut broadcast::Receiver<Move>) -> Option<Holdin
         names.push(node.to_string());
     }
     Some(holdings)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::agent_port::attach::tests::{context, roots};
+
+    #[tokio::test]
+    async fn a_server_that_begins_to_stop_while_it_tells_what_it_has_says_so() {
+        let bundle = watch::Sender::new(roots());
+        let (settings, handover) = (watch::Sender::default(), watch::Sender::default());
+        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let (sender, mut told) = mpsc::channel(1);
+        let telling = tokio::spawn(tell(context.clone(), false, sender));
+        while told.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        context.draining.cancel();
+        let mut said = Vec::new();
+        for _ in 0..3 {
+            let holdings: Result<Holdings, Status> = told.recv().await.unwrap();
+            let Holdings { complete, draining, .. } = holdings.unwrap();
+            said.push((complete, draining));
+        }
+        assert_eq!(said, [(false, false), (true, false), (false, true)]);
+        drop(told);
+        telling.await.unwrap();
+    }
 }

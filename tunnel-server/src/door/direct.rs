@@ -1,10 +1,12 @@
 //! Connections that this server makes itself: to targets that are not an edge node's.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 use tunnel_core::carry::{CopyError, RelayError, Side, Totals, copy, end_on_drop, prepare_socket};
 use tunnel_core::konnectivity::in_words_of_go;
 use tunnel_core::outcome::Outcome;
@@ -13,6 +15,10 @@ use super::access_log::AccessLogGuard;
 
 /// How long this server tries to connect, as agents do.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Names that are looked up at a time. A thread waits for each, for half a minute where no name server answers, and other work
+/// needs such threads too: the redirect's programs take this process for dead if its sign of life waits behind callers' names.
+static LOOKUPS: Semaphore = Semaphore::const_new(64);
 
 /// Why a caller gets no connection, or lost it.
 #[derive(Debug, PartialEq, Eq)]
@@ -30,6 +36,32 @@ impl Failed {
     pub(super) fn in_words_of_go(self) -> String {
         in_words_of_go(self.outcome, self.reason)
     }
+}
+
+/// The addresses of a host, as this host's resolver says.
+///
+/// # Errors
+/// It is not known, or not within the time for a dial ([`io::ErrorKind::TimedOut`]).
+pub(super) async fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    resolve_in_turn(host, port, &LOOKUPS).await
+}
+
+async fn resolve_in_turn(host: &str, port: u16, turns: &'static Semaphore) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let looked_up = async move {
+        let turn = turns.acquire().await.map_err(io::Error::other)?;
+        let host = host.to_owned();
+        let work = move || {
+            // Until the resolver has answered, whoever still waits for that.
+            let _turn = turn;
+            (host.as_str(), port).to_socket_addrs().map(|found| found.collect::<Vec<_>>())
+        };
+        tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
+    };
+    let looked_up = tokio::time::timeout(DIAL_TIMEOUT, looked_up).await;
+    looked_up.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "i/o timeout")))
 }
 
 /// Connects to a target.
@@ -90,4 +122,21 @@ pub(super) async fn carry(
         end_on_drop(&socket);
     }
     ended
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_name_waits_for_its_turn_and_an_address_for_nothing() {
+        let turns: &'static Semaphore = Box::leak(Box::new(Semaphore::new(1)));
+        let held = turns.acquire().await.unwrap();
+        let late = resolve_in_turn("localhost", 80, turns).await.unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        let address = resolve_in_turn("fd00::7", 80, turns).await.unwrap();
+        assert_eq!(address, ["[fd00::7]:80".parse().unwrap()]);
+        drop(held);
+        assert_eq!(turns.available_permits(), 1, "nothing waits for an answer that nobody wants");
+    }
 }

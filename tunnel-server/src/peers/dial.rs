@@ -110,7 +110,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
     // Links with servers that stop soon.
     let mut leaving = JoinSet::new();
     while !removed.is_cancelled() {
-        let worker = context.workers.next().clone();
+        let (worker, started) = (context.workers.next().clone(), Instant::now());
         let draining = CancellationToken::new();
         // It runs on the thread that owns the link.
         let work = connected(context.clone(), address.clone(), worker.clone(), draining.clone());
@@ -143,7 +143,10 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
             }
             Ok(End::Lost { server_id, error }) => {
                 failing.clear();
-                backoff.reset();
+                // One that is lost right away each time is dialled no faster than one that is never there.
+                if started.elapsed() >= PAUSE.1 {
+                    backoff.reset();
+                }
                 tracing::warn!(address, server_id, %error, "the link with the other server ended");
             }
             Ok(End::Stopped) => break,

@@ -33,6 +33,8 @@ const QUIET: Duration = Duration::from_secs(10);
 const LONGEST: Duration = Duration::from_secs(120);
 /// How long what the other servers have is waited for.
 const LINKED: Duration = Duration::from_secs(10);
+/// How long the server before may take where this one goes on, or stops, all the same.
+const BRIEFLY: Duration = Duration::from_secs(5);
 /// How often to look.
 const CHECK: Duration = Duration::from_millis(20);
 /// The same for each node that is looked for.
@@ -176,7 +178,8 @@ impl TakeOver {
                     "took over from the server before: it finishes what it carries"
                 ),
                 Err(error) => {
-                    tracing::warn!(server_id = before.server_id(), %error, "the server before ended meanwhile");
+                    let what = without(&error);
+                    tracing::warn!(server_id = before.server_id(), %error, "the server before {what}");
                 }
             }
         } else {
@@ -230,7 +233,8 @@ impl TakeOver {
             }
         };
         self.apply_routes().await;
-        match before.0.ask(&Ask::Doors).await? {
+        // It accepts none any more, and lets go of the redirect once it can.
+        match ask_briefly(before, &Ask::Doors).await? {
             Answer::Released => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -274,7 +278,7 @@ impl TakeOver {
         };
         // What comes now waits until the other one accepts.
         self.gates.doors.set(false);
-        match before.0.ask(&Ask::Resume).await? {
+        match ask_briefly(before, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -291,9 +295,14 @@ impl TakeOver {
     }
 }
 
+/// Asks the server before for what need not be waited for: it does it once it can.
+async fn ask_briefly(before: &mut Predecessor, ask: &Ask) -> io::Result<Answer> {
+    timeout(BRIEFLY, before.0.ask(ask)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
 /// The nodes whose agents are with the server before, which accepts them again.
 async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
-    match before.0.ask(&Ask::Back).await? {
+    match ask_briefly(before, &Ask::Back).await? {
         Answer::Attached(nodes) => Ok(nodes.into_iter().collect()),
         _ => Err(unexpected()),
     }
@@ -307,6 +316,14 @@ pub(crate) const PORTS: &str = "ports";
 /// Between two looks for so many nodes.
 fn pause(nodes: usize) -> Duration {
     CHECK + EACH * u32::try_from(nodes).unwrap_or(u32::MAX)
+}
+
+/// Why this server goes on without the one before.
+fn without(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::TimedOut => "does not answer: this one goes on beside it",
+        _ => "ended meanwhile",
+    }
 }
 
 fn unexpected() -> io::Error {

@@ -69,23 +69,26 @@ async fn dial(
         .and_then(|text| text.parse().ok())
         .ok_or_else(|| Status::invalid_argument(format!("{TARGET_HEADER} is not an IP address and port")))?;
     let (random, answer) = connections.dial();
-    let given_up = async |status: Option<Status>| {
-        connections.forget_dial(random);
-        connections.send(Packet::close_dial(random)).await?;
-        status.map_or(Ok(None), Err)
-    };
-    connections.send(Packet::dial_request(target.to_string(), random)).await?;
-    tokio::select! {
-        biased;
-        answer = answer => match answer {
+    let asked = async {
+        // Waits for an agent that does not read.
+        connections.send(Packet::dial_request(target.to_string(), random)).await?;
+        match answer.await {
             Ok(Ok(opened)) => Ok(Some(opened)),
             Ok(Err(error)) => Err(status_of(target, &error)),
             Err(_) => Err(Status::unavailable("the agent is gone")),
-        },
-        _ = poll_fn(|cx| respond.poll_reset(cx)) => given_up(None).await,
+        }
+    };
+    tokio::select! {
+        biased;
+        asked = asked => asked,
+        _ = poll_fn(|cx| respond.poll_reset(cx)) => {
+            connections.give_up(random);
+            Ok(None)
+        }
         () = tokio::time::sleep(DIAL) => {
+            connections.give_up(random);
             let reason = format!("the agent did not answer the dial of {target} within {} s", DIAL.as_secs());
-            given_up(Some(Status::deadline_exceeded(reason))).await
+            Err(Status::deadline_exceeded(reason))
         }
     }
 }
@@ -234,6 +237,31 @@ mod tests {
     use tonic::Code;
 
     use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_gives_up_is_not_held_by_an_agent_that_does_not_read() {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let (accepted, mut requests) = mpsc::channel(1);
+        tokio::spawn(async move {
+            let mut link = h2::server::handshake(far).await.unwrap();
+            while let Some(Ok(request)) = link.accept().await {
+                accepted.send(request).await.unwrap();
+            }
+        });
+        let (client, link) = h2::client::handshake(near).await.unwrap();
+        tokio::spawn(link);
+        let mut client = client.ready().await.unwrap();
+        let request = Request::post("https://agent/").header(TARGET_HEADER, "10.0.0.7:80").body(()).unwrap();
+        let (_response, mut stream) = client.send_request(request, false).unwrap();
+        let (request, mut respond) = requests.recv().await.unwrap();
+        let (packets, _unread) = mpsc::channel(1);
+        packets.try_send(Ok(Packet::drain())).unwrap();
+        let connections = Connections::new(packets);
+        stream.send_reset(Reason::CANCEL);
+        let dialled = dial(&connections, request.headers(), &mut respond);
+        let dialled = tokio::time::timeout(DIAL * 6, dialled).await.expect("it waits for the agent");
+        assert!(matches!(dialled, Ok(None)) && connections.is_empty());
+    }
 
     #[test]
     fn an_agents_words_become_a_status() {

@@ -1,8 +1,8 @@
 //! The dials and connections of one agent's stream, and what becomes of each packet.
 //!
 //! This protocol has no flow control of a single connection. What waits for a client is bounded: beyond that the stream is not
-//! read, for a while. A client that takes nothing meanwhile loses its connection, unless it has the only one: the others
-//! are not to wait for it any longer.
+//! read, for a while. A client that takes nothing meanwhile loses its connection, unless it has the only one and no other is
+//! asked for: the others are not to wait for it any longer.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -17,8 +17,10 @@ use tunnel_core::konnectivity::{CloseResponse, Data, DialResponse, Packet, Packe
 
 /// Bytes of one connection that may wait for its client.
 const WAITING: u32 = 4 << 20;
-/// How long the stream is not read for one client's sake, if others use it.
+/// How long the stream is not read for one client's sake, if others use it or want to.
 const STALL: Duration = Duration::from_secs(2);
+/// Ends of connections that wait for the agent to read. One that lets more come is not told of them.
+const MOST_CUTS: usize = 1024;
 const STALLED: &str =
     "its client took nothing of the 4 MiB that waited for it, and others use the same agent";
 
@@ -56,11 +58,13 @@ pub(super) struct Connections {
     tables: Mutex<Tables>,
     last_dial: AtomicI64,
     packets: Packets,
+    cuts: Arc<Semaphore>,
 }
 
 impl Connections {
     pub(super) fn new(packets: Packets) -> Self {
-        Self { tables: Mutex::default(), last_dial: AtomicI64::new(0), packets }
+        let cuts = Arc::new(Semaphore::new(MOST_CUTS));
+        Self { tables: Mutex::default(), last_dial: AtomicI64::new(0), packets, cuts }
     }
 
     /// Sends a packet to the agent.
@@ -84,9 +88,11 @@ impl Connections {
         (random, answer)
     }
 
-    /// Forgets a dial whose answer nobody waits for.
-    pub(super) fn forget_dial(&self, random: i64) {
+    /// Gives up a dial whose answer nobody waits for. The agent is told if it reads at present; otherwise its answer ends the
+    /// connection.
+    pub(super) fn give_up(&self, random: i64) {
         self.tables().dials.remove(&random);
+        let _ = self.packets.try_send(Ok(Packet::close_dial(random)));
     }
 
     /// Closes a connection, unless the agent has.
@@ -158,7 +164,7 @@ impl Connections {
                 biased;
                 room = tokio::time::timeout(STALL, room) => match room {
                     Ok(permit) => return permit.ok(),
-                    Err(_) if self.tables().open.len() > 1 => return None,
+                    Err(_) if self.is_shared() => return None,
                     Err(_) => {}
                 },
                 () = inlet.sender.closed() => return None,
@@ -166,12 +172,24 @@ impl Connections {
         }
     }
 
+    /// Whether more than one connection is there or asked for: the answer to a dial is behind what is not read.
+    fn is_shared(&self) -> bool {
+        let tables = self.tables();
+        tables.open.len() + tables.dials.len() > 1
+    }
+
     /// Ends a connection without waiting for the agent to take the packet.
     fn cut(&self, connect_id: i64) {
         let open = self.tables().open.remove(&connect_id);
-        if open.is_some() {
+        // An agent can answer dials that nobody made as fast as it likes, and read nothing.
+        if open.is_some()
+            && let Ok(cut) = self.cuts.clone().try_acquire_owned()
+        {
             let packets = self.packets.clone();
-            tokio::spawn(async move { packets.send(Ok(Packet::close_request(connect_id))).await });
+            tokio::spawn(async move {
+                let _ = packets.send(Ok(Packet::close_request(connect_id))).await;
+                drop(cut);
+            });
         }
     }
 
@@ -224,13 +242,28 @@ mod tests {
         connections.take(Packet::dial_response(random, Ok(2))).await;
         assert_eq!(closed(&mut sent).await, 2);
         let (random, answer) = connections.dial();
-        connections.forget_dial(random);
+        connections.give_up(random);
+        let told = sent.recv().await.unwrap().unwrap().payload;
+        assert!(matches!(told, Some(Payload::CloseDial(dial)) if dial.random == random));
         connections.take(Packet::dial_response(random, Ok(3))).await;
         assert_eq!(closed(&mut sent).await, 3);
         assert!(answer.await.is_err() && connections.is_empty());
         let (random, answer) = connections.dial();
         connections.take(Packet::dial_response(random, Err("connection refused".to_owned()))).await;
         assert_eq!(answer.await.unwrap().unwrap_err(), "connection refused");
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_answers_what_nobody_asked_and_reads_nothing_holds_little() {
+        let (connections, sent) = connections();
+        for connect_id in 0..10 * MOST_CUTS as i64 {
+            connections.take(Packet::dial_response(0, Ok(connect_id))).await;
+        }
+        assert!(connections.is_empty());
+        assert_eq!(connections.cuts.available_permits(), 0);
+        // Nothing waits once it has gone.
+        drop(sent);
+        let _all = connections.cuts.acquire_many(u32::try_from(MOST_CUTS).unwrap()).await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]
@@ -258,6 +291,24 @@ mod tests {
         assert!(matches!(stalled.arrived.recv().await, Some(Arrived::Closed(error)) if error == STALLED));
         connections.take(Packet::data(2, Bytes::from_static(b"goes on"))).await;
         assert!(matches!(other.arrived.recv().await, Some(Arrived::Data(data, _)) if data == "goes on"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_takes_nothing_does_not_keep_others_from_connecting() {
+        let (connections, mut sent) = connections();
+        let _stalled = open(&connections, 1).await;
+        let piece = Bytes::from(vec![0; 1 << 20]);
+        for _ in 0..4 {
+            connections.take(Packet::data(1, piece.clone())).await;
+        }
+        // Its answer comes behind this.
+        let (random, answer) = connections.dial();
+        let started = Instant::now();
+        connections.take(Packet::data(1, piece)).await;
+        assert_eq!(started.elapsed(), STALL);
+        assert_eq!(closed(&mut sent).await, 1);
+        connections.take(Packet::dial_response(random, Ok(2))).await;
+        assert_eq!(answer.await.unwrap().unwrap().connect_id, 2);
     }
 
     #[tokio::test(start_paused = true)]

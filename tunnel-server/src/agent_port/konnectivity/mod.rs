@@ -23,6 +23,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tunnel_core::config::HostPort;
 use tunnel_core::identity::{Client, client_of_certificate, validity};
 use tunnel_core::konnectivity::LARGEST_MESSAGE;
@@ -41,6 +42,8 @@ pub(crate) use context::Tokens;
 pub(crate) const NAME: &str = "konnectivity";
 /// How long an agent may take from its handshake to its stream.
 const ATTACH: Duration = Duration::from_secs(30);
+/// How long a connection stays open after its last stream has ended, for the last bytes to arrive.
+const LINGER: Duration = Duration::from_secs(5);
 /// An agent has one stream on a connection.
 const MOST_STREAMS: u32 = 4;
 /// Bytes that an agent may send before it has to wait for them to be taken.
@@ -88,9 +91,15 @@ impl KonnectivityPort {
             },
             None => None,
         };
-        let attached = CancellationToken::new();
-        let service =
-            Service { context: self.context.clone(), peer, certified, worker, attached: attached.clone() };
+        let (attached, streams) = (CancellationToken::new(), TaskTracker::new());
+        let service = Service {
+            context: self.context.clone(),
+            peer,
+            certified,
+            worker,
+            attached: attached.clone(),
+            streams: streams.clone(),
+        };
         let service = AgentServiceServer::new(service).max_decoding_message_size(LARGEST_MESSAGE);
         let served = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
@@ -105,7 +114,15 @@ impl KonnectivityPort {
             ended = &mut served => ended,
             () = attached.cancelled() => {
                 drop(place);
-                served.await
+                streams.close();
+                tokio::select! {
+                    ended = &mut served => ended,
+                    // It has no place any more: an agent cannot leave one connection open for each session that it had.
+                    () = streams.wait() => {
+                        served.as_mut().graceful_shutdown();
+                        tokio::time::timeout(LINGER, served).await.unwrap_or(Ok(()))
+                    }
+                }
             }
             () = place.evicted() => return Err(Error::Evicted),
             () = tokio::time::sleep(ATTACH) => {

@@ -2,14 +2,16 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
+use tunnel_core::identity::NodeName;
 use tunnel_core::konnectivity::agent_service_server::AgentService;
 use tunnel_core::konnectivity::{Packet, Packets, single};
 use tunnel_core::link::Flow;
@@ -22,6 +24,7 @@ use super::identity::node_by_token;
 use super::state::Agent;
 use crate::agent_port::attach::{self, Presented};
 use crate::agent_port::gate::Certified;
+use crate::session::Sessions;
 
 /// What such an agent is shown as.
 const VERSION: &str = "konnectivity";
@@ -41,6 +44,8 @@ pub(super) struct Service {
     pub(super) worker: Handle,
     /// Cancelled by the first call that is let in.
     pub(super) attached: CancellationToken,
+    /// The calls that are let in.
+    pub(super) streams: TaskTracker,
 }
 
 #[tonic::async_trait]
@@ -86,6 +91,7 @@ impl AgentService for Service {
         let Some(place) = self.context.gate.certified(&node, peer.ip()) else {
             return Err(turned_away(Status::resource_exhausted("too many connections of this node")));
         };
+        let under_way = self.streams.token();
         self.attached.cancel();
         let (packets, answers) = mpsc::channel(PACKETS);
         let servers = self.context.peers.borrow().len() + 1;
@@ -104,6 +110,7 @@ impl AgentService for Service {
         };
         let stop = self.context.link.stop.clone();
         tokio::spawn(self.context.links.track_future(async move {
+            let _under_way = under_way;
             let Some(Err(status)) = stop.run_until_cancelled(stream.run(request.into_inner())).await else {
                 return;
             };
@@ -111,6 +118,19 @@ impl AgentService for Service {
             let _ = packets.try_send(Err(status));
         }));
         Ok(response)
+    }
+}
+
+/// What an agent says that does not know this protocol. Its sessions are numbered as they come, which is below any clock: a
+/// tunnel-agent replaces them however slow the clock of its node is, and none of them replaces a tunnel-agent's.
+fn hello(node: &NodeName, sessions: &Sessions, successor: bool) -> Hello {
+    Hello {
+        node: node.to_string(),
+        epoch: sessions.next_id(),
+        agent_version: VERSION.to_owned(),
+        max_links: 1,
+        successor,
+        ..Hello::default()
     }
 }
 
@@ -136,21 +156,33 @@ impl Stream {
                 () = packets.closed() => return Ok(()),
             }
         }
-        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let hello = Hello {
-            node: presented.node.to_string(),
-            epoch: u64::try_from(epoch).unwrap_or(u64::MAX),
-            agent_version: VERSION.to_owned(),
-            max_links: 1,
-            // The older one, which may be draining, finishes what it carries.
-            successor: older.is_some(),
-            ..Hello::default()
-        };
+        // The older one, which may be draining, finishes what it carries.
+        let hello = hello(&presented.node, &context.link.sessions, older.is_some());
         let (near, far) = tokio::io::duplex(PIPE);
         let link = (near, Arc::<Flow>::default());
         let session = attach::run(context.link.clone(), link, peer, presented, worker, place);
         let session = context.link.stop.clone().run_until_cancelled_owned(Box::pin(session));
         tokio::spawn(context.links.track_future(session));
         agent::serve(Arc::new(Agent::new(hello, packets)), far, incoming).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::agent_port::attach::tests::{context, roots};
+
+    #[tokio::test]
+    async fn a_tunnel_agent_whose_clock_is_wrong_replaces_one() {
+        let bundle = watch::Sender::new(roots());
+        let (settings, handover) = (watch::Sender::default(), watch::Sender::default());
+        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let node = "edge-1".parse().unwrap();
+        let [first, second] = [false, true].map(|successor| hello(&node, &context.sessions, successor));
+        assert!(second.epoch > first.epoch, "the next one of its kind replaces it");
+        // A clock that begins in 1970, a minute after its host was started.
+        assert!(second.epoch < 60_000);
     }
 }

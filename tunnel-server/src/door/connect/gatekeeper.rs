@@ -9,6 +9,7 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::text::printable;
 
 use crate::caller::Authenticator;
+use crate::door::direct;
 use crate::inventory::InventoryNode;
 use crate::kube::ServiceEndpoints;
 use crate::policy::{Destination, Identity, Origin, Policy};
@@ -91,9 +92,13 @@ impl Gatekeeper {
             Meant::Service { name, namespace } => {
                 let rule = permitted(Destination::Service(&format!("{name}.{namespace}")))?;
                 let endpoints = self.endpoints(&name, &namespace, port).await.map_err(Denied::Unavailable)?;
+                let elsewhere: Vec<_> =
+                    endpoints.into_iter().filter(|endpoint| !is_own(endpoint.ip())).collect();
                 // One of them, as a Service does it.
-                let Some(endpoint) = endpoints.choose(&mut rand::rng()).copied() else {
-                    return Err(Denied::Unavailable(format!("{name}.{namespace} has no address")));
+                let Some(endpoint) = elsewhere.choose(&mut rand::rng()).copied() else {
+                    return Err(Denied::Unavailable(format!(
+                        "{name}.{namespace} has no address but loopback"
+                    )));
                 };
                 let reached = match at(endpoint.ip(), &snapshot).map_err(Denied::Unavailable)? {
                     Meant::Edge { node, address, .. } => Reached::Edge {
@@ -118,8 +123,7 @@ impl Gatekeeper {
             Services::Cluster(endpoints) => endpoints.of(name, namespace, port).await,
             Services::Resolver => {
                 let host = format!("{name}.{namespace}");
-                let found = tokio::net::lookup_host((host.as_str(), port)).await;
-                found.map(Iterator::collect).map_err(|error| format!("{host}: {error}"))
+                direct::resolve(&host, port).await.map_err(|error| format!("{host}: {error}"))
             }
         }
     }
@@ -179,8 +183,36 @@ fn at(address: IpAddr, snapshot: &Snapshot) -> Result<Meant, String> {
     }
 }
 
+/// Whether this server itself is what has the address. Its loopback, where whoever comes is trusted, is open by a range of a rule
+/// only: what a name stands for is not the rules' to say.
+fn is_own(address: IpAddr) -> bool {
+    let address = address.to_canonical();
+    address.is_loopback() || address.is_unspecified()
+}
+
 /// An address, in brackets or not.
 fn literal(host: &str) -> Option<IpAddr> {
     let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
     bare.parse::<IpAddr>().ok().map(|address| address.to_canonical())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_does_not_open_this_servers_loopback() {
+        for (address, own) in [
+            ("127.0.0.1", true),
+            ("127.8.0.1", true),
+            ("::1", true),
+            ("::ffff:127.0.0.1", true),
+            ("0.0.0.0", true),
+            ("::", true),
+            ("10.80.0.7", false),
+            ("fd00::7", false),
+        ] {
+            assert_eq!(is_own(address.parse().unwrap()), own, "{address}");
+        }
+    }
 }

@@ -243,16 +243,14 @@ impl Dialler {
 
     async fn by_this_server(&self, host: &str, port: u16, caller: &Caller) -> Result<Connected, Failed> {
         let denied = |reason| Failed { outcome: Outcome::Denied, reason };
-        let resolved =
-            tokio::time::timeout(direct::DIAL_TIMEOUT, tokio::net::lookup_host((host, port))).await;
-        let targets: Vec<_> = match resolved {
-            Ok(Ok(targets)) => targets.collect(),
-            Ok(Err(error)) => {
-                let reason = format!("lookup {}: no such host: {error}", printable(host, 100));
+        let targets = match direct::resolve(host, port).await {
+            Ok(targets) => targets,
+            Err(error) if error.kind() == std::io::ErrorKind::TimedOut => {
+                let reason = format!("lookup {}: i/o timeout", printable(host, 100));
                 return Err(self.turned_away(denied(reason), caller));
             }
-            Err(_) => {
-                let reason = format!("lookup {}: i/o timeout", printable(host, 100));
+            Err(error) => {
+                let reason = format!("lookup {}: no such host: {error}", printable(host, 100));
                 return Err(self.turned_away(denied(reason), caller));
             }
         };

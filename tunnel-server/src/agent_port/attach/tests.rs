@@ -1,0 +1,233 @@
+//! What an attached agent is told, and when.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::AtomicUsize;
+
+use bytes::Bytes;
+use prometheus_client::registry::Registry;
+use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
+use tokio::io::DuplexStream;
+use tokio::sync::{Notify, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tunnel_core::proto::agent_server::{Agent, AgentServer};
+use tunnel_core::proto::{Notice, NoticeAck, Segment};
+
+use super::*;
+use crate::admission::Budget;
+use crate::agent_port::gate::Gate;
+use crate::metrics::Metrics;
+use crate::pki::Standing;
+use crate::route::{Router, RouterConfig};
+use crate::session::Sessions;
+
+/// By the paused clock: longer than anything that is still to come.
+const LONG: Duration = Duration::from_secs(60);
+
+/// An agent's end of the link.
+struct FakeAgent {
+    welcomes: mpsc::UnboundedSender<Welcome>,
+    /// Has it answer Attach.
+    answer: Arc<Notify>,
+    notices: mpsc::UnboundedSender<notice::Notice>,
+    /// So many of the next notices it does not acknowledge.
+    unanswered: Arc<AtomicUsize>,
+    /// Keeps the stream of its events open.
+    events: Mutex<Option<mpsc::Sender<Result<AgentEvent, Status>>>>,
+}
+
+#[tonic::async_trait]
+impl Agent for FakeAgent {
+    type AttachStream = ReceiverStream<Result<AgentEvent, Status>>;
+    type CarryStream = ReceiverStream<Result<Segment, Status>>;
+
+    async fn attach(&self, request: Request<Welcome>) -> Result<Response<Self::AttachStream>, Status> {
+        self.welcomes.send(request.into_inner()).unwrap();
+        self.answer.notified().await;
+        let (events, stream) = mpsc::channel(1);
+        let hello = Hello { node: "edge-1".to_owned(), epoch: 1, ..Hello::default() };
+        events.try_send(Ok(AgentEvent { event: Some(agent_event::Event::Hello(hello)) })).unwrap();
+        *self.events.lock().unwrap() = Some(events);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn carry(&self, _: Request<Streaming<Segment>>) -> Result<Response<Self::CarryStream>, Status> {
+        Err(Status::unimplemented("nothing is carried here"))
+    }
+
+    async fn notify(&self, request: Request<Notice>) -> Result<Response<NoticeAck>, Status> {
+        self.notices.send(request.into_inner().notice.unwrap()).unwrap();
+        if self.unanswered.load(Ordering::Relaxed) > 0 {
+            self.unanswered.fetch_sub(1, Ordering::Relaxed);
+            std::future::pending::<()>().await;
+        }
+        Ok(Response::new(NoticeAck {}))
+    }
+}
+
+/// A server with one agent's link, which is being greeted.
+struct Site {
+    welcomes: mpsc::UnboundedReceiver<Welcome>,
+    answer: Arc<Notify>,
+    notices: mpsc::UnboundedReceiver<notice::Notice>,
+    unanswered: Arc<AtomicUsize>,
+    bundle: watch::Sender<Arc<TrustBundle>>,
+    settings: watch::Sender<Arc<Settings>>,
+    draining: CancellationToken,
+    sessions: Arc<Sessions>,
+    _handover: watch::Sender<Handover>,
+}
+
+pub(in crate::agent_port) fn roots() -> Arc<TrustBundle> {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let root = params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone();
+    Arc::new(TrustBundle::new(vec![root]).unwrap())
+}
+
+impl Site {
+    fn start() -> Self {
+        let (welcomed, welcomes) = mpsc::unbounded_channel();
+        let (noticed, notices) = mpsc::unbounded_channel();
+        let (answer, unanswered) = (Arc::new(Notify::new()), Arc::<AtomicUsize>::default());
+        let (near, far) = tokio::io::duplex(256 << 10);
+        let agent = FakeAgent {
+            welcomes: welcomed,
+            answer: answer.clone(),
+            notices: noticed,
+            unanswered: unanswered.clone(),
+            events: Mutex::default(),
+        };
+        tokio::spawn(serve(agent, far));
+        let (bundle, settings, handover) =
+            (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
+        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let (draining, sessions) = (context.draining.clone(), context.sessions.clone());
+        let peer: SocketAddr = "203.0.113.9:40000".parse().unwrap();
+        let presented = Presented { node: "edge-1".parse().unwrap(), issued: SystemTime::now() };
+        let gate = Gate::new(&Budget::of(2_000, 1 << 30));
+        let place = gate.certified(&presented.node, peer.ip()).unwrap();
+        tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
+        Self {
+            welcomes,
+            answer,
+            notices,
+            unanswered,
+            bundle,
+            settings,
+            draining,
+            sessions,
+            _handover: handover,
+        }
+    }
+
+    fn dial_on_loopback(&self, ports: impl Into<BTreeSet<u16>>) {
+        let settings = Settings { loopback: ports.into(), ..Settings::default() };
+        self.settings.send_replace(Arc::new(settings));
+    }
+
+    async fn next(&mut self) -> notice::Notice {
+        tokio::time::timeout(LONG, self.notices.recv()).await.unwrap().unwrap()
+    }
+}
+
+async fn serve(agent: FakeAgent, io: DuplexStream) {
+    let mut link = link::server_builder().handshake::<_, Bytes>(io).await.unwrap();
+    let service = AgentServer::new(agent);
+    while let Some(Ok((request, respond))) = link.accept().await {
+        tokio::spawn(grpc::serve(service.clone(), request, respond));
+    }
+}
+
+pub(in crate::agent_port) fn context(
+    bundle: watch::Receiver<Arc<TrustBundle>>,
+    settings: watch::Receiver<Arc<Settings>>,
+    handover: watch::Receiver<Handover>,
+) -> Arc<LinkContext> {
+    let config =
+        RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250]);
+    let mut registry = Registry::default();
+    let router = Arc::new(Router::new(config, &mut registry));
+    let metrics = Metrics::new(&mut registry);
+    Arc::new(LinkContext {
+        server_id: "server-a".to_owned(),
+        bundle,
+        settings,
+        sessions: Arc::new(Sessions::new(router, metrics.clone())),
+        standing: Standing::default(),
+        metrics,
+        draining: CancellationToken::new(),
+        handover,
+        forced: CancellationToken::new(),
+        stop: CancellationToken::new(),
+        congestion: Congestion::System,
+        drain_timeout: LONG,
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_changes_while_an_agent_is_greeted_is_told_afterwards() {
+    let mut site = Site::start();
+    let welcome = site.welcomes.recv().await.unwrap();
+    assert_eq!(welcome.trust_bundle, site.bundle.borrow().to_pem());
+    let rotated = roots();
+    site.bundle.send_replace(rotated.clone());
+    site.dial_on_loopback([9100]);
+    site.answer.notify_one();
+    let told = [site.next().await, site.next().await];
+    for wanted in [
+        notice::Notice::TrustBundle(proto::TrustBundle { pem: rotated.to_pem() }),
+        notice::Notice::LoopbackPorts(LoopbackPorts { ports: vec![9100] }),
+    ] {
+        assert!(told.contains(&wanted), "{wanted:?} is not among {told:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_is_told_again_what_it_did_not_acknowledge() {
+    let mut site = Site::start();
+    site.answer.notify_one();
+    site.welcomes.recv().await.unwrap();
+    site.unanswered.store(2, Ordering::Relaxed);
+    site.dial_on_loopback([9100]);
+    let ports = notice::Notice::LoopbackPorts(LoopbackPorts { ports: vec![9100] });
+    for _ in 0..3 {
+        assert_eq!(site.next().await, ports);
+    }
+    assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
+    site.unanswered.store(1, Ordering::Relaxed);
+    let rotated = roots();
+    site.bundle.send_replace(rotated.clone());
+    let bundle = notice::Notice::TrustBundle(proto::TrustBundle { pem: rotated.to_pem() });
+    assert_eq!((site.next().await, site.next().await), (bundle.clone(), bundle));
+    site.unanswered.store(1, Ordering::Relaxed);
+    site.draining.cancel();
+    let leaving = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
+    assert_eq!((site.next().await, site.next().await), (leaving.clone(), leaving));
+    assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_whose_link_is_of_no_use_is_not_told_that_another_has_its_place() {
+    let mut site = Site::start();
+    let mut changed = site.sessions.changed();
+    site.answer.notify_one();
+    changed.changed().await.unwrap();
+    site.sessions.get(&"edge-1".parse().unwrap()).unwrap().close();
+    assert_eq!(site.notices.recv().await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn why_a_session_was_ended_by_its_server_is_remembered() {
+    let mut site = Site::start();
+    let mut changed = site.sessions.changed();
+    site.answer.notify_one();
+    changed.changed().await.unwrap();
+    let node = "edge-1".parse().unwrap();
+    site.sessions.get(&node).unwrap().refuse(Refusal::Unknown(node.clone()));
+    assert!(matches!(site.notices.recv().await, Some(notice::Notice::Refused(_))));
+    assert_eq!(site.notices.recv().await, None);
+    let reason = site.sessions.last_end(&node).unwrap().reason.unwrap();
+    assert!(reason.contains("is not in the server's inventory"), "{reason}");
+}
