@@ -18,7 +18,7 @@ use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
 /// How long each fuzz target runs here; `cargo xtask fuzz` runs them for longer.
 const FUZZ_SECONDS: u32 = 10;
 /// How many unit tests run at the same time: most of those that take long are waiting for programs that they have started.
-const TEST_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "6");
+const TEST_THREADS: (&str, &str) = ("RUST_TEST_THREADS", "12");
 
 fn why_root() -> String {
     use packages::{BENCH, CLUSTER, DEMO, FUZZ, NAT, PIP, QEMU_USER, SCENARIOS, TESTBED, VIRTUAL_MACHINE};
