@@ -122,6 +122,10 @@ fn ticks_of(stat: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     #[test]
@@ -137,8 +141,23 @@ mod tests {
         let (cloud, edge) = resident(&[part]).unwrap();
         assert!(cloud == 0.0 && edge > 1.0, "{edge}");
         assert!(cpu_seconds(&[part]).unwrap() >= 0.0);
+    }
+
+    /// Of a child: here threads of other tests end, and what they have counted goes with them.
+    #[test]
+    fn waiting_is_a_voluntary_switch() {
+        let mut cat =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("starting cat");
+        let (mut to, mut from) = (cat.stdin.take().unwrap(), cat.stdout.take().unwrap());
+        let part = Part { side: Side::Edge, pid: cat.id() };
         let before = voluntary_switches(&[part]).unwrap();
-        std::thread::sleep(std::time::Duration::from_millis(1));
-        assert!(voluntary_switches(&[part]).unwrap() > before, "sleeping is a voluntary switch");
+        let start = Instant::now();
+        while voluntary_switches(&[part]).unwrap() <= before {
+            assert!(start.elapsed() < Duration::from_secs(30), "it waits for each byte");
+            to.write_all(b"a").unwrap();
+            from.read_exact(&mut [0]).unwrap();
+        }
+        drop(to);
+        assert!(cat.wait().unwrap().success());
     }
 }
