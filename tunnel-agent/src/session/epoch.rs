@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tunnel_core::identity::write_atomically;
@@ -54,26 +54,22 @@ impl EpochSource {
 
     async fn next_within(&self, patience: Duration) -> io::Result<u64> {
         let until = Instant::now() + patience;
-        let turn = timeout_at(until, self.0.storing.clone().acquire_owned()).await;
         let source = self.0.clone();
-        let Ok(Ok(turn)) = turn else {
-            self.0.note_slow();
-            return spawn_blocking(move || source.choose()).await.map_err(io::Error::other);
+        let epoch = spawn_blocking(move || source.choose()).await.map_err(io::Error::other)?;
+        let source = self.0.clone();
+        let storing = async move {
+            let turn = source.storing.clone().acquire_owned().await.map_err(io::Error::other)?;
+            let store = move || {
+                source.store();
+                drop(turn);
+            };
+            spawn_blocking(store).await.map_err(io::Error::other)
         };
-        let (tell, chosen) = oneshot::channel();
-        let storing = spawn_blocking(move || {
-            let epoch = source.choose();
-            // Nobody waits any more if this agent ends.
-            let _ = tell.send(epoch);
-            source.store(epoch);
-            drop(turn);
-            epoch
-        });
-        if let Ok(stored) = timeout_at(until, storing).await {
-            return stored.map_err(io::Error::other);
+        match timeout_at(until, storing).await {
+            Ok(stored) => stored?,
+            Err(_) => self.0.note_slow(),
         }
-        self.0.note_slow();
-        chosen.await.map_err(io::Error::other)
+        Ok(epoch)
     }
 }
 
@@ -87,7 +83,9 @@ impl Source {
         *last
     }
 
-    fn store(&self, epoch: u64) {
+    /// Stores the last one: others may have been chosen while the disk was waited for.
+    fn store(&self) {
+        let epoch = *lock(&self.last);
         let stored = write_atomically(&self.path, format!("{epoch}\n").as_bytes(), 0o600);
         let mut unsaved = lock(&self.unsaved);
         match stored {
@@ -141,7 +139,7 @@ mod tests {
     /// Waits for the disk.
     fn next(source: &EpochSource) -> u64 {
         let epoch = source.0.choose();
-        source.0.store(epoch);
+        source.0.store();
         epoch
     }
 
