@@ -224,11 +224,23 @@ impl<H: DeserializeOwned> Predecessor<H> {
     /// # Errors
     /// It has ended, does not answer in time, or answers something else.
     pub async fn ask<Q: Serialize, A: DeserializeOwned>(&mut self, ask: &Q) -> io::Result<A> {
+        self.ask_within(PATIENCE, ask).await
+    }
+
+    /// Asks it for what it does once it can, whoever waits for that.
+    ///
+    /// # Errors
+    /// As those of [`Self::ask`].
+    pub async fn ask_within<Q: Serialize, A: DeserializeOwned>(
+        &mut self,
+        patience: Duration,
+        ask: &Q,
+    ) -> io::Result<A> {
         let answered = async {
             send(&mut self.stream, ask).await?;
             receive(&mut self.stream).await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
         };
-        timeout(PATIENCE, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+        timeout(patience, answered).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
     }
 
     /// Waits for its end. Until `self` is dropped it knows that its successor lives.

@@ -234,7 +234,7 @@ impl TakeOver {
         };
         self.apply_routes().await;
         // It accepts none any more, and lets go of the redirect once it can.
-        match ask_briefly(before, &Ask::Doors).await? {
+        match before.0.ask_within(BRIEFLY, &Ask::Doors).await? {
             Answer::Released => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -278,7 +278,7 @@ impl TakeOver {
         };
         // What comes now waits until the other one accepts.
         self.gates.doors.set(false);
-        match ask_briefly(before, &Ask::Resume).await? {
+        match before.0.ask_within(BRIEFLY, &Ask::Resume).await? {
             Answer::Resumed => Ok((told.len(), came)),
             _ => Err(unexpected()),
         }
@@ -295,14 +295,9 @@ impl TakeOver {
     }
 }
 
-/// Asks the server before for what need not be waited for: it does it once it can.
-async fn ask_briefly(before: &mut Predecessor, ask: &Ask) -> io::Result<Answer> {
-    timeout(BRIEFLY, before.0.ask(ask)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
-}
-
 /// The nodes whose agents are with the server before, which accepts them again.
 async fn attached(before: &mut Predecessor) -> io::Result<HashSet<String>> {
-    match ask_briefly(before, &Ask::Back).await? {
+    match before.0.ask_within(BRIEFLY, &Ask::Back).await? {
         Answer::Attached(nodes) => Ok(nodes.into_iter().collect()),
         _ => Err(unexpected()),
     }
