@@ -107,26 +107,21 @@ fn made(arch: Arch, profile: Profile) -> Result<PathBuf> {
 fn places(target_dir: &Path) -> Result<Vec<(PathBuf, String)>> {
     let home = env::var_os("CARGO_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
-    let sysroot = printed("rustc", &["--print", "sysroot"])?;
-    let version = printed("rustc", &["--version", "--verbose"])?;
-    let commit = version.lines().find_map(|line| line.strip_prefix("commit-hash: "));
     // As where rust-src is not installed.
-    let sources = format!("/rustc/{}", commit.context("rustc names no commit")?);
+    let sources = format!("/rustc/{}", rustc_says("commit-hash")?);
     Ok(vec![
         (root(), "/postern".to_owned()),
         (home.context("neither CARGO_HOME nor HOME is set")?, "/cargo".to_owned()),
         (target_dir.to_owned(), "/target".to_owned()),
-        (Path::new(&sysroot).join("lib/rustlib/src/rust"), sources),
+        (sysroot()?.join("lib/rustlib/src/rust"), sources),
     ])
 }
 
 /// A program without debug information, that of Rust's own library above all: a sixth of what an edge node has to download. By the
 /// objcopy that comes with rustc, for every architecture.
 fn strip_debug(from: &Path, to: &Path) -> Result<()> {
-    let sysroot = PathBuf::from(printed("rustc", &["--print", "sysroot"])?);
-    let version = printed("rustc", &["--version", "--verbose"])?;
-    let host = version.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
-    let tool = sysroot.join("lib/rustlib").join(host).join("bin/rust-objcopy");
+    let sysroot = sysroot()?;
+    let tool = sysroot.join("lib/rustlib").join(rustc_says("host")?).join("bin/rust-objcopy");
     ensure!(
         tool.exists(),
         "{} is missing, which comes with rustc from rustup (https://rustup.rs), not with every other",
@@ -136,6 +131,17 @@ fn strip_debug(from: &Path, to: &Path) -> Result<()> {
     // Its LLVM is rustc's, which it does not find by itself.
     objcopy.env("LD_LIBRARY_PATH", sysroot.join("lib"));
     run(objcopy.arg("--strip-debug").arg(from).arg(to))
+}
+
+fn sysroot() -> Result<PathBuf> {
+    printed("rustc", &["--print", "sysroot"]).map(PathBuf::from)
+}
+
+/// A field of what rustc says of itself.
+fn rustc_says(field: &str) -> Result<String> {
+    let version = printed("rustc", &["--version", "--verbose"])?;
+    let value = version.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(": "));
+    value.map(str::to_owned).with_context(|| format!("rustc names no {field}"))
 }
 
 fn printed(name: &str, args: &[&str]) -> Result<String> {
