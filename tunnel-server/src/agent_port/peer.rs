@@ -223,16 +223,12 @@ fn gathered(first: Move, moves: &mut broadcast::Receiver<Move>) -> Option<Holdin
 
 #[cfg(test)]
 mod tests {
-    use tokio::sync::watch;
-
     use super::*;
-    use crate::agent_port::attach::tests::{context, roots};
+    use crate::agent_port::attach::tests::context;
 
     #[tokio::test]
     async fn a_server_that_begins_to_stop_while_it_tells_what_it_has_says_so() {
-        let bundle = watch::Sender::new(roots());
-        let (settings, handover) = (watch::Sender::default(), watch::Sender::default());
-        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let (context, _inputs) = context();
         let (sender, mut told) = mpsc::channel(1);
         let telling = tokio::spawn(tell(context.clone(), false, sender));
         while told.is_empty() {

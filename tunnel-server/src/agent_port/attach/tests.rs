@@ -72,14 +72,19 @@ struct Site {
     answer: Arc<Notify>,
     notices: mpsc::UnboundedReceiver<notice::Notice>,
     unanswered: Arc<AtomicUsize>,
-    bundle: watch::Sender<Arc<TrustBundle>>,
-    settings: watch::Sender<Arc<Settings>>,
     draining: CancellationToken,
     sessions: Arc<Sessions>,
+    inputs: Inputs,
+}
+
+/// What a context follows.
+pub(in crate::agent_port) struct Inputs {
+    bundle: watch::Sender<Arc<TrustBundle>>,
+    settings: watch::Sender<Arc<Settings>>,
     _handover: watch::Sender<Handover>,
 }
 
-pub(in crate::agent_port) fn roots() -> Arc<TrustBundle> {
+fn roots() -> Arc<TrustBundle> {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let root = params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone();
@@ -100,31 +105,28 @@ impl Site {
             events: Mutex::default(),
         };
         tokio::spawn(serve(agent, far));
-        let (bundle, settings, handover) =
-            (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
-        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let (context, inputs) = context();
         let (draining, sessions) = (context.draining.clone(), context.sessions.clone());
         let peer: SocketAddr = "203.0.113.9:40000".parse().unwrap();
         let presented = Presented { node: "edge-1".parse().unwrap(), issued: SystemTime::now() };
         let gate = Gate::new(&Budget::of(2_000, 1 << 30));
         let place = gate.certified(&presented.node, peer.ip()).unwrap();
         tokio::spawn(run(context, (near, Arc::default()), peer, presented, Handle::current(), place));
-        Self {
-            welcomes,
-            answer,
-            notices,
-            unanswered,
-            bundle,
-            settings,
-            draining,
-            sessions,
-            _handover: handover,
-        }
+        Self { welcomes, answer, notices, unanswered, draining, sessions, inputs }
+    }
+
+    /// One whose agent is attached.
+    async fn attached() -> Self {
+        let site = Self::start();
+        let mut changed = site.sessions.changed();
+        site.answer.notify_one();
+        changed.changed().await.unwrap();
+        site
     }
 
     fn dial_on_loopback(&self, ports: impl Into<BTreeSet<u16>>) {
         let settings = Settings { loopback: ports.into(), ..Settings::default() };
-        self.settings.send_replace(Arc::new(settings));
+        self.inputs.settings.send_replace(Arc::new(settings));
     }
 
     async fn next(&mut self) -> notice::Notice {
@@ -140,39 +142,38 @@ async fn serve(agent: FakeAgent, io: DuplexStream) {
     }
 }
 
-pub(in crate::agent_port) fn context(
-    bundle: watch::Receiver<Arc<TrustBundle>>,
-    settings: watch::Receiver<Arc<Settings>>,
-    handover: watch::Receiver<Handover>,
-) -> Arc<LinkContext> {
+pub(in crate::agent_port) fn context() -> (Arc<LinkContext>, Inputs) {
+    let (bundle, settings, handover) =
+        (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
     let config =
         RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250]);
     let mut registry = Registry::default();
     let router = Arc::new(Router::new(config, &mut registry));
     let metrics = Metrics::new(&mut registry);
-    Arc::new(LinkContext {
+    let context = LinkContext {
         server_id: "server-a".to_owned(),
-        bundle,
-        settings,
+        bundle: bundle.subscribe(),
+        settings: settings.subscribe(),
         sessions: Arc::new(Sessions::new(router, metrics.clone())),
         standing: Standing::default(),
         metrics,
         draining: CancellationToken::new(),
-        handover,
+        handover: handover.subscribe(),
         forced: CancellationToken::new(),
         stop: CancellationToken::new(),
         congestion: Congestion::System,
         drain_timeout: LONG,
-    })
+    };
+    (Arc::new(context), Inputs { bundle, settings, _handover: handover })
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_changes_while_an_agent_is_greeted_is_told_afterwards() {
     let mut site = Site::start();
     let welcome = site.welcomes.recv().await.unwrap();
-    assert_eq!(welcome.trust_bundle, site.bundle.borrow().to_pem());
+    assert_eq!(welcome.trust_bundle, site.inputs.bundle.borrow().to_pem());
     let rotated = roots();
-    site.bundle.send_replace(rotated.clone());
+    site.inputs.bundle.send_replace(rotated.clone());
     site.dial_on_loopback([9100]);
     site.answer.notify_one();
     let told = [site.next().await, site.next().await];
@@ -198,7 +199,7 @@ async fn an_agent_is_told_again_what_it_did_not_acknowledge() {
     assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
     site.unanswered.store(1, Ordering::Relaxed);
     let rotated = roots();
-    site.bundle.send_replace(rotated.clone());
+    site.inputs.bundle.send_replace(rotated.clone());
     let bundle = notice::Notice::TrustBundle(proto::TrustBundle { pem: rotated.to_pem() });
     assert_eq!((site.next().await, site.next().await), (bundle.clone(), bundle));
     site.unanswered.store(1, Ordering::Relaxed);
@@ -210,20 +211,14 @@ async fn an_agent_is_told_again_what_it_did_not_acknowledge() {
 
 #[tokio::test(start_paused = true)]
 async fn an_agent_whose_link_is_of_no_use_is_not_told_that_another_has_its_place() {
-    let mut site = Site::start();
-    let mut changed = site.sessions.changed();
-    site.answer.notify_one();
-    changed.changed().await.unwrap();
+    let mut site = Site::attached().await;
     site.sessions.get(&"edge-1".parse().unwrap()).unwrap().close();
     assert_eq!(site.notices.recv().await, None);
 }
 
 #[tokio::test(start_paused = true)]
 async fn why_a_session_was_ended_by_its_server_is_remembered() {
-    let mut site = Site::start();
-    let mut changed = site.sessions.changed();
-    site.answer.notify_one();
-    changed.changed().await.unwrap();
+    let mut site = Site::attached().await;
     let node = "edge-1".parse().unwrap();
     site.sessions.get(&node).unwrap().refuse(Refusal::Unknown(node.clone()));
     assert!(matches!(site.notices.recv().await, Some(notice::Notice::Refused(_))));

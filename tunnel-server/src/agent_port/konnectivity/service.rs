@@ -169,16 +169,12 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use tokio::sync::watch;
-
     use super::*;
-    use crate::agent_port::attach::tests::{context, roots};
+    use crate::agent_port::attach::tests::context;
 
     #[tokio::test]
     async fn a_tunnel_agent_whose_clock_is_wrong_replaces_one() {
-        let bundle = watch::Sender::new(roots());
-        let (settings, handover) = (watch::Sender::default(), watch::Sender::default());
-        let context = context(bundle.subscribe(), settings.subscribe(), handover.subscribe());
+        let (context, _inputs) = context();
         let node = "edge-1".parse().unwrap();
         let [first, second] = [false, true].map(|successor| hello(&node, &context.sessions, successor));
         assert!(second.epoch > first.epoch, "the next one of its kind replaces it");
