@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::Agent;
+pub(crate) use postern_testbed::client::hold;
 use postern_testbed::client::{self, visit};
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
@@ -125,13 +126,6 @@ pub(crate) async fn skip(stream: &mut TcpStream, count: usize) -> Result<()> {
         left -= n;
     }
     Ok(())
-}
-
-/// Connects, echoes, and leaves the connection open.
-pub(crate) async fn hold(address: SocketAddr, text: &[u8]) -> Result<TcpStream> {
-    let mut stream = client::connect(address).await?;
-    client::echo(&mut stream, text).await?;
-    Ok(stream)
 }
 
 /// [`hold`] for `count` connections.

@@ -10,7 +10,7 @@ use postern_testbed::client::{self, End, Pattern, connect, digest, echo, end_of,
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::figure;
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::wait::{wait_for, wait_until, while_running};
 use postern_testbed::{Testbed, load_target};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -266,13 +266,7 @@ async fn trips_alongside<T>(
     stream: &mut TcpStream,
     work: impl Future<Output = Result<T>>,
 ) -> Result<T> {
-    let done = Cell::new(false);
-    let work = async {
-        let result = work.await;
-        done.set(true);
-        result
-    };
-    let trips = async {
+    let trips = async |done: &Cell<bool>| {
         let mut latencies = Times::default();
         while !done.get() {
             let start = Instant::now();
@@ -283,7 +277,7 @@ async fn trips_alongside<T>(
         }
         Ok(latencies)
     };
-    let (result, mut latencies) = tokio::try_join!(work, trips)?;
+    let (result, mut latencies) = while_running(work, trips).await?;
     figure(&format!(
         "round trips on an open connection alongside {what}: {} trips, {}",
         latencies.count(),

@@ -97,11 +97,17 @@ pub async fn echo(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), text: &[u8
     .with_context(|| format!("no echo within {PATIENCE:?}"))?
 }
 
+/// Connects, echoes, and leaves the connection open.
+pub async fn hold(address: SocketAddr, text: &[u8]) -> Result<TcpStream> {
+    let mut stream = connect(address).await?;
+    echo(&mut stream, text).await?;
+    Ok(stream)
+}
+
 /// Connects, echoes once, closes; returns the time it took.
 pub async fn visit(address: SocketAddr) -> Result<Duration> {
     let start = Instant::now();
-    let mut stream = connect(address).await?;
-    echo(&mut stream, b"0123456789abcdef").await?;
+    let mut stream = hold(address, b"0123456789abcdef").await?;
     stream.shutdown().await.context("closing")?;
     let mut rest = Vec::new();
     timeout(PATIENCE, stream.read_to_end(&mut rest))

@@ -1,4 +1,5 @@
 //! Waiting for a condition, with a deadline: polls, and never sleeps longer than the condition needs.
+use std::cell::Cell;
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
@@ -42,4 +43,21 @@ pub async fn wait_until<T: Debug>(
     })
     .await;
     accepted.with_context(|| format!("last seen: {last:?}"))
+}
+
+/// Runs `work`, and meanwhile `other`, which sees when that has ended and then ends too.
+///
+/// # Errors
+/// That of the first which fails; the other one is dropped.
+pub async fn while_running<T, U>(
+    work: impl Future<Output = Result<T>>,
+    other: impl AsyncFnOnce(&Cell<bool>) -> Result<U>,
+) -> Result<(T, U)> {
+    let done = Cell::new(false);
+    let work = async {
+        let result = work.await;
+        done.set(true);
+        result
+    };
+    tokio::try_join!(work, other(&done))
 }

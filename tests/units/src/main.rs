@@ -17,13 +17,12 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::client::{self, End, PATIENCE, Pattern, echo, end_of, pattern_digest, visit};
+use postern_testbed::client::{self, End, PATIENCE, Pattern, echo, end_of, hold, pattern_digest, visit};
 use postern_testbed::netns::Namespace;
 use postern_testbed::server::Token;
 use postern_testbed::target::{Behaviour, Target};
-use postern_testbed::wait::wait_for;
+use postern_testbed::wait::{wait_for, while_running};
 use tokio::io::AsyncWriteExt as _;
-use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use guide::{Guide, Host, edit_flags};
@@ -236,7 +235,7 @@ async fn upgraded(
     logged: &str,
     address: SocketAddr,
 ) -> Result<()> {
-    let mut held = hold(address).await?;
+    let mut held = hold(address, b"before").await?;
     let work = async {
         guide.upgrade(host).await?;
         wait_logged(second, logged).await?;
@@ -254,22 +253,9 @@ async fn upgraded(
     expect_enabled(second, true)
 }
 
-/// Connects, echoes, and leaves the connection open.
-async fn hold(address: SocketAddr) -> Result<TcpStream> {
-    let mut stream = client::connect(address).await?;
-    echo(&mut stream, b"before").await?;
-    Ok(stream)
-}
-
 /// Visits one after the other while `work` runs, none of them in vain; how many.
 async fn visited(address: SocketAddr, work: impl Future<Output = Result<()>>) -> Result<u32> {
-    let done = Cell::new(false);
-    let work = async {
-        let result = work.await;
-        done.set(true);
-        result
-    };
-    let visits = async {
+    let visits = async |done: &Cell<bool>| {
         let mut count = 0;
         while !done.get() {
             count += 1;
@@ -278,7 +264,7 @@ async fn visited(address: SocketAddr, work: impl Future<Output = Result<()>>) ->
         }
         Ok(count)
     };
-    let ((), count): ((), u32) = tokio::try_join!(work, visits)?;
+    let ((), count): ((), u32) = while_running(work, visits).await?;
     Ok(count)
 }
 

@@ -12,6 +12,7 @@ use postern_testbed::report::figure;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
 use postern_testbed::visitors::Visitors;
+use postern_testbed::wait::while_running;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -105,13 +106,7 @@ async fn replace_agent<'a>(mut old: Agent<'a>, streams: [TcpStream; 2]) -> Resul
 
 /// Lines on one connection while `work` runs and a second longer, as of `kubectl logs -f`; each comes back, and then the end.
 async fn follow<T>(mut stream: TcpStream, work: impl Future<Output = Result<T>>) -> Result<T> {
-    let done = Cell::new(false);
-    let work = async {
-        let result = work.await;
-        done.set(true);
-        result
-    };
-    let lines = async {
+    let lines = async |done: &Cell<bool>| {
         let (mut count, mut after) = (0, 0);
         while after < LINES_AFTER {
             count += 1;
@@ -125,7 +120,7 @@ async fn follow<T>(mut stream: TcpStream, work: impl Future<Output = Result<T>>)
         ensure!(end == client::End::Eof(0), "after {count} lines it ended with {end:?}");
         Ok(count)
     };
-    let (result, count): (T, u32) = tokio::try_join!(work, lines)?;
+    let (result, count): (T, u32) = while_running(work, lines).await?;
     figure(&format!("{count} lines on a connection beside a replacement"));
     Ok(result)
 }
