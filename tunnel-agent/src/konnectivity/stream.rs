@@ -45,6 +45,7 @@ const BOUNDS: Bounds = Bounds {
     connections: 1 << 16,
     one: 4 << 20,
     patience: Duration::from_secs(2),
+    callers_share: true,
     stalled: "its target did not take what waited for it, and other connections of this agent were not to wait too",
     linger: Duration::from_secs(60),
     early: "unrecognized connectID",

@@ -2,7 +2,7 @@
 //!
 //! The protocol has no flow control for one connection. What waits for a target that does not take it is bounded: beyond that the
 //! stream is not read any further, for a while, so that its sender waits as it would at a socket. A target that makes no room
-//! meanwhile loses its connection, unless the stream has no other: the others are not to wait for it.
+//! meanwhile loses its connection, unless nobody else uses the stream: the others are not to wait for it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -46,8 +46,10 @@ pub struct Bounds {
     pub connections: usize,
     /// Bytes of one connection that wait for its target.
     pub one: usize,
-    /// How long the stream is not read for one connection's sake, if it has others.
+    /// How long the stream is not read for one connection's sake, if others use it.
     pub patience: Duration,
+    /// Whether several callers share the stream: also while it has one connection, since dials come behind what is not read.
+    pub callers_share: bool,
     /// What the end of a connection that has gone beyond that is explained by.
     pub stalled: &'static str,
     /// How long a target may go on after its connection was closed.
@@ -273,11 +275,11 @@ impl<D: Dial> Connections<D> {
         }
         open.inlet.push(data);
         let waiting = open.inlet.waiting.clone();
-        let Bounds { one, patience, .. } = self.bounds;
+        let Bounds { one, patience, callers_share, .. } = self.bounds;
         let one = one.min(self.part.bytes());
         let deadline = Instant::now() + patience;
         while waiting.bytes() > one {
-            let shared = self.open.len() > 1;
+            let shared = callers_share || self.open.len() > 1;
             tokio::select! {
                 biased;
                 ended = self.ended.1.recv() => {

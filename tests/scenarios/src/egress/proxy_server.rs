@@ -244,27 +244,35 @@ async fn stalls_nobody(testbed: &Testbed, socket: &Path, echoes: SocketAddr) -> 
     let stalled = target(testbed, 1, 9106, Behaviour::NeverReads)?;
     let mut held = Caller::open(socket).await?;
     let healthy = held.connected(&echoes.to_string()).await?;
-    let mut flood = Caller::open(socket).await?;
-    let connect_id = flood.connected(&stalled.address.to_string()).await?;
-    let (mut flooding, sender) = (JoinSet::new(), flood.sender());
-    flooding.spawn(async move {
-        // Until it is dropped: the server goes on to take what is for a closed connection.
-        while sender.send(Packet::data(connect_id, vec![0_u8; 32 << 10].into())).await.is_ok() {}
-    });
     let beside = async {
         for _ in 0..50 {
             timeout(BESIDE, held.echo(healthy, b"beside a stalled target")).await??;
         }
         anyhow::Ok(())
     };
-    let cut = async {
-        let cut = flood.closed().await;
-        drop(flooding);
-        cut
-    };
-    let (cut, beside) = tokio::join!(cut, beside);
+    let (cut, beside) = tokio::join!(flood_until_it_is_cut(socket, stalled.address), beside);
     beside?;
+    cut?;
+    held.echo(healthy, b"after it").await?;
+    // Nor does it keep others from connecting while it has the agent's only connection.
+    held.close(healthy).await?;
+    flood_until_it_is_cut(socket, stalled.address).await?;
+    let mut next = Caller::open(socket).await?;
+    let healthy = timeout(BESIDE, next.connected(&echoes.to_string())).await??;
+    next.echo(healthy, b"after both").await
+}
+
+async fn flood_until_it_is_cut(socket: &Path, stalled: SocketAddr) -> Result<()> {
+    let mut flood = Caller::open(socket).await?;
+    let connect_id = flood.connected(&stalled.to_string()).await?;
+    let (mut flooding, sender) = (JoinSet::new(), flood.sender());
+    flooding.spawn(async move {
+        // Until it is dropped: the server goes on to take what is for a closed connection.
+        while sender.send(Packet::data(connect_id, vec![0_u8; 32 << 10].into())).await.is_ok() {}
+    });
+    let cut = flood.closed().await;
+    drop(flooding);
     let (closed, reason) = cut?;
     ensure!(closed == connect_id && reason.contains("did not take"), "{closed} was closed: {reason}");
-    held.echo(healthy, b"after it").await
+    Ok(())
 }

@@ -1,4 +1,4 @@
-//! Packets of a caller, and targets that echo, stall or wait.
+//! Packets of a caller, and targets that echo, stall, are slow or wait.
 
 use bytes::Bytes;
 use tokio::io::AsyncReadExt as _;
@@ -11,6 +11,7 @@ const BOUNDS: Bounds = Bounds {
     connections: 6,
     one: 1000,
     patience: Duration::from_secs(2),
+    callers_share: false,
     stalled: "stalled",
     linger: Duration::from_secs(60),
     early: "too early",
@@ -19,17 +20,28 @@ const BOUNDS: Bounds = Bounds {
 /// What may wait for all.
 const ALL: usize = 3000;
 
-/// `echo:1` echoes, `stalls:1` reads nothing, `waits:1` does not answer its dial, others are refused.
+/// A piece of which one may wait, and not two.
+const PIECE: usize = 600;
+
+/// `echo:1` echoes, `stalls:1` reads nothing, `slow:1` takes a piece just in time, `waits:1` does not answer its dial, others are
+/// refused.
 struct Dialler;
+
+enum Target {
+    Echoes,
+    Stalls,
+    IsSlow,
+}
 
 #[tonic::async_trait]
 impl Dial for Dialler {
-    type Connected = bool;
+    type Connected = Target;
 
-    async fn dial(&self, address: &str, gone: &Gone) -> Result<bool, String> {
+    async fn dial(&self, address: &str, gone: &Gone) -> Result<Target, String> {
         match address {
-            "echo:1" => Ok(true),
-            "stalls:1" => Ok(false),
+            "echo:1" => Ok(Target::Echoes),
+            "stalls:1" => Ok(Target::Stalls),
+            "slow:1" => Ok(Target::IsSlow),
             "waits:1" => {
                 gone.cut().await;
                 Err("nobody waits".to_owned())
@@ -40,21 +52,36 @@ impl Dial for Dialler {
 
     async fn carry(
         &self,
-        echoes: bool,
+        target: Target,
         inbox: &mut Inbox,
         outbox: &mut Outbox,
         gone: &Gone,
     ) -> Result<(), String> {
-        if echoes {
-            tokio::select! {
+        match target {
+            Target::Echoes => tokio::select! {
                 copied = tokio::io::copy(inbox, outbox) => copied.map(drop).map_err(|error| error.to_string()),
                 () = gone.wait() => Err("gone".to_owned()),
+            },
+            Target::Stalls => {
+                gone.wait().await;
+                // What waits is still there.
+                let _ = timeout(Duration::ZERO, inbox.read_u8()).await;
+                Err("gone".to_owned())
             }
-        } else {
-            gone.wait().await;
-            // What waits is still there.
-            let _ = timeout(Duration::ZERO, inbox.read_u8()).await;
-            Err("gone".to_owned())
+            Target::IsSlow => tokio::select! {
+                () = take_slowly(inbox) => Ok(()),
+                () = gone.wait() => Err("gone".to_owned()),
+            },
+        }
+    }
+}
+
+async fn take_slowly(inbox: &mut Inbox) {
+    let mut piece = [0; PIECE];
+    loop {
+        tokio::time::sleep(BOUNDS.patience * 3 / 4).await;
+        if inbox.read_exact(&mut piece).await.is_err() {
+            return;
         }
     }
 }
@@ -71,12 +98,21 @@ impl Caller {
     }
 
     fn sharing(room: &Arc<Room>) -> Self {
+        Self::within(BOUNDS, room)
+    }
+
+    /// On a stream that it shares with other callers.
+    fn beside_others() -> Self {
+        Self::within(Bounds { callers_share: true, ..BOUNDS }, &Arc::new(Room::new(ALL)))
+    }
+
+    fn within(bounds: Bounds, room: &Arc<Room>) -> Self {
         let (packets, stream) = mpsc::channel(1);
         let (sender, answers) = mpsc::channel(4);
         let stream =
             futures_util::stream::unfold(stream, |mut stream| async { Some((stream.recv().await?, stream)) });
         let numbers = Arc::new(AtomicI64::new(100));
-        let connections = Connections::new(Arc::new(Dialler), BOUNDS, room.clone(), numbers, sender);
+        let connections = Connections::new(Arc::new(Dialler), bounds, room.clone(), numbers, sender);
         let task = tokio::spawn(connections.serve(Box::pin(stream)));
         Self { packets, answers, _task: AbortOnDropHandle::new(task) }
     }
@@ -149,7 +185,7 @@ async fn packets_are_answered() {
 async fn a_target_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
     let mut caller = Caller::new();
     let stalled = caller.dial("stalls:1", 1).await.unwrap();
-    let piece = Bytes::from_static(&[0; 600]);
+    let piece = Bytes::from_static(&[0; PIECE]);
     // Alone, it has its sender wait.
     caller.send(Packet::data(stalled, piece.clone())).await;
     caller.send(Packet::data(stalled, piece.clone())).await;
@@ -168,6 +204,49 @@ async fn a_target_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
     let waited = started.elapsed();
     assert!(waited >= BOUNDS.patience && waited < BOUNDS.patience * 2, "{waited:?}");
     caller.echo(echo).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn dials_of_other_callers_do_not_wait_for_the_only_connections_target() {
+    let mut caller = Caller::beside_others();
+    let stalled = caller.dial("stalls:1", 1).await.unwrap();
+    let started = Instant::now();
+    for _ in 0..2 {
+        caller.send(Packet::data(stalled, Bytes::from_static(&[0; PIECE]))).await;
+    }
+    caller.send(Packet::dial_request("echo:1".to_owned(), 2)).await;
+    // Each is told by its own task.
+    let (mut closed, mut connected) = (None, None);
+    for _ in 0..2 {
+        match caller.next().await {
+            Payload::CloseResponse(close) => closed = Some((close.connect_id, close.error)),
+            Payload::DialResponse(answer) => connected = Some(answer.connect_id),
+            other => panic!("{other:?}"),
+        }
+    }
+    let waited = started.elapsed();
+    assert!(waited >= BOUNDS.patience && waited < BOUNDS.patience * 2, "{waited:?}");
+    assert_eq!(closed, Some((stalled, "stalled".to_owned())));
+    caller.echo(connected.unwrap()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_target_that_is_only_slow_goes_on() {
+    let mut caller = Caller::beside_others();
+    let slow = caller.dial("slow:1", 1).await.unwrap();
+    let started = Instant::now();
+    for _ in 0..10 {
+        caller.send(Packet::data(slow, Bytes::from_static(&[0; PIECE]))).await;
+    }
+    let echo = caller.dial("echo:1", 2).await.unwrap();
+    for _ in 0..10 {
+        caller.send(Packet::data(slow, Bytes::from_static(&[0; PIECE]))).await;
+    }
+    caller.echo(echo).await;
+    let waited = started.elapsed();
+    assert!(waited > BOUNDS.patience * 10, "{waited:?}");
+    caller.send(Packet::close_request(slow)).await;
+    assert_eq!(caller.closed().await, (slow, String::new()));
 }
 
 #[tokio::test(start_paused = true)]

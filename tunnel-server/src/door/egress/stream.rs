@@ -15,6 +15,7 @@ pub(super) const BOUNDS: Bounds = Bounds {
     connections: usize::MAX,
     one: 1 << 20,
     patience: Duration::ZERO,
+    callers_share: false,
     stalled: "its target took nothing of 1 MiB that waited for it, and other connections of this stream were not to wait too",
     linger: LINGER,
     early: "backend not initialized",
