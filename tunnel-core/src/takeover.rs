@@ -138,6 +138,13 @@ impl Copies {
         send(stream, &greeting).await
     }
 
+    /// One of them, for this program itself.
+    pub fn get(&self, name: &str, at: SocketAddr) -> Option<OwnedFd> {
+        let sockets = self.lock();
+        let (_, _, socket) = sockets.iter().find(|(other, address, _)| other == name && *address == at)?;
+        socket.try_clone().ok()
+    }
+
     /// One more.
     pub fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
         self.lock().push((name.to_owned(), at, socket));

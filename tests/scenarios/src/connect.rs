@@ -465,6 +465,16 @@ async fn maps_follow_their_file(testbed: &Testbed) -> Result<()> {
     let used = async || Ok(server.metrics().await?.sum("postern_file_in_effect", &in_effect));
     wait_until("the file to be in effect", SOON, used, |used| *used == 1.0).await?;
     visit(third).await?;
+    // One moves to an address that overlaps with its own, and back.
+    let own = "'127.0.0.1:3001', node: edge-2";
+    let wide = second.replace(own, "'0.0.0.0:3001', clients: [127.0.0.0/8], node: edge-2");
+    let elsewhere = SocketAddr::from(([127, 0, 0, 2], 3001));
+    for (maps, reached) in [(wide.as_str(), true), (second, false)] {
+        write(testbed, "maps.yaml", maps)?;
+        let reaches = async || Ok(reaches(elsewhere).await);
+        wait_until("the map to have moved", SOON, reaches, |reaches| *reaches == reached).await?;
+    }
+    visit(([127, 0, 0, 1], 3001).into()).await?;
     write(testbed, "maps.yaml", "maps: []\n")?;
     wait_until("the maps to be gone", SOON, async || Ok(reaches(new).await), |reached| !*reached).await?;
     client::echo(&mut held, b"carried to its end").await?;

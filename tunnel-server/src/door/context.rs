@@ -23,6 +23,24 @@ pub struct DoorContext {
     pub drain: Drain,
 }
 
+#[cfg(test)]
+impl DoorContext {
+    pub(crate) fn without_nodes() -> Self {
+        let mut registry = prometheus_client::registry::Registry::default();
+        let (v4, v6) = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
+        let config = crate::route::RouterConfig::new(v4, v6, [10250]);
+        let router = Arc::new(Router::new(config, &mut registry));
+        let metrics = Metrics::new(&mut registry);
+        Self {
+            router: router.clone(),
+            sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
+            peers: Arc::new(Peers::new(router)),
+            metrics,
+            drain: Drain::new(tunnel_core::lifecycle::Shutdown::new()),
+        }
+    }
+}
+
 /// What a client wants to reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenRequest {

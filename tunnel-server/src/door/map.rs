@@ -1,25 +1,30 @@
 //! Static maps: each listener leads to one target on one node, for the clients that it names.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use tokio::net::{TcpListener, TcpStream};
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio_util::sync::CancellationToken;
+use tunnel_core::config::BindError;
 use tunnel_core::takeover::Copies;
 
 use super::context::{DoorContext, OpenError, OpenRequest};
 use super::open::{Door, Opened};
 use crate::accept::Gate;
 use crate::admission::Shares;
-use crate::maps::{Map, Target, check};
+use crate::maps::{Map, Target, check, overlap};
 use crate::route::Router;
 
 /// The door's name.
 pub(crate) const MAP: &str = "map";
+/// As [`TcpListener::bind`] has it.
+const BACKLOG: u32 = 128;
 
 struct Mapped(Arc<ArcSwap<Map>>);
 
@@ -89,23 +94,27 @@ impl Maps {
     /// Replaces the maps of the file. Connections through one that goes are carried to their end.
     ///
     /// # Errors
-    /// One cannot be listened on; nothing has changed then.
+    /// One cannot be listened on: which, where and why. Nothing has changed then.
     pub(crate) async fn replace(&self, of_file: Vec<Map>) -> Result<(), String> {
         let wanted = [self.fixed.as_slice(), &of_file].concat();
         check(&wanted)?;
         let known: Vec<SocketAddr> = self.lock().keys().copied().collect();
+        let (stays, gone): (Vec<_>, Vec<_>) =
+            known.into_iter().partition(|listen| wanted.iter().any(|map| map.listen == *listen));
+        let takes_a_place = |map: &Map| gone.iter().any(|old| overlap(*old, map.listen));
+        // Those of the flags are open from the start.
+        let new = of_file.iter().enumerate().filter(|(_, map)| !stays.contains(&map.listen));
+        // What takes the place of another gets connections from then on, so nothing must fail any more.
+        let (last, first): (Vec<_>, Vec<_>) = new.partition(|(_, map)| takes_a_place(map));
         let mut bound = Vec::new();
-        for map in wanted.iter().filter(|map| !known.contains(&map.listen)) {
-            let listen = map.listen;
-            let listener = TcpListener::bind(listen).await;
-            let listener = listener.map_err(|error| format!("cannot listen on {listen}: {error}"))?;
-            let copy = listener.as_fd().try_clone_to_owned();
-            let copy = copy.map_err(|error| format!("cannot listen on {listen}: {error}"))?;
+        for (index, map) in first.into_iter().chain(last) {
+            let (listener, copy) = self
+                .bind(map.listen, &gone)
+                .await
+                .map_err(|error| format!("maps[{index}].{}", BindError::new("listen", map.listen, error)))?;
             bound.push((map.clone(), listener, copy));
         }
         let mut open = self.lock();
-        let gone: Vec<_> =
-            known.into_iter().filter(|listen| wanted.iter().all(|map| map.listen != *listen)).collect();
         for listen in gone {
             if let Some(map) = open.remove(&listen) {
                 map.closed.cancel();
@@ -125,6 +134,21 @@ impl Maps {
         Ok(())
     }
 
+    /// Listens, and gives the listener once more for a successor. `gone` are those that close if all goes well.
+    async fn bind(&self, listen: SocketAddr, gone: &[SocketAddr]) -> io::Result<(TcpListener, OwnedFd)> {
+        let listener = match TcpListener::bind(listen).await {
+            // While the gate is closed another server of this host has the maps, and may have put its own in their place.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && self.gate.is_open() => {
+                let in_the_way = gone.iter().filter(|old| overlap(**old, listen));
+                let in_the_way: Vec<_> = in_the_way.filter_map(|old| self.sockets.get(MAP, *old)).collect();
+                if in_the_way.is_empty() { Err(error) } else { bind_beside(listen, &in_the_way) }
+            }
+            bound => bound,
+        }?;
+        let copy = listener.as_fd().try_clone_to_owned()?;
+        Ok((listener, copy))
+    }
+
     fn serve(&self, map: Map, listener: TcpListener) {
         let (listen, closed) = (map.listen, CancellationToken::new());
         let map = Arc::new(ArcSwap::from_pointee(map));
@@ -142,5 +166,85 @@ impl Maps {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SocketAddr, Open>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Listens although `others`, listeners at other addresses that overlap with this one, are open: none has to be given up before.
+/// The kernel permits it while all of them agree (SO_REUSEPORT), which they do only for this moment.
+fn bind_beside(listen: SocketAddr, others: &[OwnedFd]) -> io::Result<TcpListener> {
+    let agree = |agree| others.iter().try_for_each(|other| SockRef::from(other).set_reuse_port(agree));
+    let socket = if listen.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_reuseaddr(true)?;
+    socket.set_reuseport(true)?;
+    let listener = agree(true).and_then(|()| {
+        socket.bind(listen)?;
+        socket.listen(BACKLOG)
+    });
+    let ended = agree(false);
+    let listener = listener?;
+    ended?;
+    SockRef::from(&listener).set_reuse_port(false)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    fn map(listen: SocketAddr) -> Map {
+        Map {
+            listen,
+            node: "edge-1".parse().unwrap(),
+            target: Target::Port(22),
+            clients: vec!["127.0.0.0/8".parse().unwrap()],
+        }
+    }
+
+    /// Whether something listens there. What it accepts is reset, maybe before connect() has returned.
+    async fn listens(at: SocketAddr) -> bool {
+        let connected = TcpStream::connect(at).await;
+        !connected.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    }
+
+    #[tokio::test]
+    async fn a_listener_moves_to_an_address_that_overlaps_and_back() {
+        let first = TcpListener::bind("0.0.0.0:0").await.unwrap();
+        let everywhere = first.local_addr().unwrap();
+        let [here, elsewhere] = [1u8, 2].map(|host| SocketAddr::from(([127, 0, 0, host], everywhere.port())));
+        let copy = first.as_fd().try_clone_to_owned().unwrap();
+        let sockets = Arc::new(Copies::new(vec![(MAP.to_owned(), everywhere, copy)]));
+        let (gate, context) = (Gate::new(true), DoorContext::without_nodes());
+        let maps = Maps::new(Vec::new(), gate.clone(), context, Shares::new(100), sockets.clone());
+        maps.start(vec![(map(everywhere), first)]);
+
+        maps.replace(vec![map(here)]).await.unwrap();
+        assert!(listens(here).await);
+        assert!(sockets.get(MAP, everywhere).is_none());
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while listens(elsewhere).await {
+            assert!(Instant::now() < deadline, "the old listener is not closed");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+
+        // Somebody else is in the way too: nothing changes.
+        let foreign = TcpListener::bind(elsewhere).await.unwrap();
+        let refused = maps.replace(vec![map(everywhere)]).await.unwrap_err();
+        let says = format!("maps[0].listen: cannot listen on {everywhere}: address in use: ");
+        assert!(refused.starts_with(&says), "{refused}");
+        assert!(listens(here).await);
+        let kept = sockets.get(MAP, here).unwrap();
+        assert!(!SockRef::from(&kept).reuse_port().unwrap(), "nobody else may listen there");
+        drop((foreign, kept));
+
+        gate.set(false);
+        assert!(maps.replace(vec![map(everywhere)]).await.is_err(), "another server has the maps");
+        gate.set(true);
+        maps.replace(vec![map(everywhere)]).await.unwrap();
+        assert!(listens(elsewhere).await);
+        let kept = sockets.get(MAP, everywhere).unwrap();
+        assert!(!SockRef::from(&kept).reuse_port().unwrap());
+        assert!(sockets.get(MAP, here).is_none());
     }
 }

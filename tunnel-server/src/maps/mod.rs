@@ -39,6 +39,12 @@ impl Map {
     }
 }
 
+/// Whether the kernel lets only one of the two be listened on at a time.
+pub(crate) fn overlap(one: SocketAddr, other: SocketAddr) -> bool {
+    let host = one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified();
+    host && one.port() == other.port()
+}
+
 /// Checks that all can be listened on at the same time.
 ///
 /// # Errors
@@ -49,13 +55,7 @@ pub(crate) fn check(maps: &[Map]) -> Result<(), String> {
     }
     for (index, map) in maps.iter().enumerate() {
         let (listen, node) = (map.listen, &map.node);
-        let same = |other: &&Map| {
-            let host = other.listen.ip() == listen.ip()
-                || other.listen.ip().is_unspecified()
-                || listen.ip().is_unspecified();
-            host && other.listen.port() == listen.port()
-        };
-        if let Some(other) = maps[..index].iter().find(same) {
+        if let Some(other) = maps[..index].iter().find(|other| overlap(other.listen, listen)) {
             return Err(format!(
                 "{listen} to {node}: {} to {} has that port already",
                 other.listen, other.node

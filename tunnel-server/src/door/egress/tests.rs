@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
-use prometheus_client::registry::Registry;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, UnixStream};
 use tokio::sync::mpsc;
@@ -19,14 +18,10 @@ use tonic::transport::Endpoint;
 use tunnel_core::konnectivity::Packet;
 use tunnel_core::konnectivity::packet::Payload;
 use tunnel_core::konnectivity::proxy_service_client::ProxyServiceClient;
-use tunnel_core::lifecycle::{Drain, Shutdown};
 
 use super::*;
 use crate::accept::Gate;
 use crate::metrics::Metrics;
-use crate::peers::Peers;
-use crate::route::{Router, RouterConfig};
-use crate::session::Sessions;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -34,13 +29,6 @@ struct Door {
     dir: tempfile::TempDir,
     metrics: Metrics,
     _task: tokio_util::task::AbortOnDropHandle<()>,
-}
-
-/// Without any node.
-fn router(registry: &mut Registry) -> Router {
-    let config =
-        RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250]);
-    Router::new(config, registry)
 }
 
 impl Door {
@@ -51,16 +39,8 @@ impl Door {
     async fn open_with(services: Option<ClusterServices>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = Socket::bind(&dir.path().join("egress.sock"), 0o600, false).await.unwrap();
-        let mut registry = Registry::default();
-        let router = Arc::new(router(&mut registry));
-        let metrics = Metrics::new(&mut registry);
-        let context = DoorContext {
-            router: router.clone(),
-            sessions: Arc::new(Sessions::new(router.clone(), metrics.clone())),
-            peers: Arc::new(Peers::new(router)),
-            metrics: metrics.clone(),
-            drain: Drain::new(Shutdown::new()),
-        };
+        let context = DoorContext::without_nodes();
+        let metrics = context.metrics.clone();
         let workers = Arc::new(Workers::start(1).unwrap());
         let direct = vec!["127.0.0.0/8".parse().unwrap()];
         let door = Egress::new(context, 1000, direct, services, workers);

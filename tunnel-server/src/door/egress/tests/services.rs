@@ -177,7 +177,7 @@ fn a_slice_says_which_of_several_nodes_has_the_address() {
         created: None,
         labels: BTreeMap::new(),
     };
-    let router = router(&mut Registry::default());
+    let router = DoorContext::without_nodes().router;
     router.set_inventory(["edge-1", "edge-2"].map(node).into_iter().collect::<Inventory>());
     let address: SocketAddr = "192.168.50.2:9443".parse().unwrap();
     let to = OpenRequest::new("edge-2".parse().unwrap(), address, Bytes::new());
