@@ -52,20 +52,52 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         None => peers::run_peers(&options.build),
         Some(What::Test { run }) => {
             build(&["tunnel-agent"])?;
-            let wrong = test(run.as_deref())?.1;
-            Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+            let report = test(run.as_deref(), Show::Progress)?;
+            report.print();
+            Ok(if report.wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     }
 }
 
-/// All of them, each counted as a test of its own.
-pub(crate) fn count(tally: &mut Tally) -> Result<()> {
-    let (right, wrong) = test(None)?;
-    tally.passed += right;
-    for line in wrong {
-        tally.fail(format!("{NAME}: {line}"));
+/// All of them.
+pub(crate) fn run_all(show: Show) -> Result<Report> {
+    test(None, show)
+}
+
+/// What is shown while they run.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Show {
+    Progress,
+    /// Another step shows its own meanwhile.
+    Nothing,
+}
+
+/// What became of the tests.
+pub(crate) struct Report {
+    results: Results,
+    /// What the table says wrongly.
+    wrong: Vec<String>,
+}
+
+impl Report {
+    fn print(&self) {
+        for (name, (verdict, _)) in &self.results {
+            println!("{name} {}", verdict.as_str());
+        }
+        for line in &self.wrong {
+            println!("docs/parity.md: {line}");
+        }
     }
-    Ok(())
+
+    /// Shows it, and counts each as a test of its own.
+    pub(crate) fn count(&self, tally: &mut Tally) {
+        self.print();
+        let named = |name: &str| self.wrong.iter().any(|line| line.split(' ').next() == Some(name));
+        tally.passed += self.results.keys().map(|name| u64::from(!named(name))).sum::<u64>();
+        for line in &self.wrong {
+            tally.fail(format!("{NAME}: {line}"));
+        }
+    }
 }
 
 /// What the table says of a test, or what became of it.
@@ -100,32 +132,23 @@ type Verdicts = BTreeMap<String, Verdict>;
 /// With what a test has said.
 type Results = BTreeMap<String, (Verdict, String)>;
 
-/// Returns of how many tests the table is right, and what it says wrongly.
-fn test(filter: Option<&str>) -> Result<(u64, Vec<String>)> {
+fn test(filter: Option<&str>, show: Show) -> Result<Report> {
     let page = root().join("docs/parity.md");
     let page = fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
     let expected = table(&page)?;
     let tests = build_tests()?;
     fs::remove_file(log()?).ok();
-    let mut results = run_tests(&tests, filter)?;
+    let mut results = run_tests(&tests, filter, show)?;
     for name in expected.iter().filter(|(_, said)| **said == Verdict::Races).map(|(name, _)| name) {
         for _ in 1..ATTEMPTS {
             if !results.get(name).is_some_and(|(verdict, _)| *verdict == Verdict::Fails) {
                 break;
             }
-            results.extend(run_tests(&tests, Some(&format!("^{name}$")))?);
+            results.extend(run_tests(&tests, Some(&format!("^{name}$")), show)?);
         }
     }
     let wrong = compare(&expected, &results, filter.is_none());
-    for (name, (verdict, _)) in &results {
-        println!("{name} {}", verdict.as_str());
-    }
-    for line in &wrong {
-        println!("docs/parity.md: {line}");
-    }
-    let named = |name: &str| wrong.iter().any(|line| line.split(' ').next() == Some(name));
-    let right = results.keys().filter(|name| !named(name)).count();
-    Ok((right as u64, wrong))
+    Ok(Report { results, wrong })
 }
 
 /// The test program, built once for every clone.
@@ -158,13 +181,15 @@ fn log() -> Result<PathBuf> {
     Ok(target_dir()?.join("peer-tests/konnectivity.log"))
 }
 
-fn run_tests(tests: &Path, filter: Option<&str>) -> Result<Results> {
+fn run_tests(tests: &Path, filter: Option<&str>, show: Show) -> Result<Results> {
     let log = log()?;
     let folder = log.parent().context("it is in a folder")?;
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let errors = File::options().create(true).append(true).open(&log);
     let errors = errors.with_context(|| format!("creating {}", log.display()))?;
-    println!("running konnectivity's tests; their log is {}", log.display());
+    if show == Show::Progress {
+        println!("running konnectivity's tests; their log is {}", log.display());
+    }
     let mut command = in_namespace(tests);
     command
         .current_dir(folder)
@@ -186,7 +211,9 @@ fn run_tests(tests: &Path, filter: Option<&str>) -> Result<Results> {
     let (mut results, mut said) = (Results::new(), Vec::new());
     for line in BufReader::new(output).lines() {
         let line = line.context("reading what the tests say")?;
-        println!("{line}");
+        if show == Show::Progress {
+            println!("{line}");
+        }
         if let Some((name, verdict)) = result(&line) {
             results.insert(name, (verdict, said.join("; ")));
             said.clear();

@@ -12,6 +12,7 @@ use crate::command::{Package, build, built, cargo, default_packages, is_root, pr
 use crate::demo::PROGRAMS;
 use crate::kernel::{self, Kernel};
 use crate::needs::Need;
+use crate::peer_tests::Show;
 use crate::tally::Tally;
 use crate::{bench, build_ebpf, demo, fuzz, mutants, packages, peer_tests};
 
@@ -102,8 +103,7 @@ pub(crate) fn run_tests(options: &Options, mut tally: Tally) -> Result<ExitCode>
     // Afterwards no step compiles: what is built beside them holds cargo's locks.
     let mut beside = if options.runs_everything() { Some(Beside::start()?) } else { None };
     run_scenarios(options, &scenarios, beside.as_ref(), &mut tally)?;
-    run_programs(options, &programs, beside.as_mut(), &mut tally);
-    run_peer_tests(options, &mut tally);
+    run_programs_and_peer_tests(options, &programs, beside.as_mut(), &mut tally);
     run_kernel(options, &mut tally);
     if options.quick {
         println!("\n{}", left_out(&scenarios)?);
@@ -320,15 +320,30 @@ fn run_programs(
     }
 }
 
-fn run_peer_tests(options: &Options, tally: &mut Tally) {
-    if options.quick || !options.selects(peer_tests::NAME) {
-        return;
-    }
-    tally.heading(peer_tests::NAME);
-    let built = if options.runs_everything() { Ok(()) } else { build(&["tunnel-agent"]) };
-    if let Err(error) = built.and_then(|()| peer_tests::count(tally)) {
-        tally.step(peer_tests::NAME, Err(error));
-    }
+/// The peer's tests use hardly any of the CPUs: in a whole run they wait while the programs run.
+fn run_programs_and_peer_tests(
+    options: &Options,
+    programs: &[(&str, Run)],
+    beside: Option<&mut Beside>,
+    tally: &mut Tally,
+) {
+    let wanted = !options.quick && options.selects(peer_tests::NAME);
+    thread::scope(|scope| {
+        let meanwhile =
+            (wanted && options.runs_everything()).then(|| scope.spawn(|| peer_tests::run_all(Show::Nothing)));
+        run_programs(options, programs, beside, tally);
+        if wanted {
+            tally.heading(peer_tests::NAME);
+            let report = match meanwhile {
+                Some(thread) => thread.join().unwrap_or_else(|_| Err(anyhow!("its thread has panicked"))),
+                None => build(&["tunnel-agent"]).and_then(|()| peer_tests::run_all(Show::Progress)),
+            };
+            match report {
+                Ok(report) => report.count(tally),
+                Err(error) => tally.step(peer_tests::NAME, Err(error)),
+            }
+        }
+    });
 }
 
 fn run_kernel(options: &Options, tally: &mut Tally) {
