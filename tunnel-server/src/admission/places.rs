@@ -17,6 +17,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 const SILENT: Duration = Duration::from_secs(1);
 /// The same for one that has spoken: a handshake takes a few round trips.
 const STUCK: Duration = Duration::from_secs(3);
+const OVERDUE: [Duration; 2] = [SILENT, STUCK];
 
 /// A number of places, shared by sources of type `K`.
 #[derive(Debug)]
@@ -25,6 +26,8 @@ pub(crate) struct Places<K: Ord> {
     /// Evicted connections that may still hold their sockets.
     limit_leaving: u32,
     per_source: u32,
+    /// How old a silent connection, and one that has spoken, is that makes room for one of another source with as many.
+    overdue: [Duration; 2],
     state: Arc<Mutex<State<K>>>,
 }
 
@@ -63,8 +66,15 @@ impl<K: Ord + Hash + Clone> Places<K> {
             limit: sockets.saturating_sub(limit_leaving).max(1),
             limit_leaving,
             per_source,
+            overdue: OVERDUE,
             state: Arc::new(Mutex::new(state)),
         }
+    }
+
+    /// Sources that nobody can have many of: connections end by themselves within this time, and none of them has to make
+    /// room before for a source with as many. If it had to, many that come at once would go on replacing each other.
+    pub(crate) fn undisturbed_for(self, time: Duration) -> Self {
+        Self { overdue: [time; 2], ..self }
     }
 
     /// A place for a connection from `source`; None if there is none that this source may have.
@@ -72,7 +82,8 @@ impl<K: Ord + Hash + Clone> Places<K> {
         let mut state = lock(&self.state);
         let own = state.count(&source);
         if (own >= self.per_source || state.taken >= self.limit)
-            && (state.leaving >= self.limit_leaving || !state.make_room(&source, self.per_source, now))
+            && (state.leaving >= self.limit_leaving
+                || !state.make_room(&source, self.per_source, self.overdue, now))
         {
             return None;
         }
@@ -115,13 +126,18 @@ impl<K: Ord + Hash + Clone> State<K> {
     }
 
     /// Takes a place from the source with the most for one of `source`; false if it would not be fairer afterwards.
-    fn make_room(&mut self, source: &K, per_source: u32, now: Instant) -> bool {
+    fn make_room(&mut self, source: &K, per_source: u32, overdue: [Duration; 2], now: Instant) -> bool {
         let own = self.count(source);
         let Some((most, _, top)) = self.ranking.last().cloned() else { return false };
         // Who has more gives way whatever it does: else it would only have to renew its connections all the time.
         let fairer = own < per_source && most > own + 1;
         let from = if fairer || own == 0 { top } else { source.clone() };
-        let victim = self.change(&from, |places| places.take_oldest(now, !fairer));
+        let overdue = match (fairer, from == *source) {
+            (true, _) => [Duration::ZERO; 2],
+            (false, true) => OVERDUE,
+            (false, false) => overdue,
+        };
+        let victim = self.change(&from, |places| places.take_oldest(now, overdue));
         let Some(victim) = victim else { return false };
         victim.cancel();
         self.taken -= 1;
@@ -135,10 +151,11 @@ impl Source {
         u32::try_from(self.silent.len() + self.speaking.len()).unwrap_or(u32::MAX)
     }
 
-    fn take_oldest(&mut self, now: Instant, overdue: bool) -> Option<CancellationToken> {
-        for (holders, allowed) in [(&mut self.silent, SILENT), (&mut self.speaking, STUCK)] {
+    /// `overdue`: how old a silent one, and one that has spoken, has to be.
+    fn take_oldest(&mut self, now: Instant, overdue: [Duration; 2]) -> Option<CancellationToken> {
+        for (holders, overdue) in [&mut self.silent, &mut self.speaking].into_iter().zip(overdue) {
             if let Some(oldest) = holders.first_entry()
-                && (!overdue || now.saturating_duration_since(oldest.get().at) > allowed)
+                && (overdue.is_zero() || now.saturating_duration_since(oldest.get().at) > overdue)
             {
                 return Some(oldest.remove().evicted);
             }
@@ -235,6 +252,24 @@ mod tests {
         // Those that are stuck make room.
         assert!(places.admit("site", now + LATER).is_some());
         assert_eq!(live(&first), 299);
+    }
+
+    #[test]
+    fn those_that_come_at_once_do_not_replace_each_other() {
+        let (places, now) = (Places::new(400, 3).undisturbed_for(LATER), Instant::now());
+        let first: Vec<_> = (0..1_000).filter_map(|node| places.admit(node, now)).collect();
+        assert_eq!((first.len(), live(&first)), (300, 300));
+        assert!(places.admit(1_000, now + 2 * STUCK).is_none(), "the others are about to end");
+        assert_eq!(live(&first), 300);
+        assert!(places.admit(1_000, now + LATER + SILENT).is_some());
+        // One with more gives way at once, and silent ones of a source to its own others.
+        let places = Places::new(4, 3).undisturbed_for(LATER);
+        let held: Vec<_> = (0..3).map(|_| places.admit(0, now).unwrap()).collect();
+        let other = places.admit(1, now).unwrap();
+        assert!(held[0].is_evicted() && !other.is_evicted());
+        let places = Places::new(100, 1).undisturbed_for(LATER);
+        let held = places.admit(0, now).unwrap();
+        assert!(places.admit(0, now + 2 * SILENT).is_some() && held.is_evicted());
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tunnel_core::identity::NodeName;
+use tunnel_core::link::HANDSHAKE_TIMEOUT;
 
 use super::known::KnownSources;
 use crate::admission::{Budget, Place, Places, source_key};
@@ -32,7 +33,7 @@ impl Gate {
         Self {
             strangers: Places::new(budget.strangers, u32::MAX),
             known: Places::new(budget.known, u32::MAX),
-            certified: Places::new(budget.certified, PER_NODE),
+            certified: Places::new(budget.certified, PER_NODE).undisturbed_for(HANDSHAKE_TIMEOUT),
             enrolments: Places::new(budget.enrolments, u32::MAX),
             additional: Arc::new(Semaphore::new(budget.additional as usize)),
             sources: Arc::default(),
