@@ -34,6 +34,9 @@ const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 /// The range of the fleet's addresses, which belong to the host that it runs on.
 pub(crate) const RANGE: &str = "10.128.0.0/14";
 
+/// The pause before each further agent starts: handshakes of all at once would take longer on one thread than servers wait.
+const PACE: Duration = Duration::from_millis(2);
+
 /// The n-th node's name.
 pub(crate) fn name(n: usize) -> String {
     format!("fleet-{n}")
@@ -130,6 +133,8 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         let (bundles, mut announced) = mpsc::channel(64);
         tokio::spawn(async move { while announced.recv().await.is_some() {} });
         let mut agents = Vec::with_capacity(count);
+        let mut tick = tokio::time::interval(PACE);
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         for (n, identity) in identities.into_iter().enumerate() {
             let own: IpAddr = address(n).into();
             let (own_addresses, addresses) = watch::channel(Arc::new(vec![own]));
@@ -154,6 +159,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             });
             let (own_identity, identity) = watch::channel(Arc::new(identity));
             let mut agent = Agent { shared, servers: servers.clone(), identity, tasks: JoinSet::new() };
+            tick.tick().await;
             agent.attach();
             agents.push((agent, own_identity, own_addresses));
         }
