@@ -50,7 +50,10 @@ async fn followed(cluster: &Cluster<'_>) -> Result<()> {
     // Shortens the API server's own timeout of 30 s.
     let args = ["logs", "talker", "--tail=1", "--request-timeout=3s"];
     let refused = cluster.kubectl.fails(&args).await?;
-    ensure!(!refused.lines().any(|line| line.starts_with("line ")), "kubectl logs works without Postern: {refused}");
+    ensure!(
+        !refused.lines().any(|line| line.starts_with("line ")),
+        "kubectl logs works without Postern: {refused}"
+    );
     folder(cluster.testbed)?;
     let mut done = BTreeSet::from([IMAGES]);
     let mut follow = async |title: &'static str, replaced: &[(&str, &str)]| {
