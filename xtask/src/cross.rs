@@ -47,6 +47,9 @@ pub(crate) enum Profile {
     Release,
 }
 
+/// mimalloc has the time when it was compiled. Not SOURCE_DATE_EPOCH, of which zig's cache knows nothing.
+const WITHOUT_TIME: [&str; 3] = ["-Wno-builtin-macro-redefined", r#"-D__DATE__="""#, r#"-D__TIME__="""#];
+
 /// Builds these packages for `arch`, and returns the folder with their binaries.
 pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<PathBuf> {
     need_target(arch)?;
@@ -71,8 +74,8 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
         places.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())).collect();
     // The unit separator, because a path may have a space.
     compile.env("CARGO_ENCODED_RUSTFLAGS", rustflags.join("\x1f"));
-    let cflags: Vec<String> =
-        places.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
+    let prefixes = places.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display()));
+    let cflags: Vec<String> = prefixes.chain(WITHOUT_TIME.map(str::to_owned)).collect();
     compile.env(format!("CFLAGS_{variable}"), cflags.join(" "));
     run(&mut compile)?;
 
