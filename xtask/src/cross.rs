@@ -86,6 +86,7 @@ pub(crate) fn build(arch: Arch, profile: Profile, names: &[&str]) -> Result<Path
         strip_debug(&made.join(name), &binary)?;
         let bytes = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
         names_no_folder(&binary, &bytes, &places)?;
+        names_no_time(&binary, &bytes)?;
         keeps_symbols(&binary, &bytes)?;
     }
     Ok(folder)
@@ -163,6 +164,23 @@ fn names_no_folder(binary: &Path, bytes: &[u8], places: &[(PathBuf, String)]) ->
             binary.display()
         );
     }
+    Ok(())
+}
+
+/// Nor may it name the time at which something was compiled, as C programs do (`__TIME__`).
+fn names_no_time(binary: &Path, bytes: &[u8]) -> Result<()> {
+    let is_time = |text: &&[u8]| {
+        let mut places = text.iter().enumerate();
+        places.all(|(at, byte)| if at % 3 == 2 { *byte == b':' } else { byte.is_ascii_digit() })
+    };
+    // The time of an example of a format.
+    let time = bytes.windows(8).filter(is_time).find(|time| *time != b"00:00:00");
+    ensure!(
+        time.is_none(),
+        "{} names the time {}: it would be another one if it were built again",
+        binary.display(),
+        String::from_utf8_lossy(time.unwrap_or_default())
+    );
     Ok(())
 }
 
@@ -257,5 +275,15 @@ mod tests {
         let error = names_no_folder(binary, bytes, &places("/home/me")).unwrap_err().to_string();
         assert!(error.contains("names /home/me/:"), "{error}");
         names_no_folder(binary, bytes, &places("/home/you")).unwrap();
+    }
+
+    #[test]
+    fn a_time_in_a_binary_is_found() {
+        let binary = Path::new("tunnel-agent");
+        let error = names_no_time(binary, b"Nov 25 2026, 23:21:14)").unwrap_err().to_string();
+        assert!(error.contains("names the time 23:21:14:"), "{error}");
+        for text in [&b"0000 00:00:00 GMT"[..], b"fd:12:34", b"12:34:5", b"1:23:456:7", b""] {
+            names_no_time(binary, text).unwrap();
+        }
     }
 }
