@@ -27,9 +27,7 @@ pub struct DoorContext {
 impl DoorContext {
     pub(crate) fn without_nodes() -> Self {
         let mut registry = prometheus_client::registry::Registry::default();
-        let (v4, v6) = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
-        let config = crate::route::RouterConfig::new(v4, v6, [10250]);
-        let router = Arc::new(Router::new(config, &mut registry));
+        let router = Router::without_nodes(&mut registry);
         let metrics = Metrics::new(&mut registry);
         Self {
             router: router.clone(),

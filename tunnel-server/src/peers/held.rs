@@ -125,7 +125,6 @@ mod tests {
     use tokio_util::sync::CancellationToken;
 
     use super::*;
-    use crate::route::RouterConfig;
     use crate::session::test_link;
 
     async fn peer(server_id: &str) -> Arc<Peer> {
@@ -136,9 +135,7 @@ mod tests {
 
     #[tokio::test]
     async fn who_did_not_answer_is_asked_last() {
-        let tokens = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
-        let config = RouterConfig::new(tokens.0, tokens.1, [10250]);
-        let peers = Peers::new(Arc::new(Router::new(config, &mut Registry::default())));
+        let peers = Peers::new(Router::without_nodes(&mut Registry::default()));
         let node: NodeName = "edge-1".parse().unwrap();
         let (leaving, busy, idle) = (peer("leaving").await, peer("busy").await, peer("idle").await);
         for peer in [&leaving, &busy, &idle] {

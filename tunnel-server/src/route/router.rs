@@ -337,6 +337,15 @@ impl Router {
     }
 }
 
+#[cfg(test)]
+impl Router {
+    /// One for tests that do not look at routes.
+    pub(crate) fn without_nodes(registry: &mut Registry) -> Arc<Self> {
+        let tokens = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
+        Arc::new(Self::new(RouterConfig::new(tokens.0, tokens.1, [10250]), registry))
+    }
+}
+
 impl RouterState {
     /// Whether the node has any routes.
     fn set_up(&mut self, node: &NodeName, up: bool) -> bool {

@@ -285,15 +285,12 @@ mod tests {
     use tunnel_core::carry::{StallBound, Totals};
 
     use super::*;
-    use crate::route::RouterConfig;
     use crate::session::Links;
     use crate::session::links::tests::link;
 
     fn sessions() -> Sessions {
-        let config =
-            RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250]);
         let mut registry = Registry::default();
-        let router = Arc::new(Router::new(config, &mut registry));
+        let router = Router::without_nodes(&mut registry);
         Sessions::new(router, Metrics::new(&mut registry))
     }
 

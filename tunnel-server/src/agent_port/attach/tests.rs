@@ -19,7 +19,7 @@ use crate::admission::Budget;
 use crate::agent_port::gate::Gate;
 use crate::metrics::Metrics;
 use crate::pki::Standing;
-use crate::route::{Router, RouterConfig};
+use crate::route::Router;
 use crate::session::Sessions;
 
 /// By the paused clock: longer than anything that is still to come.
@@ -145,10 +145,8 @@ async fn serve(agent: FakeAgent, io: DuplexStream) {
 pub(in crate::agent_port) fn context() -> (Arc<LinkContext>, Inputs) {
     let (bundle, settings, handover) =
         (watch::Sender::new(roots()), watch::Sender::default(), watch::Sender::default());
-    let config =
-        RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250]);
     let mut registry = Registry::default();
-    let router = Arc::new(Router::new(config, &mut registry));
+    let router = Router::without_nodes(&mut registry);
     let metrics = Metrics::new(&mut registry);
     let context = LinkContext {
         server_id: "server-a".to_owned(),
