@@ -121,6 +121,12 @@ impl Caller {
         self.packets.send(Ok(packet)).await.unwrap();
     }
 
+    async fn send_pieces(&self, connect_id: i64, count: usize) {
+        for _ in 0..count {
+            self.send(Packet::data(connect_id, Bytes::from_static(&[0; PIECE]))).await;
+        }
+    }
+
     async fn next(&mut self) -> Payload {
         let next = timeout(Duration::from_secs(60), self.answers.recv()).await;
         next.expect("no answer").unwrap().unwrap().payload.unwrap()
@@ -185,10 +191,8 @@ async fn packets_are_answered() {
 async fn a_target_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
     let mut caller = Caller::new();
     let stalled = caller.dial("stalls:1", 1).await.unwrap();
-    let piece = Bytes::from_static(&[0; PIECE]);
     // Alone, it has its sender wait.
-    caller.send(Packet::data(stalled, piece.clone())).await;
-    caller.send(Packet::data(stalled, piece.clone())).await;
+    caller.send_pieces(stalled, 2).await;
     caller.send(Packet::dial_request("echo:1".to_owned(), 2)).await;
     assert!(timeout(BOUNDS.patience * 10, caller.answers.recv()).await.is_err());
 
@@ -196,10 +200,10 @@ async fn a_target_that_takes_nothing_is_cut_off_for_the_sake_of_others() {
     let stalled = caller.dial("stalls:1", 1).await.unwrap();
     let echo = caller.dial("echo:1", 2).await.unwrap();
     let started = Instant::now();
-    caller.send(Packet::data(stalled, piece.clone())).await;
+    caller.send_pieces(stalled, 1).await;
     caller.echo(echo).await;
     assert_eq!(started.elapsed(), Duration::ZERO);
-    caller.send(Packet::data(stalled, piece)).await;
+    caller.send_pieces(stalled, 1).await;
     assert_eq!(caller.closed().await, (stalled, "stalled".to_owned()));
     let waited = started.elapsed();
     assert!(waited >= BOUNDS.patience && waited < BOUNDS.patience * 2, "{waited:?}");
@@ -211,9 +215,7 @@ async fn dials_of_other_callers_do_not_wait_for_the_only_connections_target() {
     let mut caller = Caller::beside_others();
     let stalled = caller.dial("stalls:1", 1).await.unwrap();
     let started = Instant::now();
-    for _ in 0..2 {
-        caller.send(Packet::data(stalled, Bytes::from_static(&[0; PIECE]))).await;
-    }
+    caller.send_pieces(stalled, 2).await;
     caller.send(Packet::dial_request("echo:1".to_owned(), 2)).await;
     // Each is told by its own task.
     let (mut closed, mut connected) = (None, None);
@@ -235,13 +237,9 @@ async fn a_target_that_is_only_slow_goes_on() {
     let mut caller = Caller::beside_others();
     let slow = caller.dial("slow:1", 1).await.unwrap();
     let started = Instant::now();
-    for _ in 0..10 {
-        caller.send(Packet::data(slow, Bytes::from_static(&[0; PIECE]))).await;
-    }
+    caller.send_pieces(slow, 10).await;
     let echo = caller.dial("echo:1", 2).await.unwrap();
-    for _ in 0..10 {
-        caller.send(Packet::data(slow, Bytes::from_static(&[0; PIECE]))).await;
-    }
+    caller.send_pieces(slow, 10).await;
     caller.echo(echo).await;
     let waited = started.elapsed();
     assert!(waited > BOUNDS.patience * 10, "{waited:?}");
