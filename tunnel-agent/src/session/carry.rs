@@ -20,17 +20,27 @@ use crate::connections::Connection;
 use crate::dial::{DialError, DialRequest};
 
 /// Answers one Carry stream, from the request to the end of both directions.
-pub(super) async fn carry(
+pub(super) fn carry(
     session: Arc<SessionState>,
     request: Request<RecvStream>,
+    respond: SendResponse<Bytes>,
+) -> impl Future<Output = ()> + Send {
+    // Not in the future, which would keep room for the request's headers until the end.
+    let dial_request = DialRequest::from_headers(request.headers());
+    relay(session, dial_request, request.into_body(), respond)
+}
+
+async fn relay(
+    session: Arc<SessionState>,
+    dial_request: Result<DialRequest, DialError>,
+    inbound: RecvStream,
     mut respond: SendResponse<Bytes>,
 ) {
-    let dial_request = DialRequest::from_headers(request.headers());
-    let inbound = request.into_body();
     let started = Instant::now();
     let connection = session.connection();
     let dialled = tokio::select! {
-        dialled = dial(&session, dial_request) => dialled,
+        // Boxed: its memory is freed once the target is connected.
+        dialled = Box::pin(dial(&session, dial_request)) => dialled,
         // The client gave up, and so does the dial.
         _ = poll_fn(|cx| respond.poll_reset(cx)) => {
             session.shared.metrics.dialled("cancelled", started.elapsed());
@@ -109,7 +119,7 @@ async fn dial(
 mod tests {
     use super::*;
 
-    /// An agent holds one per connection. Measured on x86-64: 3856 bytes.
+    /// An agent holds one per connection. Measured on x86-64: 2400 bytes.
     #[test]
     fn the_future_of_a_connection_stays_small() {
         fn size_of_future<F>(
@@ -118,6 +128,6 @@ mod tests {
             size_of::<F>()
         }
         let size = size_of_future(carry);
-        assert!(size <= 3968, "{size} bytes");
+        assert!(size <= 2512, "{size} bytes");
     }
 }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
+use prometheus_client::metrics::gauge::Gauge;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -17,7 +18,6 @@ use tunnel_core::proto::{AgentEvent, Draining, Load, agent_event};
 use super::shared::Shared;
 use crate::dial::Dialler;
 use crate::identity::Announced;
-use crate::metrics::Metrics;
 use crate::reach::Server;
 
 type EventResult = Result<AgentEvent, tonic::Status>;
@@ -219,9 +219,9 @@ impl SessionState {
     /// Counts a carried connection until the guard is dropped.
     pub(super) fn connection(&self) -> ConnectionGuard {
         self.common.connections.fetch_add(1, Ordering::Relaxed);
-        let metrics = self.shared.metrics.clone();
-        metrics.connections_active.inc();
-        ConnectionGuard { common: self.common.clone(), metrics }
+        let active = self.shared.metrics.connections_active.clone();
+        active.inc();
+        ConnectionGuard { common: self.common.clone(), active }
     }
 
     /// Connections that the session carries, on all links.
@@ -287,13 +287,13 @@ pub(super) const fn draining() -> AgentEvent {
 /// Counts a carried connection.
 pub(super) struct ConnectionGuard {
     common: Arc<Common>,
-    metrics: Metrics,
+    active: Gauge,
 }
 
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         self.common.connections.fetch_sub(1, Ordering::Relaxed);
-        self.metrics.connections_active.dec();
+        self.active.dec();
     }
 }
 

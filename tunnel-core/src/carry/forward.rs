@@ -108,37 +108,41 @@ impl Forward<'_> {
     ) -> Result<Outcome, Ended> {
         let mut answering = None;
         let ended = {
-            let up = async {
-                let passed = |bytes| self.traffic.count_from_socket(bytes);
-                let to = (&mut *send, &self.traffic.for_tunnel);
-                let up = self.direction((&mut body, self.client), to, passed).await;
-                up.map_err(|cut| match cut {
-                    Cut::From(error) => Ended::Client(error),
-                    Cut::To(error) => Ended::Agent(error),
-                })
-            };
-            let down = async {
-                let answer = tokio::select! {
-                    answer = answer => answer.map_err(Ended::Dial)?,
-                    reset = poll_fn(|cx| respond.poll_reset(cx)) => {
-                        return Err(Ended::Client(reset.map_or_else(RelayError::from, RelayError::Reset)));
-                    }
-                };
-                let (head, mut from) = answer.into_parts();
-                let to = respond.send_response(Response::from_parts(head, ()), false);
-                let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
-                let passed = |bytes| self.traffic.count_to_socket(bytes);
-                let to = (to, &self.traffic.for_socket);
-                let down = self.direction((&mut from, self.agent), to, passed).await;
-                down.map_err(|cut| match cut {
-                    Cut::From(error) => Ended::Agent(error),
-                    Cut::To(error) => Ended::Client(error),
-                })
-            };
             tokio::select! {
                 biased;
                 (outcome, reason) = self.abort.triggered() => Err(Ended::Aborted(outcome, reason)),
-                both = async { tokio::try_join!(up, down) } => both,
+                // Built where they are polled: moving a future doubles its memory.
+                both = async {
+                    tokio::try_join!(
+                        async {
+                            let passed = |bytes| self.traffic.count_from_socket(bytes);
+                            let to = (&mut *send, &self.traffic.for_tunnel);
+                            let up = self.direction((&mut body, self.client), to, passed).await;
+                            up.map_err(|cut| match cut {
+                                Cut::From(error) => Ended::Client(error),
+                                Cut::To(error) => Ended::Agent(error),
+                            })
+                        },
+                        async {
+                            let answer = tokio::select! {
+                                answer = answer => answer.map_err(Ended::Dial)?,
+                                reset = poll_fn(|cx| respond.poll_reset(cx)) => {
+                                    return Err(Ended::Client(reset.map_or_else(RelayError::from, RelayError::Reset)));
+                                }
+                            };
+                            let (head, mut from) = answer.into_parts();
+                            let to = respond.send_response(Response::from_parts(head, ()), false);
+                            let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
+                            let passed = |bytes| self.traffic.count_to_socket(bytes);
+                            let to = (to, &self.traffic.for_socket);
+                            let down = self.direction((&mut from, self.agent), to, passed).await;
+                            down.map_err(|cut| match cut {
+                                Cut::From(error) => Ended::Agent(error),
+                                Cut::To(error) => Ended::Client(error),
+                            })
+                        }
+                    )
+                } => both,
             }
         };
         match ended {

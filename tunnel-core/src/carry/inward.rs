@@ -131,8 +131,12 @@ pub(super) struct Inward<'a> {
 
 impl Inward<'_> {
     /// Runs until the stream's end has been passed on as a half-close.
-    pub(super) async fn run(self, socket: WriteHalf<'_>, mut stream: RecvStream) -> Result<(), RelayError> {
-        match self.relay(socket, &mut stream).await {
+    pub(super) async fn run(
+        &self,
+        socket: &mut WriteHalf<'_>,
+        stream: &mut RecvStream,
+    ) -> Result<(), RelayError> {
+        match self.relay(socket, stream).await {
             // What the target sent before its socket failed is still to be read, and the other direction tells how it
             // ended. Nobody takes the rest of the request.
             Err(RelayError::Socket(error)) if self.side == Side::Agent => {
@@ -148,12 +152,12 @@ impl Inward<'_> {
         }
     }
 
-    async fn relay(&self, mut socket: WriteHalf<'_>, stream: &mut RecvStream) -> Result<(), RelayError> {
+    async fn relay(&self, socket: &mut WriteHalf<'_>, stream: &mut RecvStream) -> Result<(), RelayError> {
         let mut inbox = Inbox::default();
         loop {
-            while let Some(Held { data, owed }) = inbox.held.pop_front() {
-                self.write_all(&mut socket, &data, &mut inbox, stream).await?;
-                inbox.release(owed, stream, self.flow)?;
+            while let Some(held) = inbox.held.pop_front() {
+                self.write_all(socket, &held.data, &mut inbox, stream).await?;
+                inbox.release(held.owed, stream, self.flow)?;
             }
             inbox.release(0, stream, self.flow)?;
             if inbox.ended {

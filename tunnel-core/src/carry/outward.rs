@@ -40,17 +40,17 @@ pub(super) struct Outward<'a> {
 impl Outward<'_> {
     /// Runs until the socket's end of file has been passed on and the answer is whole.
     pub(super) async fn run(
-        self,
-        mut socket: ReadHalf<'_>,
+        &self,
+        socket: &mut ReadHalf<'_>,
         send: &mut SendStream<Bytes>,
-        prefix: Bytes,
+        prefix: &[u8],
     ) -> Result<Sent, RelayError> {
         let mut early = prefix.len();
         if !prefix.is_empty() {
             let mut segment = BytesMut::with_capacity(HEADER_LEN + prefix.len());
             segment.put_bytes(0, HEADER_LEN);
-            segment.extend_from_slice(&prefix);
-            if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
+            segment.extend_from_slice(prefix);
+            if let Some(sent) = unwanted(self.send_segment(socket, send, segment).await)? {
                 return Ok(sent);
             }
         }
@@ -69,14 +69,14 @@ impl Outward<'_> {
             if let Some(sent) = unwanted(readable.await)? {
                 return Ok(sent);
             }
-            let room = match self.room(&socket, send, size).await {
+            let room = match self.room(socket, send, size).await {
                 Ok(room) => room,
                 Err(RelayError::Reset(Reason::NO_ERROR)) => return Ok(Sent::Unwanted),
                 Err(error) => return Err(error),
             };
             let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
             segment.put_bytes(0, HEADER_LEN);
-            let read = match read_now(&mut socket, &mut segment).await {
+            let read = match read_now(socket, &mut segment).await {
                 Ok(Some(read)) => read,
                 Ok(None) => {
                     send.reserve_capacity(0);
@@ -89,14 +89,15 @@ impl Outward<'_> {
                 if let Some(error) = self.answer.broken.get() {
                     return Err(self.broken(send, (*error).into()));
                 }
-                return self.end(&socket, send).await;
+                // Boxed: an open connection has not come here, and would hold its memory.
+                return Box::pin(self.end(socket, send)).await;
             }
             if room == size {
                 size = next_size(size, read, self.flow.piece());
                 bulk.set(size > SMALL_READ);
             }
             early = early.saturating_add(read.max(EARLY_SEGMENT));
-            if let Some(sent) = unwanted(self.send_segment(&socket, send, segment).await)? {
+            if let Some(sent) = unwanted(self.send_segment(socket, send, segment).await)? {
                 return Ok(sent);
             }
         }
@@ -152,13 +153,13 @@ impl Outward<'_> {
         let least = HEADER_LEN + SMALL_READ.min(share - HEADER_LEN);
         send.reserve_capacity(queued + least.max((HEADER_LEN + size).min(share)));
         while send.capacity() < queued + least {
-            self.more_capacity(socket, send, 0).await?;
+            Box::pin(self.more_capacity(socket, send, 0)).await?;
         }
         Ok(size.min(send.capacity() - queued - HEADER_LEN))
     }
 
     /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first. `held`:
-    /// bytes that were read, and wait for it.
+    /// bytes that were read, and wait for it. To be boxed: an open connection that nothing blocks would hold its memory.
     async fn more_capacity(
         &self,
         socket: &ReadHalf<'_>,
@@ -191,7 +192,7 @@ impl Outward<'_> {
         while !rest.is_empty() {
             let capacity = send.capacity();
             if capacity == 0 {
-                self.more_capacity(socket, send, rest.len()).await?;
+                Box::pin(self.more_capacity(socket, send, rest.len())).await?;
                 continue;
             }
             if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {

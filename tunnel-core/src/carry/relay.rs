@@ -50,17 +50,19 @@ impl Relay<'_> {
     ) -> Result<(), RelayError> {
         let Self { side, flow, stalls, abort, traffic } = self;
         let ended = {
-            let (read, write) = socket.split();
+            let (mut read, mut write) = socket.split();
             let answer = Answer::default();
             tokio::select! {
                 biased;
                 (outcome, reason) = abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
                 // Built where they are polled: moving a future doubles its memory.
                 ended = async {
-                    tokio::try_join!(Outward { side, flow, traffic, answer: &answer }.run(read, send, prefix), async {
-                        let stream = inbound.await?;
+                    let outward = Outward { side, flow, traffic, answer: &answer };
+                    let inward = Inward { side, flow, stalls, abort, traffic, answer: &answer };
+                    tokio::try_join!(outward.run(&mut read, send, &prefix), async {
+                        let mut stream = inbound.await?;
                         let _ = answer.begun.set(());
-                        Inward { side, flow, stalls, abort, traffic, answer: &answer }.run(write, stream).await?;
+                        inward.run(&mut write, &mut stream).await?;
                         let _ = answer.ended.set(());
                         Ok(())
                     })

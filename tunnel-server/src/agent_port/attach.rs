@@ -103,28 +103,36 @@ async fn drive<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     place: Certified,
     additional: &OnceLock<u32>,
 ) -> End {
-    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(io)).await;
-    let (send, mut connection) = match handshake {
-        Ok(Ok(link)) => link,
-        Ok(Err(error)) => return End::Link(error),
-        Err(_) => return End::NoHello,
+    // Boxed: there are as many sessions as agents, and each would hold the memory of the handshake until its end.
+    let (transport, mut driver) = match Box::pin(open(io, flow)).await {
+        Ok(opened) => opened,
+        Err(end) => return end,
     };
-    let Some(pings) = connection.ping_pong() else { return End::Closed };
-    // A task of its own, so that carried bytes wake only it.
+    tokio::select! {
+        biased;
+        end = session(context, transport, peer, presented, worker, place, additional) => end,
+        Some(ended) = driver.join_next() => match ended {
+            Ok(Err(error)) => End::Link(error),
+            _ => End::Closed,
+        },
+    }
+}
+
+/// Begins HTTP/2 on the link. Its bytes move in a task of their own, so that they wake only it.
+async fn open<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+    io: S,
+    flow: Arc<Flow>,
+) -> Result<(Transport, JoinSet<Result<(), h2::Error>>), End> {
+    let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, link::client_builder().handshake(io)).await;
+    let (send, mut connection) = handshake.map_err(|_| End::NoHello)?.map_err(End::Link)?;
+    let pings = connection.ping_pong().ok_or(End::Closed)?;
     let mut driver = JoinSet::new();
     let shared = flow.clone();
     driver.spawn(poll_fn(move |cx| {
         shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
         Pin::new(&mut connection).poll(cx)
     }));
-    tokio::select! {
-        biased;
-        end = session(context, Transport { send, pings, flow }, peer, presented, worker, place, additional) => end,
-        Some(ended) = driver.join_next() => match ended {
-            Ok(Err(error)) => End::Link(error),
-            _ => End::Closed,
-        },
-    }
+    Ok((Transport { send, pings, flow }, driver))
 }
 
 /// Removes the session from the registry, however its task ends.
@@ -166,15 +174,10 @@ async fn session(
     let mut bundle = context.bundle.clone();
     let welcome = welcome(context, bundle.borrow_and_update().to_pem(), &loopback);
     // Boxed: its memory is freed once the agent has answered.
-    let greeting = Box::pin(greet(Channel::new(transport.send.clone()), welcome));
-    let greeting = tokio::select! {
-        greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting,
-        () = place.place.evicted() => return End::Evicted,
-    };
-    let (hello, mut events) = match greeting {
-        Ok(Ok(greeting)) => greeting,
-        Ok(Err(end)) => return end,
-        Err(_) => return End::NoHello,
+    let greeting = Box::pin(greet(Channel::new(transport.send.clone()), welcome, &place));
+    let (hello, mut events) = match greeting.await {
+        Ok(greeting) => greeting,
+        Err(end) => return end,
     };
     if hello.node != node.as_str() {
         let end = End::Impostor { certified: node, claimed: printable(&hello.node, 253) };
@@ -187,7 +190,9 @@ async fn session(
     if hello.link > 0 {
         let _ = additional.set(hello.link);
         let link = (&mut client, events);
-        return additional::serve(context, transport, link, (&node, peer), &hello, worker, place).await;
+        // Boxed: most sessions are no additional links.
+        let link = additional::serve(context, transport, link, (&node, peer), &hello, worker, place);
+        return Box::pin(link).await;
     }
     let Transport { send, pings, flow } = transport;
     let over = context.forced.child_token();
@@ -297,11 +302,22 @@ fn welcome(context: &LinkContext, trust_bundle: String, loopback_ports: &[u32]) 
     }
 }
 
-async fn greet(channel: Channel, welcome: Welcome) -> Result<(Hello, Streaming<AgentEvent>), End> {
-    let mut events = grpc::attach(channel, welcome, MAX_MESSAGE).await?;
-    match events.message().await? {
-        Some(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }) => Ok((hello, events)),
-        _ => Err(End::NotHello),
+/// Greets the agent, and waits until it has said who it is.
+async fn greet(
+    channel: Channel,
+    welcome: Welcome,
+    place: &Certified,
+) -> Result<(Hello, Streaming<AgentEvent>), End> {
+    let greeting = async {
+        let mut events = grpc::attach(channel, welcome, MAX_MESSAGE).await?;
+        match events.message().await? {
+            Some(AgentEvent { event: Some(agent_event::Event::Hello(hello)) }) => Ok((hello, events)),
+            _ => Err(End::NotHello),
+        }
+    };
+    tokio::select! {
+        greeting = tokio::time::timeout(HANDSHAKE_TIMEOUT, greeting) => greeting.map_err(|_| End::NoHello)?,
+        () = place.place.evicted() => Err(End::Evicted),
     }
 }
 

@@ -39,13 +39,24 @@ fn wanted(headers: &HeaderMap, caller: &Caller) -> Result<(OpenRequest, SocketAd
 }
 
 /// Answers one Carry stream of another server, from the request to the end of both directions.
-pub(super) async fn pass_on(
+pub(super) fn pass_on(
     doors: DoorContext,
     caller: Arc<Caller>,
     request: Request<RecvStream>,
-    mut respond: SendResponse<Bytes>,
+    respond: SendResponse<Bytes>,
+) -> impl Future<Output = ()> + Send {
+    // Not in the future, which would keep room for the request's headers until the end.
+    let wanted = wanted(request.headers(), &caller);
+    forward(doors, caller, wanted, (request.into_body(), respond))
+}
+
+async fn forward(
+    doors: DoorContext,
+    caller: Arc<Caller>,
+    wanted: Result<(OpenRequest, SocketAddr), String>,
+    (body, mut respond): (RecvStream, SendResponse<Bytes>),
 ) {
-    let (wanted, client) = match wanted(request.headers(), &caller) {
+    let (wanted, client) = match wanted {
         Ok(wanted) => wanted,
         Err(reason) => return refuse(&mut respond, Code::InvalidArgument, reason),
     };
@@ -54,7 +65,8 @@ pub(super) async fn pass_on(
         return refuse(&mut respond, Code::FailedPrecondition, reason);
     };
     let link = session.links.take();
-    let asked = match session.ask(&link, wanted.target).await {
+    // Boxed, as the answer below: its memory is freed once that is done.
+    let asked = match Box::pin(session.ask(&link, wanted.target)).await {
         Ok(asked) => asked,
         Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
     };
@@ -76,12 +88,12 @@ pub(super) async fn pass_on(
     };
     let Asked { response, mut send, since } = asked;
     let ended = {
-        let answer = async {
+        let answer = Box::pin(async {
             let answer = dialled(wanted.node.as_str(), wanted.target, &link.flow, response).await;
             record.dialled(since.elapsed());
             answer
-        };
-        let client = (request.into_body(), &mut respond);
+        });
+        let client = (body, &mut respond);
         let mut passing = std::pin::pin!(forward.run(client, &mut send, answer));
         tokio::select! {
             biased;
@@ -106,4 +118,19 @@ pub(super) async fn pass_on(
 /// Answers with a status only.
 pub(super) fn refuse(respond: &mut SendResponse<Bytes>, code: Code, reason: String) {
     grpc::refuse(respond, &Status::new(code, reason));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every connection that is passed on holds this much until its end. Measured: 3,392 bytes.
+    #[test]
+    fn the_future_of_a_connection_stays_small() {
+        fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
+            size_of::<F>()
+        }
+        let size = size_of_future(pass_on);
+        assert!(size <= 3504, "{size} bytes");
+    }
 }

@@ -154,63 +154,66 @@ fn over_limit<D: Door>(context: &DoorContext, client: SocketAddr, full: &Full) {
     tracing::debug!(door = D::NAME, %client, %full, "connection refused at a bound");
 }
 
-async fn carry<D: Door>(
+#[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
+fn carry<D: Door>(
     socket: std::net::TcpStream,
     request: OpenRequest,
     mut way: Way,
     record: AccessLogGuard,
-) {
-    let mut socket = match TcpStream::from_std(socket) {
-        Ok(socket) => socket,
-        Err(error) => return record.end(Outcome::ClientReset, &error),
-    };
-    let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
-    // Whether the client knows that its target is connected.
-    let mut told = false;
-    let ended = {
-        let over = way.link().over.clone();
-        let connected = |took| record.dialled(took);
-        let mut carrying = std::pin::pin!(async {
-            let asked = way.ask(request.target).await?;
-            let on = way.on();
-            let (mut send, answer) = asked.answer(on, request.target, connected);
-            let answer = if request.greeting.is_empty() {
-                Either::Left(answer)
-            } else {
-                // Nothing of the target's may come before it.
-                let stream = Box::pin(greeted(&mut socket, &abort, answer, &request.greeting)).await?;
-                told = true;
-                Either::Right(std::future::ready(Ok(stream)))
-            };
-            Relay {
-                side: Side::Server,
-                flow: &on.link.flow,
-                stalls: on.stalls,
-                abort: &abort,
-                traffic: &traffic,
+) -> impl Future<Output = ()> + Send {
+    async move {
+        let mut socket = match TcpStream::from_std(socket) {
+            Ok(socket) => socket,
+            Err(error) => return record.end(Outcome::ClientReset, &error),
+        };
+        let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
+        // Whether the client knows that its target is connected.
+        let mut told = false;
+        let ended = {
+            let over = way.link().over.clone();
+            let connected = |took| record.dialled(took);
+            let mut carrying = std::pin::pin!(async {
+                let asked = way.ask(request.target).await?;
+                let on = way.on();
+                let (mut send, answer) = asked.answer(on, request.target, connected);
+                let answer = if request.greeting.is_empty() {
+                    Either::Left(answer)
+                } else {
+                    // Nothing of the target's may come before it.
+                    let stream = Box::pin(greeted(&mut socket, &abort, answer, &request.greeting)).await?;
+                    told = true;
+                    Either::Right(std::future::ready(Ok(stream)))
+                };
+                Relay {
+                    side: Side::Server,
+                    flow: &on.link.flow,
+                    stalls: on.stalls,
+                    abort: &abort,
+                    traffic: &traffic,
+                }
+                .run(&mut socket, request.prefix, &mut send, answer)
+                .await
+            });
+            tokio::select! {
+                biased;
+                ended = &mut carrying => ended,
+                () = over.cancelled() => {
+                    abort.trigger(record.why_over());
+                    carrying.await
+                }
             }
-            .run(&mut socket, request.prefix, &mut send, answer)
-            .await
-        });
-        tokio::select! {
-            biased;
-            ended = &mut carrying => ended,
-            () = over.cancelled() => {
-                abort.trigger(record.why_over());
-                carrying.await
-            }
+        };
+        if let Err(broken) = &ended
+            && traffic.to_socket() == 0
+            && !told
+        {
+            D::failed(&mut socket, broken.outcome(Side::Server), &broken.to_string()).await;
         }
-    };
-    if let Err(broken) = &ended
-        && traffic.to_socket() == 0
-        && !told
-    {
-        D::failed(&mut socket, broken.outcome(Side::Server), &broken.to_string()).await;
-    }
-    match ended {
-        Ok(()) => record.end(Outcome::Ok, &""),
-        Err(RelayError::Aborted(outcome, reason)) => record.end(outcome, &reason),
-        Err(broken) => record.end(broken.outcome(Side::Server), &broken),
+        match ended {
+            Ok(()) => record.end(Outcome::Ok, &""),
+            Err(RelayError::Aborted(outcome, reason)) => record.end(outcome, &reason),
+            Err(broken) => record.end(broken.outcome(Side::Server), &broken),
+        }
     }
 }
 
@@ -251,10 +254,10 @@ mod tests {
     }
 
     /// Every connection holds this much until its end. Moving a future into another one doubles its memory, which shows
-    /// here. Measured: about 3.5 KiB.
+    /// here. Measured: 2,688 bytes, 3,000 through the https door.
     #[test]
     fn the_future_of_a_connection_stays_small() {
         let sizes = [size_of_future(carry::<Redirected>), size_of_future(carry::<Https>)];
-        assert!(sizes.iter().all(|size| *size < 3776), "{sizes:?}");
+        assert!(sizes.iter().all(|size| *size <= 3112), "{sizes:?}");
     }
 }

@@ -11,6 +11,7 @@ use tokio::io::DuplexStream;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
+use tunnel_core::link::LinkIo;
 use tunnel_core::proto::agent_server::{Agent, AgentServer};
 use tunnel_core::proto::{Notice, NoticeAck, Segment};
 
@@ -223,4 +224,14 @@ async fn why_a_session_was_ended_by_its_server_is_remembered() {
     assert_eq!(site.notices.recv().await, None);
     let reason = site.sessions.last_end(&node).unwrap().reason.unwrap();
     assert!(reason.contains("is not in the server's inventory"), "{reason}");
+}
+
+/// A server holds one per agent. Measured: 3,272 bytes.
+#[test]
+fn the_future_of_a_session_stays_small() {
+    fn size_of_future<A, B, C, D, E, F, G>(_: fn(A, B, C, D, E, F) -> G) -> usize {
+        size_of::<G>()
+    }
+    let size = size_of_future(run::<LinkIo>);
+    assert!(size <= 3400, "{size} bytes");
 }
