@@ -11,7 +11,7 @@ use postern_testbed::client::{self, Pattern, connect, digest, echo, pattern_dige
 use postern_testbed::percentiles::Times;
 use postern_testbed::report::{figure, progress};
 use postern_testbed::server::{self, Builder, Server};
-use postern_testbed::target::Behaviour;
+use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::wan::{Loss, Path};
 use postern_testbed::{CLOUD, Testbed};
@@ -34,9 +34,9 @@ scenarios! {
     links_through_a_load_balancer_lead_to_one_server,
     sixteen_at_once_after_each_start(limit = 240),
     an_agent_that_stops_sends_what_it_has,
-    a_full_line_of_1_mbit_keeps_its_link,
-    a_full_line_of_300_kbit_keeps_its_link,
-    a_full_line_of_100_kbit_keeps_its_link(limit = 180),
+    a_full_line_of_1_mbit_keeps_its_link(edges = 2),
+    a_full_line_of_300_kbit_keeps_its_link(edges = 2),
+    a_full_line_of_100_kbit_keeps_its_link(edges = 2, limit = 180),
     outages_of_up_to_ten_seconds_are_survived,
     a_long_outage_ends_at_once(waits, limit = 180),
     nat_forgets_the_link,
@@ -381,15 +381,37 @@ async fn a_full_line_of_100_kbit_keeps_its_link(testbed: &Testbed) -> Result<()>
 /// `late`: how many connections' dials may not be answered within eight seconds; all of them would mean a line that is not
 /// shared.
 async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64, late: usize) -> Result<()> {
-    let wan = testbed.wan(1, Path::asymmetric(60, 1_000_000, up))?;
+    let path = Path::asymmetric(60, 1_000_000, up);
+    let wan = testbed.wan(1, path)?;
     let (server, _agent) = server_and_agent(testbed).await?;
-    let source = target(testbed, 1, 9100, Behaviour::Source(3, 100_000_000))?;
-    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
-    let before = session(&server).await?;
-    let mut bulk = connect(source.address).await?;
-    let reading = tokio::spawn(async move { digest(&mut bulk).await });
     // A dead link would be noticed within 22 s.
     let end = Instant::now() + Duration::from_secs(35);
+    let (carried, plain) = tokio::join!(
+        connections_beside_a_download(testbed, &server, end, late),
+        plain_connections_beside_an_upload(testbed, path, end),
+    );
+    let ((mut carried, failed), mut plain) = (carried?, plain?);
+    figure(&format!(
+        "connect and echo beside it: {}, {failed} failed; without a tunnel: {}; {:?}",
+        carried.summary(),
+        plain.summary(),
+        wan.counts().1
+    ));
+    Ok(())
+}
+
+/// Times until new connections to edge 1 have their echo, and how many were not answered.
+async fn connections_beside_a_download(
+    testbed: &Testbed,
+    server: &Server<'_>,
+    end: Instant,
+    late: usize,
+) -> Result<(Times, usize)> {
+    let source = target(testbed, 1, 9100, Behaviour::Source(3, 100_000_000))?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let before = session(server).await?;
+    let mut bulk = connect(source.address).await?;
+    let reading = tokio::spawn(async move { digest(&mut bulk).await });
     let (mut times, mut failed) = (Times::default(), 0);
     while Instant::now() < end {
         let start = Instant::now();
@@ -403,12 +425,28 @@ async fn a_full_line_keeps_its_link(testbed: &Testbed, up: u64, late: usize) -> 
     }
     ensure!(times.count() > 0, "no new connection was answered");
     ensure!(!reading.is_finished(), "the download has ended");
-    ensure!(session(&server).await? == before, "the agent had to attach again");
+    ensure!(session(server).await? == before, "the agent had to attach again");
     reading.abort();
-    figure(&format!(
-        "connect and echo beside it: {}, {failed} failed; {:?}",
-        times.summary(),
-        wan.counts().1
-    ));
-    Ok(())
+    Ok((times, failed))
+}
+
+/// The same on a line of its own, of edge 2, which dials the cloud host itself: a handshake and an echo cross the full
+/// direction as often.
+async fn plain_connections_beside_an_upload(testbed: &Testbed, path: Path, end: Instant) -> Result<Times> {
+    let _wan = testbed.wan(2, path)?;
+    let edge = &testbed.edge(2).ns;
+    let sink = Target::start(&testbed.cloud, CLOUD, 0, Behaviour::Sink)?;
+    let shell = Target::start(&testbed.cloud, CLOUD, 0, Behaviour::Echo)?;
+    let mut bulk = client::connect_from(edge, sink.address, PATIENCE).await?;
+    let sending = tokio::spawn(async move { Pattern::new(3, 100_000_000).write_to(&mut bulk).await });
+    let mut times = Times::default();
+    while Instant::now() < end {
+        let start = Instant::now();
+        let mut stream = client::connect_from(edge, shell.address, PATIENCE).await?;
+        tokio::time::timeout(PATIENCE, echo(&mut stream, b"hello")).await.context("a plain connection")??;
+        times.add(start.elapsed());
+    }
+    ensure!(!sending.is_finished(), "the upload has ended");
+    sending.abort();
+    Ok(times)
 }
