@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -153,11 +152,7 @@ impl Links {
         let link =
             Arc::new(Link { send, flow: flow.clone(), stalls, over: over.clone(), used_up: used_up.clone() });
         let ended = over.drop_guard();
-        let shared = flow.clone();
-        let driven = std::future::poll_fn(move |cx| {
-            shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
-            Pin::new(&mut connection).poll(cx)
-        });
+        let driven = link::drive(connection, flow.clone());
         let weak = Arc::downgrade(&link);
         let server = server.clone();
         // It ends with the connection, which ends when the last stream and the link are dropped.

@@ -1,19 +1,14 @@
 //! One session on a connected link, until it ends.
 
-use std::future::poll_fn;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use h2::server::SendResponse;
-use h2::{PingPong, RecvStream};
-use http::Request;
+use h2::PingPong;
 use tokio::sync::watch::Receiver;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::bench::BENCH_PATH;
 use tunnel_core::carry::CARRY_PATH;
-use tunnel_core::link::Flow;
 use tunnel_core::proto::agent_server::AgentServer;
 use tunnel_core::proto::{Addresses, AgentEvent, Load, agent_event};
 use tunnel_core::{grpc, link};
@@ -24,9 +19,6 @@ use super::connect::{LinkConnection, within};
 use super::control::AgentService;
 use super::session_end::SessionEnd;
 use super::state::{SessionPhase, SessionState, draining};
-
-/// A stream that the server has opened.
-type Accepted = (Request<RecvStream>, SendResponse<Bytes>);
 
 /// How long the server may take to read the last frames of a session that failed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -55,7 +47,7 @@ pub(super) async fn serve(
         tokio::select! {
             biased;
             Some(ended) = watching.join_next() => break ended.unwrap_or(SessionEnd::Closed),
-            accepted = accept(&mut link, &session.flow) => match accepted {
+            accepted = link::accept(&mut link, &session.flow) => match accepted {
                 Some(Ok((request, respond))) => {
                     if request.uri().path() == CARRY_PATH {
                         tokio::spawn(carry(session.clone(), request, respond));
@@ -103,15 +95,6 @@ pub(super) async fn serve(
 /// Waits until the server has closed the link; opens nothing any more.
 async fn closed(link: &mut LinkConnection) {
     while let Some(Ok(_)) = link.accept().await {}
-}
-
-/// The next stream; announces a larger window meanwhile.
-async fn accept(link: &mut LinkConnection, flow: &Flow) -> Option<Result<Accepted, h2::Error>> {
-    poll_fn(|cx| {
-        flow.poll_window(cx.waker(), |window| link.set_initial_window_size(window));
-        link.poll_accept(cx)
-    })
-    .await
 }
 
 /// Everything but the link that ends a session.

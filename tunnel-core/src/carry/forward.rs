@@ -114,33 +114,8 @@ impl Forward<'_> {
                 // Built where they are polled: moving a future doubles its memory.
                 both = async {
                     tokio::try_join!(
-                        async {
-                            let passed = |bytes| self.traffic.count_from_socket(bytes);
-                            let to = (&mut *send, &self.traffic.for_tunnel);
-                            let up = self.direction((&mut body, self.client), to, passed).await;
-                            up.map_err(|cut| match cut {
-                                Cut::From(error) => Ended::Client(error),
-                                Cut::To(error) => Ended::Agent(error),
-                            })
-                        },
-                        async {
-                            let answer = tokio::select! {
-                                answer = answer => answer.map_err(Ended::Dial)?,
-                                reset = poll_fn(|cx| respond.poll_reset(cx)) => {
-                                    return Err(Ended::Client(reset.map_or_else(RelayError::from, RelayError::Reset)));
-                                }
-                            };
-                            let (head, mut from) = answer.into_parts();
-                            let to = respond.send_response(Response::from_parts(head, ()), false);
-                            let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
-                            let passed = |bytes| self.traffic.count_to_socket(bytes);
-                            let to = (to, &self.traffic.for_socket);
-                            let down = self.direction((&mut from, self.agent), to, passed).await;
-                            down.map_err(|cut| match cut {
-                                Cut::From(error) => Ended::Agent(error),
-                                Cut::To(error) => Ended::Client(error),
-                            })
-                        }
+                        self.up(&mut body, send),
+                        self.down(answer, respond, &mut answering),
                     )
                 } => both,
             }
@@ -161,6 +136,40 @@ impl Forward<'_> {
                 Err(ended)
             }
         }
+    }
+
+    /// From the other server to the agent.
+    async fn up(&self, body: &mut RecvStream, send: &mut SendStream<Bytes>) -> Result<Forwarded, Ended> {
+        let passed = |bytes| self.traffic.count_from_socket(bytes);
+        let to = (send, &self.traffic.for_tunnel);
+        self.direction((body, self.client), to, passed).await.map_err(|cut| match cut {
+            Cut::From(error) => Ended::Client(error),
+            Cut::To(error) => Ended::Agent(error),
+        })
+    }
+
+    /// From the agent, once it has answered, to the other server, which is left in `answering`.
+    async fn down(
+        &self,
+        answer: impl Future<Output = Result<Response<RecvStream>, RelayError>>,
+        respond: &mut SendResponse<Bytes>,
+        answering: &mut Option<SendStream<Bytes>>,
+    ) -> Result<Forwarded, Ended> {
+        let answer = tokio::select! {
+            answer = answer => answer.map_err(Ended::Dial)?,
+            reset = poll_fn(|cx| respond.poll_reset(cx)) => {
+                return Err(Ended::Client(reset.map_or_else(RelayError::from, RelayError::Reset)));
+            }
+        };
+        let (head, mut from) = answer.into_parts();
+        let to = respond.send_response(Response::from_parts(head, ()), false);
+        let to = answering.insert(to.map_err(|error| Ended::Client(error.into()))?);
+        let passed = |bytes| self.traffic.count_to_socket(bytes);
+        let to = (to, &self.traffic.for_socket);
+        self.direction((&mut from, self.agent), to, passed).await.map_err(|cut| match cut {
+            Cut::From(error) => Ended::Agent(error),
+            Cut::To(error) => Ended::Client(error),
+        })
     }
 
     /// Passes everything from `from`, a stream of the link of `flow`, on to `to`, with its end; `waiting` shows when `to` takes

@@ -179,7 +179,7 @@ impl Flow {
 
     /// Announces a larger window once there is one. To be called in each poll of the task that owns the connection;
     /// `announce` fails while the peer has not acknowledged the last one.
-    pub fn poll_window(&self, waker: &Waker, announce: impl FnOnce(u32) -> Result<(), h2::Error>) {
+    pub(crate) fn poll_window(&self, waker: &Waker, announce: impl FnOnce(u32) -> Result<(), h2::Error>) {
         self.owner.register(waker);
         let window = self.window();
         if window != self.announced.load(Ordering::Relaxed) && announce(window).is_ok() {

@@ -4,6 +4,7 @@
 mod congestion;
 mod error;
 mod flow;
+mod http2;
 mod io;
 mod limits;
 mod liveness;
@@ -15,6 +16,7 @@ pub use congestion::Congestion;
 pub use error::{LinkDead, reason};
 pub use flow::Flow;
 pub(crate) use flow::{Bulk, Taken};
+pub use http2::{Accepted, accept, drive};
 pub use io::LinkIo;
 pub use limits::{Limits, limited_by};
 pub use liveness::keep_alive;

@@ -3,7 +3,6 @@
 #[cfg(test)]
 pub(super) mod tests;
 
-use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -127,11 +126,7 @@ async fn open<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     let (send, mut connection) = handshake.map_err(|_| End::NoHello)?.map_err(End::Link)?;
     let pings = connection.ping_pong().ok_or(End::Closed)?;
     let mut driver = JoinSet::new();
-    let shared = flow.clone();
-    driver.spawn(poll_fn(move |cx| {
-        shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
-        Pin::new(&mut connection).poll(cx)
-    }));
+    driver.spawn(link::drive(connection, flow.clone()));
     Ok((Transport { send, pings, flow }, driver))
 }
 

@@ -21,7 +21,6 @@ use tunnel_core::outcome::Outcome;
 
 use super::link::LinkContext;
 use super::passed_on::refuse;
-use super::peer::accept;
 use super::redirectors::Redirector as Standing;
 use crate::admission::{Share, Shares};
 use crate::door::{self, EDGE, Reception, Workload, WorkloadMap, pair};
@@ -76,7 +75,7 @@ pub(super) async fn serve(
                 draining = true;
                 link.graceful_shutdown();
             }
-            accepted = accept(&mut link, &flow) => match accepted {
+            accepted = link::accept(&mut link, &flow) => match accepted {
                 Some(Ok((request, respond))) => {
                     tokio::spawn(on_link.clone().carry(request, respond));
                 }

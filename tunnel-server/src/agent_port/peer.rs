@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use h2::server::Connection;
 use tokio::net::TcpStream;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{broadcast, mpsc};
@@ -79,7 +78,7 @@ pub(super) async fn serve(
                 break ended.map_or_else(|error| error.to_string(), |dead| dead.to_string());
             }
             refusal = &mut refused => break refusal.to_string(),
-            accepted = accept(&mut link, &flow) => match accepted {
+            accepted = link::accept(&mut link, &flow) => match accepted {
                 Some(Ok((request, respond)))
                     if request.uri().path() == PEER_CARRY_PATH && refusal.is_none() =>
                 {
@@ -96,20 +95,6 @@ pub(super) async fn serve(
     if caller.server_id != context.server_id {
         tracing::info!(%peer, server_id = caller.server_id, end, "the other server's link ended");
     }
-}
-
-type Accepted = (http::Request<h2::RecvStream>, h2::server::SendResponse<bytes::Bytes>);
-
-/// The next stream; announces a larger window meanwhile.
-pub(super) async fn accept(
-    link: &mut Connection<LinkIo, bytes::Bytes>,
-    flow: &link::Flow,
-) -> Option<Result<Accepted, h2::Error>> {
-    std::future::poll_fn(|cx| {
-        flow.poll_window(cx.waker(), |window| link.set_initial_window_size(window));
-        link.poll_accept(cx)
-    })
-    .await
 }
 
 struct PeerService {

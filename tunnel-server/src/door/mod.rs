@@ -246,10 +246,10 @@ async fn lost(socket: &TcpStream) -> std::io::Error {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
+    pub(crate) fn size_of_future<A, B, C, D, F>(_: fn(A, B, C, D) -> F) -> usize {
         size_of::<F>()
     }
 

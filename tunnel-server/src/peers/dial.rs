@@ -1,9 +1,7 @@
 //! Keeps a link with each of the other servers, and follows what each says that it has.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::future::poll_fn;
 use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -243,11 +241,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     let Some(pings) = connection.ping_pong() else { return End::Failed(Error::Closed) };
     // A task of its own, so that carried bytes wake only it.
     let mut driver = JoinSet::new();
-    let shared = flow.clone();
-    driver.spawn(poll_fn(move |cx| {
-        shared.poll_window(cx.waker(), |window| connection.set_initial_window_size(window));
-        Pin::new(&mut connection).poll(cx)
-    }));
+    driver.spawn(link::drive(connection, flow.clone()));
     let mut client = PeerClient::with_origin(Channel::new(send.clone()), origin());
     let (first, told) = tokio::select! {
         biased;
