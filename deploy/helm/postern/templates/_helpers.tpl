@@ -9,6 +9,11 @@ app.kubernetes.io/part-of: postern
 {{- printf "%s/postern/%s:%s" $root.Values.image.registry (index . 1) ($root.Values.image.tag | default $root.Chart.AppVersion) -}}
 {{- end }}
 
+{{/* Labels that distributions give to masters, as a list in JSON: kubeadm, k3s and most others; RKE1; before 1.24; MicroK8s. */}}
+{{- define "postern.masters" -}}
+["node-role.kubernetes.io/control-plane","node-role.kubernetes.io/controlplane","node-role.kubernetes.io/master","node.kubernetes.io/microk8s-controlplane"]
+{{- end }}
+
 {{/* The edge nodes' labels, given or not, as a list in JSON. */}}
 {{- define "postern.edgeNodes" -}}
 {{- if .Values.edgeNodes -}}

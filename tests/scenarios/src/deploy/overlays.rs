@@ -45,6 +45,64 @@ pub(super) async fn programs_can_be_pinned(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
+/// Distributions label their masters differently. Each master gets a server and no redirector, a worker the other way round.
+pub(super) async fn masters_of_every_distribution_get_a_server(testbed: &Testbed) -> Result<()> {
+    const MASTERS: [(&str, &[(&str, &str)]); 7] = [
+        ("kubeadm, kOps, Talos", &[("node-role.kubernetes.io/control-plane", "")]),
+        ("k3s, RKE2, k0s", &[("node-role.kubernetes.io/control-plane", "true")]),
+        ("k3s before 1.20", &[("node-role.kubernetes.io/master", "true")]),
+        ("kubeadm before 1.24", &[("node-role.kubernetes.io/master", "")]),
+        (
+            "OpenShift",
+            &[("node-role.kubernetes.io/master", ""), ("node-role.kubernetes.io/control-plane", "")],
+        ),
+        ("RKE1", &[("node-role.kubernetes.io/controlplane", "true")]),
+        ("MicroK8s", &[("node.kubernetes.io/microk8s-controlplane", "microk8s-controlplane")]),
+    ];
+    const WORKERS: [(&str, &[(&str, &str)]); 3] = [
+        ("without a role", &[("kubernetes.io/os", "linux")]),
+        ("RKE1", &[("node-role.kubernetes.io/worker", "true")]),
+        ("MicroK8s", &[("node.kubernetes.io/microk8s-worker", "microk8s-worker")]),
+    ];
+    let objects = rendered(testbed, "base", &["everywhere"]).await?;
+    let terms = |name: &str| -> Result<Value> {
+        let pod = &object(&objects, "DaemonSet", name)?["spec"]["template"]["spec"];
+        let required = "requiredDuringSchedulingIgnoredDuringExecution";
+        Ok(pod["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"].clone())
+    };
+    let (servers, redirectors) = (terms("tunnel-server")?, terms("tunnel-redirector")?);
+    for (distribution, labels) in MASTERS {
+        ensure!(selects(&servers, labels)?, "no server on a master of {distribution}");
+        ensure!(!selects(&redirectors, labels)?, "a redirector on a master of {distribution}");
+    }
+    for (distribution, labels) in WORKERS {
+        ensure!(!selects(&servers, labels)?, "a server on a worker of {distribution}");
+        ensure!(selects(&redirectors, labels)?, "no redirector on a worker of {distribution}");
+    }
+    Ok(())
+}
+
+/// Whether a node with these labels is one of the terms', as the scheduler decides: all expressions of any term.
+fn selects(terms: &Value, labels: &[(&str, &str)]) -> Result<bool> {
+    let list = |value: &Value| value.as_array().cloned().context("no list");
+    for term in list(terms)? {
+        let mut all = true;
+        for expression in list(&term["matchExpressions"])? {
+            let value = labels.iter().find(|(key, _)| expression["key"] == *key).map(|(_, value)| *value);
+            all &= match expression["operator"].as_str() {
+                Some("Exists") => value.is_some(),
+                Some("DoesNotExist") => value.is_none(),
+                Some("NotIn") => !list(&expression["values"])?.iter().any(|one| one.as_str() == value),
+                other => anyhow::bail!("operator {other:?}"),
+            };
+        }
+        if all {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// What servers need of their hosts, redirectors need of theirs.
 pub(super) async fn redirectors_get_what_servers_get(testbed: &Testbed) -> Result<()> {
     let security = |objects: &Objects, name: &str| -> Result<Value> {
