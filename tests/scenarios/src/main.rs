@@ -37,6 +37,7 @@ mod outbound;
 mod path;
 mod plain;
 mod proxy;
+mod readme;
 mod redirect;
 mod redirector;
 mod relayed;
@@ -96,6 +97,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         deploy::SCENARIOS,
         systemd::SCENARIOS,
         docs::SCENARIOS,
+        readme::SCENARIOS,
         doctor::server::SCENARIOS,
         doctor::agent::SCENARIOS,
         doctor::node::SCENARIOS,

@@ -40,7 +40,8 @@ pub(super) async fn lines(
     run(cluster, title, &lines.join("\n"), replaced).await
 }
 
-async fn run(
+/// The same with these commands.
+pub(super) async fn run(
     cluster: &Cluster<'_>,
     title: &str,
     commands: &str,

@@ -37,6 +37,7 @@ mod offline;
 mod overlays;
 mod patches;
 mod plugin;
+mod readme;
 mod render;
 mod superedge;
 mod two_masters;
@@ -53,6 +54,7 @@ use overlays::{
     public_addresses_leave_no_node_port, redirectors_get_what_servers_get,
 };
 use patches::{argument, overlay, overlay_with};
+use readme::the_readme_is_followed;
 use render::chart_renders_what_kustomize_does;
 use superedge::migration_from_superedge;
 use two_masters::two_masters_are_updated;
@@ -70,6 +72,7 @@ scenarios! {
     components_go_where_the_servers_are(cluster, no_cluster),
     chart_is_installed_upgraded_and_removed(images, limit = 600),
     the_guide_is_followed(images, limit = 420),
+    the_readme_is_followed(images, limit = 300),
     callers_are_asked_for(images, limit = 300),
     prometheus_reads_servers(images, limit = 360),
     two_masters_are_updated(images, limit = 600),
