@@ -16,6 +16,7 @@ use tunnel_core::carry::{end_quiet, register_stalled};
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::Holder;
 use tunnel_core::lifecycle::{Drain, Drained, Readiness, ReadyGuard, Shutdown, raise_open_files};
+use tunnel_core::limits::{Limits, register_limits};
 use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
 use tunnel_kube::ClientSettings;
@@ -76,13 +77,14 @@ pub struct Bound {
 /// # Errors
 /// What only the operator can fix: files, the admin address, the kubeconfig, or a refused enrolment.
 pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) -> anyhow::Result<Bound> {
-    raise_open_files();
+    Limits::of_process().log(raise_open_files());
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
     register_tasks(postern, vec![Handle::current()]);
     register_stalled(postern);
+    register_limits(postern);
     let metrics = Metrics::new(&mut registry);
     let identity_metrics = IdentityMetrics::register(&mut registry, Holder::Agent);
     let readiness = Readiness::new();

@@ -13,6 +13,7 @@ use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_task
 use tunnel_core::config::ConfigError;
 use tunnel_core::konnectivity::Room;
 use tunnel_core::lifecycle::{Readiness, Shutdown, raise_open_files};
+use tunnel_core::limits::{Limits, register_limits};
 use tunnel_core::logging;
 
 use crate::addresses::NodeAddresses;
@@ -47,13 +48,14 @@ pub async fn build(
     servers: KonnectivityConfig,
     log: logging::Handle,
 ) -> anyhow::Result<Bound> {
-    raise_open_files();
+    Limits::of_process().log(raise_open_files());
     check_files(&servers)?;
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
     register_tasks(postern, vec![Handle::current()]);
+    register_limits(postern);
     let metrics = Metrics::new(&mut registry);
     let own_metrics = KonnectivityMetrics::register(&mut registry);
     let readiness = Readiness::new();

@@ -16,6 +16,7 @@ use tunnel_core::admin::{Serving, register_process_metrics, register_tasks};
 use tunnel_core::carry::register_stalled;
 use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::{Drain, Readiness, ReadyGuard, Shutdown, raise_open_files};
+use tunnel_core::limits::{Limits, register_limits};
 use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
 use tunnel_identity::IdentityMetrics;
@@ -89,6 +90,8 @@ pub struct Bound {
 pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound> {
     let started = Instant::now();
     let open_files = raise_open_files();
+    let limits = Limits::of_process();
+    limits.log(open_files);
     let server_id = server_id();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
@@ -99,9 +102,10 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let identity_metrics = redirector::register(&config, &mut registry);
     let postern = registry.sub_registry_with_prefix("postern");
     postern.register_collector(Box::new(log.lost().clone()));
-    let workers = Workers::start(std::thread::available_parallelism().map_or(1, usize::from))?;
+    let workers = Workers::start(limits.threads())?;
     register_tasks(postern, [&[Handle::current()], workers.runtimes()].concat());
     register_stalled(postern);
+    register_limits(postern);
     register_role(postern, config.role());
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(config.router(Source::api_server(&config.source).await), postern));
@@ -331,7 +335,7 @@ impl Bound {
             tasks.spawn(feeder.run(stop.clone()));
             tasks.spawn(redirect.clone().watch(stop.clone()));
         }
-        let budget = Budget::of(self.open_files, tunnel_core::memory::limit());
+        let budget = Budget::of(self.open_files, Limits::of_process().memory.amount);
         let workers = Arc::new(self.workers);
         let drain = Drain::new(shutdown.clone());
         let to_peers = PeerContext {

@@ -1,4 +1,6 @@
 //! Floods under the memory limit of a container: they end with resets and counters, never with an OOM kill.
+use std::path::Path;
+
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::cgroup::MemoryLimit;
@@ -18,6 +20,7 @@ use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_reade
 use crate::web::Web;
 
 scenarios! {
+    a_pods_limits_are_found(limit = 180),
     stalled_readers_of_two_nodes(edges = 2, limit = 300),
     targets_that_never_read_beside_two_thousand_connections(limit = 300),
     downloads_that_nobody_reads_from_a_small_agent(limit = 300),
@@ -35,6 +38,58 @@ fn expect_budget(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     let sixth = (limit.bytes() / 6) as f64;
     metrics.expect("postern_stalled_limit_bytes", &[], sixth)?;
     metrics.expect("postern_stalled_bytes", &[], 0.0)
+}
+
+/// Where a shipped DaemonSet mounts the host's cgroups.
+fn mount_of_cgroups(manifest: &str) -> Result<&Path> {
+    let lines = manifest.lines().skip_while(|line| line.trim() != "- name: cgroup");
+    let path = lines.map(str::trim).find_map(|line| line.strip_prefix("mountPath: "));
+    path.map(Path::new).context("the manifest has no mount of the volume cgroup")
+}
+
+/// Both programs find their limits in a cgroup namespace of their own: beside the host's hierarchies where the manifests mount
+/// them, and below these where they cover the pod's own.
+async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
+    const SERVER_MANIFEST: &str = include_str!("../../../deploy/base/server-daemonset.yaml");
+    const REDIRECTOR_MANIFEST: &str =
+        include_str!("../../../deploy/components/everywhere/redirector-daemonset.yaml");
+    let shipped = mount_of_cgroups(SERVER_MANIFEST)?;
+    ensure!(shipped == mount_of_cgroups(REDIRECTOR_MANIFEST)?, "server and redirector differ");
+    let covering = Path::new("/sys/fs/cgroup");
+    // Nothing is to be made outside of the run's folder.
+    let beside = testbed.dir().join("pod").join(shipped.strip_prefix("/")?);
+    let beside = if shipped.starts_with(covering) { shipped } else { &beside };
+    for (name, hosts) in [("beside", beside), ("covered", covering)] {
+        let limits = testbed.limits_on_cloud(name, SERVER, 150_000)?.in_pod(hosts);
+        let builder = server::Builder::new(testbed).memory(&limits).flag("--redirect=off");
+        let mut server = builder.start().await?;
+        expect_limits(&server.metrics().await?, &limits)?;
+        let line = server.process.output()?.lines().any(|line| {
+            line.contains("limits of this process") && line.contains(&format!("\"memory\":{SERVER}"))
+        });
+        ensure!(line, "{name}: the log does not say the limits");
+        let limit = testbed.limit_on_edge(&format!("agent-{name}"), AGENT)?.in_pod(hosts);
+        let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
+        expect_limits(&agent.metrics().await?, &limit)?;
+        limit.expect_kept(agent.process.pid())?;
+        agent.process.stop().await?;
+        limits.expect_kept(server.process.pid())?;
+        server.process.stop().await?;
+    }
+    Ok(())
+}
+
+/// What the program has found, and where.
+fn expect_limits(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
+    expect_budget(metrics, limit)?;
+    #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]
+    metrics.expect("postern_memory_limit_bytes", &[], limit.bytes() as f64)?;
+    let of_machine = metrics.sum("postern_memory_limit_bytes", &[("from", "/proc/meminfo")]);
+    ensure!(of_machine == 0.0, "it is the machine's memory");
+    match limit.cpus() {
+        Some(cpus) => metrics.expect("postern_cpu_limit", &[], cpus),
+        None => Ok(()),
+    }
 }
 
 /// That what is held comes to the bound: not far below it and, after the grace, not above.

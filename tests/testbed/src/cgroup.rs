@@ -53,6 +53,11 @@ pub struct MemoryLimit {
     path: PathBuf,
     bytes: u64,
     version: MemoryVersion,
+    cpus: Option<f64>,
+    /// Its cgroup of the CPU controller, if that is another one.
+    cpu: Option<PathBuf>,
+    /// Where the host's cgroups are mounted in the program's own namespaces, if it has any.
+    pub(crate) pod: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,12 +72,12 @@ impl MemoryLimit {
         let (path, version) = match v1_mounts()?.into_iter().find(|mount| mount.ends_with("memory")) {
             Some(mount) => (mount.join(id.to_string()).join(name), MemoryVersion::V1),
             None => {
-                delegate_memory(parent.path())?;
+                delegate(parent.path(), "memory")?;
                 (parent.path().join(name), MemoryVersion::V2)
             }
         };
         fs::create_dir_all(&path).with_context(|| format!("creating cgroup {}", path.display()))?;
-        let limit = Self { path, bytes, version };
+        let limit = Self { path, bytes, version, cpus: None, cpu: None, pod: None };
         limit.write(limit.of_version("memory.limit_in_bytes", "memory.max"), &bytes.to_string())?;
         Ok(limit)
     }
@@ -82,10 +87,38 @@ impl MemoryLimit {
         self.bytes
     }
 
-    /// The file that a process's id is written to, to move it here. Has to happen before the program starts: it reads its
+    /// The CPUs that it may use at a time, if they are limited.
+    pub fn cpus(&self) -> Option<f64> {
+        self.cpus
+    }
+
+    /// The same with this share of each 100 ms of CPU time, in microseconds.
+    pub(crate) fn with_cpu(mut self, id: &Id, name: &str, microseconds: u32) -> Result<Self> {
+        self.cpus = Some(f64::from(microseconds) / 100_000.0);
+        let Some(mount) = v1_mounts()?.into_iter().find(|mount| has_cpu(mount)) else {
+            delegate(self.path.parent().context("no parent")?, "cpu")?;
+            self.write("cpu.max", &format!("{microseconds} 100000"))?;
+            return Ok(self);
+        };
+        let path = mount.join(id.to_string()).join(name);
+        fs::create_dir_all(&path).with_context(|| format!("creating cgroup {}", path.display()))?;
+        for (file, value) in [("cpu.cfs_period_us", 100_000), ("cpu.cfs_quota_us", microseconds)] {
+            let file = path.join(file);
+            fs::write(&file, value.to_string()).with_context(|| format!("writing {}", file.display()))?;
+        }
+        Ok(Self { cpu: Some(path), ..self })
+    }
+
+    /// The same for a program in a pod: in a cgroup namespace of its own, with what that shows at /sys/fs/cgroup, and the host's
+    /// hierarchies at `hosts`, which may be there too.
+    pub fn in_pod(&self, hosts: &Path) -> Self {
+        Self { pod: Some(hosts.to_owned()), ..self.clone() }
+    }
+
+    /// The files that a process's id is written to, to move it here. Has to happen before the program starts: it reads its
     /// limit, and what it has in memory already is not counted.
-    pub fn procs(&self) -> PathBuf {
-        self.path.join(PROCS)
+    pub(crate) fn procs(&self) -> impl Iterator<Item = PathBuf> {
+        [Some(&self.path), self.cpu.as_ref()].into_iter().flatten().map(|path| path.join(PROCS))
     }
 
     /// An error if `pid` is not below this limit, or if the kernel has killed a process at it.
@@ -123,15 +156,21 @@ impl MemoryLimit {
     }
 }
 
-/// Lets the children of a cgroup v2 have memory limits.
-fn delegate_memory(parent: &Path) -> Result<()> {
+/// Whether a mount of version 1 has the CPU controller: its name has all controllers of the mount.
+fn has_cpu(mount: &Path) -> bool {
+    let name = mount.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    name.split(',').any(|controller| controller == "cpu")
+}
+
+/// Lets the children of a cgroup v2 have limits of this controller.
+fn delegate(parent: &Path, controller: &str) -> Result<()> {
     let mount = unified_mount()?;
     let controllers = fs::read_to_string(mount.join("cgroup.controllers"))
         .with_context(|| format!("reading {}/cgroup.controllers", mount.display()))?;
     ensure!(
-        controllers.split_whitespace().any(|controller| controller == "memory"),
-        "this host has no memory controller, neither in cgroup v1 nor in v2 ({} has {:?}): mount one with \
-         `mount -t cgroup -o memory none /sys/fs/cgroup/memory`, or boot without `cgroup_disable=memory`",
+        controllers.split_whitespace().any(|one| one == controller),
+        "this host has no {controller} controller, neither in cgroup v1 nor in v2 ({} has {:?}): mount one with \
+         `mount -t cgroup -o {controller} none /sys/fs/cgroup/{controller}`, or boot without `cgroup_disable={controller}`",
         mount.display(),
         controllers.trim()
     );
@@ -140,7 +179,8 @@ fn delegate_memory(parent: &Path) -> Result<()> {
     for step in std::iter::once(Path::new("")).chain(below.iter().map(Path::new)) {
         path.push(step);
         let file = path.join("cgroup.subtree_control");
-        fs::write(&file, "+memory").with_context(|| format!("writing +memory to {}", file.display()))?;
+        let value = format!("+{controller}");
+        fs::write(&file, &value).with_context(|| format!("writing {value} to {}", file.display()))?;
     }
     Ok(())
 }

@@ -42,13 +42,38 @@ impl Placement<'_> {
     pub fn command_below(&self, limit: Option<&MemoryLimit>, program: &Path) -> Command {
         let Some(limit) = limit else { return self.command(program) };
         let mut command = self.command(Path::new("sh"));
-        command
-            .args(["-c", r#"echo $$ > "$1" || exit 125; shift; exec "$@""#, "sh"])
-            .arg(limit.procs())
-            .arg(program);
+        let enter = r#"while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@""#;
+        command.args(["-c", enter, "sh"]).args(limit.procs()).arg("--");
+        if let Some(hosts) = &limit.pod {
+            command.args(["unshare", "--cgroup", "--mount", "sh", "-c", POD, "sh"]).arg(hosts);
+        }
+        command.arg(program);
         command
     }
 }
+
+/// Mounts what the cgroup namespace shows where programs look for it, as containerd does, and the host's cgroups at `$1`.
+const POD: &str = r#"set -e
+mkdir -p "$1"
+mount -t tmpfs none /mnt
+mkdir /mnt/cgroup
+mount --rbind /sys/fs/cgroup /mnt/cgroup
+cat /proc/mounts > /mnt/mounts
+own() { umount -l "$3"; mount -t "$1" -o "$2" none "$3"; }
+while read -r _ point type options _; do
+    case "$point,$type,$options," in
+    /mnt/*) ;;
+    *,cgroup2,*) own cgroup2 rw "$point" ;;
+    *,cgroup,*,memory,*) own cgroup memory "$point" ;;
+    *,cgroup,*,cpu,cpuacct,*) own cgroup cpu,cpuacct "$point" ;;
+    *,cgroup,*,cpu,*) own cgroup cpu "$point" ;;
+    esac
+done < /mnt/mounts
+mount --rbind /mnt/cgroup "$1"
+umount -l /mnt
+shift
+exec "$@"
+"#;
 
 /// A running program. Dropping it kills its whole process group.
 #[derive(Debug)]

@@ -156,6 +156,11 @@ impl Testbed {
         MemoryLimit::create(&self.id, &self.cloud_cgroup, name, bytes)
     }
 
+    /// The same with this share of each 100 ms of CPU time, in microseconds.
+    pub fn limits_on_cloud(&self, name: &str, bytes: u64, microseconds: u32) -> Result<MemoryLimit> {
+        self.limit_on_cloud(name, bytes)?.with_cpu(&self.id, name, microseconds)
+    }
+
     /// A memory limit for one program on an edge.
     pub fn limit_on_edge(&self, name: &str, bytes: u64) -> Result<MemoryLimit> {
         MemoryLimit::create(&self.id, &self.edge_cgroup, name, bytes)

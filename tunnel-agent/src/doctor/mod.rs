@@ -11,9 +11,10 @@ mod way;
 use std::time::SystemTime;
 
 use tunnel_core::doctor::{
-    Checkup, Finding, Outcome, Report, Running, codes, judge_running, state_directory,
+    Checkup, Finding, Outcome, Report, Running, codes, judge_limits, judge_running, state_directory,
 };
 use tunnel_core::identity::NodeName;
+use tunnel_core::limits::in_pod;
 use tunnel_kube::ClientSettings;
 use tunnel_kube::doctor::{Right, answers, rights};
 
@@ -31,6 +32,8 @@ pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, Stri
     checkup.add("running", is_running);
     checkup.add("ready", is_ready);
     let running = running.ok();
+    let unknown = || Outcome::Skipped("the agent does not run".to_owned());
+    checkup.add("limits", running.as_ref().map_or_else(unknown, |it| judge_limits(&it.metrics, in_pod())));
     if let Some(servers) = &config.konnectivity {
         let own = konnectivity::check(&mut checkup, config, servers, running.as_ref()).await;
         node::check(&mut checkup, config, own).await;
@@ -51,7 +54,7 @@ pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, Stri
     let own = way::check(&mut checkup, config, running.as_ref(), held.as_ref(), now).await;
     match &running {
         Some(running) => checkup.run("attached", &[], async || sessions::judge(&running.status)).await,
-        None => checkup.add("attached", Outcome::Skipped("the agent does not run".to_owned())),
+        None => checkup.add("attached", unknown()),
     }
     node::check(&mut checkup, config, own).await;
     checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"))

@@ -22,6 +22,7 @@ codes! {
     API_SERVER_UNREACHABLE = "api-server-unreachable" Broken "nodes, certificates and settings stay as they were last known";
     API_RIGHT_MISSING = "api-right-missing" Broken "the API server refuses what this program has to read or write";
     CLOCK_SKEW = "clock-skew" Broken "certificates of the other end count as not yet valid, or as expired";
+    MEMORY_LIMIT_UNSEEN = "memory-limit-unseen" Warning "what is bounded by memory is bounded by the machine's, so the kernel may kill the program at its pod's limit";
 
     // The server's host.
     NO_PROGRAMS = "no-programs" Broken "this binary was built without its eBPF programs and cannot redirect";

@@ -25,7 +25,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
     checkup.run("left behind", &["kernel"], async || left_behind(options)).await;
 }
 
-fn unknown() -> Outcome {
+pub(super) fn unknown() -> Outcome {
     Outcome::Skipped("the server does not run".to_owned())
 }
 

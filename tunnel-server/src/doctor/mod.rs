@@ -14,7 +14,10 @@ use std::path::PathBuf;
 use std::time::SystemTime;
 
 use ipnet::IpNet;
-use tunnel_core::doctor::{Checkup, Finding, Outcome, Report, Running, codes, judge_running, resolves};
+use tunnel_core::doctor::{
+    Checkup, Finding, Outcome, Report, Running, codes, judge_limits, judge_running, resolves,
+};
+use tunnel_core::limits::in_pod;
 
 use crate::config::{Config, NodeSource};
 use crate::status::StatusReport;
@@ -34,6 +37,8 @@ pub async fn examine(
     checkup.add("ready", is_ready);
     let running = running.ok();
     let running = running.as_ref();
+    let limits = async || running.map_or_else(host::unknown, |it| judge_limits(&it.metrics, in_pod()));
+    checkup.run("limits", &["running"], limits).await;
 
     host::check(&mut checkup, config, running).await;
     check_rules(&mut checkup, config, running, rules).await;

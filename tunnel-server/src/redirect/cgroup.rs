@@ -2,10 +2,10 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
 
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
+use tunnel_core::cgroup::{self, Mount};
 
 use super::error::RedirectError;
 
@@ -14,14 +14,6 @@ use super::error::RedirectError;
 pub(super) struct Cgroup {
     pub(super) path: PathBuf,
     pub(super) dir: File,
-}
-
-/// A cgroup2 mount of this mount namespace.
-#[derive(Debug, PartialEq, Eq)]
-struct Mount {
-    /// The cgroup that is mounted, as seen from this cgroup namespace.
-    root: PathBuf,
-    point: PathBuf,
 }
 
 impl Cgroup {
@@ -68,47 +60,13 @@ impl Cgroup {
     }
 }
 
+/// Where version 2 is mounted.
 fn mounts() -> Result<Vec<Mount>, RedirectError> {
-    let path = "/proc/self/mountinfo";
-    let text = fs::read_to_string(path)
-        .map_err(|source| RedirectError::Io { what: format!("cannot read {path}"), source })?;
-    Ok(parse_mounts(&text))
-}
-
-/// The cgroup2 lines of mountinfo (proc(5)): `id parent maj:min root point options… - type source options`.
-fn parse_mounts(text: &str) -> Vec<Mount> {
-    text.lines()
-        .filter_map(|line| {
-            let (left, right) = line.split_once(" - ")?;
-            if right.split(' ').next()? != "cgroup2" {
-                return None;
-            }
-            let mut fields = left.split(' ').skip(3);
-            Some(Mount { root: unescape(fields.next()?), point: unescape(fields.next()?) })
-        })
-        .collect()
-}
-
-/// Undoes mountinfo's `\040` for space, tab, newline and backslash.
-fn unescape(field: &str) -> PathBuf {
-    let bytes = field.as_bytes();
-    let mut out = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while at < bytes.len() {
-        let octal = bytes.get(at + 1..at + 4).filter(|_| bytes[at] == b'\\');
-        let value = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
-        match value {
-            Some(byte) => {
-                out.push(byte);
-                at += 4;
-            }
-            None => {
-                out.push(bytes[at]);
-                at += 1;
-            }
-        }
-    }
-    PathBuf::from(std::ffi::OsString::from_vec(out))
+    let mounts = cgroup::mounts().map_err(|source| RedirectError::Io {
+        what: "cannot read /proc/self/mountinfo".to_owned(),
+        source,
+    })?;
+    Ok(mounts.into_iter().filter(Mount::is_v2).collect())
 }
 
 /// Where this process's own cgroup is, in the mount of the hierarchy that `dir` lies on. None when it lies outside the
@@ -142,24 +100,9 @@ fn seen_beside(mounts: &[Mount], dir: &Path, own: &Path) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use tunnel_core::cgroup::parse_mounts;
 
-    #[test]
-    fn finds_cgroup2_among_the_mounts_of_a_hybrid_host() {
-        let text = "\
-24 1 0:22 / /proc rw - proc proc rw
-30 24 0:26 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory
-31 24 0:27 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw,nsdelegate
-32 24 0:27 /kube\\040pods /mnt/a\\134b rw - cgroup2 none rw
-";
-        assert_eq!(
-            parse_mounts(text),
-            [
-                Mount { root: "/".into(), point: "/sys/fs/cgroup/unified".into() },
-                Mount { root: "/kube pods".into(), point: "/mnt/a\\b".into() },
-            ]
-        );
-    }
+    use super::*;
 
     #[test]
     fn a_cgroup_is_looked_for_on_the_mount_that_is_attached_to() {
@@ -188,13 +131,6 @@ mod tests {
         assert_eq!(seen("/sys/fs/cgroup", "/"), None);
         assert_eq!(seen("/mnt/a/b", "/a.slice/b/c"), Some("/mnt/a/b/c".into()));
         assert_eq!(seen("/mnt/a", "/b.slice"), None);
-    }
-
-    #[test]
-    fn broken_lines_and_escapes_are_skipped_or_kept() {
-        assert_eq!(parse_mounts("1 2 3 - cgroup2\n - cgroup2 x\n\n1 2 0:1 /"), []);
-        assert_eq!(unescape("a\\0"), PathBuf::from("a\\0"));
-        assert_eq!(unescape("\\999"), PathBuf::from("\\999"));
     }
 
     #[test]

@@ -3,10 +3,11 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
+use tunnel_core::limits::{Limit, Limits};
 use tunnel_server::redirect::RedirectConfig;
 
 use crate::Case;
@@ -14,45 +15,89 @@ use crate::failures::{DOCUMENTED, have_only};
 use crate::harness::{cgroup_mount, own_cgroup};
 use crate::support::{EDGE, PORT, World, ask, at, config, desired};
 
-pub(crate) const CASES: &[Case] = &[("pod::processes_outside_of_it_are_redirected", outside_of_it)];
+pub(crate) const CASES: &[Case] = &[
+    ("pod::processes_outside_of_it_are_redirected", outside_of_it),
+    ("pod::its_limits_are_found_below_the_hosts_hierarchy", covered),
+];
+
+const MANIFEST: &str = include_str!("../../../deploy/base/server-daemonset.yaml");
+/// Of the pod, in bytes, and in thousandths of a CPU.
+const MEMORY: u64 = 256 << 20;
+const CPU: u64 = 1500;
 
 fn outside_of_it() {
-    let (pod, host) = (own_cgroup().join("pod"), own_cgroup().join("host"));
-    for cgroup in [&pod, &host] {
-        fs::create_dir(cgroup).unwrap();
-    }
-    let me = std::process::id().to_string();
+    let (_, host) = enter_pod();
     // From within the pod it could not be opened.
     let mut leave = OpenOptions::new().write(true).open(host.join("cgroup.procs")).unwrap();
-    fs::write(pod.join("cgroup.procs"), &me).unwrap();
-    as_containerd_mounts();
+    let root = as_containerd_mounts(&shipped_mount());
     assert_eq!(own_line(), "0::/", "this is the root of the pod's namespace");
+    expect_limits(&root);
     have_only(DOCUMENTED);
     let world = World::with(RedirectConfig { cgroup: None, ..config() }, &desired(&[EDGE]));
     ask(at(EDGE.0, PORT)).unwrap();
 
-    leave.write_all(me.as_bytes()).unwrap();
+    leave.write_all(std::process::id().to_string().as_bytes()).unwrap();
     assert_eq!(own_line(), "0::/../host");
     ask(at(EDGE.0, PORT)).unwrap();
     assert_eq!(world.counter("connect4/redirected"), 3, "two connects and the self-test");
 }
 
-/// A cgroup namespace, with what it shows mounted where programs look for it, and over that the volume: the host's whole
-/// hierarchy, read-only.
-fn as_containerd_mounts() {
-    let (root, hosts) = (cgroup_mount(), tempfile::tempdir().unwrap());
+/// Manifests of earlier versions mount the host's hierarchy over the pod's own.
+fn covered() {
+    let (pod, _) = enter_pod();
+    let root = cgroup_mount();
+    as_containerd_mounts(&root);
+    expect_limits(&root.join(pod.strip_prefix(&root).unwrap()));
+}
+
+/// Moves this process into a cgroup with limits, and returns it and one beside it.
+fn enter_pod() -> (PathBuf, PathBuf) {
+    let (pod, host) = (own_cgroup().join("pod"), own_cgroup().join("host"));
+    for cgroup in [&pod, &host] {
+        fs::create_dir(cgroup).unwrap();
+    }
+    fs::write(pod.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    // Only a cgroup without processes of its own can have children with limits.
+    for parent in [cgroup_mount(), own_cgroup()] {
+        fs::write(parent.join("cgroup.subtree_control"), "+memory +cpu").unwrap();
+    }
+    fs::write(pod.join("memory.max"), MEMORY.to_string()).unwrap();
+    fs::write(pod.join("cpu.max"), format!("{} 100000", CPU * 100)).unwrap();
+    (pod, host)
+}
+
+/// What the program finds, and that it finds it in this directory.
+fn expect_limits(own: &Path) {
+    let Limits { memory, cpu } = Limits::of_process();
+    assert_eq!(*memory, Limit { amount: MEMORY, from: own.join("memory.max") });
+    let usable = std::thread::available_parallelism().unwrap().get() as u64;
+    assert!(cpu.amount <= CPU && (usable < 2 || cpu.from == own.join("cpu.max")), "{cpu:?}");
+}
+
+/// Where the manifest has the host's hierarchy.
+fn shipped_mount() -> PathBuf {
+    let lines = MANIFEST.lines().map(str::trim).skip_while(|line| *line != "- name: cgroup");
+    PathBuf::from(lines.filter_map(|line| line.strip_prefix("mountPath: ")).next().unwrap())
+}
+
+/// A cgroup namespace, with what it shows mounted where programs look for it, and at `hosts` the volume: the host's whole
+/// hierarchy, read-only. Returns where the pod's own is mounted.
+fn as_containerd_mounts(hosts: &Path) -> PathBuf {
+    let (root, aside) = (cgroup_mount(), tempfile::tempdir().unwrap());
     let bind =
         |from: &Path, to: &Path| mount(Some(from), to, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
-    bind(&root, hosts.path());
+    bind(&root, aside.path());
     umount2(&root, MntFlags::MNT_DETACH).unwrap();
     unshare(CloneFlags::CLONE_NEWCGROUP).unwrap();
     mount(Some("none"), &root, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
     assert!(root.join("cgroup.type").exists(), "the pod's own cgroup looks like a root");
-    bind(hosts.path(), &root);
+    fs::create_dir_all(hosts).unwrap();
+    bind(aside.path(), hosts);
     let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-    mount(None::<&str>, &root, None::<&str>, read_only, None::<&str>).unwrap();
-    umount2(hosts.path(), MntFlags::MNT_DETACH).unwrap();
-    assert!(!root.join("cgroup.type").exists(), "the host's root has no such file");
+    mount(None::<&str>, hosts, None::<&str>, read_only, None::<&str>).unwrap();
+    umount2(aside.path(), MntFlags::MNT_DETACH).unwrap();
+    assert!(!hosts.join("cgroup.type").exists(), "the host's root has no such file");
+    root
 }
 
 /// The cgroup of this process in v2, as it sees it.

@@ -15,7 +15,8 @@ use tokio::time::timeout;
 use super::guide::{CHART, link_deploy};
 use super::render::chart;
 use super::{
-    DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, follow, logs, on_cluster, rolled_out, service_has_port, text,
+    DOCUMENT, NAMESPACE, PATIENCE, PROGRAMS, follow, logs, on_cluster, patches, rolled_out, service_has_port,
+    text,
 };
 
 /// Longer than helm's own `--timeout`, so that helm says what it waits for.
@@ -32,7 +33,7 @@ async fn lived(cluster: &Cluster<'_>) -> Result<()> {
     let cgroup = cluster.testbed.cloud_cgroup.path();
     let values = json!({ "server": {
         "hostPaths": { "bpf": text(&cluster.testbed.bpffs())? },
-        "extraArgs": [format!("--redirect-cgroup={}", cgroup.display())],
+        "extraArgs": [patches::redirect_cgroup(text(cgroup)?)?],
     }});
     let file = cluster.testbed.dir().join("values.json");
     fs::write(&file, values.to_string()).context("writing the values")?;

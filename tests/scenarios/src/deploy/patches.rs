@@ -39,15 +39,21 @@ pub(super) fn overlay_in(
     Ok(dir)
 }
 
-/// Limits the redirect of a DaemonSet's pods to this cgroup, and gives them the run's BPF file system.
+/// Limits the redirect of a DaemonSet's pods to this cgroup of the host, and gives them the run's BPF file system.
 pub(super) fn redirects(daemon_set: &str, testbed: &Testbed, cgroup: &str) -> Result<Value> {
     let bpffs = testbed.bpffs();
     let patch = json!([
-        argument(&format!("--redirect-cgroup={cgroup}")),
+        argument(&redirect_cgroup(cgroup)?),
         // This host may have none.
         { "op": "replace", "path": "/spec/template/spec/volumes/2/hostPath/path", "value": text(&bpffs)? },
     ]);
     Ok(of(daemon_set, &patch))
+}
+
+/// The flag for this cgroup of the host, as the pods see it.
+pub(super) fn redirect_cgroup(cgroup: &str) -> Result<String> {
+    let below = cgroup.strip_prefix("/sys/fs/cgroup").context("the pods mount /sys/fs/cgroup only")?;
+    Ok(format!("--redirect-cgroup=/host/cgroup{below}"))
 }
 
 /// A patch of a DaemonSet, in Kustomize's form.

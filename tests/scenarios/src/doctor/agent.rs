@@ -75,6 +75,7 @@ async fn a_healthy_agent_is_fine(testbed: &Testbed) -> Result<()> {
     for check in [
         "running",
         "ready",
+        "limits",
         "state directory",
         "certificate",
         "names",

@@ -39,6 +39,7 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
             "capability-missing",
         ],
     ),
+    ("doctor::server::a_pod_without_a_memory_limit_is_told", &["memory-limit-unseen"]),
     ("kubernetes::in_cluster", &["api-right-missing"]),
     ("doctor::agent::a_healthy_agent_is_fine", &["kubelet-silent"]),
     (

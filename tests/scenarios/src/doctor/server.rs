@@ -28,6 +28,7 @@ scenarios! {
     what_a_killed_server_leaves_is_found,
     damaged_files_are_found,
     a_host_that_cannot_redirect_is_found,
+    a_pod_without_a_memory_limit_is_told(quick),
 }
 
 /// `tunnel-server doctor` on the cloud host.
@@ -75,6 +76,7 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
     for check in [
         "running",
         "ready",
+        "limits",
         "kernel",
         "cgroup",
         "sk_lookup",
@@ -390,4 +392,18 @@ async fn a_host_that_cannot_redirect_is_found(testbed: &Testbed) -> Result<()> {
     said.expect("capability-missing", "CAP_BPF")?;
     ensure!(said.state("sk_lookup")? == "skipped", "{:#}", said.report);
     Ok(())
+}
+
+/// Outside of a pod it is nothing to warn of.
+async fn a_pod_without_a_memory_limit_is_told(testbed: &Testbed) -> Result<()> {
+    let unlimited = testbed.limit_on_cloud("unlimited", i64::MAX.unsigned_abs())?;
+    let server =
+        Builder::new(testbed).memory(&unlimited).env("KUBERNETES_SERVICE_HOST", "10.96.0.1").start().await?;
+    let log = server.process.output()?;
+    ensure!(log.contains("this pod's memory limit was not found"), "{log}");
+    doctor(testbed, &[]).await?.expect_only(&[])?;
+    let mut in_pod = testbed.on_cloud().command(&program("tunnel-server")?);
+    in_pod.args(["doctor", "-o", "json"]).env("KUBERNETES_SERVICE_HOST", "10.96.0.1");
+    let said = run(in_pod).await?;
+    said.expect("memory-limit-unseen", "(/proc/meminfo)")
 }
