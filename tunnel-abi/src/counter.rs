@@ -3,13 +3,12 @@
 use crate::verdict::{Reason, Verdict};
 
 /// Number of counters.
-pub const COUNT: u32 = 28;
+pub const COUNT: u32 = 26;
 
 /// `<hook>/<outcome>` of each counter, in the order of its index. "connect6" counts what an IPv6
 /// socket asked for, IPv4-mapped addresses included.
 pub const NAMES: [&str; COUNT as usize] = [
     "connect4/not_tcp",
-    "connect4/marked",
     "connect4/bound_device",
     "connect4/port",
     "connect4/excluded",
@@ -18,7 +17,6 @@ pub const NAMES: [&str; COUNT as usize] = [
     "connect4/down",
     "connect4/orphaned",
     "connect6/not_tcp",
-    "connect6/marked",
     "connect6/bound_device",
     "connect6/port",
     "connect6/excluded",
@@ -65,25 +63,24 @@ pub enum Lookup {
 pub const fn of_verdict<A>(hook: Hook, verdict: &Verdict<A>) -> u32 {
     let outcome = match verdict {
         Verdict::Direct(Reason::NotTcp) => 0,
-        Verdict::Direct(Reason::Marked) => 1,
-        Verdict::Direct(Reason::BoundDevice) => 2,
-        Verdict::Direct(Reason::Port) => 3,
-        Verdict::Direct(Reason::Excluded) => 4,
-        Verdict::Direct(Reason::NoRoute) => 5,
-        Verdict::Redirect(_) => 6,
-        Verdict::Down(_) => 7,
-        Verdict::Direct(Reason::Orphaned) => 8,
+        Verdict::Direct(Reason::BoundDevice) => 1,
+        Verdict::Direct(Reason::Port) => 2,
+        Verdict::Direct(Reason::Excluded) => 3,
+        Verdict::Direct(Reason::NoRoute) => 4,
+        Verdict::Redirect(_) => 5,
+        Verdict::Down(_) => 6,
+        Verdict::Direct(Reason::Orphaned) => 7,
     };
     match hook {
         Hook::Connect4 => outcome,
-        Hook::Connect6 => 9 + outcome,
+        Hook::Connect6 => 8 + outcome,
     }
 }
 
 /// Counter of peer names that `getpeername4` translated back.
-pub const RESTORED_V4: u32 = 18;
+pub const RESTORED_V4: u32 = 16;
 /// Counter of peer names that `getpeername6` translated back.
-pub const RESTORED_V6: u32 = 19;
+pub const RESTORED_V6: u32 = 17;
 
 /// Counter of a lookup for an IPv4 (`v6 == false`) or IPv6 packet.
 #[inline(always)]
@@ -92,7 +89,7 @@ pub const fn of_lookup(v6: bool, lookup: Lookup) -> u32 {
         Lookup::Steered => 0,
         Lookup::NoListener => 1,
         Lookup::ForeignClient => 2,
-        Lookup::Replaced => return if v6 { 27 } else { 26 },
+        Lookup::Replaced => return if v6 { 25 } else { 24 },
     };
-    if v6 { 23 + outcome } else { 20 + outcome }
+    if v6 { 21 + outcome } else { 18 + outcome }
 }

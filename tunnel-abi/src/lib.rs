@@ -15,9 +15,9 @@ pub mod verdict;
 
 use core::net::{Ipv4Addr, Ipv6Addr};
 
-/// `SO_MARK` of the server's own sockets. A marked socket is never redirected, so the server can
-/// always reach an edge address directly (`"POST"` in ASCII).
-pub const SOCKET_MARK: u32 = 0x504f_5354;
+/// `SO_PRIORITY` of the servers' listeners, by which the lookup knows them (`"POS"` in ASCII). Not `SO_MARK`: other programs'
+/// firewall rules judge packets by that. Queueing disciplines use the lowest four bits at most, and 0 is their default.
+pub const LISTENER_PRIORITY: u32 = 0x504f_5300;
 
 /// Routes of one address family, that of the self-test among them; each has an origin.
 pub const ROUTE_CAPACITY: u32 = 131_072;
@@ -68,8 +68,6 @@ pub mod names {
     /// One word: when the server last said that it is alive, in nanoseconds of `CLOCK_MONOTONIC`.
     pub const ALIVE: &str = "ALIVE";
 
-    /// Global `u32`: mark of exempt sockets.
-    pub const MARK: &str = "MARK";
     /// Global `u8`: `bpf_set_retval` exists (Linux 6.1), so a downed route fails at connect().
     pub const SET_RETVAL: &str = "SET_RETVAL";
     /// Global `u8`: `bpf_sk_lookup.ingress_ifindex` exists (Linux 5.17).

@@ -11,8 +11,6 @@ pub struct Connect<A> {
     pub port: u16,
     /// The socket's protocol is TCP (an MPTCP subflow is a TCP socket).
     pub tcp: bool,
-    /// The socket carries the server's own mark.
-    pub marked: bool,
     /// The socket is bound to a device (`SO_BINDTODEVICE`): a redirect over loopback would black-hole.
     pub bound_device: bool,
 }
@@ -22,8 +20,6 @@ pub struct Connect<A> {
 pub enum Reason {
     /// Not a TCP socket.
     NotTcp,
-    /// One of the server's own sockets.
-    Marked,
     /// Bound to a device.
     BoundDevice,
     /// The port is not tunnelled, or not at this address.
@@ -74,9 +70,6 @@ pub fn verdict<A: Address, T: Tables<A>>(tables: &T, connect: &Connect<A>) -> Ve
     if !connect.tcp {
         return Verdict::Direct(Reason::NotTcp);
     }
-    if connect.marked {
-        return Verdict::Direct(Reason::Marked);
-    }
     if connect.bound_device {
         return Verdict::Direct(Reason::BoundDevice);
     }
@@ -114,11 +107,9 @@ pub enum VerdictV6 {
 /// because that is the peer it reaches.
 #[inline(always)]
 pub fn verdict_v6<T: Tables<V4> + Tables<V6>>(tables: &T, connect: &Connect<V6>) -> VerdictV6 {
-    let Connect { address, port, tcp, marked, bound_device } = *connect;
+    let Connect { address, port, tcp, bound_device } = *connect;
     match address.mapped() {
-        Some(address) => {
-            VerdictV6::Mapped(verdict(tables, &Connect { address, port, tcp, marked, bound_device }))
-        }
+        Some(address) => VerdictV6::Mapped(verdict(tables, &Connect { address, port, tcp, bound_device })),
         None => VerdictV6::Native(verdict(tables, connect)),
     }
 }

@@ -79,8 +79,8 @@ impl Tables<V6> for World {
 }
 
 /// The rules with plain integers, sharing nothing with the code under test.
-fn model(world: &World, address: IpAddr, port: u16, tcp: bool, marked: bool, bound: bool) -> Model {
-    if !tcp || marked || bound || world.orphaned {
+fn model(world: &World, address: IpAddr, port: u16, tcp: bool, bound: bool) -> Model {
+    if !tcp || bound || world.orphaned {
         return Model::Direct;
     }
     if world.excluded.iter().any(|net| net.contains(&address)) {
@@ -175,8 +175,8 @@ fn world() -> impl Strategy<Value = World> {
         })
 }
 
-fn flags() -> impl Strategy<Value = (bool, bool, bool)> {
-    (prop::bool::weighted(0.9), prop::bool::weighted(0.1), prop::bool::weighted(0.1))
+fn flags() -> impl Strategy<Value = (bool, bool)> {
+    (prop::bool::weighted(0.9), prop::bool::weighted(0.1))
 }
 
 proptest! {
@@ -184,19 +184,19 @@ proptest! {
 
     #[test]
     fn v4_agrees_with_the_model(
-        world in world(), address in address_v4(), port in 10250_u16..10254, (tcp, marked, bound) in flags()
+        world in world(), address in address_v4(), port in 10250_u16..10254, (tcp, bound) in flags()
     ) {
-        let connect = Connect { address: V4::from(address), port, tcp, marked, bound_device: bound };
-        let expected = model(&world, address.into(), port, tcp, marked, bound);
+        let connect = Connect { address: V4::from(address), port, tcp, bound_device: bound };
+        let expected = model(&world, address.into(), port, tcp, bound);
         prop_assert_eq!(as_model::<V4, Ipv4Addr>(verdict(&world, &connect)), expected);
     }
 
     #[test]
     fn v6_agrees_with_the_model(
-        world in world(), address in address_v6(), port in 10250_u16..10254, (tcp, marked, bound) in flags()
+        world in world(), address in address_v6(), port in 10250_u16..10254, (tcp, bound) in flags()
     ) {
-        let connect = Connect { address: V6::from(address), port, tcp, marked, bound_device: bound };
-        let expected = model(&world, address.into(), port, tcp, marked, bound);
+        let connect = Connect { address: V6::from(address), port, tcp, bound_device: bound };
+        let expected = model(&world, address.into(), port, tcp, bound);
         match verdict_v6(&world, &connect) {
             VerdictV6::Native(v) => prop_assert_eq!(as_model::<V6, Ipv6Addr>(v), expected),
             VerdictV6::Mapped(v) => prop_assert!(false, "{} treated as mapped: {:?}", address, v),
@@ -205,11 +205,11 @@ proptest! {
 
     #[test]
     fn mapped_is_decided_as_v4(
-        world in world(), address in address_v4(), port in 10250_u16..10254, (tcp, marked, bound) in flags()
+        world in world(), address in address_v4(), port in 10250_u16..10254, (tcp, bound) in flags()
     ) {
         let connect =
-            Connect { address: V6::from(address.to_ipv6_mapped()), port, tcp, marked, bound_device: bound };
-        let expected = model(&world, address.into(), port, tcp, marked, bound);
+            Connect { address: V6::from(address.to_ipv6_mapped()), port, tcp, bound_device: bound };
+        let expected = model(&world, address.into(), port, tcp, bound);
         match verdict_v6(&world, &connect) {
             VerdictV6::Mapped(v) => prop_assert_eq!(as_model::<V4, Ipv4Addr>(v), expected),
             VerdictV6::Native(v) => prop_assert!(false, "{} not treated as mapped: {:?}", address, v),
@@ -221,7 +221,7 @@ proptest! {
         let mut world = World { orphaned: false, ..world };
         world.excluded.insert(IpNet::V4(address.into()));
         let connect =
-            Connect { address: V4::from(address), port: 10250, tcp: true, marked: false, bound_device: false };
+            Connect { address: V4::from(address), port: 10250, tcp: true, bound_device: false };
         prop_assert!(matches!(verdict(&world, &connect), Verdict::Direct(Reason::Excluded | Reason::Port)));
     }
 
@@ -313,7 +313,6 @@ fn every_counter_has_its_own_index() {
     use counter::{Hook, Lookup, of_lookup, of_verdict};
     let verdicts = [
         (Verdict::Direct(Reason::NotTcp), "not_tcp"),
-        (Verdict::Direct(Reason::Marked), "marked"),
         (Verdict::Direct(Reason::BoundDevice), "bound_device"),
         (Verdict::Direct(Reason::Port), "port"),
         (Verdict::Direct(Reason::Excluded), "excluded"),

@@ -3,7 +3,7 @@
 use aya_ebpf::{bindings::bpf_sock_addr, helpers::generated::bpf_set_retval};
 use tunnel_abi::verdict::Connect;
 
-use crate::maps::{MARK, SET_RETVAL};
+use crate::maps::SET_RETVAL;
 
 const IPPROTO_TCP: u32 = 6;
 const EHOSTUNREACH: i32 = 113;
@@ -28,18 +28,10 @@ pub(crate) unsafe fn describe<A>(ctx: *mut bpf_sock_addr, address: A) -> Connect
             (&raw const (*ctx).__bindgen_anon_1.sk).read_volatile(),
         )
     };
-    let (marked, bound_device) = if sk.is_null() {
-        (false, false)
-    } else {
-        // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
-        unsafe {
-            let mark = (&raw const (*sk).mark).read_volatile();
-            let device = (&raw const (*sk).bound_dev_if).read_volatile();
-            (mark == MARK.load(), device != 0)
-        }
-    };
+    // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
+    let bound_device = !sk.is_null() && unsafe { (&raw const (*sk).bound_dev_if).read_volatile() } != 0;
     // The port is a big-endian u16 in the low half of a u32.
-    Connect { address, port: u16::from_be(port as u16), tcp: protocol == IPPROTO_TCP, marked, bound_device }
+    Connect { address, port: u16::from_be(port as u16), tcp: protocol == IPPROTO_TCP, bound_device }
 }
 
 /// Makes the connect fail with EHOSTUNREACH where the kernel can (6.1); false where it cannot.

@@ -6,7 +6,7 @@ use tunnel_abi::counter::RESTORED_V6;
 use crate::{
     connect::ALLOW,
     connect6::{read_address, write_address},
-    getpeername4::{is_ours, origin_of},
+    getpeername4::origin_of,
     maps::{ORIGINS_V6, TOKENS_V6, count},
 };
 
@@ -16,17 +16,14 @@ pub(crate) fn postern_peer6(ctx: SockAddrContext) -> i32 {
     // SAFETY: the kernel's own context, valid for the whole program.
     let peer = unsafe { read_address(raw) };
     if let Some(mapped) = peer.mapped() {
-        // SAFETY: as above; only the last word, the prefix ::ffff:0:0 stays.
-        unsafe {
-            if let Some(origin) = origin_of(raw, mapped) {
-                (&raw mut (*raw).user_ip6[3]).write_volatile(origin.0);
-                count(RESTORED_V6);
-            }
+        if let Some(origin) = origin_of(mapped) {
+            // SAFETY: as above; only the last word, the prefix ::ffff:0:0 stays.
+            unsafe { (&raw mut (*raw).user_ip6[3]).write_volatile(origin.0) };
+            count(RESTORED_V6);
         }
         return ALLOW;
     }
-    // SAFETY: as above.
-    if !TOKENS_V6.load().contains(peer) || unsafe { is_ours(raw) } {
+    if !TOKENS_V6.load().contains(peer) {
         return ALLOW;
     }
     if let Some(origin) = ORIGINS_V6.get(Key::new(128, peer)) {

@@ -10,7 +10,7 @@ use aya_ebpf::{
 };
 use tunnel_abi::{
     ANY_PORT_ROUTES, EXCLUDED_ENTRIES, LIST_CAPACITY, LISTENER_SLOTS, Mapping, PORT_WORDS, Prefix,
-    ROUTE_ENTRIES, SERVING, SOCKET_MARK, V4, V6, counter,
+    ROUTE_ENTRIES, SERVING, V4, V6, counter,
     verdict::{GlobalState, Tables},
 };
 
@@ -42,8 +42,6 @@ pub(crate) static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(cou
 #[map]
 pub(crate) static ALIVE: Array<u64> = Array::with_max_entries(1, 0);
 
-#[unsafe(no_mangle)]
-pub(crate) static MARK: Global<u32> = Global::new(SOCKET_MARK);
 /// Off unless the loader sets it: a kernel before 6.1 refuses a program that calls the helper.
 #[unsafe(no_mangle)]
 pub(crate) static SET_RETVAL: Global<u8> = Global::new(0);

@@ -11,11 +11,11 @@ use aya_ebpf::{
     programs::SkLookupContext,
 };
 use tunnel_abi::{
-    LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
+    LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6, LOOPBACK_IFINDEX, V4, V6,
     counter::{Lookup, of_lookup},
 };
 
-use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, MARK, TOKENS_V4, TOKENS_V6, count};
+use crate::maps::{CLIENTS_V4, CLIENTS_V6, INGRESS_IFINDEX, LISTENER, TOKENS_V4, TOKENS_V6, count};
 
 const IPPROTO_TCP: u32 = 6;
 const AF_INET: u32 = 2;
@@ -112,7 +112,7 @@ fn finish(ctx: &SkLookupContext, allowed: bool, v6: bool) -> u32 {
     }
 }
 
-/// Whether an earlier program of the chain has chosen a socket that is no server's: those are marked.
+/// Whether an earlier program of the chain has chosen a socket that is no server's: the priority of those is known.
 ///
 /// # Safety
 /// `ctx` is the context that the kernel passed to the program.
@@ -124,7 +124,7 @@ unsafe fn is_taken(ctx: *mut bpf_sk_lookup) -> bool {
         return false;
     }
     // SAFETY: not null, so the verifier knows it as a socket that may be read field by field.
-    unsafe { (&raw const (*sk).mark).read_volatile() != MARK.load() }
+    unsafe { (&raw const (*sk).priority).read_volatile() != LISTENER_PRIORITY }
 }
 
 /// Whether the packet came from this host itself. Before Linux 5.17 the program cannot tell and relies

@@ -17,6 +17,7 @@ use crate::common::{server_and_agent, target};
 
 scenarios! {
     lost_route_is_restored(waits),
+    rules_about_marks_of_others_do_not_meet_it,
     token_opens_only_tunnelled_ports,
     clients_of_ranges_that_no_node_names,
 }
@@ -42,6 +43,30 @@ async fn lost_route_is_restored(testbed: &Testbed) -> Result<()> {
     ensure!(verified == 1.0, "the redirect counts as broken after its repair");
     let status = server.status().await?;
     ensure!(status["redirect"]["state"] == "on", "{}", status["redirect"]);
+    Ok(())
+}
+
+/// What Calico has in the filter table while kube-proxy works with IPVS: a local process's packet whose mark has bits of
+/// Calico's is looked up as an endpoint's, and dropped if there is no such endpoint.
+const CALICO: [&str; 5] = [
+    "-N cali-from-endpoint-mark",
+    "-A cali-from-endpoint-mark -j DROP",
+    "-N cali-forward-endpoint-mark",
+    "-A cali-forward-endpoint-mark -m mark ! --mark 0x100000/0xfff00000 -j cali-from-endpoint-mark",
+    "-I OUTPUT -m mark ! --mark 0x0/0xfff00000 -g cali-forward-endpoint-mark",
+];
+
+async fn rules_about_marks_of_others_do_not_meet_it(testbed: &Testbed) -> Result<()> {
+    for rule in CALICO {
+        testbed.cloud.iptables(rule)?;
+        testbed.cloud.ip6tables(rule)?;
+    }
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    // A client of the host itself is logged under the token, its packets' source.
+    let line = server.wait_access("of the visit", |line| line.text("outcome") == "ok").await?;
+    ensure!(line.text("client").starts_with("198.18."), "the client in {line:?}");
     Ok(())
 }
 

@@ -23,7 +23,7 @@ use crate::config::{
 };
 use crate::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
 use crate::pki::DEFAULT_STATE_DIR;
-use crate::redirect::{PinConfig, RedirectConfig, SOCKET_MARK};
+use crate::redirect::{PinConfig, RedirectConfig};
 
 // Values stay text until `config()` parses them, so that every error has the same form.
 #[derive(Args, Clone, Debug)]
@@ -165,7 +165,6 @@ impl RunArgs {
             cgroup: self.redirect_cgroup.clone(),
             token_range,
             token_range_v6,
-            mark: SOCKET_MARK,
             clients: redirect_clients.clone(),
             pins: config::bpffs(&self.bpffs).map(|dir| PinConfig { dir, state_dir: self.state_dir.clone() }),
             orphan_timeout,

@@ -13,7 +13,7 @@ use super::{Cli, Command};
 use crate::config::{Config, NodeSource, OF_METRICS, OF_SERVERS};
 use crate::inventory::Selector;
 use crate::kube::KubeOptions;
-use crate::redirect::{RedirectConfig, SOCKET_MARK};
+use crate::redirect::RedirectConfig;
 use crate::role::Role;
 
 fn config(args: &[&str]) -> Result<Config, ConfigError> {
@@ -61,7 +61,7 @@ fn defaults_are_as_documented() {
     assert!(config.cert_dns_names.is_empty() && config.cert_ips.is_empty());
     let redirect = config.redirect.unwrap();
     let default = RedirectConfig::default();
-    assert_eq!((redirect.cgroup, redirect.mark), (None, SOCKET_MARK));
+    assert_eq!(redirect.cgroup, None);
     assert_eq!(
         (redirect.token_range, redirect.token_range_v6),
         (default.token_range, default.token_range_v6)

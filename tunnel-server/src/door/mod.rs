@@ -82,11 +82,12 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
 pub(crate) async fn receive<D: Door>(
     door: Arc<D>,
     mut socket: TcpStream,
-    client: SocketAddr,
+    accepted: SocketAddr,
     context: DoorContext,
     shares: Shares,
     mut place: Option<Share>,
 ) {
+    let client = door.client(&socket, accepted, &context.router);
     // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
     if let Err(error) = prepare_socket(&socket) {
         return turned_away::<D>(&context, client, &error);

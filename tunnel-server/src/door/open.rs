@@ -1,5 +1,6 @@
 //! What a door is.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -16,6 +17,11 @@ pub(crate) trait Door: Send + Sync + 'static {
     const NAME: &'static str;
     /// Whether `open` waits for the client, who then needs a place first.
     const READS: bool = true;
+
+    /// The client's address as logs and bounds have it; `accepted` is what accept(2) returned.
+    fn client(&self, _socket: &TcpStream, accepted: SocketAddr, _router: &Router) -> SocketAddr {
+        accepted
+    }
 
     /// Finds out what the client wants to reach.
     fn open(

@@ -20,6 +20,19 @@ impl Door for Redirected {
     const NAME: &'static str = "redirect";
     const READS: bool = false;
 
+    /// A process of this host has its token as its source, and accept(2) shows that as getpeername(2) does: as the address that
+    /// the token stands for.
+    fn client(&self, socket: &TcpStream, accepted: SocketAddr, router: &Router) -> SocketAddr {
+        let Ok(local) = socket.local_addr() else { return accepted };
+        let token = local.ip().to_canonical();
+        match router.snapshot().by_token(token) {
+            Some(node) if node.address == accepted.ip().to_canonical() => {
+                SocketAddr::new(token, accepted.port())
+            }
+            _ => accepted,
+        }
+    }
+
     async fn open(&self, socket: &mut TcpStream, router: &Router) -> Result<Opened, OpenError> {
         let local = socket.local_addr()?;
         let token = local.ip().to_canonical();

@@ -15,8 +15,6 @@ pub struct RedirectConfig {
     pub token_range: Ipv4Net,
     /// Token addresses for IPv6 destinations.
     pub token_range_v6: Ipv6Net,
-    /// Sockets with this `SO_MARK` are never redirected.
-    pub mark: u32,
     /// Sources that may use the token range, besides this host and [`Desired::clients`](super::Desired::clients).
     pub clients: Vec<IpNet>,
     /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (6.1).
@@ -53,7 +51,6 @@ impl Default for RedirectConfig {
                 Ipv6Addr::new(0xfd9e, 0x706f, 0x7374, 0x6572, 0, 0, 0, 0),
                 64,
             ),
-            mark: tunnel_abi::SOCKET_MARK,
             clients: Vec::new(),
             fail_at_connect: true,
             pins: None,

@@ -74,7 +74,6 @@ pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Re
     EbpfLoader::new()
         // The object has no relocations against the kernel's types.
         .btf(None)
-        .override_global(names::MARK, &config.mark, true)
         .override_global(names::SET_RETVAL, &set_retval, true)
         .override_global(names::INGRESS_IFINDEX, &ingress_ifindex, true)
         .override_global(names::ORPHAN_AFTER, &orphan_after, true)

@@ -48,5 +48,4 @@ pub use metrics::RedirectMetrics;
 pub use pins::{Orphans, Others};
 pub use running::{Applied, Health, Redirect};
 pub use self_test_addresses::{MAX_ROUTES, reserved_tokens, reserved_tokens_v6};
-pub use tunnel_abi::SOCKET_MARK;
 pub use withdraw::{Cleaned, cleanup};

@@ -6,8 +6,9 @@ use std::net::TcpListener;
 use std::sync::Mutex;
 
 use aya::Ebpf;
+use nix::libc;
 use nix::sys::socket::{setsockopt, sockopt};
-use tunnel_abi::{LISTENER_V4, LISTENER_V6};
+use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 
 use super::cgroup::Cgroup;
 use super::config::RedirectConfig;
@@ -28,7 +29,7 @@ const SELF_TEST_ATTEMPTS: usize = 4;
 
 impl Redirect {
     /// Loads, attaches and verifies. Redirected connections arrive at the listeners with the token as local
-    /// address; both listeners get [`RedirectConfig::mark`], and so do the sockets that they accept.
+    /// address. Both listeners get a priority (`SO_PRIORITY`) by which other servers' programs know them.
     ///
     /// Blocks for tens of milliseconds. Nothing is redirected until [`apply`](Self::apply).
     /// Without `v6`, or on a host without IPv6, IPv6 destinations are not redirected.
@@ -62,10 +63,9 @@ impl Redirect {
         let programs = Programs::load(ebpf)?;
         for (slot, listener) in [(LISTENER_V4, Some(v4)), (LISTENER_V6, v6)] {
             let Some(listener) = listener else { continue };
-            setsockopt(listener, sockopt::Mark, &config.mark).map_err(|error| RedirectError::Listener {
-                operation: "cannot set SO_MARK",
-                source: error.into(),
-            })?;
+            setsockopt(listener, sockopt::Priority, &(LISTENER_PRIORITY as libc::c_int)).map_err(
+                |error| RedirectError::Listener { operation: "cannot set SO_PRIORITY", source: error.into() },
+            )?;
             maps.set_listener(slot, listener)?;
         }
         maps.beat()?;
