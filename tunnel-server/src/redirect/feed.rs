@@ -43,7 +43,7 @@ impl Feeder {
     pub async fn feed(&mut self) -> bool {
         self.changed.mark_unchanged();
         let (redirect, desired) = (self.redirect.clone(), self.desired.clone());
-        match tokio::task::spawn_blocking(move || redirect.apply(&desired())).await {
+        match tokio::task::spawn_blocking(move || redirect.apply(|| desired())).await {
             Ok(Ok(applied)) => {
                 self.failures.clear();
                 self.stale = None;

@@ -89,34 +89,40 @@ impl std::fmt::Debug for Redirect {
 }
 
 impl Redirect {
-    /// Brings the maps to `desired`, writing only what differs. After an error the maps hold a part of the
-    /// change, the next call writes the rest; an invalid `desired` changes nothing.
+    /// Brings the maps to what `desired` returns, writing only what differs. After an error the maps hold a part of the
+    /// change, the next call writes the rest; an invalid state changes nothing. `desired` is called under the lock of the maps, so
+    /// that a call that had to wait does not write a state that is older than the one before.
     ///
     /// # Errors
     /// [`RedirectError::Route`], [`RedirectError::Full`] before anything is written; [`RedirectError::Map`]. The error is
     /// part of [`health`](Self::health) until a call succeeds.
-    pub fn apply(&self, desired: &Desired) -> Result<Applied, RedirectError> {
-        let applied = self.bring_to(desired);
+    pub fn apply(&self, desired: impl FnOnce() -> Desired) -> Result<Applied, RedirectError> {
+        let mut inner = self.lock();
+        let applied = self.bring_to(&mut inner, desired);
         let stale = applied.as_ref().err().map(ToString::to_string);
         self.note(|health| health.stale = stale);
         applied
     }
 
-    fn bring_to(&self, desired: &Desired) -> Result<Applied, RedirectError> {
-        let mut inner = self.lock();
+    fn bring_to(
+        &self,
+        inner: &mut Inner,
+        desired: impl FnOnce() -> Desired,
+    ) -> Result<Applied, RedirectError> {
         if inner.stopped {
             return Err(RedirectError::Stopped);
         }
+        let desired = desired();
         let known = match inner.current {
-            true => inner.contents.changes_by(&inner.desired, desired, &self.host(&inner))?,
+            true => inner.contents.changes_by(&inner.desired, &desired, &self.host(inner))?,
             false => None,
         };
         let Some(changes) = known else {
-            let want = MapContents::complete(desired, &self.host(&inner))?;
-            inner.desired = desired.clone();
+            let want = MapContents::complete(&desired, &self.host(inner))?;
+            inner.desired = desired;
             return inner.bring_to(&want);
         };
-        inner.desired = desired.clone();
+        inner.desired = desired;
         inner.write(changes)
     }
 

@@ -288,7 +288,7 @@ impl TakeOver {
     async fn apply_routes(&self) {
         let Some(redirect) = self.redirect.clone() else { return };
         let router = self.router.clone();
-        let applied = tokio::task::spawn_blocking(move || redirect.apply(&router.desired())).await;
+        let applied = tokio::task::spawn_blocking(move || redirect.apply(|| router.desired())).await;
         if let Ok(Err(error)) = applied {
             tracing::error!(%error, "the routes in the kernel are not current");
         }

@@ -164,7 +164,7 @@ impl Succession {
             let (resumed, router) = (redirect.clone(), self.router.clone());
             let resume = move || {
                 // The agents that have come back a moment ago are in it.
-                if let Err(error) = resumed.apply(&router.desired()) {
+                if let Err(error) = resumed.apply(|| router.desired()) {
                     tracing::error!(%error, "the routes in the kernel are not current");
                 }
                 resumed.resume()

@@ -90,7 +90,7 @@ fn retried() {
 
     let socket = tcp(Domain::IPV4);
     assert_eq!(socket.connect(&to).unwrap_err().raw_os_error(), Some(libc::EHOSTUNREACH));
-    world.redirect.apply(&up).unwrap();
+    world.redirect.apply(|| up.clone()).unwrap();
     socket.connect(&to).unwrap();
     arrived(&socket.into(), at(EDGE.0, PORT), EDGE.1);
 
@@ -279,10 +279,10 @@ fn any_port() {
     ask(at(EDGE.0, PORT)).unwrap();
 
     desired.routes.get_mut(&pods).unwrap().up = false;
-    world.redirect.apply(&desired).unwrap();
+    world.redirect.apply(|| desired.clone()).unwrap();
     fails(at("10.244.3.7", 8080), libc::EHOSTUNREACH);
     desired.routes.remove(&pods);
-    world.redirect.apply(&desired).unwrap();
+    world.redirect.apply(|| desired.clone()).unwrap();
     let ports = world.counter("connect4/port");
     assert!(ask(at("10.244.3.9", 8080)).is_err());
     assert_eq!(world.counter("connect4/port"), ports + 1, "without such routes no address is looked up");

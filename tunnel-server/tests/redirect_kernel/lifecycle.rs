@@ -3,8 +3,9 @@
 use std::fs::File;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use aya::programs::loaded_programs;
 use nix::libc;
@@ -24,6 +25,7 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::cleanup_removes_the_route_of_a_killed_server", cleanup_after_kill),
     ("lifecycle::replaced_under_load", replaced_under_load),
     ("lifecycle::what_was_released_is_taken_back", taken_back),
+    ("lifecycle::a_late_change_is_not_older_than_the_one_before", late_change),
     ("lifecycle::lost_route_is_noticed_and_restored", lost_route),
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
@@ -63,7 +65,7 @@ fn stop_leaves_nothing() {
     assert_eq!(programs(), (0, 0));
     assert_eq!(token_routes(), Vec::<String>::new());
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
-    assert!(matches!(world.redirect.apply(&desired(&[EDGE])), Err(RedirectError::Stopped)));
+    assert!(matches!(world.redirect.apply(|| desired(&[EDGE])), Err(RedirectError::Stopped)));
     drop(world);
     eventually("the kernel unloads the programs", || {
         !loaded_programs().filter_map(Result::ok).any(|program| ids.contains(&program.id()))
@@ -177,6 +179,34 @@ fn taken_back() {
     drop((world, next));
 }
 
+/// One that has asked for the wanted state writes it before a newer state can be written.
+fn late_change() {
+    let world = World::start(&desired(&[]));
+    let wanted = Mutex::new(desired(&[EDGE]));
+    let current = || wanted.lock().unwrap().clone();
+    let (has_asked, asked) = mpsc::channel();
+    let (has_written, written) = mpsc::channel();
+    thread::scope(|scope| {
+        let redirect = &world.redirect;
+        scope.spawn(move || {
+            let late = || {
+                let state = current();
+                has_asked.send(()).unwrap();
+                // As long as a newer one could be written meanwhile.
+                let _ = written.recv_timeout(Duration::from_millis(500));
+                state
+            };
+            redirect.apply(late).unwrap();
+        });
+        asked.recv().unwrap();
+        *wanted.lock().unwrap() = desired(&[EDGE_B]);
+        redirect.apply(current).unwrap();
+        let _ = has_written.send(());
+    });
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+    assert_eq!(ask(at(EDGE_B.0, PORT)).unwrap().local, at(EDGE_B.1, PORT));
+}
+
 fn lost_route() {
     let world = World::start(&desired(&[EDGE]));
     let runtime = runtime();
@@ -226,7 +256,7 @@ fn verify_while_closed() {
     world.redirect.set_serving(true).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     // With no port tunnelled nothing is redirected, and verification still works.
-    world.redirect.apply(&tunnel_server::redirect::Desired::default()).unwrap();
+    world.redirect.apply(tunnel_server::redirect::Desired::default).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 }

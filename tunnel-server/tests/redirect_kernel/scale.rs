@@ -39,20 +39,20 @@ fn cluster(count: u32, cloud: u32) -> Desired {
 fn no_change() {
     let world = World::start(&cluster(100, 10));
     let mut state = cluster(100, 10);
-    assert_eq!(world.redirect.apply(&state).unwrap(), Applied::default());
+    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
     let first = *state.routes.keys().next().unwrap();
     state.routes.get_mut(&first).unwrap().up = false;
-    assert_eq!(world.redirect.apply(&state).unwrap(), Applied { writes: 1, deletes: 0 });
-    assert_eq!(world.redirect.apply(&state).unwrap(), Applied::default());
+    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied { writes: 1, deletes: 0 });
+    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
     state.routes.remove(&first);
     assert_eq!(
-        world.redirect.apply(&state).unwrap(),
+        world.redirect.apply(|| state.clone()).unwrap(),
         Applied { writes: 0, deletes: 2 },
         "the route and its origin"
     );
     state.ports.remove(&9100);
-    assert_eq!(world.redirect.apply(&state).unwrap(), Applied { writes: 0, deletes: 1 });
-    assert_eq!(world.redirect.apply(&state).unwrap(), Applied::default());
+    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied { writes: 0, deletes: 1 });
+    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
 }
 
 fn many_nodes() {
@@ -60,23 +60,23 @@ fn many_nodes() {
     for (count, cloud) in [(5_000, 100), (100_000, 5_000)] {
         let state = cluster(count, cloud);
         let begun = Instant::now();
-        let applied = world.redirect.apply(&state).unwrap();
+        let applied = world.redirect.apply(|| state.clone()).unwrap();
         let full = begun.elapsed();
         let begun = Instant::now();
-        assert_eq!(world.redirect.apply(&state).unwrap(), Applied::default());
+        assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
         let nothing = begun.elapsed();
         let mut down = state.clone();
         let first = *down.routes.keys().next().unwrap();
         down.routes.get_mut(&first).unwrap().up = false;
         let begun = Instant::now();
-        assert_eq!(world.redirect.apply(&down).unwrap(), Applied { writes: 1, deletes: 0 });
+        assert_eq!(world.redirect.apply(|| down.clone()).unwrap(), Applied { writes: 1, deletes: 0 });
         println!(
             "report {count} nodes x 3 ports, {cloud} cloud nodes: {} writes in {full:?}; no change {nothing:?}; one change {:?}{}",
             applied.writes,
             begun.elapsed(),
             if cfg!(debug_assertions) { " (unoptimised build)" } else { "" }
         );
-        world.redirect.apply(&state).unwrap();
+        world.redirect.apply(|| state.clone()).unwrap();
         // The first, the last, one in between.
         for n in [0, count / 2, count - 1] {
             let (edge, token) = (Ipv4Addr::from(0x0a20_0000 + n), Ipv4Addr::from(0xc612_0002 + n));
@@ -143,7 +143,7 @@ fn too_many() {
     );
     let (router, registry) = routed(140_001, "100.64.0.0/10");
     let begun = Instant::now();
-    let applied = world.redirect.apply(&router.desired()).unwrap();
+    let applied = world.redirect.apply(|| router.desired()).unwrap();
     println!("report 140,001 nodes: {} writes in {:?}", applied.writes, begun.elapsed());
     let left_out = 140_001 - MAX_ROUTES;
     assert_eq!(counted(&registry, "no_room"), left_out);
@@ -155,10 +155,10 @@ fn too_many() {
     }
     // An agent that leaves, at once and alone.
     router.set_live(&"edge-7".parse().unwrap(), Holder::This, false);
-    assert_eq!(world.redirect.apply(&router.desired()).unwrap(), Applied { writes: 1, deletes: 0 });
+    assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 1, deletes: 0 });
     // One that has gone makes room for one that waits, which is written first.
     router.set_inventory((0..140_001).filter(|n| *n != 7).map(node).collect());
-    assert_eq!(world.redirect.apply(&router.desired()).unwrap(), Applied { writes: 2, deletes: 2 });
+    assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 2, deletes: 2 });
     let next = nth(u32::try_from(MAX_ROUTES).unwrap());
     let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(next))).unwrap().token;
     assert_eq!(ask((next, PORT).into()).unwrap().local, (token, PORT).into());
@@ -169,13 +169,13 @@ fn too_many() {
         for n in 0..131_073_u32 {
             state.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n))));
         }
-        world.redirect.apply(&state).unwrap();
+        world.redirect.apply(|| state.clone()).unwrap();
         assert!(world.redirect.left_out() > 0);
     }
     println!("report {} exclusions left out", world.redirect.left_out());
     let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(nth(1)))).unwrap().token;
     assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (token, PORT).into());
-    world.redirect.apply(&router.desired()).unwrap();
+    world.redirect.apply(|| router.desired()).unwrap();
     assert_eq!(world.redirect.left_out(), 0);
 }
 
@@ -185,7 +185,7 @@ fn too_few_tokens() {
         &Desired::default(),
     );
     let (router, registry) = routed(1000, "198.18.0.0/24");
-    world.redirect.apply(&router.desired()).unwrap();
+    world.redirect.apply(|| router.desired()).unwrap();
     let desired = router.desired();
     let with: Vec<u32> =
         (0..1000).filter(|n| desired.routes.get(&IpNet::from(IpAddr::V4(nth(*n)))).unwrap().up).collect();
@@ -207,7 +207,7 @@ fn many_connections() {
     sysctl("net.ipv4.ip_local_port_range", "1024 65535");
     let door = Door::open();
     let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
-    redirect.apply(&desired(&[EDGE])).unwrap();
+    redirect.apply(|| desired(&[EDGE])).unwrap();
     // As many processes on either side as the descriptor limit makes necessary.
     let each = (crate::peer::raise_descriptor_limit() - 100).min(COUNT);
     let processes = COUNT.div_ceil(each);

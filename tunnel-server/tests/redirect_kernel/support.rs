@@ -147,7 +147,7 @@ impl World {
         let door = Door::open();
         let serving = door.serve();
         let redirect = Redirect::start(config, &door.v4, Some(&door.v6)).expect("start");
-        redirect.apply(desired).expect("apply");
+        redirect.apply(|| desired.clone()).expect("apply");
         Self { redirect: Arc::new(redirect), _door: door, serving }
     }
 
