@@ -6,7 +6,7 @@ use postern_testbed::agent::Agent;
 use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_at_once, visit};
 use postern_testbed::inventory::Inventory;
 use postern_testbed::report::figure;
-use postern_testbed::server::Builder;
+use postern_testbed::server::{Builder, START};
 use postern_testbed::target::Behaviour;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{POD, Testbed};
@@ -18,6 +18,7 @@ use crate::common::{server_and_agent, target};
 scenarios! {
     lost_route_is_restored(waits),
     rules_about_marks_of_others_do_not_meet_it,
+    two_installations_on_one_host(edges = 2),
     token_opens_only_tunnelled_ports,
     clients_of_ranges_that_no_node_names,
 }
@@ -67,6 +68,55 @@ async fn rules_about_marks_of_others_do_not_meet_it(testbed: &Testbed) -> Result
     // A client of the host itself is logged under the token, its packets' source.
     let line = server.wait_access("of the visit", |line| line.text("outcome") == "ok").await?;
     ensure!(line.text("client").starts_with("198.18."), "the client in {line:?}");
+    Ok(())
+}
+
+/// Each has one of the edges, and gives it the first token of its range.
+async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
+    const OTHERS: &str = "another.yaml";
+    let mut theirs = Inventory::in_file(testbed, OTHERS)?;
+    theirs.nodes.retain(|node| node["metadata"]["name"] != "edge-1");
+    theirs.write()?;
+    let mut ours = Inventory::of(testbed)?;
+    ours.nodes.retain(|node| node["metadata"]["name"] != "edge-2");
+    ours.write()?;
+    let mut first = Builder::new(testbed).flag("--token-range=198.18.0.0/16").start().await?;
+    let _agent = Agent::enrol(&first, 1).await?;
+    let (on_first, on_second) =
+        (target(testbed, 1, 9100, Behaviour::Echo)?, target(testbed, 2, 9100, Behaviour::Echo)?);
+    visit(on_first.address).await?;
+
+    let another = Builder::of_another_installation(testbed, OTHERS);
+    let apart = another.clone().flag("--token-range=198.19.0.0/16");
+    for (builder, conflict) in [
+        (
+            &another,
+            "--token-range=198.18.0.0/15: a tunnel-server that runs on this host has the range 198.18.0.0/16",
+        ),
+        (&apart, "--token-range-v6=fd9e:706f:7374:6572::/64: a tunnel-server"),
+    ] {
+        let mut refused = builder.spawn()?;
+        let status = refused.wait_exit(START).await?;
+        let said = refused.output()?;
+        ensure!(!status.success() && said.contains(conflict), "a second server ended with {status}: {said}");
+    }
+    visit(on_first.address).await?;
+
+    let second = apart.flag("--token-range-v6=fd9e:706f:7374:6573::/64").start().await?;
+    let _agent = Agent::enrol(&second, 2).await?;
+    for (server, node, target) in [(&first, "edge-1", &on_first), (&second, "edge-2", &on_second)] {
+        visit(target.address).await?;
+        server.wait_access(node, |line| line.text("node") == node && line.text("outcome") == "ok").await?;
+    }
+    // Each removes what is its own, and its successor is no stranger.
+    let second = second.take_over().await?;
+    visit(on_second.address).await?;
+    let status = first.process.stop().await?;
+    ensure!(status.success(), "the first server ended with {status}");
+    let routes = testbed.cloud.output("ip", "route show table local")?;
+    ensure!(!routes.contains("198.18.0.0/16") && routes.contains("198.19.0.0/16"), "{routes}");
+    visit(on_second.address).await?;
+    ensure!(second.is_connected("edge-2").await?, "the second server has lost its agent");
     Ok(())
 }
 

@@ -29,6 +29,9 @@ pub fn node(name: &str, edge: bool, addresses: &[IpAddr], pod_cidrs: &[&str]) ->
     })
 }
 
+/// The file of the servers' nodes in the run's folder.
+pub const FILE: &str = "nodes.yaml";
+
 /// The nodes of a run and the file that lists them.
 #[derive(Debug)]
 pub struct Inventory {
@@ -38,13 +41,20 @@ pub struct Inventory {
 }
 
 impl Inventory {
+    /// As [`Inventory::of`], in a file of this name.
+    pub fn in_file(testbed: &Testbed, name: &str) -> Result<Self> {
+        let inventory = Self { path: testbed.dir().join(name), ..Self::of(testbed)? };
+        inventory.write()?;
+        Ok(inventory)
+    }
+
     /// Writes a file with the cloud host and its pods, and every edge of the testbed with its IPv4 and IPv6 address.
     pub fn of(testbed: &Testbed) -> Result<Self> {
         let mut nodes = vec![node("cloud-1", false, &[CLOUD.into(), "fd70::1".parse()?], &[POD_CIDR])];
         for edge in testbed.edges() {
             nodes.push(node(&edge.name, true, &[edge.address.into(), edge.address_v6.into()], &[]));
         }
-        let inventory = Self { path: testbed.dir().join("nodes.yaml"), nodes };
+        let inventory = Self { path: testbed.dir().join(FILE), nodes };
         inventory.write()?;
         Ok(inventory)
     }

@@ -1,6 +1,6 @@
 //! The real tunnel-server on the cloud host.
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::access_log::{self, AccessLine};
 use crate::cgroup::{Cgroup, MemoryLimit};
 use crate::client;
-use crate::inventory::Inventory;
+use crate::inventory::{self, Inventory};
 use crate::metrics::Metrics;
 use crate::netns::Namespace;
 use crate::process::{self, Placement, Process};
@@ -26,7 +26,6 @@ use crate::wait::{wait_for, wait_until};
 pub const START: Duration = Duration::from_secs(20);
 /// The ports that the redirect of a testbed serves.
 pub const PORTS: &str = "10250,10255,9100,9101,9102,9103,9104,9105";
-const ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 10265);
 
 /// What `tunnel-server token create -o json` prints.
 #[derive(Debug, Clone, Deserialize)]
@@ -70,14 +69,24 @@ struct Host<'a> {
     address: Ipv4Addr,
     /// The name of its state folder.
     state: &'static str,
+    /// The file with its nodes.
+    inventory: &'static str,
+    agent_port: u16,
+    admin_port: u16,
+}
+
+impl<'a> Host<'a> {
+    /// With the default ports.
+    const fn new(ns: &'a Namespace, cgroup: &'a Cgroup, address: Ipv4Addr, state: &'static str) -> Self {
+        Self { ns, cgroup, address, state, inventory: inventory::FILE, agent_port: 10262, admin_port: 10265 }
+    }
 }
 
 impl<'a> Builder<'a> {
     /// A server of this testbed with the flags that every scenario needs.
     pub fn new(testbed: &'a Testbed) -> Self {
         let (name, ports) = ("tunnel-server".to_owned(), Some(PORTS.to_owned()));
-        let host =
-            Host { ns: &testbed.cloud, cgroup: &testbed.cloud_cgroup, address: CLOUD, state: "server" };
+        let host = Host::new(&testbed.cloud, &testbed.cloud_cgroup, CLOUD, "server");
         Self {
             testbed,
             flags: Vec::new(),
@@ -109,7 +118,7 @@ impl<'a> Builder<'a> {
     ) -> Result<Self> {
         let testbed = first.testbed();
         copy_ca(testbed, state)?;
-        Ok(Self::alone_on(testbed, Host { ns, cgroup: &testbed.cloud_cgroup, address, state }))
+        Ok(Self::alone_on(testbed, Host::new(ns, &testbed.cloud_cgroup, address, state)))
     }
 
     /// As [`Builder::on_host`], with a redirect there, which serves the processes of that host.
@@ -117,7 +126,7 @@ impl<'a> Builder<'a> {
         let testbed = first.testbed();
         copy_ca(testbed, state)?;
         let name = format!("tunnel-server-{state}");
-        let host = Host { ns: &host.ns, cgroup: &host.cgroup, address: host.address, state };
+        let host = Host::new(&host.ns, &host.cgroup, host.address, state);
         Ok(Self { host, name, ..Self::new(testbed) })
     }
 
@@ -132,13 +141,26 @@ impl<'a> Builder<'a> {
         let dir = testbed.dir().join(state);
         fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
         symlink(testbed.dir().join("server/ca"), dir.join("ca")).context("sharing the CA")?;
-        Ok(Self::alone_on(testbed, Host { ns, cgroup: &testbed.cloud_cgroup, address, state }))
+        Ok(Self::alone_on(testbed, Host::new(ns, &testbed.cloud_cgroup, address, state)))
     }
 
     /// A server on [`Testbed::add_neighbour`] with a CA of its own, without a redirect.
     pub fn alone_on_neighbour(testbed: &'a Testbed, neighbour: &'a Namespace) -> Self {
         let cgroup = &testbed.cloud_cgroup;
-        Self::alone_on(testbed, Host { ns: neighbour, cgroup, address: NEIGHBOUR, state: "neighbour" })
+        Self::alone_on(testbed, Host::new(neighbour, cgroup, NEIGHBOUR, "neighbour"))
+    }
+
+    /// A server of another installation beside the first one on its host, with state and ports of its own. Its nodes are in
+    /// `inventory`, of [`Inventory::in_file`].
+    pub fn of_another_installation(testbed: &'a Testbed, inventory: &'static str) -> Self {
+        let (agent_port, admin_port) = (11262, 11265);
+        let builder = Self::new(testbed);
+        let host = Host { state: "another", inventory, agent_port, admin_port, ..builder.host };
+        Self { name: "tunnel-server-another".to_owned(), host, ..builder }
+            .flag(format!("--agent-port={agent_port}"))
+            .flag("--secure-port=11263")
+            .flag("--insecure-port=11264")
+            .flag(format!("--admin-address=127.0.0.1:{admin_port}"))
     }
 
     fn alone_on(testbed: &'a Testbed, host: Host<'a>) -> Self {
@@ -164,7 +186,7 @@ impl<'a> Builder<'a> {
         state: &'static str,
         kubeconfig: PathBuf,
     ) -> Self {
-        let host = Host { ns: &host.ns, cgroup: &host.cgroup, address: host.address, state };
+        let host = Host::new(&host.ns, &host.cgroup, host.address, state);
         let name = format!("tunnel-server-{state}");
         Self { host, name, ..Self::in_cluster(testbed, kubeconfig) }
     }
@@ -222,7 +244,7 @@ impl<'a> Builder<'a> {
 
     /// Writes the inventory if there is none, starts the server and waits until it is ready.
     pub async fn start(self) -> Result<Server<'a>> {
-        if self.kubeconfig.is_none() && !self.testbed.dir().join("nodes.yaml").exists() {
+        if self.kubeconfig.is_none() && !self.testbed.dir().join(self.host.inventory).exists() {
             Inventory::of(self.testbed)?;
         }
         let process = self.spawn()?;
@@ -258,7 +280,7 @@ impl<'a> Builder<'a> {
         command.args(rest);
         match &self.kubeconfig {
             Some(kubeconfig) => command.arg(format!("--kubeconfig={}", kubeconfig.display())),
-            None => command.arg(format!("--inventory={}", dir.join("nodes.yaml").display())),
+            None => command.arg(format!("--inventory={}", dir.join(self.host.inventory).display())),
         };
         if let Some(ports) = &self.ports {
             command.arg(format!("--redirect-ports={ports}"));
@@ -334,7 +356,9 @@ impl<'a> Server<'a> {
 
     /// An admin page: status and body.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
-        let stream = client::connect_from(self.builder.host.ns, ADMIN, client::PATIENCE)
+        let Host { ns, admin_port, .. } = self.builder.host;
+        let admin = SocketAddr::from((Ipv4Addr::LOCALHOST, admin_port));
+        let stream = client::connect_from(ns, admin, client::PATIENCE)
             .await
             .context("connecting to the server's admin port")?;
         client::http(stream, "GET", path, "").await
@@ -431,7 +455,7 @@ impl<'a> Server<'a> {
 
     /// The address that agents dial.
     pub fn agent_address(&self) -> String {
-        format!("{}:10262", self.builder.host.address)
+        format!("{}:{}", self.builder.host.address, self.builder.host.agent_port)
     }
 
     pub fn testbed(&self) -> &'a Testbed {

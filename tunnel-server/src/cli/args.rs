@@ -166,6 +166,7 @@ impl RunArgs {
             token_range,
             token_range_v6,
             clients: redirect_clients.clone(),
+            state_dir: Some(self.state_dir.clone()),
             pins: config::bpffs(&self.bpffs).map(|dir| PinConfig { dir, state_dir: self.state_dir.clone() }),
             orphan_timeout,
             ..RedirectConfig::default()

@@ -122,7 +122,6 @@ fn program_name(id: u32) -> Option<String> {
 /// An sk_lookup program that is, or may be, another Postern server's.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
-    pub(super) id: u32,
     /// Its name was read and is ours. Without CAP_SYS_ADMIN names cannot be read, and any program may be a server's.
     pub(super) certain: bool,
 }
@@ -130,9 +129,9 @@ pub(super) struct Other {
 pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<Other>> {
     let ids = attached(netns, AttachType::SkLookup)?.ids;
     let mut others = ids.into_iter().filter(|id| Some(*id) != own).filter_map(|id| match is_server(id) {
-        Some(true) => Some(Other { id, certain: true }),
+        Some(true) => Some(Other { certain: true }),
         Some(false) => None,
-        None => Some(Other { id, certain: false }),
+        None => Some(Other { certain: false }),
     });
     let first = others.next();
     Ok(first.and_then(|first| {

@@ -20,6 +20,9 @@ pub struct RedirectConfig {
     /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (6.1).
     /// False behaves as an older kernel does: it is accepted, and the server must reset it.
     pub fail_at_connect: bool,
+    /// The server's state directory. Its successor has the same one, and those with another must have other token ranges. None:
+    /// all without one have the same.
+    pub state_dir: Option<PathBuf>,
     /// Keeps the programs attached when this process dies; none: they vanish with it.
     pub pins: Option<PinConfig>,
     /// How long the programs go on without a sign of life of this process.
@@ -53,6 +56,7 @@ impl Default for RedirectConfig {
             ),
             clients: Vec::new(),
             fail_at_connect: true,
+            state_dir: None,
             pins: None,
             orphan_timeout: ORPHAN_TIMEOUT,
         }

@@ -114,10 +114,16 @@ pub enum RedirectError {
     Pin { path: PathBuf, reason: String },
     #[error("the redirect has been stopped")]
     Stopped,
-    #[error("another tunnel-server (program id {id}) redirects in this network namespace: stop it first")]
-    InUse {
-        /// Its sk_lookup program.
-        id: u32,
+    #[error(
+        "{key}={own}: a tunnel-server that runs on this host has the range {range} (`ss -xlp` shows its process beside \
+         @{socket}): stop it, or give each cluster a --token-range and --token-range-v6 of its own"
+    )]
+    RangeTaken {
+        /// The flag.
+        key: &'static str,
+        own: IpNet,
+        range: IpNet,
+        socket: String,
     },
     /// Reading the system's state failed.
     #[error("{what}: {source}")]

@@ -9,6 +9,7 @@ mod attached;
 mod cgroup;
 mod change;
 mod checks;
+mod claim;
 mod config;
 mod desired;
 mod error;

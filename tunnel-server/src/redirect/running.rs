@@ -13,6 +13,7 @@ use tunnel_abi::LIST_CAPACITY;
 use super::attached::{self, AttachType, Other};
 use super::cgroup::Cgroup;
 use super::change::Change;
+use super::claim::Claim;
 use super::config::RedirectConfig;
 use super::desired::Desired;
 use super::error::RedirectError;
@@ -74,6 +75,8 @@ pub(super) struct Inner {
     pub(super) serving: bool,
     /// Another server has taken over; do not attach again.
     pub(super) released: bool,
+    /// The token ranges, unless they were released.
+    pub(super) claim: Option<Claim>,
     pub(super) stopped: bool,
     pub(super) program_log: Option<ProgramLog>,
 }

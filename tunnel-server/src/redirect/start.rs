@@ -11,6 +11,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 
 use super::cgroup::Cgroup;
+use super::claim::Claim;
 use super::config::RedirectConfig;
 use super::desired::Desired;
 use super::error::RedirectError;
@@ -54,6 +55,7 @@ impl Redirect {
             }
         });
 
+        let claim = Claim::take(&config, v6.is_some())?;
         let log = program_log::wanted();
         let mut ebpf = load::open(&config, features, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };
@@ -82,6 +84,7 @@ impl Redirect {
             verified_port: None,
             serving: true,
             released: false,
+            claim: Some(claim),
             stopped: false,
             program_log,
         };

@@ -6,16 +6,13 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 
-use super::attached::{self, AttachType, Other};
+use super::claim::{self, Claim};
 use super::config::RedirectConfig;
 use super::error::RedirectError;
-use super::netns::this_netns;
 use super::pins::Others;
 use super::running::{Redirect, token_ranges};
 use super::{netlink, pins, preflight};
 
-/// How long the kernel may take to detach a program that is not pinned any more.
-const DETACHED: Duration = Duration::from_secs(1);
 /// How long a server that goes on may take to attach its programs again.
 const RESUMED: Duration = Duration::from_secs(1);
 
@@ -30,7 +27,8 @@ impl Redirect {
     /// # Errors
     /// [`RedirectError::Map`], [`RedirectError::Io`]
     pub fn drain(&self) -> Result<(), RedirectError> {
-        if !self.other_server()?.is_some_and(|other| other.certain) {
+        let shared = self.lock().claim.as_ref().map_or(Ok(false), Claim::is_shared)?;
+        if !shared || !self.other_server()?.is_some_and(|other| other.certain) {
             return self.set_serving(false);
         }
         self.release();
@@ -43,6 +41,7 @@ impl Redirect {
         let mut inner = self.lock();
         inner.released = true;
         inner.programs.release();
+        inner.claim = None;
     }
 
     /// Whether another server redirects here, which is about to attach its programs if it has not done so.
@@ -83,6 +82,7 @@ impl Redirect {
         if !std::mem::take(&mut inner.released) {
             return Ok(());
         }
+        inner.claim = Some(Claim::take(&self.config, self.ipv6)?);
         inner.programs.attach(&self.cgroup, &self.netns)?;
         drop(inner);
         // The successor has removed them if it looked for other programs before these were back.
@@ -96,15 +96,16 @@ impl Redirect {
         if std::mem::replace(&mut inner.stopped, true) {
             return;
         }
-        let own = inner.programs.id(AttachType::SkLookup);
+        // Those that were released are the successor's.
+        let shared = inner.claim.as_ref().map_or(Ok(true), Claim::is_shared);
         inner.programs.detach();
         drop(inner);
-        match attached::other_server(&self.netns, own) {
-            Ok(None) => {}
-            Ok(Some(Other { id, certain })) => {
-                tracing::info!(program = id, certain, "another server redirects here: the token route stays");
+        match shared {
+            Ok(true) => {
+                tracing::info!("another server redirects here: the token route stays");
                 return;
             }
+            Ok(false) => {}
             Err(error) => tracing::warn!(%error, "cannot tell whether another server redirects here"),
         }
         let ranges = token_ranges(&self.config, self.ipv6);
@@ -138,27 +139,17 @@ pub struct Cleaned {
 /// Removes what killed servers left in this network namespace: pinned programs and token routes.
 ///
 /// # Errors
-/// [`RedirectError::InUse`] while a server redirects in this network namespace.
+/// [`RedirectError::RangeTaken`] while a server with these ranges runs in this network namespace.
 pub fn cleanup(config: &RedirectConfig) -> Result<Cleaned, RedirectError> {
     let pins = match &config.pins {
         Some(pins) => pins::remove_dead(&pins.dir)?,
         None => Vec::new(),
     };
-    let netns = this_netns()?;
-    let since = Instant::now();
-    loop {
-        let other = attached::other_server(&netns, None).map_err(|source| RedirectError::Io {
-            what: "cannot list the sk_lookup programs".into(),
-            source,
-        })?;
-        match other {
-            None => break,
-            // The kernel detaches what is not pinned any more a moment later.
-            Some(_) if !pins.is_empty() && since.elapsed() < DETACHED => std::thread::sleep(DETACHED / 50),
-            Some(Other { id, .. }) => return Err(RedirectError::InUse { id }),
-        }
+    let ipv6 = preflight::ipv6_usable().is_ok();
+    if let Some(taken) = claim::holder(config, ipv6)? {
+        return Err(taken);
     }
-    let ranges = token_ranges(config, preflight::ipv6_usable().is_ok());
+    let ranges = token_ranges(config, ipv6);
     let routes = netlink::blocking(|handle| async move {
         let mut removed = Vec::new();
         for range in ranges {

@@ -105,7 +105,7 @@ fn killed() {
 
 fn cleanup_after_kill() {
     let server = Peer::spawn_server();
-    assert!(matches!(cleanup(&config()), Err(RedirectError::InUse { .. })));
+    assert!(matches!(cleanup(&config()), Err(RedirectError::RangeTaken { .. })));
     server.kill();
     eventually("the kernel detaches the programs", || programs() == (0, 0));
     assert_eq!(cleanup(&config()).unwrap().routes.len(), 2);

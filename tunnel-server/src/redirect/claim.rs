@@ -1,0 +1,205 @@
+//! Whose the token ranges of a network namespace are.
+//!
+//! Two installations that gave out the same tokens would lead each other's connects to wrong nodes: a program of one rewrites to a
+//! token, and the listener of the other takes it for its own. So a process that redirects holds an abstract Unix socket that is
+//! named after its ranges. Everybody in the network namespace can read such names, without a privilege, and the kernel
+//! removes them with the process, however that ends. Servers with the same state directory replace each other and share theirs.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::thread;
+use std::time::Duration;
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+use super::config::RedirectConfig;
+use super::error::RedirectError;
+
+/// How often ranges are tried that are another's. Two that start at the same moment may see each other, and let go.
+const ATTEMPTS: u32 = 5;
+/// The longest pause between two of them, in milliseconds; the shortest is a tenth of it.
+const PAUSE: u64 = 200;
+/// What the names begin with. A name has room for 107 bytes.
+const PREFIX: &str = "postern";
+
+/// Holds the ranges until it is dropped.
+#[derive(Debug)]
+pub(super) struct Claim {
+    name: Name,
+    _socket: UnixListener,
+}
+
+/// The name of a socket, `postern,RANGE,RANGE-V6,STATE-DIRECTORY,NUMBER`; without IPv6 the second range is `-`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Name {
+    v4: Ipv4Net,
+    v6: Option<Ipv6Net>,
+    /// Device and inode.
+    state: String,
+    /// Random: several processes may have the same ranges.
+    number: String,
+}
+
+impl Claim {
+    /// Takes the ranges.
+    ///
+    /// # Errors
+    /// [`RedirectError::RangeTaken`]: a process with another state directory has taken one that overlaps.
+    pub(super) fn take(config: &RedirectConfig, ipv6: bool) -> Result<Self, RedirectError> {
+        let mut attempt = 1;
+        loop {
+            let claim = Self::hold(Name::new(config, ipv6)?)?;
+            // After its own is there: of two that look, one at least sees the other.
+            let Some(taken) = claim.taken()? else { return Ok(claim) };
+            if attempt == ATTEMPTS {
+                return Err(taken);
+            }
+            drop(claim);
+            attempt += 1;
+            thread::sleep(Duration::from_millis(rand::random_range(PAUSE / 10..PAUSE)));
+        }
+    }
+
+    fn hold(name: Name) -> Result<Self, RedirectError> {
+        let address = SocketAddr::from_abstract_name(name.to_string());
+        let socket = address.and_then(|address| UnixListener::bind_addr(&address));
+        let socket = socket
+            .map_err(|source| RedirectError::Io { what: format!("cannot listen at @{name}"), source })?;
+        Ok(Self { name, _socket: socket })
+    }
+
+    fn taken(&self) -> Result<Option<RedirectError>, RedirectError> {
+        let others = names()?.into_iter().filter(|other| other.state != self.name.state);
+        Ok(others.filter_map(|other| self.name.conflict(&other)).next())
+    }
+
+    /// Whether another process with the same state directory has them too.
+    pub(super) fn is_shared(&self) -> Result<bool, RedirectError> {
+        let same = |other: &Name| other.state == self.name.state && other.number != self.name.number;
+        Ok(names()?.iter().any(|other| same(other) && self.name.conflict(other).is_some()))
+    }
+}
+
+/// Who has a range that overlaps, as an error.
+pub(super) fn holder(config: &RedirectConfig, ipv6: bool) -> Result<Option<RedirectError>, RedirectError> {
+    let asked = Name::new(config, ipv6)?;
+    Ok(names()?.iter().find_map(|other| asked.conflict(other)))
+}
+
+impl Name {
+    fn new(config: &RedirectConfig, ipv6: bool) -> Result<Self, RedirectError> {
+        let state = match &config.state_dir {
+            None => "-".to_owned(),
+            Some(dir) => {
+                let found = fs::metadata(dir).map_err(|source| RedirectError::Io {
+                    what: format!("cannot read --state-dir={}", dir.display()),
+                    source,
+                })?;
+                // The kernel's device numbers have 32 bits.
+                format!("{:x}-{:x}", found.dev() & u64::from(u32::MAX), found.ino())
+            }
+        };
+        Ok(Self {
+            v4: config.token_range.trunc(),
+            v6: ipv6.then(|| config.token_range_v6.trunc()),
+            state,
+            number: format!("{:08x}", rand::random::<u32>()),
+        })
+    }
+
+    fn parse(name: &str) -> Option<Self> {
+        let mut fields = name.strip_prefix(PREFIX)?.strip_prefix(',')?.split(',');
+        let mut next = || fields.next();
+        let (v4, v6, state, number) = (next()?, next()?, next()?, next()?);
+        let v6 = if v6 == "-" { None } else { Some(v6.parse().ok()?) };
+        Some(Self { v4: v4.parse().ok()?, v6, state: state.to_owned(), number: number.to_owned() })
+    }
+
+    fn conflict(&self, other: &Self) -> Option<RedirectError> {
+        let taken = |key, own: IpNet, range: IpNet| {
+            let overlap = own.contains(&range) || range.contains(&own);
+            overlap.then(|| RedirectError::RangeTaken { key, own, range, socket: other.to_string() })
+        };
+        let v6 = || {
+            self.v6.zip(other.v6).and_then(|(own, other)| taken("--token-range-v6", own.into(), other.into()))
+        };
+        taken("--token-range", self.v4.into(), other.v4.into()).or_else(v6)
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { v4, v6, state, number } = self;
+        let v6 = v6.map_or_else(|| "-".to_owned(), |v6| v6.to_string());
+        write!(f, "{PREFIX},{v4},{v6},{state},{number}")
+    }
+}
+
+/// Those of this network namespace.
+fn names() -> Result<Vec<Name>, RedirectError> {
+    let path = "/proc/thread-self/net/unix";
+    // Programs may give their sockets names that are no text.
+    let read = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    let text =
+        read.map_err(|source: io::Error| RedirectError::Io { what: format!("cannot read {path}"), source })?;
+    Ok(listed(&text))
+}
+
+/// The names at the ends of the lines; an abstract one is shown behind an `@`.
+fn listed(text: &str) -> Vec<Name> {
+    text.lines().filter_map(|line| Name::parse(line.rsplit(' ').next()?.strip_prefix('@')?)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(v4: &str, v6: Option<&str>, state: &str) -> Name {
+        let v6 = v6.map(|v6| v6.parse().unwrap());
+        Name { v4: v4.parse().unwrap(), v6, state: state.into(), number: "0".into() }
+    }
+
+    fn key(one: &Name, other: &Name) -> Option<&'static str> {
+        one.conflict(other).map(|error| match error {
+            RedirectError::RangeTaken { key, .. } => key,
+            other => panic!("{other}"),
+        })
+    }
+
+    #[test]
+    fn ranges_that_overlap_are_refused_in_either_family() {
+        let v6 = Some("fd9e:706f:7374:6572::/64");
+        let all = name("198.18.0.0/15", v6, "1-2");
+        assert_eq!(key(&all, &name("198.18.0.0/15", None, "1-3")), Some("--token-range"));
+        assert_eq!(key(&name("198.19.0.0/16", None, "1-3"), &all), Some("--token-range"));
+        assert_eq!(key(&all, &name("198.19.0.0/24", None, "1-3")), Some("--token-range"));
+        assert_eq!(key(&all, &name("10.0.0.0/24", v6, "1-3")), Some("--token-range-v6"));
+        assert_eq!(key(&all, &name("10.0.0.0/24", None, "1-3")), None);
+        assert_eq!(key(&all, &name("10.0.0.0/24", Some("fd9e::/64"), "1-3")), None);
+    }
+
+    #[test]
+    fn the_names_are_found_among_those_of_other_programs() {
+        let long = name(
+            "255.255.255.0/24",
+            Some("ffff:ffff:ffff:ffff:ffff:ffff:ffff:0/112"),
+            "ffffffff-ffffffffffffffff",
+        );
+        let long = Name { number: "ffffffff".into(), ..long };
+        assert!(long.to_string().len() <= 107, "{long}");
+        let without = name("10.0.0.0/24", None, "-");
+        let text = format!(
+            "Num       RefCount Protocol Flags    Type St Inode Path\n\
+             0000000000000000: 00000002 00000000 00010000 0001 01 21 /run/postern,x\n\
+             0000000000000000: 00000002 00000000 00010000 0001 01 22 @postern,none,-,1,2\n\
+             0000000000000000: 00000002 00000000 00000000 0002 01 23\n\
+             0000000000000000: 00000002 00000000 00010000 0001 01 24 @{long}\n\
+             0000000000000000: 00000002 00000000 00010000 0001 01 25 @{without}\n"
+        );
+        assert_eq!(listed(&text), [long, without]);
+    }
+}
