@@ -13,6 +13,8 @@ const BPF_MAP_CREATE: libc::c_int = 0;
 const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;
 const BPF_PROG_LOAD: libc::c_int = 5;
 const BPF_PROG_ATTACH: libc::c_int = 8;
+const BPF_PROG_DETACH: libc::c_int = 9;
+const BPF_PROG_GET_FD_BY_ID: libc::c_int = 13;
 const BPF_PROG_QUERY: libc::c_int = 16;
 const BPF_LINK_CREATE: libc::c_int = 28;
 const BPF_LINK_GET_FD_BY_ID: libc::c_int = 30;
@@ -22,6 +24,9 @@ const BPF_PROG_TYPE_CGROUP_SOCK_ADDR: u32 = 18;
 const BPF_PROG_TYPE_SK_LOOKUP: u32 = 30;
 const BPF_F_ALLOW_MULTI: u32 = 2;
 pub(crate) const CONNECT4: u32 = 10;
+const CONNECT6: u32 = 11;
+const GETPEERNAME4: u32 = 29;
+const GETPEERNAME6: u32 = 30;
 pub(crate) const SK_LOOKUP: u32 = 36;
 
 /// bpf(2) with an attribute of 32-bit words, zero-padded.
@@ -127,6 +132,23 @@ fn link_lookup(netns: &File, name: &str, program: &[u64]) -> OwnedFd {
 
 /// How many programs are attached to a hook of a cgroup or network namespace.
 pub(crate) fn attached(target: &File, hook: u32) -> usize {
+    programs(target, hook).len()
+}
+
+/// Detaches every program from the hooks of a cgroup that have to do with connects, whoever attached it: Cilium 1.14 to 1.18 do
+/// so at the root of the cgroups when they start without socket load balancing.
+pub(crate) fn detach_all(cgroup: &File) -> io::Result<()> {
+    for hook in [CONNECT4, CONNECT6, GETPEERNAME4, GETPEERNAME6] {
+        for id in programs(cgroup, hook) {
+            let program = owned(bpf(BPF_PROG_GET_FD_BY_ID, &[id])?);
+            bpf(BPF_PROG_DETACH, &[cgroup.as_raw_fd() as u32, program.as_raw_fd() as u32, hook, 0])?;
+        }
+    }
+    Ok(())
+}
+
+/// The ids of the programs that are attached to a hook.
+fn programs(target: &File, hook: u32) -> Vec<u32> {
     let mut ids = [0_u32; 64];
     let [low, high] = split(ids.as_mut_ptr().cast());
     // The kernel answers in the attribute, so this one is built here.
@@ -136,7 +158,7 @@ pub(crate) fn attached(target: &File, hook: u32) -> usize {
     let result =
         unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, attr.as_mut_ptr(), size_of_val(&attr)) };
     assert!(result >= 0, "BPF_PROG_QUERY: {}", io::Error::last_os_error());
-    ids.iter().filter(|id| **id != 0).count()
+    ids.into_iter().filter(|id| *id != 0).collect()
 }
 
 /// Detaches a program's link behind its owner's back, as `bpftool link detach` does.
