@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
-use tunnel_core::net::{AddressChanges, Ended, identifies_host, interface_addresses, source_address};
+use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, source_address};
 
 /// The addresses are listed when the kernel says that they have changed, and this often: it may have said so in vain.
 const PERIOD: Duration = Duration::from_secs(10);
@@ -65,8 +65,8 @@ impl NodeAddresses {
 }
 
 /// None where there is no netlink socket to be had: then only [`PERIOD`] counts.
-fn subscribe() -> Option<AddressChanges> {
-    AddressChanges::subscribe()
+fn subscribe() -> Option<NetChanges> {
+    NetChanges::of_addresses()
         .inspect_err(|error| tracing::debug!(%error, "cannot follow this node's addresses by rtnetlink"))
         .ok()
 }

@@ -38,6 +38,7 @@ codes! {
     FOREIGN_RULES = "foreign-rules" Broken "rules of another program take the tunnelled ports";
     AGENT_PORT_FILTERED = "agent-port-filtered" Broken "agents do not get through to this server";
     TOKEN_ROUTE_MISSING = "token-route-missing" Broken "redirected connects leave this host instead of reaching the server";
+    TOKEN_RANGE_USED = "token-range-used" Broken "the addresses of somebody else's network become this host's own";
     REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";
     MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
     NOT_PINNED = "not-pinned" Warning "when the server is killed, connects to edge nodes go where nobody answers instead of being refused";

@@ -1,4 +1,4 @@
-//! Tells when this host's addresses change, by rtnetlink(7).
+//! Tells when this host's addresses or routes change, by rtnetlink(7).
 
 use std::fmt;
 use std::io;
@@ -6,56 +6,139 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
+use ipnet::IpNet;
 use rtnetlink::MulticastGroup;
+use rtnetlink::sys::AsyncSocket as _;
+use socket2::{SockFilter, SockRef};
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
 /// Changes come in bursts: an interface goes down with all of its addresses.
 const SETTLE: Duration = Duration::from_millis(20);
 
-/// A subscription to changes of addresses, of both families. Needs no privilege.
-pub struct AddressChanges {
+/// A subscription to changes in this network namespace. Needs no privilege.
+pub struct NetChanges {
     messages: Pin<Box<dyn Stream<Item = ()> + Send>>,
     _connection: AbortOnDropHandle<()>,
 }
 
 /// The kernel has ended the subscription.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the kernel has ended the subscription to address changes")]
+#[error("the kernel has ended the subscription to changes of addresses or routes")]
 pub struct Ended;
 
-impl AddressChanges {
-    /// Changes from now on. Needs a tokio runtime.
+impl NetChanges {
+    /// Changes of addresses, of both families, from now on. Needs a tokio runtime.
     ///
     /// # Errors
     /// There is no netlink socket to be had.
-    pub fn subscribe() -> io::Result<Self> {
-        let groups = [MulticastGroup::Ipv4Ifaddr, MulticastGroup::Ipv6Ifaddr];
-        let (connection, _handle, messages) = rtnetlink::new_multicast_connection(&groups)?;
+    pub fn of_addresses() -> io::Result<Self> {
+        Self::subscribe(&[MulticastGroup::Ipv4Ifaddr, MulticastGroup::Ipv6Ifaddr], None)
+    }
+
+    /// Changes of routes within these networks, and of the rules, from now on. A router that takes a whole table of the
+    /// Internet costs nothing here: the kernel drops what is elsewhere. (For IPv6 it goes by the first 32 bits.)
+    ///
+    /// # Errors
+    /// As [`Self::of_addresses`].
+    pub fn of_routes(networks: &[IpNet]) -> io::Result<Self> {
+        let groups = [
+            MulticastGroup::Ipv4Route,
+            MulticastGroup::Ipv6Route,
+            MulticastGroup::Ipv4Rule,
+            MulticastGroup::Ipv6Rule,
+        ];
+        Self::subscribe(&groups, Some(&routes_within(networks)))
+    }
+
+    fn subscribe(groups: &[MulticastGroup], filter: Option<&[SockFilter]>) -> io::Result<Self> {
+        let (mut connection, _handle, messages) = rtnetlink::new_multicast_connection(groups)?;
+        if let Some(filter) = filter {
+            SockRef::from(&*connection.socket_mut().socket_mut()).attach_filter(filter)?;
+        }
         let connection = AbortOnDropHandle::new(tokio::spawn(connection));
         Ok(Self { messages: Box::pin(messages.map(drop)), _connection: connection })
     }
 
-    /// Waits for a change, but no longer than this: a burst of changes may overflow the socket. Then waits until it is
-    /// quiet for a moment; bounded, so that a flapping interface does not hold up the caller.
+    /// Waits for a change, but no longer than this, and returns whether there was one. An overflow of the socket counts as one.
+    /// Then waits until it is quiet for a moment; bounded, so that a flapping interface does not hold up the caller.
     ///
     /// # Errors
     /// There will be no more.
-    pub async fn next(&mut self, at_most: Duration) -> Result<(), Ended> {
+    pub async fn next(&mut self, at_most: Duration) -> Result<bool, Ended> {
         match timeout(at_most, self.messages.next()).await {
-            Err(_) => Ok(()),
+            Err(_) => Ok(false),
             Ok(None) => Err(Ended),
             Ok(Some(())) => {
                 let burst = async { while let Ok(Some(())) = timeout(SETTLE, self.messages.next()).await {} };
                 drop(timeout(SETTLE * 10, burst).await);
-                Ok(())
+                Ok(true)
             }
         }
     }
 }
 
-impl fmt::Debug for AddressChanges {
+impl fmt::Debug for NetChanges {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AddressChanges")
+        f.write_str("NetChanges")
+    }
+}
+
+/// Classic BPF (linux/filter.h), which runs before a message takes room in the socket: keeps all messages but those about
+/// routes whose destination is in none of the networks.
+fn routes_within(networks: &[IpNet]) -> Vec<SockFilter> {
+    const LOAD_BYTE: u16 = 0x30;
+    const LOAD_WORD: u16 = 0x20;
+    const LOAD_WORD_BEHIND_X: u16 = 0x40;
+    const SET_A: u16 = 0x00;
+    const SET_X: u16 = 0x01;
+    const A_TO_X: u16 = 0x07;
+    const AND: u16 = 0x54;
+    const IF_EQUAL: u16 = 0x15;
+    const RETURN: u16 = 0x06;
+    /// Of `struct nlmsghdr`, in the host's order: the byte of `nlmsg_type` that is not 0.
+    const TYPE: u32 = if cfg!(target_endian = "little") { 4 } else { 5 };
+    const NEW_ROUTE: u32 = 24;
+    const DELETE_ROUTE: u32 = 25;
+    /// Behind `nlmsghdr` and `rtmsg`.
+    const ATTRIBUTES: u32 = 28;
+    const RTA_DST: u32 = 1;
+    /// SKF_AD_OFF + SKF_AD_NLATTR: replaces A, an offset, by that of the first attribute behind it of type X, or 0.
+    const FIND_ATTRIBUTE: u32 = 0xffff_f000 + 12;
+    const ATTRIBUTE_HEADER: u32 = 4;
+
+    let step = |code, if_true, if_false, value| SockFilter::new(code, if_true, if_false, value);
+    // Jumps count from the next step. The last two are "drop" and "keep".
+    let checks = 3 * u8::try_from(networks.len()).unwrap_or(u8::MAX / 3);
+    let mut program = vec![
+        step(LOAD_BYTE, 0, 0, TYPE),
+        step(IF_EQUAL, 1, 0, NEW_ROUTE),
+        step(IF_EQUAL, 0, 6 + checks, DELETE_ROUTE),
+        step(SET_X, 0, 0, RTA_DST),
+        step(SET_A, 0, 0, ATTRIBUTES),
+        step(LOAD_WORD, 0, 0, FIND_ATTRIBUTE),
+        // A default route has none.
+        step(IF_EQUAL, 1 + checks, 0, 0),
+        step(A_TO_X, 0, 0, 0),
+    ];
+    for (number, network) in (0_u8..).zip(networks) {
+        let (base, mask) = first_word(network);
+        program.push(step(LOAD_WORD_BEHIND_X, 0, 0, ATTRIBUTE_HEADER));
+        program.push(step(AND, 0, 0, mask));
+        program.push(step(IF_EQUAL, checks - 3 * (number + 1) + 1, 0, base));
+    }
+    program.push(step(RETURN, 0, 0, 0));
+    program.push(step(RETURN, 0, 0, u32::MAX));
+    program
+}
+
+/// The first 32 bits of the network's addresses, and which of them all have in common.
+fn first_word(network: &IpNet) -> (u32, u32) {
+    match network.trunc() {
+        IpNet::V4(network) => (network.network().to_bits(), network.netmask().to_bits()),
+        IpNet::V6(network) => {
+            let word = |address: std::net::Ipv6Addr| (address.to_bits() >> 96) as u32;
+            (word(network.network()), word(network.netmask()))
+        }
     }
 }

@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
-pub use changes::{AddressChanges, Ended};
+pub use changes::{Ended, NetChanges};
 
 /// An address of one of this host's interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

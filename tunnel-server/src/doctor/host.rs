@@ -39,6 +39,8 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
         Ok(found) => return Outcome::Fine(found),
         // The doctor need not run in the server's cgroup.
         Err(RedirectError::Outside { path, .. }) => return Outcome::Fine(path.display().to_string()),
+        // The addresses and routes cannot be listed.
+        Err(error @ RedirectError::Netlink { .. }) => return Outcome::Skipped(error.to_string()),
         Err(error) => error,
     };
     let (code, fix): (&'static Code, String) = match &error {
@@ -58,6 +60,9 @@ fn judge(name: &str, outcome: Result<String, RedirectError>) -> Outcome {
             &codes::FOREIGN_EXCLUSIVE_PROGRAM,
             format!("bpftool cgroup detach {} {hook} id {id}, or upgrade what attached it", path.display()),
         ),
+        RedirectError::RangeUsed { key, .. } => {
+            (&codes::TOKEN_RANGE_USED, format!("give a range that no network of yours uses with {key}"))
+        }
         RedirectError::NotPermitted { fix, .. } => (&codes::KERNEL_LACKS_FEATURE, (*fix).into()),
         _ => (
             &codes::KERNEL_LACKS_FEATURE,
@@ -93,7 +98,7 @@ fn token_route(options: &RedirectConfig) -> Outcome {
             let faults = missing.iter().map(|range| {
                 let family = if range.addr().is_ipv6() { "-6 " } else { "" };
                 let fix = format!(
-                    "ip {family}route add local {range} dev lo table local (the server does so within 30 s; look for what removes it)"
+                    "ip {family}route replace local {range} dev lo table local (and look for what has removed or replaced it)"
                 );
                 Finding::new(&codes::TOKEN_ROUTE_MISSING, format!("no route `local {range} dev lo`"), fix)
             });

@@ -10,7 +10,7 @@ use super::config::RedirectConfig;
 use super::error::RedirectError;
 use super::netns::this_netns;
 use super::running::{Redirect, token_ranges};
-use super::{load, netlink, pins, preflight};
+use super::{load, netlink, pins, preflight, range_use};
 
 const FAILS: &str = "fails at connect()";
 
@@ -56,6 +56,8 @@ pub fn host_checks(config: &RedirectConfig) -> Vec<HostCheck> {
             }),
         ),
     ];
+    let ranges = range_use::check(config, preflight::ipv6_usable().is_ok());
+    all.push(check("token range", ranges.map(|()| "no other user".into())));
     let cgroup = Cgroup::find(config.cgroup.as_deref());
     if let Ok(cgroup) = &cgroup {
         let foreign = AttachType::CGROUP.into_iter().find_map(|hook| attached::foreign(&cgroup.path, hook));

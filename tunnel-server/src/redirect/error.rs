@@ -102,6 +102,16 @@ pub enum RedirectError {
         range: IpNet,
         reason: &'static str,
     },
+    #[error(
+        "{key}={range}: the tokens would collide with {user}: give a range that nothing else uses with {key}, or remove that"
+    )]
+    RangeUsed {
+        /// The flag.
+        key: &'static str,
+        range: IpNet,
+        /// Such as an interface's address.
+        user: String,
+    },
     #[error("rtnetlink: cannot {operation}: {reason}; check CAP_NET_ADMIN and `ip route show table local`")]
     Netlink { operation: String, reason: String },
     #[error("the redirect's listener: {operation}: {source}")]

@@ -28,10 +28,12 @@ mod own_addresses;
 mod pins;
 mod preflight;
 mod program_log;
+mod range_use;
 mod running;
 mod self_test;
 mod self_test_addresses;
 mod start;
+mod token_routes;
 mod verify_loop;
 mod withdraw;
 

@@ -99,7 +99,7 @@ pub(super) async fn local_routes(handle: &Handle) -> Result<Vec<IpNet>, Redirect
     Ok(routes)
 }
 
-fn destination(message: &RouteMessage) -> Option<IpNet> {
+pub(super) fn destination(message: &RouteMessage) -> Option<IpNet> {
     let length = message.header.destination_prefix_length;
     message.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Destination(RouteAddress::Inet(address)) => {
@@ -146,7 +146,7 @@ pub(super) async fn own_addresses(handle: &Handle) -> Result<BTreeSet<IpAddr>, R
 }
 
 /// IFA_LOCAL is this host's address; IFA_ADDRESS is the same, or a point-to-point peer's.
-fn own_address(message: &AddressMessage) -> Option<IpAddr> {
+pub(super) fn own_address(message: &AddressMessage) -> Option<IpAddr> {
     let local = message.attributes.iter().find_map(|attribute| match attribute {
         AddressAttribute::Local(address) => Some(*address),
         _ => None,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::sleep;
-use tunnel_core::net::{AddressChanges, Ended};
+use tunnel_core::net::{Ended, NetChanges};
 
 use super::error::RedirectError;
 use super::running::Redirect;
@@ -28,7 +28,7 @@ impl Redirect {
 
     /// Subscribes, then reads all addresses on each change and every 30 s, until the subscription breaks.
     async fn follow_subscription(self: &Arc<Self>) -> Result<Ended, RedirectError> {
-        let mut changes = AddressChanges::subscribe().map_err(|error| RedirectError::Netlink {
+        let mut changes = NetChanges::of_addresses().map_err(|error| RedirectError::Netlink {
             operation: "subscribe to address changes".into(),
             reason: error.to_string(),
         })?;

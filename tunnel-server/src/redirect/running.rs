@@ -226,6 +226,15 @@ impl Redirect {
 
     /// Adds missing token routes; true when one was missing.
     pub(super) fn ensure_routes(&self) -> Result<bool, RedirectError> {
+        // Held until they are there: a stop that removes them must not come in between.
+        let inner = self.lock();
+        if inner.stopped {
+            return Err(RedirectError::Stopped);
+        }
+        // The successor keeps them, and removes them when it stops.
+        if inner.released {
+            return Ok(false);
+        }
         let ranges = token_ranges(&self.config, self.ipv6);
         netlink::blocking(|handle| async move {
             let mut added = false;

@@ -22,6 +22,7 @@ use super::netns::this_netns;
 use super::pins::Pins;
 use super::preflight;
 use super::program_log::{self, ProgramLog};
+use super::range_use;
 use super::running::{Health, Inner, Redirect};
 use super::self_test_addresses::SelfTestAddresses;
 
@@ -56,6 +57,7 @@ impl Redirect {
         });
 
         let claim = Claim::take(&config, v6.is_some())?;
+        range_use::check(&config, v6.is_some())?;
         let log = program_log::wanted();
         let mut ebpf = load::open(&config, features, log)?;
         let program_log = if log { Some(ProgramLog::new(&mut ebpf)?) } else { None };

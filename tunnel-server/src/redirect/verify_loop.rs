@@ -32,6 +32,7 @@ impl Redirect {
             () = cancel.cancelled() => {}
             () = self.verify_periodically() => {}
             () = self.follow_addresses() => {}
+            () = self.follow_routes() => {}
             () = self.beat() => {}
             () = log => {}
         }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use aya::programs::loaded_programs;
 use nix::libc;
+use tunnel_core::net::NetChanges;
 use tunnel_server::redirect::{Cleaned, RedirectConfig, RedirectError, cleanup};
 
 use crate::Case;
@@ -27,6 +28,7 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::what_was_released_is_taken_back", taken_back),
     ("lifecycle::a_late_change_is_not_older_than_the_one_before", late_change),
     ("lifecycle::lost_route_is_noticed_and_restored", lost_route),
+    ("lifecycle::routes_elsewhere_wake_nobody", route_changes),
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
     ("lifecycle::beside_programs_of_others", beside_others),
@@ -221,6 +223,39 @@ fn lost_route() {
     assert_eq!((health.problem, health.restored), (None, 1));
     runtime.block_on(world.redirect.verify()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+}
+
+/// As many as a router of the Internet's routes may see change.
+fn route_changes() {
+    runtime().block_on(async {
+        let ranges = [config().token_range.into(), config().token_range_v6.into()];
+        let mut changes = NetChanges::of_routes(&ranges).unwrap();
+        let batch = tempfile::NamedTempFile::new().unwrap();
+        let first = [
+            "link add many0 type veth peer name many1",
+            "link set many1 up",
+            "link set many0 up",
+            "route add default dev many0",
+            "route add 2001:db8:77::/64 dev many0",
+        ];
+        let mut commands: Vec<String> = first.map(str::to_owned).into();
+        for net in 0..250 {
+            commands.extend(["add", "del"].map(|verb| format!("route {verb} 10.77.{net}.0/24 dev many0")));
+        }
+        std::fs::write(batch.path(), commands.join("\n") + "\n").unwrap();
+        ip(&format!("-batch {}", batch.path().display()));
+        assert!(!changes.next(Duration::from_millis(300)).await.unwrap(), "a change elsewhere was told");
+        for change in [
+            "route add 198.19.4.0/24 dev many0",
+            "route add local 198.18.0.0/15 dev lo table local",
+            "route del local 198.18.0.0/15 dev lo table local",
+            "-6 route add local fd9e:706f:7374:6572::/64 dev lo table local",
+            "rule add priority 77 lookup 77",
+        ] {
+            ip(change);
+            assert!(changes.next(Duration::from_secs(5)).await.unwrap(), "not told: {change}");
+        }
+    });
 }
 
 fn lost_programs() {

@@ -1,0 +1,204 @@
+//! Who else uses the token ranges of this network namespace: by an address, a route, or a rule that is asked before the route
+//! that leads tokens to this host.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use futures_util::TryStreamExt;
+use ipnet::IpNet;
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::address::AddressMessage;
+use netlink_packet_route::link::LinkAttribute;
+use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType};
+use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
+use nix::libc;
+use rtnetlink::{Handle, IpVersion, RouteMessageBuilder};
+use tunnel_abi::LOOPBACK_IFINDEX;
+
+use super::config::RedirectConfig;
+use super::error::RedirectError;
+use super::netlink::{self, destination, own_address};
+use super::running::token_ranges;
+
+/// What this network namespace has.
+#[derive(Debug, Default)]
+struct Network {
+    links: BTreeMap<u32, String>,
+    addresses: Vec<AddressMessage>,
+    routes: Vec<RouteMessage>,
+    rules: Vec<RuleMessage>,
+}
+
+/// Looks for another user of the token ranges.
+///
+/// # Errors
+/// [`RedirectError::RangeUsed`], or they cannot be listed.
+pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectError> {
+    let network = netlink::blocking(|handle| async move { read(&handle).await })?;
+    for range in token_ranges(config, ipv6) {
+        if let Some(user) = network.user_of(range) {
+            let key = if range.addr().is_ipv4() { "--token-range" } else { "--token-range-v6" };
+            return Err(RedirectError::RangeUsed { key, range, user });
+        }
+    }
+    Ok(())
+}
+
+async fn read(handle: &Handle) -> Result<Network, RedirectError> {
+    let failed = |what: &str| {
+        let operation = format!("list the {what}");
+        move |error: rtnetlink::Error| RedirectError::Netlink { operation, reason: error.to_string() }
+    };
+    let mut network = Network::default();
+    let links: Vec<_> = handle.link().get().execute().try_collect().await.map_err(failed("interfaces"))?;
+    for link in links {
+        let name = link.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::IfName(name) => Some(name.clone()),
+            _ => None,
+        });
+        network.links.extend(name.map(|name| (link.header.index, name)));
+    }
+    network.addresses = handle.address().get().execute().try_collect().await.map_err(failed("addresses"))?;
+    for request in
+        [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()]
+    {
+        let routes: Vec<_> =
+            handle.route().get(request).execute().try_collect().await.map_err(failed("routes"))?;
+        network.routes.extend(routes);
+    }
+    for version in [IpVersion::V4, IpVersion::V6] {
+        // A kernel without policy routing has none, and answers with an error.
+        let rules: Result<Vec<_>, _> = handle.rule().get(version).execute().try_collect().await;
+        network.rules.extend(rules.unwrap_or_default());
+    }
+    Ok(network)
+}
+
+impl Network {
+    /// Who uses the range, in words.
+    fn user_of(&self, range: IpNet) -> Option<String> {
+        self.address_in(range).or_else(|| self.route_in(range)).or_else(|| self.rule_for(range))
+    }
+
+    fn address_in(&self, range: IpNet) -> Option<String> {
+        let inside =
+            |message: &&AddressMessage| own_address(message).is_some_and(|address| range.contains(&address));
+        let found = self.addresses.iter().find(inside)?;
+        let (address, length) = (own_address(found)?, found.header.prefix_len);
+        Some(format!("the address {address}/{length} of the interface {}", self.link(found.header.index)))
+    }
+
+    /// A wider one, such as a default route, does not mean the range.
+    fn route_in(&self, range: IpNet) -> Option<String> {
+        let foreign = |route: &&RouteMessage| {
+            destination(route).is_some_and(|network| range.contains(&network)) && !is_harmless(route)
+        };
+        self.routes.iter().find(foreign).map(|route| self.describe(route))
+    }
+
+    /// Those that are asked before the table `local`, and have another route for tokens. One for marked packets, or for those of
+    /// a VRF, is not asked about the clients' packets.
+    fn rule_for(&self, range: IpNet) -> Option<String> {
+        let family = if range.addr().is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+        let rules = || self.rules.iter().filter(|rule| rule.header.family == family);
+        rules().next()?;
+        let local =
+            rules().filter(|rule| table_of_rule(rule) == LOCAL && asks_a_table(rule)).map(priority).min();
+        let Some(local) = local else {
+            return Some("rules of which none asks the table local".to_owned());
+        };
+        let earlier = rules().filter(|rule| priority(rule) < local && asks_a_table(rule));
+        for rule in earlier.filter(|rule| concerns(rule, range)) {
+            let table = table_of_rule(rule);
+            let leads = |route: &&RouteMessage| {
+                let network = destination(route).unwrap_or(default_of(range));
+                table_of(route) == table
+                    && (network.contains(&range) || range.contains(&network))
+                    && !is_harmless(route)
+            };
+            if let Some(route) =
+                self.routes.iter().filter(|route| route.header.address_family == family).find(leads)
+            {
+                let (priority, route) = (priority(rule), self.describe(route));
+                return Some(format!(
+                    "{route}, which the rule of priority {priority} puts before the table local"
+                ));
+            }
+        }
+        None
+    }
+
+    fn describe(&self, route: &RouteMessage) -> String {
+        let network = destination(route).map_or_else(|| "default".to_owned(), |network| network.to_string());
+        let device = route.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::Oif(index) => Some(format!(" by the interface {}", self.link(*index))),
+            _ => None,
+        });
+        let table = match table_of(route) {
+            LOCAL => "local".to_owned(),
+            254 => "main".to_owned(),
+            other => other.to_string(),
+        };
+        let (device, protocol) = (device.unwrap_or_default(), route.header.protocol);
+        format!("the route {network}{device} in the table {table} (protocol {protocol:?})")
+    }
+
+    fn link(&self, index: u32) -> &str {
+        self.links.get(&index).map_or("that is gone", String::as_str)
+    }
+}
+
+const LOCAL: u32 = libc::RT_TABLE_LOCAL as u32;
+
+/// That of a server, which one that was killed may have left; and those that the kernel derives from addresses.
+fn is_harmless(route: &RouteMessage) -> bool {
+    let loopback = |attribute: &RouteAttribute| *attribute == RouteAttribute::Oif(LOOPBACK_IFINDEX);
+    let servers = route.header.kind == RouteType::Local && route.attributes.iter().any(loopback);
+    servers || route.header.protocol == RouteProtocol::Kernel
+}
+
+fn table_of(route: &RouteMessage) -> u32 {
+    let long = route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Table(table) => Some(*table),
+        _ => None,
+    });
+    long.unwrap_or_else(|| route.header.table.into())
+}
+
+fn table_of_rule(rule: &RuleMessage) -> u32 {
+    let long = rule.attributes.iter().find_map(|attribute| match attribute {
+        RuleAttribute::Table(table) => Some(*table),
+        _ => None,
+    });
+    long.unwrap_or_else(|| rule.header.table.into())
+}
+
+fn priority(rule: &RuleMessage) -> u32 {
+    let given = rule.attributes.iter().find_map(|attribute| match attribute {
+        RuleAttribute::Priority(priority) => Some(*priority),
+        _ => None,
+    });
+    given.unwrap_or_default()
+}
+
+fn asks_a_table(rule: &RuleMessage) -> bool {
+    let special = |attribute: &RuleAttribute| {
+        matches!(attribute, RuleAttribute::FwMark(mark) if *mark != 0)
+            || *attribute == RuleAttribute::L3MDev(true)
+    };
+    rule.header.action == RuleAction::ToTable && !rule.attributes.iter().any(special)
+}
+
+/// Whether it is asked about some of the range's addresses as destinations.
+fn concerns(rule: &RuleMessage, range: IpNet) -> bool {
+    let to = rule.attributes.iter().find_map(|attribute| match attribute {
+        RuleAttribute::Destination(address) => IpNet::new(*address, rule.header.dst_len).ok(),
+        _ => None,
+    });
+    to.is_none_or(|to| to.contains(&range) || range.contains(&to))
+}
+
+fn default_of(range: IpNet) -> IpNet {
+    // A length of 0 fits either family.
+    IpNet::new(range.addr(), 0).unwrap_or(range).trunc()
+}
