@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::BytesMut;
 use http::StatusCode;
@@ -11,7 +12,7 @@ use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
 use super::dial::{Caller, Dialler};
-use super::halves::{Over, Writer, closed};
+use super::halves::{Over, Writer, closed, hung_up};
 use crate::door::answer::status_of;
 use crate::door::preface::{PrefaceError, read_preface, timed_out};
 
@@ -21,6 +22,8 @@ const MOST_HEADERS: usize = 64;
 /// Bytes that are read from a caller before the connection is up.
 const EARLY: usize = 64 << 10;
 const HEAD: &str = "CONNECT request";
+/// How often to ask whether a caller that sends no more is still there, while its target is dialled.
+const CHECK: Duration = Duration::from_millis(50);
 
 /// What a head asks for, and its length.
 #[derive(Debug, PartialEq, Eq)]
@@ -76,7 +79,7 @@ pub(super) async fn serve(
         }
     };
     let _ = early.split_to(asked.length);
-    let gone = until_end(&mut read, &mut early);
+    let gone = until_gone(&mut read, &mut early, &watched);
     let connected = match dialler.dial(&asked.target, caller, gone).await {
         Ok(connected) => connected,
         Err(failed) => return refuse(&mut write, status_of(failed.outcome), &failed.in_words_of_go()).await,
@@ -97,12 +100,14 @@ pub(super) async fn serve(
     }
 }
 
-/// Reads what a caller sends although nothing has been answered yet, and ends when it has gone.
-async fn until_end(read: &mut (impl AsyncRead + Unpin), early: &mut BytesMut) {
+/// Reads what a caller sends although nothing has been answered yet, and ends when it has gone. One that has only ended its half
+/// still waits for the answer.
+async fn until_gone(read: &mut (impl AsyncRead + Unpin), early: &mut BytesMut, watched: &OwnedFd) {
     while early.len() < EARLY {
         early.reserve(2048);
         match read.read_buf(early).await {
-            Ok(0) | Err(_) => return,
+            Ok(0) => return hung_up(watched, CHECK).await,
+            Err(_) => return,
             Ok(_) => {}
         }
     }

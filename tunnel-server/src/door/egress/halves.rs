@@ -1,17 +1,19 @@
 //! A caller's connection in two halves, whatever it is made of.
 
 use std::io::{self, IoSlice};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tokio::io::unix::AsyncFd;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, Interest, ReadHalf, WriteHalf};
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf, pipe};
 use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
 use tokio_rustls::server::TlsStream;
 
 /// How often to ask the kernel whether a caller has closed its socket, for which it has no event that would not get in the
@@ -19,6 +21,9 @@ use tokio_rustls::server::TlsStream;
 const CHECK: Duration = Duration::from_secs(5);
 /// How long a target may go on after its caller has closed, as the kernel gives it for sockets (`tcp_fin_timeout`).
 pub(super) const LINGER: Duration = Duration::from_secs(60);
+/// How long to hold back what comes behind a piece that was sent alone, at most: a caller that takes the descriptor out of the
+/// message, which no HTTP client does, may keep it.
+const HOLD_BACK: Duration = Duration::from_secs(5);
 
 /// How a caller's connection is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,42 +45,55 @@ pub(super) trait Writer: AsyncWrite + Unpin + Send + 'static {
 /// That of a Unix socket.
 pub(super) struct UnixWriter {
     half: OwnedWriteHalf,
-    socket: Arc<OwnedFd>,
-    /// Ready once the caller has read what was sent alone.
-    unread: Option<AsyncFd<Arc<OwnedFd>>>,
+    /// Ends once the caller has read what was sent alone.
+    unread: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl UnixWriter {
-    fn poll_read_alone(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if let Some(unread) = &self.unread {
-            ready!(unread.poll_write_ready(cx))?.retain_ready();
+    fn poll_read_alone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if let Some(unread) = &mut self.unread {
+            ready!(unread.as_mut().poll(cx));
             self.unread = None;
         }
-        Poll::Ready(Ok(()))
+        Poll::Ready(())
     }
 }
 
 impl Writer for UnixWriter {
-    /// A Unix socket has room again each time that a piece was read, and not before: that is an event even if it had room
-    /// all the time. What comes later is held back until then. (Ancillary data would keep the pieces apart as well, but
-    /// programs that wait for events take a short read for the end of what is there, and would not read on.)
+    /// Sends it with a descriptor: a stream's read ends behind a message that carries one (`unix_stream_read_generic`), however
+    /// late the reader comes to it, and closes a descriptor that it has no room for. No event and no count of unread bytes
+    /// (SIOCOUTQ) would do: both change while a read that may still take more is under way.
+    ///
+    /// Programs that wait for edges of readiness take a short read for the end of what is there. They need another edge, so what
+    /// comes later is held back until the read is over: the descriptor is a pipe's, which then ends.
     async fn send_alone(&mut self, head: &[u8]) -> io::Result<()> {
-        // A registration of its own, since what arrives from the caller is an event of the other one.
-        #[expect(
-            deprecated,
-            reason = "unsound with a descriptor that may be closed meanwhile, as an OwnedFd may not"
-        )]
-        let unread = AsyncFd::with_interest(self.socket.clone(), Interest::WRITABLE)?;
-        unread.writable().await?.clear_ready();
-        self.half.write_all(head).await?;
-        self.unread = Some(unread);
+        let (read, write) = io::pipe()?;
+        let read = pipe::Receiver::from_owned_fd(read.into())?;
+        let socket: &UnixStream = self.half.as_ref();
+        let sent = socket.async_io(Interest::WRITABLE, || send_with(socket, head, write.as_fd())).await?;
+        self.half.write_all(&head[sent..]).await?;
+        self.unread = Some(Box::pin(async move {
+            // An error of the pipe holds nothing back.
+            let _ = timeout(HOLD_BACK, read.readable()).await;
+        }));
         Ok(())
     }
 }
 
+/// Sends bytes, and a descriptor with them.
+fn send_with(socket: impl AsFd, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    if !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+        return Err(io::Error::other("no room for a descriptor"));
+    }
+    Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
+}
+
 impl AsyncWrite for UnixWriter {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
-        ready!(self.poll_read_alone(cx))?;
+        ready!(self.poll_read_alone(cx));
         Pin::new(&mut self.half).poll_write(cx, data)
     }
 
@@ -84,7 +102,7 @@ impl AsyncWrite for UnixWriter {
         cx: &mut Context<'_>,
         data: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        ready!(self.poll_read_alone(cx))?;
+        ready!(self.poll_read_alone(cx));
         Pin::new(&mut self.half).poll_write_vectored(cx, data)
     }
 
@@ -120,11 +138,14 @@ fn is_closed(socket: &OwnedFd) -> bool {
 
 /// Ends once a caller has closed its socket, or lost it, for so long that its target has had time to end too.
 pub(super) async fn closed(socket: &OwnedFd) {
-    loop {
-        tokio::time::sleep(CHECK).await;
-        if is_closed(socket) {
-            return tokio::time::sleep(LINGER).await;
-        }
+    hung_up(socket, CHECK).await;
+    tokio::time::sleep(LINGER).await;
+}
+
+/// Ends soon after a caller has closed its socket, or lost it.
+pub(super) async fn hung_up(socket: &OwnedFd, check: Duration) {
+    while !is_closed(socket) {
+        tokio::time::sleep(check).await;
     }
 }
 
@@ -132,7 +153,7 @@ pub(super) async fn closed(socket: &OwnedFd) {
 pub(super) fn of_unix(socket: UnixStream) -> io::Result<(OwnedReadHalf, UnixWriter, Arc<OwnedFd>)> {
     let watched = Arc::new(socket.as_fd().try_clone_to_owned()?);
     let (read, half) = socket.into_split();
-    Ok((read, UnixWriter { half, socket: watched.clone(), unread: None }, watched))
+    Ok((read, UnixWriter { half, unread: None }, watched))
 }
 
 /// The same of TLS.

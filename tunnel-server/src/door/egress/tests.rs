@@ -24,6 +24,8 @@ use crate::accept::Gate;
 use crate::metrics::Metrics;
 
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Callers that wait for a banner.
+const ROUNDS: usize = 400;
 
 struct Door {
     dir: tempfile::TempDir,
@@ -211,8 +213,30 @@ async fn of_several_connections_only_the_stalled_one_is_closed() {
     assert!(closed == stalled && error.contains("1 MiB"), "{closed} ended with {error:?}");
 }
 
+/// Takes time from the other threads until it is dropped.
+struct Busy(Arc<std::sync::atomic::AtomicBool>);
+
+impl Busy {
+    fn start() -> Self {
+        let busy = Self(Arc::new(true.into()));
+        for _ in 0..std::thread::available_parallelism().unwrap().get() {
+            let on = busy.0.clone();
+            std::thread::spawn(move || while on.load(std::sync::atomic::Ordering::Relaxed) {});
+        }
+        busy
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.store(false, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+/// However busy the machine is, to a caller that waits for edges of readiness.
 #[tokio::test]
 async fn a_banner_comes_behind_the_answer() {
+    const ANSWER: &[u8] = b"HTTP/1.1 200 Connection Established\r\n\r\n";
     let door = Door::open().await;
     let (listener, address) = target().await;
     let greet = tokio::spawn(async move {
@@ -223,18 +247,32 @@ async fn a_banner_comes_behind_the_answer() {
             tokio::spawn(async move { socket.read(&mut [0; 1]).await });
         }
     });
-    for _ in 0..100 {
+    let busy = Busy::start();
+    for round in 0..ROUNDS {
         let mut stream = UnixStream::connect(door.path()).await.unwrap();
         let request = format!("CONNECT {address} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
-        // Long enough for both to be there.
-        tokio::time::sleep(Duration::from_millis(2)).await;
+        if round % 4 == 0 {
+            // Late enough for both to be there.
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        if round % 4 == 1 {
+            // An event of the server's socket that is none of reading.
+            timeout(PATIENCE, stream.readable()).await.expect("an answer").unwrap();
+            stream.shutdown().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        if round % 4 == 2 {
+            // It sends no more, and waits for the answer.
+            stream.shutdown().await.unwrap();
+        }
         let mut read = vec![0; 4096];
-        let length = stream.read(&mut read).await.unwrap();
-        assert_eq!(&read[..length], b"HTTP/1.1 200 Connection Established\r\n\r\n");
+        let length = timeout(PATIENCE, stream.read(&mut read)).await.expect("an answer").unwrap();
+        assert_eq!(&read[..length], ANSWER, "round {round}: {}", String::from_utf8_lossy(&read[..length]));
         let mut banner = [0; 6];
-        stream.read_exact(&mut banner).await.unwrap();
+        timeout(PATIENCE, stream.read_exact(&mut banner)).await.expect("the banner").unwrap();
         assert_eq!(&banner, b"banner");
     }
+    drop(busy);
     greet.abort();
 }
