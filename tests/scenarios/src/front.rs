@@ -6,6 +6,7 @@ use postern_testbed::client::{self, PATIENCE, Pattern};
 use postern_testbed::server::Server;
 use postern_testbed::wait::wait_until;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use crate::web::Web;
@@ -137,22 +138,42 @@ pub(crate) async fn a_slow_upload_arrives<S: AsyncRead + AsyncWrite + Unpin>(
     Ok(())
 }
 
-/// The target's connection ends with a caller that leaves, before the answer and in the middle of it. `web` is a new one.
-pub(crate) async fn a_departure_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin>(
+/// A client that ends its half behind its request, as `nc -N` does, gets the whole answer and a clean end, however late it comes.
+pub(crate) async fn an_ended_half_is_answered<S: AsyncRead + AsyncWrite + Unpin>(
     connect: impl AsyncFn() -> Result<S>,
+    host: &str,
+    (path, part): (&str, &str),
+) -> Result<()> {
+    for version in ["1.1", "1.0"] {
+        let mut stream = connect().await?;
+        send(&mut stream, format!("GET {path} HTTP/{version}\r\nHost: {host}\r\n\r\n").as_bytes()).await?;
+        stream.shutdown().await?;
+        let answer = client::text(&mut stream, "no answer came").await;
+        let answer = answer.with_context(|| format!("HTTP/{version}"))?;
+        ensure!(answer.starts_with("HTTP/1.") && answer.contains(" 200 "), "HTTP/{version}: {answer:?}");
+        ensure!(answer.contains(part), "HTTP/{version}: no {part:?} in {answer:?}");
+    }
+    Ok(())
+}
+
+/// The target's connection ends with a caller that resets its own, before the answer and in the middle of it. `web` is a new one.
+pub(crate) async fn a_reset_reaches_the_target<S: AsyncRead + AsyncWrite + Unpin>(
+    connect: impl AsyncFn() -> Result<S>,
+    socket: impl Fn(&S) -> &TcpStream,
     host: &str,
     web: &Web,
 ) -> Result<()> {
+    let reset = |stream: S| socket2::SockRef::from(socket(&stream)).set_linger(Some(Duration::ZERO));
     let mut stream = connect().await?;
     send(&mut stream, format!("GET /wait HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).await?;
     wait_until("the request to arrive", PATIENCE, async || Ok(web.waiting()), |count| *count == 1).await?;
-    drop(stream);
+    reset(stream)?;
     wait_until("the target to be told", PATIENCE, async || Ok(web.abandoned()), |count| *count == 1).await?;
     let mut stream = connect().await?;
     send(&mut stream, format!("GET /half HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).await?;
     read_until(&mut stream, b"half\r\n").await?;
     ensure!(web.abandoned() == 1, "the target's connection ended before the caller's");
-    drop(stream);
+    reset(stream)?;
     wait_until(
         "the target to be told while it answers",
         PATIENCE,

@@ -218,7 +218,7 @@ async fn upgrades_are_carried(testbed: &Testbed) -> Result<()> {
 async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     let (server, _agent) = server_and_agent(testbed).await?;
     let web = Web::start(testbed, 1, PORT)?;
-    front::a_departure_reaches_the_target(async || connect(door()).await, HOST, &web).await?;
+    front::a_reset_reaches_the_target(async || connect(door()).await, |stream| stream, HOST, &web).await?;
     front::departures_are_logged(&server, "http", 2).await
 }
 

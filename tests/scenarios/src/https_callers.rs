@@ -20,6 +20,7 @@ scenarios! {
     an_expected_upload_arrives,
     a_slow_upload_arrives,
     a_callers_end_reaches_the_target,
+    an_ended_half_is_answered_at_every_listener,
 }
 
 const KUBELET: u16 = 10250;
@@ -59,10 +60,14 @@ async fn call(testbed: &Testbed, cas: &Cas, args: &[&str]) -> Result<Answer> {
 
 /// A connection with a caller's certificate, on which the server's is verified.
 async fn connect(testbed: &Testbed, cas: &Cas) -> Result<TlsStream<TcpStream>> {
+    connect_to(10263, testbed, cas).await
+}
+
+async fn connect_to(port: u16, testbed: &Testbed, cas: &Cas) -> Result<TlsStream<TcpStream>> {
     let (certificate, key) = cas.callers.client("prometheus")?;
     let identity = tls::Identity::read(&certificate, &key)?;
     let roots = tls::roots(&testbed.dir().join("server/ca/ca.crt"))?;
-    let stream = client::connect((CLOUD, 10263)).await?;
+    let stream = client::connect((CLOUD, port)).await?;
     tls::handshake(stream, &CLOUD.to_string(), roots, Some(&identity), None).await
 }
 
@@ -245,7 +250,40 @@ async fn a_callers_end_reaches_the_target(testbed: &Testbed) -> Result<()> {
     let (cas, server, _agent, targets) = started(testbed).await?;
     for (host, target) in HOSTS.into_iter().zip(&targets) {
         let connect = async || connect(testbed, &cas).await;
-        front::a_departure_reaches_the_target(connect, host, target).await.context(host)?;
+        front::a_reset_reaches_the_target(connect, |stream| stream.get_ref().0, host, target)
+            .await
+            .context(host)?;
     }
     front::departures_are_logged(&server, "https", 4).await
+}
+
+/// Over TLS the end is a close_notify, and the end of the file behind it.
+async fn an_ended_half_is_answered_at_every_listener(testbed: &Testbed) -> Result<()> {
+    const METRIC: &str = "postern_build_info{";
+    let cas = Cas::new(testbed)?;
+    let builder = cas.server(testbed)?.flag("--plain-port=10268").flag("--plain-clients=10.70.0.0/24");
+    let server = builder.flag("--metrics-port=10269").start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let names = [SanType::DnsName("edge-1".try_into()?)];
+    let _targets = [Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?];
+    for host in HOSTS {
+        let connect = async || connect(testbed, &cas).await;
+        front::an_ended_half_is_answered(connect, host, ("/late", "late\n")).await.context("https door")?;
+    }
+    let connect = async || connect_to(10269, testbed, &cas).await;
+    front::an_ended_half_is_answered(connect, "x", ("/metrics", METRIC)).await.context("metrics door")?;
+    for (name, address) in [("http", ([127, 0, 0, 1], 10264)), ("plain", (CLOUD.octets(), 10268))] {
+        let connect = async || client::connect(address).await;
+        front::an_ended_half_is_answered(connect, HOSTS[1], ("/late", "late\n")).await.context(name)?;
+    }
+    let connect = async || client::connect(([127, 0, 0, 1], 10265)).await;
+    front::an_ended_half_is_answered(connect, "localhost", ("/metrics", METRIC))
+        .await
+        .context("admin port")?;
+    let edge = testbed.edge(1);
+    let connect = async || {
+        let port = ([127, 0, 0, 1], 10266).into();
+        Ok(client::connect_from(&edge.ns, port, client::PATIENCE).await?)
+    };
+    front::an_ended_half_is_answered(connect, "localhost", ("/metrics", METRIC)).await.context("agent's")
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
@@ -268,6 +269,11 @@ async fn answer(mut request: Request<Incoming>, shown: &str, seen: Arc<Seen>) ->
             seen.waiting.fetch_add(1, Ordering::SeqCst);
             let _waiting = Waiting(seen);
             std::future::pending().await
+        }
+        // Later than the end of a client that sends no more.
+        "/late" => {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            text(StatusCode::OK, "late\n")
         }
         "/refuse" => text(StatusCode::FORBIDDEN, "not for you\n"),
         // Without reading the body.

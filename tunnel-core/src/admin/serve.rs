@@ -33,7 +33,8 @@ pub(super) async fn answer(
     mut open: watch::Receiver<bool>,
 ) -> io::Result<Infallible> {
     let mut server = http1::Builder::new();
-    server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD);
+    // A client may end its half behind its request, and wait for the answer.
+    server.timer(TokioTimer::new()).header_read_timeout(READ_TIMEOUT).max_buf_size(MAX_HEAD).half_close(true);
     loop {
         if open.wait_for(|open| *open).await.is_err() {
             // The end is near: only that drops the sender.

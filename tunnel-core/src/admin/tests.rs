@@ -18,7 +18,10 @@ fn serve() -> (Serving, Readiness, logging::Handle) {
         flags: Arc::new(["--log-level=info".to_owned()]),
         bench: Some(Arc::new(|node: String| -> BenchAnswer {
             Box::pin(async move {
-                if node == "edge-1" {
+                if node == "late" {
+                    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+                }
+                if node != "edge-9" {
                     Ok(serde_json::json!({"node": node}))
                 } else {
                     Err(format!("no {node}"))
@@ -62,6 +65,21 @@ async fn the_flags_are_shown_and_a_measurement_is_asked_for() {
     let answer = ask(&serving, Method::POST, "/bench/edge-9", "").await;
     assert_eq!((answer.status, answer.text()), (StatusCode::BAD_GATEWAY, "no edge-9\n"));
     assert_eq!(ask(&serving, Method::GET, "/bench/edge-1", "").await.status, StatusCode::METHOD_NOT_ALLOWED);
+}
+
+#[tokio::test]
+async fn a_client_that_sends_no_more_is_answered() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let (serving, _, _) = serve();
+    for version in ["1.1", "1.0"] {
+        let mut stream = TcpStream::connect(serving.address()).await.unwrap();
+        let request = format!("POST /bench/late HTTP/{version}\r\nHost: localhost\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        stream.shutdown().await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.contains(" 200 OK\r\n") && answer.ends_with("{\"node\":\"late\"}"), "{answer:?}");
+    }
 }
 
 #[tokio::test]

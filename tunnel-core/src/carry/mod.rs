@@ -26,7 +26,7 @@ pub use pipe::{Pipe, PipeEnd, PipeStatus, TunnelStream, pipe};
 pub use pump::Pump;
 pub use quiet::{Carrying, end_quiet};
 pub use relay::Relay;
-pub use socket::{end_on_drop, flushed, prepare_socket, reset_on_drop};
+pub use socket::{end_on_drop, flushed, lost, prepare_socket, reset_on_drop};
 pub use stall::{Abort, StallBound, StallBudget, StallTicket};
 pub use traffic::{Totals, Traffic, Waiting};
 

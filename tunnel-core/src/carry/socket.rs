@@ -9,6 +9,8 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use socket2::SockRef;
+use tokio::io::Interest;
+use tokio::net::TcpStream;
 
 use crate::link;
 use crate::tcp_info::unacknowledged;
@@ -65,6 +67,17 @@ pub async fn flushed(socket: &impl AsFd) {
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_millis(100));
     }
+}
+
+/// Ends when the socket has failed. An end of file is no failure: the peer may only be done with sending.
+pub async fn lost(socket: &TcpStream) -> io::Error {
+    if socket.ready(Interest::ERROR).await.is_ok()
+        && let Ok(Some(error)) | Err(error) = socket.take_error()
+    {
+        return error;
+    }
+    // Somebody else was told of it.
+    std::future::pending().await
 }
 
 fn linger(socket: &impl AsFd, time: Option<Duration>) {

@@ -86,7 +86,7 @@ impl MetricsDoor {
             async move { Ok::<_, Infallible>(self.answer(&head, shown, client).await) }
         });
         let mut builder = http1::Builder::new();
-        builder.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(MAX_HEAD);
+        builder.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(MAX_HEAD).half_close(true);
         let ended = {
             let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
             tokio::select! {
@@ -331,6 +331,19 @@ mod tests {
             }
         };
         timeout(PATIENCE, ended).await.expect("both are counted");
+    }
+
+    #[tokio::test]
+    async fn a_client_that_sends_no_more_is_answered() {
+        let mut stream = Site::new().connect(true).await;
+        stream
+            .write_all(b"GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text\r\n\r\n")
+            .await
+            .unwrap();
+        stream.shutdown().await.unwrap();
+        let mut answer = String::new();
+        timeout(PATIENCE, stream.read_to_string(&mut answer)).await.expect("an answer").unwrap();
+        assert!(answer.contains(" 200 OK\r\n") && answer.ends_with("# EOF\n"), "{answer:?}");
     }
 
     #[tokio::test]

@@ -29,9 +29,9 @@ use std::sync::Arc;
 
 use futures_util::future::Either;
 use h2::RecvStream;
-use tokio::io::{AsyncWriteExt as _, Interest};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, prepare_socket, reset_on_drop};
+use tunnel_core::carry::{Abort, Relay, RelayError, Side, end_on_drop, lost, prepare_socket, reset_on_drop};
 use tunnel_core::outcome::Outcome;
 
 pub(crate) use access_log::AccessLogGuard;
@@ -234,16 +234,6 @@ async fn greeted(
     };
     socket.write_all(greeting).await.map_err(RelayError::Socket)?;
     Ok(stream)
-}
-
-/// Ends when the socket has failed. An end of file is no failure: the client may only be done with sending.
-async fn lost(socket: &TcpStream) -> std::io::Error {
-    if socket.ready(Interest::ERROR).await.is_ok()
-        && let Ok(Some(error)) | Err(error) = socket.take_error()
-    {
-        return error;
-    }
-    std::future::pending().await
 }
 
 #[cfg(test)]

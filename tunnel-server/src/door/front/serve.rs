@@ -1,16 +1,21 @@
 //! Serves a client's connection, with TLS where the door ends that.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::{Request, Response};
+use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tunnel_core::carry::lost;
 
+use super::body::Body;
 use super::kinds::{Front, MAX_HEAD, Peer};
 use super::request::{self, Served};
 use super::socket::{Faults, PrefixedSocket};
@@ -41,10 +46,17 @@ impl Front {
         place: Option<Share>,
     ) -> Result<(), OpenError> {
         let faults = Faults::default();
-        let socket = PrefixedSocket::new(socket, prefix, faults.clone());
+        let watched = Arc::new(socket);
+        let socket = PrefixedSocket::new(watched.clone(), prefix, faults.clone());
+        let served = |caller| Served {
+            front: self.clone(),
+            peer: Peer::new(client, caller, place),
+            faults,
+            context: context.clone(),
+            shares: shares.clone(),
+        };
         let Some(tls) = &self.tls else {
-            let peer = Peer::new(client, None, place);
-            return self.http(socket, false, peer, faults, context, shares).await;
+            return http(socket, false, &watched, served(None)).await;
         };
         let accepted = tokio::time::timeout(HANDSHAKE, tls.acceptor().accept(socket)).await;
         let stream = match accepted {
@@ -61,77 +73,158 @@ impl Front {
             Some(certificate) => Some(caller_of_certificate(certificate).map_err(OpenError::Client)?),
             None => None,
         };
-        self.http(stream, h2, Peer::new(client, caller, place), faults, context, shares).await
+        http(stream, h2, &watched, served(caller)).await
+    }
+}
+
+/// Answers the requests of a connection until it ends. `watched`: its socket.
+async fn http<S>(stream: S, h2: bool, watched: &TcpStream, served: Served) -> Result<(), OpenError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let (door, shutdown) = (served.front.door, served.context.drain.shutdown().clone());
+    let served = Arc::new(served);
+    let first = FirstRequest::default();
+    let asked = first.clone();
+    let answer = move |request| {
+        asked.came();
+        let served = served.clone();
+        async move { Ok::<_, Infallible>(request::answer(&served, request).await) }
+    };
+    let over = async {
+        shutdown.draining().await;
+        first.wait().await;
+    };
+    let ended = if h2 {
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(MAX_STREAMS)
+            .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+            .keep_alive_interval(IDLE);
+        let service = service_fn(answer);
+        let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
+        tokio::select! {
+            ended = connection.as_mut() => ended,
+            () = over => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        }
+    } else {
+        tokio::select! {
+            ended = http_1(stream, over, answer) => ended,
+            error = lost(watched) => {
+                tracing::debug!(door, %error, "a client's connection was lost");
+                return Ok(());
+            }
+        }
+    };
+    match ended {
+        // What clients do all the time: they leave, or leave idle connections open.
+        Err(error) if error.is_parse() => Err(OpenError::Client(format!("not an HTTP request: {error}"))),
+        Err(error) => {
+            let error = tunnel_core::error::chain(&error);
+            tracing::debug!(door, error, "a client's connection ended");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Answers HTTP/1.1 until the client has gone, or `over` has ended and what was asked until then is answered.
+///
+/// A client may end its half behind its request and wait for the answer (RFC 9112 section 9.6). hyper then reads nothing while it
+/// answers, so a reset has to be noticed by the caller. The kernel of a client that has closed its socket resets what is still
+/// sent to it: an answer, or after a minute a keepalive probe.
+async fn http_1<S, F>(
+    stream: S,
+    over: impl Future<Output = ()>,
+    answer: impl Fn(Request<Incoming>) -> F,
+) -> hyper::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    F: Future<Output = Result<Response<Body>, Infallible>>,
+{
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(MAX_HEAD).half_close(true);
+    let connection = builder.serve_connection(TokioIo::new(stream), service_fn(answer)).with_upgrades();
+    let mut connection = std::pin::pin!(connection);
+    tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = over => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::{BodyExt as _, Full};
+    use socket2::SockRef;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio::time::timeout;
+    use tokio_util::sync::{CancellationToken, DropGuard};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    /// A client's end of a connection whose requests are answered when they are `due`; the tokens tell that one has come, and that
+    /// it is over.
+    async fn served(due: Duration) -> (TcpStream, CancellationToken, CancellationToken) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        let (came, gone) = (CancellationToken::new(), CancellationToken::new());
+        let told = (came.clone(), gone.clone());
+        tokio::spawn(async move {
+            let watched = Arc::new(accepted);
+            let stream = PrefixedSocket::new(watched.clone(), Bytes::new(), Faults::default());
+            let answer = |_| {
+                came.cancel();
+                let over: DropGuard = gone.clone().drop_guard();
+                async move {
+                    tokio::time::sleep(due).await;
+                    drop(over);
+                    Ok(Response::new(Full::from("late").map_err(|never| match never {}).boxed_unsync()))
+                }
+            };
+            tokio::select! {
+                _ = http_1(stream, std::future::pending(), answer) => {}
+                _ = lost(&watched) => {}
+            }
+        });
+        (client, told.0, told.1)
     }
 
-    async fn http<S>(
-        self: &Arc<Self>,
-        stream: S,
-        h2: bool,
-        peer: Peer,
-        faults: Faults,
-        context: &DoorContext,
-        shares: &Shares,
-    ) -> Result<(), OpenError>
-    where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    {
-        let served = Arc::new(Served {
-            front: self.clone(),
-            peer,
-            faults,
-            context: context.clone(),
-            shares: shares.clone(),
-        });
-        let first = FirstRequest::default();
-        let asked = first.clone();
-        let service = service_fn(move |request| {
-            asked.came();
-            let served = served.clone();
-            async move { Ok::<_, std::convert::Infallible>(request::answer(&served, request).await) }
-        });
-        let io = TokioIo::new(stream);
-        let over = async {
-            context.drain.shutdown().draining().await;
-            first.wait().await;
-        };
-        let ended = if h2 {
-            let mut builder = http2::Builder::new(TokioExecutor::new());
-            builder
-                .timer(TokioTimer::new())
-                .max_concurrent_streams(MAX_STREAMS)
-                .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
-                .keep_alive_interval(IDLE);
-            let mut connection = std::pin::pin!(builder.serve_connection(io, service));
-            tokio::select! {
-                ended = connection.as_mut() => ended,
-                () = over => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
-                }
+    #[tokio::test]
+    async fn a_client_that_sends_no_more_is_answered() {
+        for version in ["1.1", "1.0"] {
+            let (mut client, ..) = served(Duration::from_millis(300)).await;
+            client.write_all(format!("GET / HTTP/{version}\r\nHost: a\r\n\r\n").as_bytes()).await.unwrap();
+            client.shutdown().await.unwrap();
+            let mut answer = String::new();
+            timeout(PATIENCE, client.read_to_string(&mut answer)).await.expect("an answer").unwrap();
+            assert!(answer.contains(" 200 OK\r\n") && answer.ends_with("late"), "HTTP/{version}: {answer:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_reset_ends_the_request() {
+        for half_closed in [false, true] {
+            let (mut client, came, gone) = served(6 * PATIENCE).await;
+            client.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
+            if half_closed {
+                client.shutdown().await.unwrap();
             }
-        } else {
-            let mut builder = http1::Builder::new();
-            builder.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(MAX_HEAD);
-            let connection = builder.serve_connection(io, service).with_upgrades();
-            let mut connection = std::pin::pin!(connection);
-            tokio::select! {
-                ended = connection.as_mut() => ended,
-                () = over => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
-                }
-            }
-        };
-        match ended {
-            // What clients do all the time: they leave, or leave idle connections open.
-            Err(error) if error.is_parse() => Err(OpenError::Client(format!("not an HTTP request: {error}"))),
-            Err(error) => {
-                let error = tunnel_core::error::chain(&error);
-                tracing::debug!(door = self.door, error, "a client's connection ended");
-                Ok(())
-            }
-            Ok(()) => Ok(()),
+            timeout(PATIENCE, came.cancelled()).await.expect("a request");
+            assert!(!gone.is_cancelled(), "it waits for its answer");
+            SockRef::from(&client).set_linger(Some(Duration::ZERO)).unwrap();
+            drop(client);
+            timeout(PATIENCE, gone.cancelled()).await.expect("the request ends with its client");
         }
     }
 }

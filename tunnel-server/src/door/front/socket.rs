@@ -1,12 +1,14 @@
 //! A client's socket with what was already read from it.
 
 use std::io;
+use std::net::Shutdown;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use bytes::{Buf as _, Bytes};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tunnel_core::carry::{end_on_drop, reset_on_drop};
@@ -24,16 +26,17 @@ impl Faults {
 
 #[derive(Debug)]
 pub(super) struct PrefixedSocket {
-    socket: TcpStream,
+    /// Shared with who waits for its failure.
+    socket: Arc<TcpStream>,
     prefix: Bytes,
     faults: Faults,
 }
 
 impl PrefixedSocket {
     /// Of a socket that its door has prepared.
-    pub(super) fn new(socket: TcpStream, prefix: Bytes, faults: Faults) -> Self {
+    pub(super) fn new(socket: Arc<TcpStream>, prefix: Bytes, faults: Faults) -> Self {
         // A connection between two requests ends as others do.
-        end_on_drop(&socket);
+        end_on_drop(&*socket);
         Self { socket, prefix, faults }
     }
 }
@@ -41,7 +44,7 @@ impl PrefixedSocket {
 impl Drop for PrefixedSocket {
     fn drop(&mut self) {
         if self.faults.0.load(Ordering::Relaxed) {
-            reset_on_drop(&self.socket);
+            reset_on_drop(&*self.socket);
         }
     }
 }
@@ -53,7 +56,13 @@ impl AsyncRead for PrefixedSocket {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if self.prefix.is_empty() {
-            return Pin::new(&mut self.socket).poll_read(cx, buf);
+            loop {
+                ready!(self.socket.poll_read_ready(cx))?;
+                match self.socket.try_read_buf(buf) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    read => return Poll::Ready(read.map(drop)),
+                }
+            }
         }
         let taken = self.prefix.len().min(buf.remaining());
         buf.put_slice(&self.prefix[..taken]);
@@ -63,27 +72,33 @@ impl AsyncRead for PrefixedSocket {
 }
 
 impl AsyncWrite for PrefixedSocket {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write(cx, data)
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(cx, &[io::IoSlice::new(data)])
     }
 
     fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         parts: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write_vectored(cx, parts)
+        loop {
+            ready!(self.socket.poll_write_ready(cx))?;
+            match self.socket.try_write_vectored(parts) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                written => return Poll::Ready(written),
+            }
+        }
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.socket.is_write_vectored()
+        true
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_flush(cx)
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_shutdown(cx)
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(SockRef::from(&*self.socket).shutdown(Shutdown::Write))
     }
 }
