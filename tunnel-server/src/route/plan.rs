@@ -119,6 +119,14 @@ impl Plan {
         wanted
     }
 
+    /// Whether something follows from this host's having the address: a node names it, or an edge node's pod may have it. Of all
+    /// others there are many, and they change often: kube-proxy in its IPVS mode gives every Service's address to an interface.
+    pub(super) fn concerns(&self, address: IpAddr, pods: &[IpNet]) -> bool {
+        self.named.contains_key(&address)
+            || self.claims.cloud_nodes(address).next().is_some()
+            || self.pods.of_edge(address, pods)
+    }
+
     /// Takes over what a node says.
     fn follow(
         &mut self,

@@ -145,15 +145,13 @@ impl Planner {
         self.foreign.get(config.foreign.len()..).unwrap_or_default().to_vec()
     }
 
-    /// Reads this host's addresses again; true when they have changed.
+    /// Reads this host's addresses again; true when something follows from what has changed.
     pub(super) fn refresh_host(&mut self, config: &RouterConfig) -> bool {
-        match (config.host_addresses)() {
-            Some(addresses) if addresses != self.host => {
-                self.host = addresses;
-                true
-            }
-            _ => false,
-        }
+        let Some(addresses) = (config.host_addresses)() else { return false };
+        let mut changed = self.host.symmetric_difference(&addresses);
+        let matters = changed.any(|address| self.plan.concerns(*address, &config.pods));
+        self.host = addresses;
+        matters
     }
 
     /// Call [`Self::done`] once it is in effect. `all`: the rules are others than before.

@@ -147,6 +147,16 @@ impl PodRanges {
         }
     }
 
+    /// Whether an edge node may have a pod with this address, where pods are redirected in these ranges.
+    pub(super) fn of_edge(&self, address: IpAddr, pods: &[IpNet]) -> bool {
+        self.prefixes.keys().any(|prefix| {
+            let around = IpNet::new(address, *prefix).ok().map(|net| net.trunc());
+            let around = around.filter(|range| pods.iter().any(|pods| pods.contains(range)));
+            let claimants = around.and_then(|range| self.claimed.get(&range));
+            claimants.is_some_and(|claimants| claimants.iter().any(|claimant| claimant.edge))
+        })
+    }
+
     /// Whether the address is a pod's of another node than the only one that wants it. Ranges of edge nodes count as far as
     /// they may be redirected; those of cloud nodes do not count with --edge-addresses: the operator said what is the edge
     /// nodes'.

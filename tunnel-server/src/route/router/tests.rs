@@ -181,6 +181,30 @@ fn a_change_of_this_hosts_addresses_takes_effect_without_an_inventory_change() {
     assert_eq!(router.desired().routes, before.routes, "tokens and liveness stay");
 }
 
+/// kube-proxy in its IPVS mode gives the address of every Service to an interface of this host.
+#[test]
+fn addresses_of_this_host_that_nobody_names_cost_no_computation() {
+    let (router, _) = router();
+    router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7"])]));
+    let planned = router.snapshot();
+    let mut own = HashSet::from([ip("10.0.0.1")]);
+    for n in 0..200 {
+        own.insert(IpAddr::from([10, 97, 0, n]));
+        HOST.set(Some(own.clone()));
+        router.refresh();
+        assert!(Arc::ptr_eq(&planned, &router.snapshot()), "{n}");
+    }
+    // They are known all the same when a node names one.
+    router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7", "10.97.0.9"])]));
+    assert!(route(&router.desired(), "10.97.0.9").is_none());
+    own.remove(&ip("10.97.0.9"));
+    HOST.set(Some(own));
+    let planned = router.snapshot();
+    router.refresh();
+    assert!(!Arc::ptr_eq(&planned, &router.snapshot()), "a node names what has gone");
+    assert!(route(&router.desired(), "10.97.0.9").is_some());
+}
+
 #[test]
 fn only_the_configured_ports_are_tunnelled() {
     let (router, _) = router();
