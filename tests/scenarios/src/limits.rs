@@ -13,7 +13,7 @@ use postern_testbed::inventory::{Inventory, node};
 use postern_testbed::netns::Namespace;
 use postern_testbed::report::figure;
 use postern_testbed::server::{Builder, Server};
-use postern_testbed::target::Behaviour;
+use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::tls;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed, load_target};
@@ -34,6 +34,7 @@ scenarios! {
     silent_handshakes_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
     idle_enrolments_of_twenty_sources_lock_nobody_out(edges = 2, limit = 240),
     greedy_clients_leave_open_files_to_the_others(edges = 2, limit = 240),
+    this_host_is_another_source_at_each_node_by_ipv6(edges = 2),
     strangers_at_the_https_door_leave_the_http_door,
     strangers_at_the_egress_port_leave_the_http_door,
     two_thousand_connects_at_once(limit = 180),
@@ -249,6 +250,27 @@ async fn take_all(ns: &Namespace, address: SocketAddr) -> Result<Vec<TcpStream>>
         }
     }
     Ok(held)
+}
+
+/// As by IPv4, where its packets come from the nodes' tokens.
+async fn this_host_is_another_source_at_each_node_by_ipv6(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
+    let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
+    let mut held = Vec::new();
+    for n in [1, 2] {
+        let edge = testbed.edge(n);
+        let on_edge = Target::start(&edge.ns, edge.address_v6, 9100, Behaviour::Echo)?;
+        held.push((take_all(&testbed.cloud, on_edge.address).await?, on_edge));
+    }
+    let [first, second] = [held[0].0.len(), held[1].0.len()];
+    figure(&format!(
+        "of {FEW_FILES} open files this host got {first} at one node, then {second} at the other"
+    ));
+    // A third, and a third of what that leaves.
+    ensure!(first >= 100 && second >= first / 2, "{first} connections to edge-1, {second} to edge-2");
+    let over = server.metrics().await?.sum("postern_connections_over_limit_total", &[("reason", "source")]);
+    ensure!(over >= 20.0, "{over} connections were refused for their source");
+    Ok(())
 }
 
 async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Result<()> {

@@ -74,7 +74,11 @@ impl Shares {
 
     /// Takes a place for a connection from `source`.
     pub(crate) fn admit(&self, source: IpAddr) -> Result<Share, Full> {
-        let source = source_key(source);
+        self.admit_as(source_key(source))
+    }
+
+    /// The same for what counts as one source, such as this host at one node's token.
+    pub(crate) fn admit_as(&self, source: IpAddr) -> Result<Share, Full> {
         let limit = self.limit;
         let mut counts = lock(&self.counts);
         let free = limit.saturating_sub(counts.total);
@@ -211,6 +215,24 @@ mod tests {
         let waiting: Vec<_> = (0..200).filter_map(|_| shares.admit(local).ok()).collect();
         assert_eq!(waiting.len(), 50);
         assert_eq!(shares.admit(local).unwrap_err(), Full::Door { limit: 100 });
+    }
+
+    #[test]
+    fn loopback_is_loopback_in_both_families() {
+        for local in ["127.0.0.1", "127.80.84.1", "::1", "::ffff:127.0.0.1"] {
+            let shares = Shares::new(100);
+            let held: Vec<_> = (0..200).filter_map(|_| shares.admit(local.parse().unwrap()).ok()).collect();
+            assert_eq!(held.len(), 100, "{local}");
+        }
+    }
+
+    #[test]
+    fn this_host_is_one_source_at_each_node() {
+        let shares = Shares::new(100);
+        let tokens = ["fd00:706f::5", "fd00:706f::6"].map(|token| token.parse::<IpAddr>().unwrap());
+        let held =
+            tokens.map(|token| (0..200).filter_map(|_| shares.admit_as(token).ok()).collect::<Vec<_>>());
+        assert_eq!(held.map(|held| held.len()), [34, 22]);
     }
 
     #[test]

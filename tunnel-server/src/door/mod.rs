@@ -111,7 +111,8 @@ pub(crate) async fn receive<D: Door>(
         place.known();
     }
     let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
-    let admitted = place.map_or_else(|| shares.admit(client.ip()), Ok).and_then(|mut place| {
+    let source = || D::source(&socket, client.ip(), &context.router);
+    let admitted = place.map_or_else(|| shares.admit_as(source()), Ok).and_then(|mut place| {
         let reached = place.reaches(&request.node);
         // Kept even if it was refused: the client still gets the reason.
         record.hold(place);

@@ -1,6 +1,6 @@
 //! What a door is.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -9,6 +9,7 @@ use tunnel_core::outcome::Outcome;
 
 use super::context::{OpenError, OpenRequest};
 use super::front::Front;
+use crate::admission::source_key;
 use crate::route::Router;
 
 /// A way in: finds out for each accepted connection which node it is for.
@@ -21,6 +22,11 @@ pub(crate) trait Door: Send + Sync + 'static {
     /// The client's address as logs and bounds have it; `accepted` is what accept(2) returned.
     fn client(&self, _socket: &TcpStream, accepted: SocketAddr, _router: &Router) -> SocketAddr {
         accepted
+    }
+
+    /// Which source a connection counts as.
+    fn source(_socket: &TcpStream, client: IpAddr, _router: &Router) -> IpAddr {
+        source_key(client)
     }
 
     /// Finds out what the client wants to reach.

@@ -1,6 +1,6 @@
 //! The redirect's door: the accepted socket's own address is the token, and its port the port that the client dialled.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -8,6 +8,7 @@ use tokio::net::TcpStream;
 
 use super::context::{OpenError, OpenRequest};
 use super::open::{Door, Opened};
+use crate::admission::source_key;
 use crate::redirect::Redirect;
 use crate::route::Router;
 
@@ -30,6 +31,15 @@ impl Door for Redirected {
                 SocketAddr::new(token, accepted.port())
             }
             _ => accepted,
+        }
+    }
+
+    /// This host's own processes are as many sources as there are nodes. Their IPv4 connections come from the token itself: a `local`
+    /// route without a preferred source takes the destination. Those of IPv6 come from an address of this host.
+    fn source(socket: &TcpStream, client: IpAddr, router: &Router) -> IpAddr {
+        match socket.local_addr().ok().filter(|_| router.is_own(client)) {
+            Some(token) => token.ip().to_canonical(),
+            None => source_key(client),
         }
     }
 

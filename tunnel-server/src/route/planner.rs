@@ -36,7 +36,7 @@ pub(super) struct Planner {
     pub(super) tokens: Tokens,
     plan: Plan,
     /// This host's addresses as last known.
-    host: HashSet<IpAddr>,
+    host: Arc<HashSet<IpAddr>>,
     /// The API server and the Services.
     foreign: Vec<IpNet>,
     /// What the plan follows from.
@@ -97,7 +97,7 @@ impl Planner {
         Self {
             tokens: Tokens::new(config.token_range, config.token_range_v6),
             plan: Plan::default(),
-            host: HashSet::new(),
+            host: Arc::default(),
             foreign: config.foreign.clone(),
             inventory: Arc::default(),
             entries: BTreeMap::new(),
@@ -150,8 +150,15 @@ impl Planner {
         let Some(addresses) = (config.host_addresses)() else { return false };
         let mut changed = self.host.symmetric_difference(&addresses);
         let matters = changed.any(|address| self.plan.concerns(*address, &config.pods));
-        self.host = addresses;
+        if *self.host != addresses {
+            self.host = Arc::new(addresses);
+        }
         matters
+    }
+
+    /// This host's addresses as last known.
+    pub(super) fn host(&self) -> &Arc<HashSet<IpAddr>> {
+        &self.host
     }
 
     /// Call [`Self::done`] once it is in effect. `all`: the rules are others than before.

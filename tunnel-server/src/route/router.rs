@@ -39,6 +39,8 @@ use crate::shared_map::SharedMap;
 pub struct Router {
     config: RouterConfig,
     snapshot: ArcSwap<Snapshot>,
+    /// This host's addresses.
+    host: ArcSwap<HashSet<IpAddr>>,
     ports: ArcSwap<Ports>,
     /// Locked for moments only: a session's thread waits for it.
     state: Mutex<RouterState>,
@@ -102,6 +104,7 @@ impl Router {
             planner: Mutex::new(Planner::new(&config, registry)),
             config,
             snapshot: ArcSwap::default(),
+            host: ArcSwap::default(),
             state: Mutex::new(state),
             version: watch::Sender::new(0),
             due: watch::Sender::new(None),
@@ -120,7 +123,7 @@ impl Router {
 
     fn set_inventory_at(&self, inventory: Inventory, now: Instant) {
         let mut planner = self.lock_planner();
-        let moved = planner.refresh_host(&self.config);
+        let moved = self.refresh_host(&mut planner);
         self.compute(Arc::new(inventory), &mut planner, moved, now);
     }
 
@@ -148,12 +151,25 @@ impl Router {
 
     fn refresh_at(&self, now: Instant) {
         let mut planner = self.lock_planner();
-        let moved = planner.refresh_host(&self.config);
+        let moved = self.refresh_host(&mut planner);
         let due = self.due.borrow().is_some_and(|due| due <= now);
         if moved || due {
             let inventory = Arc::clone(&self.snapshot.load().inventory);
             self.compute(inventory, &mut planner, moved, now);
         }
+    }
+
+    fn refresh_host(&self, planner: &mut Planner) -> bool {
+        let moved = planner.refresh_host(&self.config);
+        if !Arc::ptr_eq(&self.host.load(), planner.host()) {
+            self.host.store(planner.host().clone());
+        }
+        moved
+    }
+
+    /// Whether it is one of this host's addresses, as they were at the last [`Self::refresh`].
+    pub fn is_own(&self, address: IpAddr) -> bool {
+        self.host.load().contains(&address.to_canonical())
     }
 
     /// When [`Self::refresh`] has something to do although nothing changed; a receiver sees the latest.

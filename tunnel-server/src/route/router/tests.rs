@@ -192,6 +192,7 @@ fn addresses_of_this_host_that_nobody_names_cost_no_computation() {
         own.insert(IpAddr::from([10, 97, 0, n]));
         HOST.set(Some(own.clone()));
         router.refresh();
+        assert!(router.is_own(IpAddr::from([10, 97, 0, n])), "{n}");
         assert!(Arc::ptr_eq(&planned, &router.snapshot()), "{n}");
     }
     // They are known all the same when a node names one.
@@ -202,7 +203,7 @@ fn addresses_of_this_host_that_nobody_names_cost_no_computation() {
     let planned = router.snapshot();
     router.refresh();
     assert!(!Arc::ptr_eq(&planned, &router.snapshot()), "a node names what has gone");
-    assert!(route(&router.desired(), "10.97.0.9").is_some());
+    assert!(route(&router.desired(), "10.97.0.9").is_some() && !router.is_own(ip("10.97.0.9")));
 }
 
 #[test]
