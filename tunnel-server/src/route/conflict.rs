@@ -43,8 +43,8 @@ pub enum ConflictKind {
     TooMany,
     /// The token range, or the node's share of it, is used up: connecting to the address fails.
     NoToken,
-    /// A range of pods that overlaps another node's or the token range, is excluded, or lies outside the ranges that the
-    /// operator gave to pods: it is not redirected.
+    /// A range of pods that overlaps another node's or the token range, has an address of this host, the API server or a
+    /// Service, is excluded, or lies outside the ranges that the operator gave to pods: it is not redirected.
     PodRange,
     /// The token range has no room for a range of pods: it is not redirected.
     NoTokenBlock,
@@ -123,8 +123,8 @@ impl fmt::Display for Conflict {
                  addresses that left are free again, ten minutes later (or widen --token-range)"
             }
             ConflictKind::PodRange => {
-                ": the pod range that begins there overlaps another node's or the token range, lies in \
-                 --exclude, or outside of --edge-pod-routes; \
+                ": the pod range that begins there overlaps another node's or the token range, has an address of this \
+                 host, the API server or a Service, lies in --exclude, or outside of --edge-pod-routes; \
                  it is not redirected"
             }
             ConflictKind::NoTokenBlock => {

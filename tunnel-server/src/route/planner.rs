@@ -28,6 +28,11 @@ use crate::inventory::{Inventory, InventoryNode};
 use crate::redirect::MAX_ROUTES;
 use crate::shared_map::{SharedMap, SharedSet};
 
+/// The widest range of this host's pods that may use the redirect. A Node may name 0.0.0.0/0, in which every neighbour is.
+fn widest_clients(range: IpNet) -> u8 {
+    if range.addr().is_ipv4() { 8 } else { 32 }
+}
+
 /// Delays that end within this time are handled in one computation.
 const DEBOUNCE: Duration = Duration::from_secs(1);
 
@@ -404,7 +409,8 @@ impl Planner {
             }
         };
         let nodes = here.into_iter().filter_map(|name| self.inventory.get(name.as_str()));
-        nodes.filter(|node| !node.edge).flat_map(|node| node.pod_cidrs.iter().copied()).collect()
+        let ranges = nodes.filter(|node| !node.edge).flat_map(|node| node.pod_cidrs.iter().copied());
+        ranges.filter(|range| range.prefix_len() >= widest_clients(*range)).collect()
     }
 
     /// What there is too little of.

@@ -118,8 +118,8 @@ impl PodRanges {
     }
 
     /// The redirect of an edge node's range. Ranges that overlap are not routed: it cannot be known which pod was meant. Nor
-    /// are ranges outside those that the operator gave to pods: a kubelet can choose its own, and must not take over the
-    /// cluster's Services. `excluded`: whether a cloud node's address is.
+    /// are ranges outside those that the operator gave to pods, nor what is this host's, the API server's or the Services': a
+    /// kubelet can choose its own range, and must not take that over. `excluded`: whether a cloud node's address is.
     pub(super) fn route(
         &self,
         range: IpNet,
@@ -132,19 +132,31 @@ impl PodRanges {
         let Some(first) = edge.next() else { return PodRoute::Nobody };
         let overlaps = |other: &IpNet| other.contains(&range) || range.contains(other);
         // An excluded part leaves the rest of a range usable: exclusion wins at connect().
-        let usable = claimants.len() == 1
+        let usable = self.contenders(range, rules) == 1
             && rules.pods.iter().any(|allowed| allowed.contains(&range))
             && is_host(range.network())
             && !rules.exclude.iter().any(|net| net.contains(&range))
             && !excluded(range)
-            && !rules.token_ranges.iter().any(overlaps)
-            && self.around(range).next().is_none()
-            && self.within(range).next().is_none();
+            && !rules.token_ranges.iter().chain(rules.foreign).any(overlaps)
+            && !rules.host.iter().any(|address| range.contains(address))
+            && !self.around(range).chain(self.within(range)).any(|other| self.contenders(other, rules) > 0);
         if usable {
             PodRoute::To(first)
         } else {
             PodRoute::Refused(std::iter::once(first).chain(edge).collect())
         }
+    }
+
+    /// How many nodes keep what overlaps the range from being routed. A range that leads nowhere itself harms its own node only,
+    /// even if it is 0.0.0.0/0.
+    fn contenders(&self, range: IpNet, rules: &Rules<'_>) -> usize {
+        let claimants = self.claimed.get(&range).map(Vec::as_slice).unwrap_or_default();
+        let contends = |claimant: &Claimant| match claimant.edge {
+            true => counts(range, true, rules),
+            // With --edge-addresses too: those are about nodes.
+            false => is_one_nodes(range),
+        };
+        claimants.iter().filter(|claimant| contends(claimant)).count()
     }
 
     /// Whether an edge node may have a pod with this address, where pods are redirected in these ranges.
@@ -174,12 +186,16 @@ impl PodRanges {
 
 /// Whether a range keeps addresses from other nodes.
 pub(super) fn counts(range: IpNet, edge: bool, rules: &Rules<'_>) -> bool {
-    match range {
-        _ if edge => rules.pods.iter().any(|pods| pods.contains(&range)),
-        _ if !rules.edge_addresses.is_empty() => false,
-        IpNet::V4(range) => range.prefix_len() >= WIDEST_CLOUD_PODS.0,
-        IpNet::V6(range) => range.prefix_len() >= WIDEST_CLOUD_PODS.1,
+    if edge {
+        return rules.pods.iter().any(|pods| pods.contains(&range));
     }
+    rules.edge_addresses.is_empty() && is_one_nodes(range)
+}
+
+/// Whether a cloud node can have so many pods.
+fn is_one_nodes(range: IpNet) -> bool {
+    let widest = if range.addr().is_ipv4() { WIDEST_CLOUD_PODS.0 } else { WIDEST_CLOUD_PODS.1 };
+    range.prefix_len() >= widest
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use tunnel_core::identity::NodeName;
 
 use super::conflict::Conflict;
 use super::plan::Holder;
+use super::rules::is_host;
 use crate::inventory::{Inventory, InventoryNode};
 use crate::shared_map::{SharedMap, SharedSet};
 
@@ -58,10 +59,11 @@ impl Snapshot {
         Some(NodeAddress { pod: true, ..self.node_address(node, address)? })
     }
 
-    /// An edge node, at its first address. None also when it has none.
+    /// An edge node, at the first of its addresses that others reach, or at its first. None also when it has none.
     pub fn by_name(&self, name: &str) -> Option<NodeAddress> {
         let node = self.inventory.get(name).filter(|node| node.edge)?;
-        self.node_address(&node.name, *node.addresses.first()?)
+        let reached = node.addresses.iter().find(|address| is_host(**address));
+        self.node_address(&node.name, *reached.or(node.addresses.first())?)
     }
 
     /// The edge node that has the address. An address that a cloud node has too is unknown.

@@ -331,6 +331,69 @@ mod tests {
         assert!(!nodes.apply(Event::Apply(node_with_bad_name())), "it is not in the inventory");
     }
 
+    #[test]
+    fn unusual_values_are_what_they_are_or_are_left_out() {
+        let field = |spec: Value, status: Value| {
+            let odd = slim(&json!({"metadata": {"name": "edge-1"}, "spec": spec, "status": status}));
+            let Known { node, skipped } = read(&odd, &Selector::default());
+            (node.unwrap(), skipped.len())
+        };
+        for (text, address) in [
+            ("10.0.0.1", Some("10.0.0.1")),
+            ("::ffff:10.0.0.1", Some("10.0.0.1")),
+            ("FD00:0::00A", Some("fd00::a")),
+            ("010.0.0.1", None),
+            ("10.0.1", None),
+            ("167772161", None),
+            ("0x0a.0.0.1", None),
+            ("10.0.0.1/24", None),
+            ("10.0.0.1:10250", None),
+            ("[fd00::1]", None),
+            ("fe80::1%eth0", None),
+            (" 10.0.0.1", None),
+            ("edge-1", None),
+            ("", None),
+        ] {
+            let status = json!({"addresses": [{"type": "InternalIP", "address": text}]});
+            let (node, skipped) = field(json!({}), status);
+            let read: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
+            assert_eq!(read, address.into_iter().collect::<Vec<_>>(), "{text:?}");
+            assert_eq!(skipped == 0, address.is_some(), "{text:?}");
+        }
+        let types = ["Hostname", "ExternalIP", "InternalDNS", "ExternalDNS", "internalip", "", "InternalIP"];
+        let typed = types
+            .iter()
+            .zip(1..)
+            .map(|(r#type, n)| json!({"type": r#type, "address": format!("10.0.0.{n}")}));
+        let (node, skipped) = field(json!({}), json!({"addresses": typed.collect::<Vec<_>>()}));
+        let read: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
+        assert_eq!((read, skipped), (vec!["10.0.0.7".to_owned(), "10.0.0.2".to_owned()], 0));
+        for (port, read) in
+            [(0, 10250), (1, 1), (65535, 65535), (65536, 10250), (-1, 10250), (i64::MIN, 10250)]
+        {
+            let (node, skipped) =
+                field(json!({}), json!({"daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}));
+            assert_eq!(node.kubelet_port, read, "{port}");
+            assert_eq!(skipped, usize::from(!(0..=65535).contains(&port)), "{port}");
+        }
+        for (range, read) in [
+            ("0.0.0.0/0", Some("0.0.0.0/0")),
+            ("10.244.1.77/24", Some("10.244.1.0/24")),
+            ("10.244.1.77/32", Some("10.244.1.77/32")),
+            ("FD00::1/64", Some("fd00::/64")),
+            ("10.244.1.0/33", None),
+            ("10.244.1.0/-1", None),
+            ("10.244.1.0", None),
+            // As Kubernetes reads it.
+            ("010.244.1.0/24", Some("10.244.1.0/24")),
+        ] {
+            let (node, skipped) = field(json!({"podCIDR": range, "podCIDRs": [range]}), json!({}));
+            let ranges: Vec<_> = node.pod_cidrs.iter().map(ToString::to_string).collect();
+            assert_eq!(ranges, read.into_iter().collect::<Vec<_>>(), "{range}");
+            assert_eq!(skipped == 0, read.is_some(), "{range}");
+        }
+    }
+
     fn node_with_bad_name() -> SlimNode {
         node("Edge_1", "10.0.0.9")
     }

@@ -233,18 +233,23 @@ impl Plan {
 
     /// Adds the pods of edge nodes. Ranges that overlap are not routed: it cannot be known which pod was meant. Nor are
     /// ranges outside `allowed`: a kubelet can choose its own, and must not take over the cluster's Services.
-    pub(in crate::route) fn route_pods(
-        &mut self,
-        inventory: &Nodes,
-        token_ranges: &[IpNet],
-        allowed: &[IpNet],
-    ) {
+    pub(in crate::route) fn route_pods(&mut self, inventory: &Nodes, rules: &Rules<'_>) {
+        let allowed = |range: &IpNet| rules.pods.iter().any(|pods| pods.contains(range));
         let excluded = self.excluded.iter().map(|net| (*net, Claim::Excluded));
-        let tokens = token_ranges.iter().map(|net| (*net, Claim::Taken));
-        let mut claims: Vec<(IpNet, Claim)> = excluded.chain(tokens).collect();
+        let foreign = rules.token_ranges.iter().chain(rules.foreign).copied();
+        let foreign = foreign.chain(rules.host.iter().map(|address| IpNet::from(*address)));
+        let mut claims: Vec<(IpNet, Claim)> =
+            excluded.chain(foreign.map(|net| (net, Claim::Taken))).collect();
         for (index, node) in inventory.iter().enumerate() {
-            let claim = if node.edge { Claim::Pods(index) } else { Claim::Taken };
-            claims.extend(node.pod_cidrs.iter().map(|range| (range.trunc(), claim)));
+            for range in node.pod_cidrs.iter().map(IpNet::trunc) {
+                let widest = if range.addr().is_ipv4() { WIDEST_CLOUD_PODS.0 } else { WIDEST_CLOUD_PODS.1 };
+                match node.edge {
+                    true if allowed(&range) => claims.push((range, Claim::Pods(index))),
+                    true => self.conflict(ConflictKind::PodRange, Some(range.network()), inventory, &[index]),
+                    false if range.prefix_len() >= widest => claims.push((range, Claim::Taken)),
+                    false => {}
+                }
+            }
         }
         // In this order a range comes right after those that contain it.
         claims.sort_by_key(|(net, _)| (net.network(), net.prefix_len()));
@@ -263,8 +268,7 @@ impl Plan {
         }
         for (position, (net, claim)) in claims.into_iter().enumerate() {
             let Claim::Pods(index) = claim else { continue };
-            let within = allowed.iter().any(|range| range.contains(&net));
-            if bad.contains(&position) || !within || !is_host(net.network()) {
+            if bad.contains(&position) || !is_host(net.network()) {
                 self.conflict(ConflictKind::PodRange, Some(net.network()), inventory, &[index]);
             } else {
                 self.pods.insert(net, index);

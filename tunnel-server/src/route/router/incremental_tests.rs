@@ -37,7 +37,7 @@ fn step() -> impl Strategy<Value = Step> {
         0_u8..7,
         prop::bool::weighted(0.7),
         prop::collection::vec(0_u8..18, 0..4),
-        prop::collection::vec(0_u8..9, 0..3),
+        prop::collection::vec(0_u8..13, 0..3),
         prop::option::of(0_u8..3),
     );
     let node =
@@ -62,7 +62,7 @@ fn address(n: u8) -> IpAddr {
     }
 }
 
-/// Ranges that overlap one another, that are excluded, too wide, or one address.
+/// Ranges that overlap one another, that are excluded, too wide, one address, or somebody else's.
 fn range(n: u8) -> IpNet {
     tests::net(
         [
@@ -75,12 +75,17 @@ fn range(n: u8) -> IpNet {
             "10.0.0.2/32",
             "172.16.0.0/16",
             "198.18.4.0/24",
+            // With this host's address, of Services, and of everything.
+            "10.0.0.0/30",
+            "10.96.3.0/24",
+            "0.0.0.0/0",
+            "10.0.0.0/15",
         ][usize::from(n)],
     )
 }
 
 fn config() -> RouterConfig {
-    let pods = ["10.244.0.0/16", "10.0.0.0/24", "198.18.0.0/15"].map(tests::net).to_vec();
+    let pods = ["10.244.0.0/16", "10.0.0.0/24", "198.18.0.0/15", "10.96.0.0/12"].map(tests::net).to_vec();
     RouterConfig { pods, ..tests::config() }
 }
 
@@ -155,7 +160,7 @@ impl World {
             host: &host,
         };
         let mut plan = scratch::Plan::new(&nodes, &rules, &self.claims, self.now);
-        plan.route_pods(&nodes, &token_ranges, &self.config.pods);
+        plan.route_pods(&nodes, &rules);
         let (desired, snapshot) = (self.router.desired(), self.router.snapshot());
 
         prop_assert!(
@@ -207,6 +212,7 @@ impl World {
         let here = named.filter(|node| plan.claims.was_first(node, tests::ip("10.0.0.1")));
         let pods =
             here.filter_map(|node| self.nodes.get(node.as_str())).flat_map(|node| node.pod_cidrs.clone());
+        let pods = pods.filter(|range| range.prefix_len() >= 8);
         let clients: BTreeSet<_> = self.config.clients.iter().copied().chain(pods).collect();
         if !self.nodes.is_empty() {
             prop_assert_eq!(&desired.clients, &clients);

@@ -206,6 +206,49 @@ fn addresses_of_this_host_that_nobody_names_cost_no_computation() {
     assert!(route(&router.desired(), "10.97.0.9").is_some() && !router.is_own(ip("10.97.0.9")));
 }
 
+/// What a Node may say of itself although others cannot reach it there.
+#[test]
+fn unusual_addresses_lead_nowhere_and_the_usual_one_is_reached() {
+    let (router, _) = router();
+    let unusual = [
+        "127.0.0.1",
+        "0.0.0.0",
+        "169.254.169.254",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::",
+        "::1",
+        "fe80::1",
+        "ff02::1",
+        // Tokens, this host's, and a Service's.
+        "198.18.0.1",
+        "fd00:706f::1",
+        "10.0.0.1",
+        "10.96.0.1",
+    ];
+    let all: Vec<_> = unusual.into_iter().chain(["10.8.0.7"]).collect();
+    router.set_inventory(inventory(vec![node("edge-1", true, &all), node("odd", true, &unusual)]));
+    set_live(&router, "edge-1", true);
+    let desired = router.desired();
+    for address in unusual {
+        assert!(route(&desired, address).is_none(), "{address} is redirected");
+        assert_eq!(router.snapshot().by_address(ip(address)), ByAddress::Unknown, "{address}");
+    }
+    assert!(route(&desired, "10.8.0.7").unwrap().up);
+    let named = node("edge-1", true, &[&unusual[..9], &["10.8.0.7"]].concat());
+    router.set_inventory(inventory(vec![named]));
+    assert_eq!(router.snapshot().by_name("edge-1").unwrap().address, ip("10.8.0.7"));
+}
+
+#[test]
+fn pods_anywhere_are_no_clients() {
+    let (router, _) = router();
+    let mut here = node("cloud-1", false, &["10.0.0.1"]);
+    here.pod_cidrs = ["0.0.0.0/0", "::/0", "10.244.0.0/24", "fd00:9::/56"].map(net).to_vec();
+    router.set_inventory(inventory(vec![here]));
+    assert_eq!(clients(&router), ["10.244.0.0/24", "192.0.2.0/24", "fd00:9::/56"]);
+}
+
 #[test]
 fn only_the_configured_ports_are_tunnelled() {
     let (router, _) = router();
@@ -478,6 +521,11 @@ fn conflicting_pod_ranges_are_not_routed() {
         with_pods("tokens", true, "10.8.0.6", "198.18.4.0/24"),
         with_pods("excluded", true, "10.8.0.7", "10.0.0.8/30"),
         with_pods("services", true, "10.8.0.10", "172.30.0.0/17"),
+        with_pods("the-clusters-services", true, "10.8.0.11", "10.96.3.0/24"),
+        with_pods("this-hosts", true, "10.8.0.12", "10.0.0.0/30"),
+        // Neither takes anything from the others.
+        with_pods("everything", true, "10.8.0.13", "0.0.0.0/0"),
+        with_pods("cloud-everything", false, "10.4.0.10", "0.0.0.0/0"),
         // A cloud node's address within it is excluded at connect(); the rest is routed.
         with_pods("good", true, "10.8.0.8", "10.4.0.0/24"),
         too_large,
@@ -491,8 +539,19 @@ fn conflicting_pod_ranges_are_not_routed() {
         let conflicts = snapshot.conflicts().iter().filter(|conflict| conflict.kind == kind);
         conflicts.map(|conflict| conflict.nodes[0].to_string()).collect::<BTreeSet<_>>()
     };
-    let expected =
-        ["same-1", "same-2", "wide", "narrow", "like-the-clouds", "tokens", "excluded", "services"];
+    let expected = [
+        "same-1",
+        "same-2",
+        "wide",
+        "narrow",
+        "like-the-clouds",
+        "tokens",
+        "excluded",
+        "services",
+        "the-clusters-services",
+        "this-hosts",
+        "everything",
+    ];
     assert_eq!(of(ConflictKind::PodRange), expected.iter().map(ToString::to_string).collect());
     assert_eq!(of(ConflictKind::NoTokenBlock), BTreeSet::from(["too-large".to_owned()]));
 }
