@@ -2,10 +2,13 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::Testbed;
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{self, connect};
-use postern_testbed::server;
+use postern_testbed::inventory::{Inventory, node};
+use postern_testbed::server::Builder;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::{CLOUD, Testbed, server};
+use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
@@ -24,6 +27,7 @@ scenarios! {
     ambiguous_requests_reach_nobody_twice,
     an_answer_that_breaks_off_is_not_whole,
     a_request_that_comes_with_a_successor_is_answered,
+    unusual_nodes_take_nothing_from_the_others(edges = 2),
 }
 
 const PORT: u16 = 9100;
@@ -323,5 +327,56 @@ async fn a_request_that_comes_with_a_successor_is_answered(testbed: &Testbed) ->
     // One that had its turn is closed.
     let end = client::end_of(&mut other, client::PATIENCE).await?;
     ensure!(end == client::End::Eof(0), "an idle connection ended with {end:?}");
+    Ok(())
+}
+
+/// Nodes with the most unusual values that Kubernetes lets them have.
+async fn unusual_nodes_take_nothing_from_the_others(testbed: &Testbed) -> Result<()> {
+    let mut inventory = Inventory::of(testbed)?;
+    let (edge, other) = (testbed.edge(1).address, testbed.edge(2).address);
+    // Its usual address is the last one, and is written as one of IPv6.
+    let addresses = ["169.254.9.9", "fe80::9", &format!("::FFFF:{edge}")]
+        .map(|address| json!({ "type": "InternalIP", "address": address }));
+    inventory.nodes[1]["status"]["addresses"] = json!(addresses);
+    let odd = ["127.0.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "::1", "::", "198.18.0.1"];
+    let mut odd: Vec<_> = odd.iter().map(|address| address.parse()).collect::<Result<_, _>>()?;
+    odd.push(CLOUD.into());
+    let mut everything = node(&"x".repeat(253), true, &odd, &["0.0.0.0/0", "::/0", "10.70.0.9/32"]);
+    everything["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = json!(65535);
+    inventory.nodes.push(everything);
+    // Called like another's address, and with an address that is another's name.
+    inventory.nodes.push(node(&other.to_string(), true, &[[192, 168, 77, 7].into()], &[]));
+    inventory.write()?;
+    let server = Builder::new(testbed).start().await?;
+    let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
+    let (first, second) = (Web::start(testbed, 1, PORT)?, Web::start(testbed, 2, PORT)?);
+    for (host, web) in [
+        ("edge-1".to_owned(), &first),
+        (edge.to_string(), &first),
+        ("edge-2".to_owned(), &second),
+        (other.to_string(), &second),
+        (format!("{other}."), &second),
+    ] {
+        let before = web.connections();
+        let header = format!("Host: {host}:{PORT}");
+        curl(testbed, &[DOOR, "-H", &header]).await?.expect(200, "host: ").with_context(|| header.clone())?;
+        ensure!(web.connections() == before + 1, "{host} led elsewhere");
+    }
+    for (address, web) in [(edge, &first), (other, &second)] {
+        let before = web.connections();
+        curl(testbed, &[&format!("http://{address}:{PORT}/")]).await?.expect(200, "")?;
+        ensure!(web.connections() == before + 1, "{address} led elsewhere");
+    }
+    // What is here stays here.
+    for address in ["127.0.0.1".parse()?, CLOUD] {
+        let here = Target::start(&testbed.cloud, address, 9104, Behaviour::Echo)?;
+        client::echo(&mut connect(here.address).await?, b"here").await?;
+        ensure!(here.connections() == 1, "{address} led elsewhere");
+    }
+    let metrics = server.metrics().await?;
+    for (kind, count) in [("unroutable", 9.0), ("cloud_and_edge", 0.0), ("foreign", 1.0)] {
+        let counted = metrics.sum("postern_inventory_conflicts", &[("kind", kind)]);
+        ensure!(counted == count, "{counted} conflicts are {kind}, not {count}");
+    }
     Ok(())
 }

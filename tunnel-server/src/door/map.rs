@@ -16,6 +16,7 @@ use tunnel_core::takeover::Copies;
 
 use super::context::{DoorContext, OpenError, OpenRequest};
 use super::open::{Door, Opened};
+use super::resolve::{Host, resolve};
 use crate::accept::Gate;
 use crate::admission::Shares;
 use crate::maps::{Map, Target, check, overlap};
@@ -38,19 +39,23 @@ impl Door for Mapped {
         if !map.permits(client) {
             return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
         }
-        let target = match map.target {
-            Target::Address(target) => target,
+        let found = resolve(map.node.as_str(), router).map_err(|_| {
+            let (listen, node) = (map.listen, &map.node);
+            OpenError::Client(format!("{listen} leads to {node}, which is no edge node with an address"))
+        });
+        let (node, target) = match map.target {
+            Target::Address(target) => match Host::of(map.node.as_str()) {
+                Host::Address(_) => (found?.node, target),
+                // A node without an address has a tunnel too.
+                Host::Name(_) => (map.node.clone(), target),
+            },
             Target::Port(port) => {
-                let node = router.snapshot().by_name(map.node.as_str()).ok_or_else(|| {
-                    let (listen, node) = (map.listen, &map.node);
-                    OpenError::Client(format!(
-                        "{listen} leads to {node}, which is no edge node with an address"
-                    ))
-                })?;
-                router.target(node.address, port)
+                let found = found?;
+                let target = router.target(found.address, port);
+                (found.node, target)
             }
         };
-        Ok(Opened::Carried(OpenRequest::new(map.node.clone(), target, Bytes::new())))
+        Ok(Opened::Carried(OpenRequest::new(node, target, Bytes::new())))
     }
 }
 

@@ -10,6 +10,7 @@ use tunnel_core::text::printable;
 
 use crate::caller::Authenticator;
 use crate::door::direct;
+use crate::door::resolve::Host;
 use crate::inventory::InventoryNode;
 use crate::kube::ServiceEndpoints;
 use crate::policy::{Destination, Identity, Origin, Policy};
@@ -131,14 +132,13 @@ impl Gatekeeper {
 
 /// A node's name, an address, or `service.namespace`, with `.svc` and the cluster's domain or without.
 fn meant(host: &str, snapshot: &Snapshot) -> Result<Meant, String> {
-    if let Some(address) = literal(host) {
-        return at(address, snapshot);
-    }
-    let name = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
-    let inventory = snapshot.inventory();
-    if let Some(node) = inventory.get(&name).filter(|node| node.edge) {
-        let first = node.addresses.first().ok_or_else(|| format!("node {name} has no address"))?;
-        return Ok(Meant::Edge { node: node.clone(), address: *first, own: true });
+    let name = match Host::of(host) {
+        Host::Address(address) => return at(address, snapshot),
+        Host::Name(name) => name,
+    };
+    if let Some(node) = snapshot.inventory().get(&name).filter(|node| node.edge) {
+        let found = snapshot.by_name(&name).ok_or_else(|| format!("node {name} has no address"))?;
+        return Ok(Meant::Edge { node: node.clone(), address: found.address, own: true });
     }
     let mut labels = name.split('.');
     match (labels.next(), labels.next(), labels.next()) {
@@ -190,15 +190,22 @@ fn is_own(address: IpAddr) -> bool {
     address.is_loopback() || address.is_unspecified()
 }
 
-/// An address, in brackets or not.
-fn literal(host: &str) -> Option<IpAddr> {
-    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
-    bare.parse::<IpAddr>().ok().map(|address| address.to_canonical())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::door::resolve::tests::{HOSTS, crossed};
+
+    #[test]
+    fn an_address_is_an_address_before_it_is_a_name() {
+        let router = crossed();
+        for (host, expected) in HOSTS {
+            let found = match meant(host, &router.snapshot()) {
+                Ok(Meant::Edge { address, .. }) => Some(address.to_string()),
+                Ok(Meant::Cloud(_) | Meant::Service { .. }) | Err(_) => None,
+            };
+            assert_eq!(found.as_deref(), expected, "{host}");
+        }
+    }
 
     #[test]
     fn a_name_does_not_open_this_servers_loopback() {

@@ -9,6 +9,7 @@ use tunnel_core::net::may_dial;
 use tunnel_core::text::printable;
 
 use crate::door::context::OpenRequest;
+use crate::door::resolve::Host;
 use crate::route::{ByAddress, Router};
 
 /// Where a connection goes.
@@ -44,22 +45,24 @@ impl Direct {
 /// It is none, or a name that is neither an edge node's nor one that this server may look up.
 pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant, String> {
     let (host, port) = split(text)?;
-    let snapshot = router.snapshot();
-    let name = host.strip_suffix('.').unwrap_or(&host).to_ascii_lowercase();
-    if let Some(found) = snapshot.by_name(&name) {
+    let name = match Host::of(&host) {
+        Host::Address(address) => return of_address(SocketAddr::new(address, port), router),
+        Host::Name(name) => name,
+    };
+    if let Some(found) = router.snapshot().by_name(&name) {
         let target = router.target(found.address, port);
         return Ok(Meant::Known(through_tunnel(found.node, target)));
     }
-    let Ok(address) = name.parse::<IpAddr>() else {
-        if direct.0.is_empty() {
-            return Err(format!(
-                "lookup {}: no such host among the edge nodes, and --egress-direct allows no others",
-                printable(&name, 100)
-            ));
-        }
-        return Ok(Meant::Known(Destination::Direct(name, port)));
-    };
-    let address = SocketAddr::new(address, port);
+    if direct.0.is_empty() {
+        return Err(format!(
+            "lookup {}: no such host among the edge nodes, and --egress-direct allows no others",
+            printable(&name, 100)
+        ));
+    }
+    Ok(Meant::Known(Destination::Direct(name, port)))
+}
+
+fn of_address(address: SocketAddr, router: &Router) -> Result<Meant, String> {
     Ok(on_edge(address, None, router)?.map_or(Meant::Elsewhere(address), Meant::Known))
 }
 
@@ -125,6 +128,7 @@ fn split(text: &str) -> Result<(String, u16), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::door::resolve::tests::{HOSTS, crossed};
 
     #[test]
     fn a_destination_is_a_host_and_a_port() {
@@ -150,6 +154,19 @@ mod tests {
             "a\r\n:1",
         ] {
             assert!(split(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn an_address_is_an_address_before_it_is_a_name() {
+        let router = crossed();
+        let anything = Direct(vec!["0.0.0.0/0".parse().unwrap()]);
+        for (host, address) in HOSTS {
+            let found = match find(&format!("{host}:9100"), &router, &anything).unwrap() {
+                Meant::Known(Destination::Edge(request)) => Some(request.target.ip().to_string()),
+                Meant::Known(Destination::Direct(..)) | Meant::Elsewhere(_) => None,
+            };
+            assert_eq!(found.as_deref(), address, "{host}");
         }
     }
 }
