@@ -1,5 +1,5 @@
 //! Connections to a node whose agent is attached to another server only.
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -11,7 +11,7 @@ use postern_testbed::load_target::{SOURCE, Target as LoadTarget};
 use postern_testbed::netns::Namespace;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server};
-use postern_testbed::target::Behaviour;
+use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use serde_json::Value;
@@ -28,6 +28,7 @@ scenarios! {
     a_node_is_lost_and_comes_back,
     a_server_goes_silent(limit = 180),
     a_holder_that_does_not_answer_is_passed_by(limit = 180),
+    a_holder_that_does_not_hear_the_agent_is_passed_by(limit = 180),
     a_server_is_replaced(limit = 180),
     a_successor_waits_for_what_the_other_servers_have(limit = 180),
 }
@@ -230,55 +231,101 @@ async fn a_server_goes_silent(testbed: &Testbed) -> Result<()> {
     visit(on_edge.address).await.map(drop)
 }
 
-/// The agent is attached to two servers, and the one that is asked first for its node is frozen: its kernel answers, and so
-/// the first server keeps its link. It is asked once, and then the other one.
+/// The first server has no agent; the agent is attached to the two others, and a connection was passed on to one of them.
+struct Holders<'a> {
+    first: Server<'a>,
+    /// It has carried that connection, and is asked first again.
+    asked: Server<'a>,
+    asked_at: Ipv4Addr,
+    /// The server ID of the one that is not asked.
+    other: String,
+    _other: Server<'a>,
+    _agent: Agent<'a>,
+    on_edge: Target,
+}
+
+impl<'a> Holders<'a> {
+    async fn start(testbed: &'a Testbed, [neighbour, host]: &'a [Namespace; 2]) -> Result<Self> {
+        let all = format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262,{THIRD}:10262");
+        let first = Builder::new(testbed).flag(all.as_str()).start().await?;
+        let second = Builder::on_neighbour(&first, neighbour)?.flag(all.as_str()).start().await?;
+        let third = Builder::on_host(&first, host, THIRD, "third")?.flag(all.as_str()).start().await?;
+        let to_third = format!("--server={}", third.agent_address());
+        let agent = Agent::enrol_with(&second, 1, &[to_third.as_str()]).await?;
+        third.wait_connected("edge-1", true, agent::START).await?;
+        let known = async || holders(&first).await;
+        let ids = wait_until("the first server to know both", TOLD, known, |ids| ids.len() == 2).await?;
+        client::session_began();
+
+        let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+        visit(on_edge.address).await?;
+        let line = first.wait_access("of the first visit", |line| line.text("outcome") == "ok").await?;
+        let asked = line.text("via");
+        let other = ids.into_iter().find(|id| *id != asked).context("two servers with one name")?;
+        // Of two that carry as much, the same one is asked first again.
+        let carried = async || {
+            let status = first.status().await?;
+            let peers = status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?;
+            Ok(peers.iter().filter_map(|peer| peer["connections"].as_u64()).sum::<u64>())
+        };
+        wait_until("the first visit to be over", TOLD, carried, |connections| *connections == 0).await?;
+        let third_asked = third.status().await?["server_id"] == asked;
+        let (asked, _other, asked_at) =
+            if third_asked { (third, second, THIRD) } else { (second, third, NEIGHBOUR) };
+        Ok(Self { first, asked, asked_at, other, _other, _agent: agent, on_edge })
+    }
+
+    /// Waits until the first server has so many lines. The other server has carried all connections after the first `before`.
+    async fn carried_by_other(&self, count: usize, before: usize) -> Result<()> {
+        let lines = async || self.first.access_log();
+        let lines = wait_until("a line of each visit", TOLD, lines, |lines| lines.len() == count).await?;
+        for line in &lines[before..] {
+            let other = line.text("outcome") == "ok" && line.text("via") == self.other;
+            ensure!(other, "not by {}: {line:?}", self.other);
+        }
+        Ok(())
+    }
+}
+
+/// The one that is asked first is frozen: its kernel answers, and so the first server keeps its link. It is asked once, and then
+/// the other one.
 async fn a_holder_that_does_not_answer_is_passed_by(testbed: &Testbed) -> Result<()> {
-    let (neighbour, host) = (testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?);
-    let all = format!("--peers={CLOUD}:10262,{NEIGHBOUR}:10262,{THIRD}:10262");
-    let first = Builder::new(testbed).flag(all.as_str()).start().await?;
-    let second = Builder::on_neighbour(&first, &neighbour)?.flag(all.as_str()).start().await?;
-    let third = Builder::on_host(&first, &host, THIRD, "third")?.flag(all.as_str()).start().await?;
-    let to_third = format!("--server={}", third.agent_address());
-    let _agent = Agent::enrol_with(&second, 1, &[to_third.as_str()]).await?;
-    third.wait_connected("edge-1", true, agent::START).await?;
-    let known = async || holders(&first).await;
-    let ids = wait_until("the first server to know both", TOLD, known, |ids| ids.len() == 2).await?;
-    client::session_began();
-
-    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
-    visit(on_edge.address).await?;
-    let line = first.wait_access("of the first visit", |line| line.text("outcome") == "ok").await?;
-    let asked = line.text("via");
-    let other = ids.iter().find(|id| **id != asked).context("two servers with one name")?;
-    let mut servers = [second, third];
-    let at = usize::from(servers[1].status().await?["server_id"] == asked);
-    // Of two that carry as much, the same one is asked first again.
-    let carried = async || {
-        let status = first.status().await?;
-        let peers = status["peers"].as_array().with_context(|| format!("no list `peers` in {status}"))?;
-        Ok(peers.iter().filter_map(|peer| peer["connections"].as_u64()).sum::<u64>())
-    };
-    wait_until("the first visit to be over", TOLD, carried, |connections| *connections == 0).await?;
-
-    servers[at].process.signal(Signal::SIGSTOP)?;
+    let hosts = [testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?];
+    let mut servers = Holders::start(testbed, &hosts).await?;
+    let address = servers.on_edge.address;
+    servers.asked.process.signal(Signal::SIGSTOP)?;
     // The frozen one answers nothing, so whoever asks it waits for that long.
-    let took = visit(on_edge.address).await.context("while one of two does not answer")?;
+    let took = visit(address).await.context("while one of two does not answer")?;
     ensure!(took >= UNANSWERED, "after {took:?}: the frozen server was not asked");
     let mut later = Vec::new();
     for _ in 0..5 {
-        later.push(visit(on_edge.address).await.context("while one of two has not answered")?);
+        later.push(visit(address).await.context("while one of two has not answered")?);
     }
     figure(&format!("visits while the server that is asked first is frozen: {took:.1?}, then {later:.1?}"));
     // A single one may have waited for a processor.
     later.sort();
     ensure!(later[2] < UNANSWERED / 2, "the frozen server was asked again: {later:?}");
-    let lines = async || first.access_log();
-    let lines = wait_until("a line of each visit", TOLD, lines, |lines| lines.len() == 7).await?;
-    for line in &lines[1..] {
-        ensure!(line.text("outcome") == "ok" && line.text("via") == *other, "not by {other}: {line:?}");
+    servers.carried_by_other(7, 1).await?;
+    servers.asked.process.signal(Signal::SIGCONT)?;
+    visit(address).await.context("once it answers again").map(drop)
+}
+
+/// The line between the agent and the one that is asked first is out, and no kernel says so.
+async fn a_holder_that_does_not_hear_the_agent_is_passed_by(testbed: &Testbed) -> Result<()> {
+    let hosts = [testbed.add_neighbour()?, testbed.add_to_cloud_lan("third", THIRD)?];
+    let servers = Holders::start(testbed, &hosts).await?;
+    let (address, at) = (servers.on_edge.address, servers.asked_at);
+    for rule in [format!("FORWARD -i edge+ -d {at} -j DROP"), format!("FORWARD -o edge+ -s {at} -j DROP")] {
+        testbed.router.iptables(&format!("-I {rule}"))?;
     }
-    servers[at].process.signal(Signal::SIGCONT)?;
-    visit(on_edge.address).await.context("once it answers again").map(drop)
+    // It takes one connection to notice.
+    ensure!(visit(address).await.is_err(), "a line that is out has carried a connection");
+    let silent = |line: &AccessLine| line.text("error").contains("has been silent for");
+    servers.asked.wait_access("by the silent link", silent).await?;
+    for _ in 0..5 {
+        visit(address).await.context("while the other one has the node")?;
+    }
+    servers.carried_by_other(7, 2).await
 }
 
 /// It has the agent, and the other one has dialled it in vain for a while before it was there.

@@ -24,6 +24,7 @@ use crate::https::{KUBELET, client_hello, expect_back};
 scenarios! {
     one_of_two_is_killed(limit = 180),
     two_that_do_not_reach_each_other(limit = 180),
+    one_that_does_not_hear_its_agent_passes_connections_on(limit = 180),
     a_silent_one_is_passed_by(limit = 180),
     one_whose_successor_died_is_linked_once(limit = 180),
     a_name_is_resolved_anew_and_all_its_addresses_are_tried,
@@ -168,6 +169,48 @@ async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
     ensure!(second.is_connected("edge-1").await?, "the second server has lost its agent");
     agent.metrics().await?.expect("postern_agent_sessions_started_total", &[], 2.0)?;
     alongside("the session that was silent", on_edge.address, pause(1)).await
+}
+
+/// Both have the agent. The line between it and the first one is out for a while, and no kernel says so.
+async fn one_that_does_not_hear_its_agent_passes_connections_on(testbed: &Testbed) -> Result<()> {
+    let (to_first, to_second) = (format!("{CLOUD}:10262"), format!("{NEIGHBOUR}:10262"));
+    let neighbour = testbed.add_neighbour()?;
+    let first = Builder::new(testbed).flag(format!("--peers={to_second}")).start().await?;
+    let second = Builder::on_neighbour(&first, &neighbour)?;
+    let second = second.flag(format!("--peers={to_first}")).start().await?;
+    let _agent = Agent::enrol_with(&first, 1, &[&format!("--server={to_second}")]).await?;
+    second.wait_connected("edge-1", true, agent::START).await?;
+    let known = async || Ok(first.status().await?["nodes"][0]["via"].as_array().map_or(0, Vec::len));
+    wait_until("the first server to know that the second has the node", APART, known, |via| *via == 1)
+        .await?;
+    let on_edge = target(testbed, 1, KUBELET, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+
+    let rules =
+        [format!("FORWARD -i edge+ -d {CLOUD} -j DROP"), format!("FORWARD -o edge+ -s {CLOUD} -j DROP")];
+    rules.iter().try_for_each(|rule| testbed.router.iptables(&format!("-I {rule}")))?;
+    // It takes one connection to notice.
+    ensure!(visit(on_edge.address).await.is_err(), "a line that is out has carried a connection");
+    first
+        .wait_access("by the silent link", |line| line.text("error").contains("has been silent for"))
+        .await?;
+    for _ in 0..10 {
+        visit(on_edge.address).await.context("while the second server has the node")?;
+    }
+    let passed_on = async || {
+        let lines = first.access_log()?;
+        Ok(lines.iter().filter(|line| line.text("outcome") == "ok" && !line.text("via").is_empty()).count())
+    };
+    wait_until("a line of each connection that was passed on", APART, passed_on, |lines| *lines == 10)
+        .await?;
+
+    rules.iter().try_for_each(|rule| testbed.router.iptables(&format!("-D {rule}")))?;
+    wait_for("the first server to use its own session again", APART, async || {
+        visit(on_edge.address).await.context("once the line is back")?;
+        let lines = first.access_log()?;
+        Ok(lines.last().is_some_and(|line| line.text("via").is_empty()).then_some(()))
+    })
+    .await
 }
 
 /// Its peer was told that it stops, and has dialled its address again.

@@ -40,6 +40,9 @@ pub const PEER_CARRY_PATH: &str = "/postern.tunnel.v1.Peer/Carry";
 pub const NODE_HEADER: &str = "postern-node";
 /// Request metadata to such a server: the client's `IP:port`, for its log.
 pub const CLIENT_HEADER: &str = "postern-client";
+/// Request metadata to such a server: it refuses with `UNAVAILABLE` while its own way to the node is silent. Without this it asks
+/// the agent even then.
+pub const UNLESS_SILENT_HEADER: &str = "postern-unless-silent";
 /// Request metadata: the target, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
 

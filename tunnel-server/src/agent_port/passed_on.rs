@@ -1,6 +1,7 @@
 //! A connection that another server passes on to a node that is attached here. It goes no further: only this server's own
 //! sessions are asked.
 
+use std::fmt::Display;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -9,14 +10,14 @@ use h2::RecvStream;
 use h2::server::SendResponse;
 use http::{HeaderMap, Request, Response, StatusCode};
 use tonic::{Code, Status};
-use tunnel_core::carry::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER};
+use tunnel_core::carry::{CLIENT_HEADER, Ended, Forward, NODE_HEADER, TARGET_HEADER, UNLESS_SILENT_HEADER};
 use tunnel_core::grpc;
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 use tunnel_core::outcome::Outcome;
 
 use crate::door::{AccessLogGuard, DoorContext, OpenRequest};
-use crate::session::{Asked, dialled};
+use crate::session::{Asked, Sessions, dialled};
 
 /// Its name in the access log and in metrics.
 pub(super) const DOOR: &str = "peer";
@@ -30,11 +31,20 @@ pub(super) struct Caller {
 }
 
 /// What a request asks for, and for which client.
-fn wanted(headers: &HeaderMap, caller: &Caller) -> Result<(OpenRequest, SocketAddr), String> {
+fn wanted(
+    headers: &HeaderMap,
+    caller: &Caller,
+    sessions: &Sessions,
+) -> Result<(OpenRequest, SocketAddr), Status> {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let node: NodeName = text(NODE_HEADER).parse().map_err(|error| format!("{NODE_HEADER}: {error}"))?;
-    let target = text(TARGET_HEADER).parse().map_err(|error| format!("{TARGET_HEADER}: {error}"))?;
+    let bad = |header: &str, error: &dyn Display| Status::invalid_argument(format!("{header}: {error}"));
+    let node: NodeName = text(NODE_HEADER).parse().map_err(|error| bad(NODE_HEADER, &error))?;
+    let target = text(TARGET_HEADER).parse().map_err(|error| bad(TARGET_HEADER, &error))?;
     let client = text(CLIENT_HEADER).parse().unwrap_or(caller.peer);
+    let silent = || sessions.get(&node).is_some_and(|session| session.links.are_silent());
+    if headers.contains_key(UNLESS_SILENT_HEADER) && silent() {
+        return Err(Status::unavailable(format!("its own links with {node} are silent")));
+    }
     Ok((OpenRequest::new(node, target, Bytes::new()), client))
 }
 
@@ -46,19 +56,19 @@ pub(super) fn pass_on(
     respond: SendResponse<Bytes>,
 ) -> impl Future<Output = ()> + Send {
     // Not in the future, which would keep room for the request's headers until the end.
-    let wanted = wanted(request.headers(), &caller);
+    let wanted = wanted(request.headers(), &caller, &doors.sessions);
     forward(doors, caller, wanted, (request.into_body(), respond))
 }
 
 async fn forward(
     doors: DoorContext,
     caller: Arc<Caller>,
-    wanted: Result<(OpenRequest, SocketAddr), String>,
+    wanted: Result<(OpenRequest, SocketAddr), Status>,
     (body, mut respond): (RecvStream, SendResponse<Bytes>),
 ) {
     let (wanted, client) = match wanted {
         Ok(wanted) => wanted,
-        Err(reason) => return refuse(&mut respond, Code::InvalidArgument, reason),
+        Err(status) => return grpc::refuse(&mut respond, &status),
     };
     let Some(session) = doors.sessions.get(&wanted.node) else {
         let reason = format!("no agent of {} is attached to this server", wanted.node);
@@ -89,7 +99,7 @@ async fn forward(
     let Asked { response, mut send, since } = asked;
     let ended = {
         let answer = Box::pin(async {
-            let answer = dialled(wanted.node.as_str(), wanted.target, &link.flow, response).await;
+            let answer = dialled(wanted.node.as_str(), wanted.target, &link, response).await;
             record.dialled(since.elapsed());
             answer
         });

@@ -16,7 +16,8 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// Chooses one. Other servers are asked one after the other, each only once.
+    /// Chooses one. Other servers are asked one after the other if this one has no session, or one that is silent. What no
+    /// other server carries is left to the silent one, or to another server's: its line may be back.
     ///
     /// # Errors
     /// Why there is none.
@@ -26,15 +27,25 @@ impl Way {
         client: SocketAddr,
     ) -> Result<Self, String> {
         let node = &request.node;
-        if let Some(session) = context.sessions.get(node) {
-            let link = session.links.take();
-            return Ok(Self::Session(session, link));
+        let session = context.sessions.get(node);
+        if let Some(session) = session.as_ref().filter(|session| !session.links.are_silent()) {
+            return Ok(Self::session(session));
         }
-        let mut reasons = Vec::new();
+        let (mut reasons, mut silent) = (Vec::new(), Vec::new());
         for peer in context.peers.holders(node) {
-            match peer.ask(node, request.target, client).await {
+            match peer.ask(node, request.target, client, true).await {
                 Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),
-                Err(reason) => reasons.push(format!("; server {}: {reason}", peer.server_id)),
+                Err(refused) if refused.silent => silent.push(peer),
+                Err(refused) => reasons.push(format!("; server {}: {}", peer.server_id, refused.reason)),
+            }
+        }
+        if let Some(session) = &session {
+            return Ok(Self::session(session));
+        }
+        for peer in silent {
+            match peer.ask(node, request.target, client, false).await {
+                Ok(on_peer) => return Ok(Self::Peer(Box::new(on_peer))),
+                Err(refused) => reasons.push(format!("; server {}: {}", peer.server_id, refused.reason)),
             }
         }
         let seen = match context.sessions.last_end(node) {
@@ -42,6 +53,10 @@ impl Way {
             None => "not seen since this server started".to_owned(),
         };
         Err(format!("no tunnel to node {node} ({seen}){}", reasons.concat()))
+    }
+
+    fn session(session: &Arc<Session>) -> Self {
+        Self::Session(session.clone(), session.links.take())
     }
 
     /// The server that has the node, if it is another one.

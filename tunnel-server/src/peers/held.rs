@@ -145,8 +145,7 @@ mod tests {
         let _carried = busy.links.take();
         let order = || peers.holders(&node).iter().map(|peer| peer.server_id.clone()).collect::<Vec<_>>();
         assert_eq!(order(), ["idle", "busy", "leaving"]);
-        // Its link has received nothing.
-        idle.unanswered.add(0);
+        idle.links.take().note_unanswered();
         assert_eq!(order(), ["busy", "leaving", "idle"]);
     }
 }

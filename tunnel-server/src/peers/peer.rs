@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
-use tunnel_core::carry::{CLIENT_HEADER, NODE_HEADER, PEER_CARRY_PATH, RelayError, StallBound, Totals};
+use tonic::{Code, Status};
+use tunnel_core::carry::{
+    CLIENT_HEADER, NODE_HEADER, PEER_CARRY_PATH, RelayError, StallBound, Totals, UNLESS_SILENT_HEADER,
+};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link;
 use tunnel_core::outcome::Outcome;
@@ -35,7 +37,6 @@ pub struct Peer {
     pub(super) stalls: StallBound,
     /// It stops soon.
     pub(super) draining: CancellationToken,
-    pub(super) unanswered: Unanswered,
     /// Ends the link.
     pub(super) closed: CancellationToken,
     /// The nodes that it says it has.
@@ -58,7 +59,6 @@ impl Peer {
             links: Links::new(link, 1),
             stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
             draining,
-            unanswered: Unanswered::default(),
             closed,
             nodes: Mutex::default(),
         }
@@ -71,7 +71,7 @@ impl Peer {
 
     /// Whether it has left an ask unanswered and sent nothing since, as one that is frozen.
     pub(super) fn is_silent(&self) -> bool {
-        self.unanswered.lasts(self.links.received())
+        self.links.are_silent()
     }
 
     /// How many nodes it has.
@@ -92,7 +92,8 @@ impl Peer {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has it ask the node's agent for a connection to `target`. When this returns, the agent has been asked.
+    /// Has it ask the node's agent for a connection to `target`, or not if its own way to the node is silent and
+    /// `unless_silent`. When this returns, the agent has been asked.
     ///
     /// # Errors
     /// Why it has not; another server may be asked.
@@ -101,59 +102,61 @@ impl Peer {
         node: &NodeName,
         target: SocketAddr,
         client: SocketAddr,
-    ) -> Result<OnPeer, String> {
+        unless_silent: bool,
+    ) -> Result<OnPeer, NotAsked> {
         let link = self.links.take();
-        let mut asked =
-            match ask(&link, &self.server_id, PEER_CARRY_PATH, target, metadata(node, client)).await {
-                Ok(asked) => asked,
-                Err(error) => {
-                    if matches!(error, RelayError::Link(_)) {
-                        self.closed.cancel();
-                    }
-                    return Err(error.to_string());
+        let more = metadata(node, client, unless_silent);
+        let mut asked = match ask(&link, &self.server_id, PEER_CARRY_PATH, target, more).await {
+            Ok(asked) => asked,
+            Err(error) => {
+                if matches!(error, RelayError::Link(_)) {
+                    self.closed.cancel();
                 }
-            };
+                return Err(NotAsked::because(error.to_string()));
+            }
+        };
         let patience = ANSWER + self.rtt().unwrap_or_default() * 4;
         match tokio::time::timeout(patience, poll_fn(|cx| asked.response.poll_informational(cx))).await {
             Ok(Some(Ok(_))) => Ok(OnPeer { peer: self.clone(), link, asked: Some(asked) }),
-            Ok(Some(Err(error))) => Err(link::reason(&error)),
+            Ok(Some(Err(error))) => Err(NotAsked::because(link::reason(&error))),
             Ok(None) => Err(match asked.response.await {
                 Ok(answer) => match Status::from_header_map(answer.headers()) {
-                    Some(status) => printable(status.message(), 300),
-                    None => format!("it answered with HTTP status {} at once", answer.status()),
+                    Some(status) => NotAsked {
+                        reason: printable(status.message(), 300),
+                        silent: status.code() == Code::Unavailable,
+                    },
+                    None => {
+                        NotAsked::because(format!("it answered with HTTP status {} at once", answer.status()))
+                    }
                 },
-                Err(error) => link::reason(&error),
+                Err(error) => NotAsked::because(link::reason(&error)),
             }),
             Err(_) => {
-                self.unanswered.add(link.flow.received());
-                Err(format!("no answer within {} ms", patience.as_millis()))
+                link.note_unanswered();
+                Err(NotAsked::because(format!("no answer within {} ms", patience.as_millis())))
             }
         }
     }
 }
 
-/// An ask that was left unanswered. Whatever arrives later, if only the answer to a PING, shows that the other server works.
-#[derive(Debug, Default)]
-pub(super) struct Unanswered(Mutex<Option<u64>>);
+/// Why another server has not asked a node's agent.
+#[derive(Debug)]
+pub(crate) struct NotAsked {
+    pub(crate) reason: String,
+    /// It has the node, and its own way there is silent.
+    pub(crate) silent: bool,
+}
 
-impl Unanswered {
-    /// `received`: the bytes that the link has received so far.
-    pub(super) fn add(&self, received: u64) {
-        *self.lock() = Some(received);
-    }
-
-    fn lasts(&self, received: u64) -> bool {
-        *self.lock() == Some(received)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<u64>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+impl NotAsked {
+    fn because(reason: String) -> Self {
+        Self { reason, silent: false }
     }
 }
 
-fn metadata(node: &NodeName, client: SocketAddr) -> HeaderMap {
+fn metadata(node: &NodeName, client: SocketAddr, unless_silent: bool) -> HeaderMap {
     let text = |value: &dyn Display| HeaderValue::try_from(value.to_string()).ok();
-    [(NODE_HEADER, text(node)), (CLIENT_HEADER, text(&client))]
+    let unless_silent = unless_silent.then(|| HeaderValue::from_static("1"));
+    [(NODE_HEADER, text(node)), (CLIENT_HEADER, text(&client)), (UNLESS_SILENT_HEADER, unless_silent)]
         .into_iter()
         .filter_map(|(name, value)| Some((HeaderName::from_static(name), value?)))
         .collect()
@@ -180,21 +183,5 @@ impl OnPeer {
     /// What carrying needs.
     pub(crate) fn on(&self) -> On<'_> {
         On { link: &self.link, to: &self.peer.server_id, stalls: &self.peer.stalls }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_ask_is_unanswered_until_something_arrives() {
-        let unanswered = Unanswered::default();
-        assert!(!unanswered.lasts(0), "nothing was asked");
-        unanswered.add(700);
-        assert!(unanswered.lasts(700));
-        assert!(!unanswered.lasts(701));
-        unanswered.add(701);
-        assert!(unanswered.lasts(701));
     }
 }

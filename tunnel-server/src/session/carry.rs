@@ -88,7 +88,7 @@ impl Asked {
         let Self { response, send, since } = self;
         // Boxed: its memory is freed once the agent has connected.
         let answer = Box::pin(async move {
-            let answer = dialled(on.to, target, &on.link.flow, response).await;
+            let answer = dialled(on.to, target, on.link, response).await;
             connected(since.elapsed());
             answer.map(Response::into_body)
         });
@@ -114,13 +114,14 @@ async fn silent(flow: &Flow) -> Duration {
 pub(crate) async fn dialled(
     to: &str,
     target: SocketAddr,
-    flow: &Flow,
+    link: &Link,
     response: ResponseFuture,
 ) -> Result<Response<RecvStream>, RelayError> {
     let limit = DIAL_DEADLINE + DIAL_GRACE;
     let response = tokio::select! {
         response = tokio::time::timeout(limit, response) => response,
-        silence = silent(flow) => {
+        silence = silent(&link.flow) => {
+            link.note_unanswered();
             let reason = format!("the link to {to} has been silent for {:.1} s", silence.as_secs_f32());
             return Err(RelayError::Dial(Outcome::TimedOut, reason));
         }

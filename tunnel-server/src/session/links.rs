@@ -12,6 +12,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::link::{Flow, MAX_LINKS};
 
+use super::unanswered::Unanswered;
+
 /// Below this round-trip time a line is short: what waits on it is gone in a moment, and fewer links send larger records.
 const FAR: Duration = Duration::from_millis(3);
 /// A link that moves more bytes a second is busy with bulk transfers.
@@ -38,6 +40,7 @@ pub struct Link {
     /// The thread that owns the link. Its streams and their sockets stay there.
     pub(crate) worker: Handle,
     connections: AtomicU32,
+    unanswered: Unanswered,
 }
 
 impl Link {
@@ -48,12 +51,30 @@ impl Link {
         send: SendRequest<Bytes>,
         worker: Handle,
     ) -> Arc<Self> {
-        Arc::new(Self { number, flow, over, send, worker, connections: AtomicU32::new(0) })
+        Arc::new(Self {
+            number,
+            flow,
+            over,
+            send,
+            worker,
+            connections: AtomicU32::new(0),
+            unanswered: Unanswered::default(),
+        })
     }
 
     /// Connections that it carries now.
     pub fn connections(&self) -> u32 {
         self.connections.load(Ordering::Relaxed)
+    }
+
+    /// It has left an ask unanswered: its line may be out, or the other end frozen.
+    pub(crate) fn note_unanswered(&self) {
+        self.unanswered.add(self.flow.received());
+    }
+
+    /// Whether it has left an ask unanswered and has received nothing since.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.unanswered.lasts(self.flow.received())
     }
 }
 
@@ -291,10 +312,9 @@ impl Links {
         self.state().links[0].link.flow.rtt.last()
     }
 
-    /// Bytes that the first one has received.
-    pub(crate) fn received(&self) -> u64 {
-        // There is always the first.
-        self.state().links[0].link.flow.received()
+    /// Whether all of them are silent: a connection had better go another way.
+    pub(crate) fn are_silent(&self) -> bool {
+        self.state().links.iter().all(|link| link.link.is_silent())
     }
 
     /// Connections on all of them, and on those that take no more.

@@ -4,6 +4,7 @@ mod carry;
 mod link_metrics;
 mod links;
 mod registry;
+mod unanswered;
 mod workers;
 
 use std::net::SocketAddr;
