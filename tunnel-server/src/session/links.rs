@@ -169,9 +169,9 @@ impl Measured {
         }
     }
 
-    /// The least comes first.
-    fn load(&self) -> (bool, u32, u64) {
-        (self.rate > BUSY, self.link.connections(), self.rate)
+    /// The least comes first. Each connection that a silent link loses would leave it with less load than the others.
+    fn load(&self) -> (bool, bool, u32, u64) {
+        (self.link.is_silent(), self.rate > BUSY, self.link.connections(), self.rate)
     }
 }
 
@@ -397,6 +397,21 @@ pub(super) mod tests {
         // Later it is idle again.
         drop(links.take_at(start + 60_000 * MS));
         assert_eq!(links.take_at(start + 60_001 * MS).number, 0);
+    }
+
+    #[tokio::test]
+    async fn a_silent_link_gets_what_no_other_can_take() {
+        let links = links(50 * MS, 8).await;
+        let _held = [links.take(), links.take()];
+        let one = link(1, 50 * MS).await;
+        links.join(one.clone()).unwrap();
+        assert_eq!(links.take().number, 1);
+        one.note_unanswered();
+        assert_eq!(links.take().number, 0);
+        assert!(!links.are_silent());
+        links.all()[0].note_unanswered();
+        assert!(links.are_silent());
+        assert_eq!(links.take().number, 1, "of silent ones the one with the least load");
     }
 
     #[tokio::test]

@@ -29,6 +29,7 @@ scenarios! {
     a_lossy_path_changes_no_byte,
     keystrokes_beside_a_download_on_a_slow_line,
     a_busy_node_has_more_links,
+    a_silent_link_attracts_no_connections,
     two_links_are_enough_for_bbr,
     a_small_receive_window_is_named,
     links_through_a_load_balancer_lead_to_one_server,
@@ -268,12 +269,10 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
         "the median of 40 ms is {rtt} s, {rate} bytes a second"
     );
     // One link fails: its connections are reset, and no others.
-    let peers = testbed.edge(1).ns.output("ss", "-H -t -n -o state established dport = :10262")?;
-    let ports: Vec<&str> = peers.lines().filter_map(local_port).collect();
-    ensure!(ports.len() == 8, "{} links of the agent: {peers}", ports.len());
     let session = session_of(&server, 0).await?;
-    let first = session["peer"].as_str().and_then(|peer| peer.rsplit(':').next()).context("no peer")?;
-    let other = ports.iter().find(|port| **port != first).context("no other link")?;
+    let (first, others) = ports_of_links(testbed, &session)?;
+    ensure!(others.len() == 7, "{} links of the agent besides the first", others.len());
+    let other = &others[0];
     testbed.edge(1).ns.output("ss", &format!("-K -t sport = :{other}"))?;
     wait_until(
         "the link to be gone",
@@ -300,6 +299,40 @@ async fn a_busy_node_has_more_links(testbed: &Testbed) -> Result<()> {
     for stream in &mut held {
         ensure!(echo(stream, b"gone").await.is_err(), "a connection of the old session lives");
     }
+    Ok(())
+}
+
+/// The agent's ports of the session's first link and of the others.
+fn ports_of_links(testbed: &Testbed, session: &serde_json::Value) -> Result<(String, Vec<String>)> {
+    let peers = testbed.edge(1).ns.output("ss", "-H -t -n -o state established dport = :10262")?;
+    let first = session["peer"].as_str().and_then(|peer| peer.rsplit(':').next()).context("no peer")?;
+    let ports = peers.lines().filter_map(local_port).map(str::to_owned);
+    Ok((first.to_owned(), ports.filter(|port| port != first).collect()))
+}
+
+/// A NAT forgets an additional link without connections: for each new one it would be the link with the least load.
+async fn a_silent_link_attracts_no_connections(testbed: &Testbed) -> Result<()> {
+    let _wan = testbed.wan(1, Path::new(40, 100))?;
+    let server = common::server(testbed).await?;
+    let _agent = Agent::enrol_with(&server, 1, &["--max-links=8"]).await?;
+    let shell = target(testbed, 1, 9102, Behaviour::Echo)?;
+    let mut held = hold_on_links_of_their_own(&server, shell.address, 1).await?;
+    let session = session_of(&server, 0).await?;
+    let (_, others) = ports_of_links(testbed, &session)?;
+    let [other] = &others[..] else { anyhow::bail!("the agent's links besides the first: {others:?}") };
+    for rule in [format!("OUTPUT -p tcp --sport {other}"), format!("INPUT -p tcp --dport {other}")] {
+        testbed.edge(1).ns.iptables(&format!("-I {rule} -j DROP"))?;
+    }
+    // It takes one connection to notice.
+    ensure!(client::visit(shell.address).await.is_err(), "a silent link has carried a connection");
+    server
+        .wait_access("by the silent link", |line| line.text("error").contains("has been silent for"))
+        .await?;
+    for _ in 0..10 {
+        client::visit(shell.address).await.context("beside a silent link")?;
+    }
+    echo(&mut held[0], b"still there").await?;
+    ensure!(session_of(&server, 0).await?["epoch"] == session["epoch"], "the session is another one");
     Ok(())
 }
 
