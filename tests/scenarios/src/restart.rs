@@ -1,4 +1,5 @@
 //! Either end crashes, the link breaks, either end stops gracefully.
+use std::cell::Cell;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -9,15 +10,16 @@ use postern_testbed::client::{self, End, connect, echo, expect_unreachable, visi
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
-use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::wait::{wait_for, wait_until, while_running};
 use postern_testbed::{CLOUD, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
-use crate::common::{hold, server_and_agent, skip, target};
+use crate::common::{hold, server_and_agent, session_of, skip, target};
 
 scenarios! {
     agent_killed_and_started_again(quick),
+    connects_wait_for_an_agent_that_comes_back,
     server_killed_and_started_again,
     link_cut_and_restored(edges = 2, waits, limit = 180),
     interface_down_and_up(waits, limit = 180),
@@ -62,6 +64,55 @@ async fn agent_killed_and_started_again(testbed: &Testbed) -> Result<()> {
     figure(&format!("a restarted agent is back after {:.1?}", start.elapsed()));
     visit(on_edge.address).await?;
     Ok(())
+}
+
+/// How long an agent is expected back.
+const RETURN: Duration = Duration::from_secs(2);
+
+/// Its link is reset, or it is killed and started again. A connect() in between is held until it has attached anew.
+async fn connects_wait_for_an_agent_that_comes_back(testbed: &Testbed) -> Result<()> {
+    let (server, mut agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    for round in 0..6 {
+        let epoch = session_of(&server, 0).await?["epoch"].clone();
+        let comes_back = async {
+            let start = Instant::now();
+            if round % 2 == 0 {
+                testbed.edge(1).ns.output("ss", "-K -t dport = :10262")?;
+            } else {
+                agent.process.crash().await?;
+                agent.start_again()?;
+            }
+            let now = async || session_of(&server, 0).await;
+            let new = |session: &serde_json::Value| session["epoch"].is_u64() && session["epoch"] != epoch;
+            wait_until("a new session", agent::START, now, new).await?;
+            Ok(start.elapsed())
+        };
+        let connecting = async |done: &Cell<bool>| failed_connects(on_edge.address, done).await;
+        let (away, failed) = while_running(comes_back, connecting).await?;
+        let lines = server.access_log()?;
+        figure(&format!("a connect is held for up to {away:.1?} in round {round}"));
+        // A machine that stood still may have kept it away for longer.
+        if away < RETURN {
+            ensure!(failed.is_empty(), "round {round}: {} connects failed: {:?}", failed.len(), failed[0]);
+            let refused = lines.iter().find(|line| line.text("outcome") == "no_tunnel");
+            ensure!(refused.is_none(), "round {round}: {refused:?}");
+        }
+        visit(on_edge.address).await?;
+    }
+    Ok(())
+}
+
+/// Connects again and again until `done`; the errors of those that failed for want of a tunnel.
+async fn failed_connects(address: SocketAddr, done: &Cell<bool>) -> Result<Vec<std::io::Error>> {
+    let mut failed = Vec::new();
+    while !done.get() {
+        let connected = client::attempt(address, client::PATIENCE).await;
+        failed.extend(connected.err().filter(client::is_unreachable));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(failed)
 }
 
 /// Expects no answer from the edge address: without a redirect the router drops the connection.

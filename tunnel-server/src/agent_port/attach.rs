@@ -271,7 +271,7 @@ fn replaced(context: &LinkContext, session: &Session, by_successor: bool) -> not
 fn retire(context: &LinkContext, older: Option<Arc<Session>>, newer: &Session, successor: bool) {
     if let Some(older) = older {
         if successor || older.moving.load(Ordering::Relaxed) {
-            context.sessions.leave(&older);
+            context.sessions.leave(&older, true);
             if successor {
                 tracing::info!(node = %newer.node, old_epoch = older.epoch, new_epoch = newer.epoch, "another agent of the node takes over");
                 older.succeeded.cancel();
@@ -369,7 +369,7 @@ async fn follow(
                 let event = match event {
                     Ok(Some(event)) => event,
                     Ok(None) => {
-                        context.sessions.leave(session);
+                        context.sessions.leave(session, true);
                         finish(context, session, || session.links.connections()).await;
                         return End::Left;
                     }
@@ -385,7 +385,7 @@ async fn follow(
                 match event.event {
                     Some(agent_event::Event::Draining(_)) => {
                         tracing::info!(node = %session.node, "the agent is draining");
-                        context.sessions.leave(session);
+                        context.sessions.leave(session, false);
                     }
                     Some(agent_event::Event::Hello(_)) => return End::NotHello,
                     // Informational: routes come from the inventory.

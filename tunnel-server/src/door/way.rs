@@ -7,6 +7,7 @@ use tunnel_core::carry::{RelayError, Totals};
 
 use super::context::{DoorContext, OpenRequest};
 use crate::peers::OnPeer;
+use crate::route::RETURN;
 use crate::session::{Asked, Link, On, Session, Taken};
 
 pub(super) enum Way {
@@ -16,12 +17,43 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// Chooses one. Other servers are asked one after the other if this one has no session, or one that is silent. What no
-    /// other server carries is left to the silent one, or to another server's: its line may be back.
+    /// Chooses one, and waits for it while the node's agent is expected back.
     ///
     /// # Errors
     /// Why there is none.
     pub(super) async fn find(
+        context: &DoorContext,
+        request: &OpenRequest,
+        client: SocketAddr,
+    ) -> Result<Self, String> {
+        let node = &request.node;
+        loop {
+            let reasons = match Self::choose(context, request, client).await {
+                Ok(way) => return Ok(way),
+                Err(reasons) => reasons,
+            };
+            let look_again = match context.router.awaited(node) {
+                Some(awaited) => tokio::time::timeout(RETURN, awaited.cancelled()).await.is_ok(),
+                // It may have returned meanwhile.
+                None => context.sessions.get(node).is_some(),
+            };
+            if look_again {
+                continue;
+            }
+            let seen = match context.sessions.last_end(node) {
+                Some(end) => format!("last seen {} s ago", end.at.elapsed().as_secs()),
+                None => "not seen since this server started".to_owned(),
+            };
+            return Err(format!("no tunnel to node {node} ({seen}){reasons}"));
+        }
+    }
+
+    /// Other servers are asked one after the other if this one has no session, or one that is silent. What no other server
+    /// carries is left to the silent one, or to another server's: its line may be back.
+    ///
+    /// # Errors
+    /// Why the other servers carry nothing.
+    async fn choose(
         context: &DoorContext,
         request: &OpenRequest,
         client: SocketAddr,
@@ -48,11 +80,7 @@ impl Way {
                 Err(refused) => reasons.push(format!("; server {}: {}", peer.server_id, refused.reason)),
             }
         }
-        let seen = match context.sessions.last_end(node) {
-            Some(end) => format!("last seen {} s ago", end.at.elapsed().as_secs()),
-            None => "not seen since this server started".to_owned(),
-        };
-        Err(format!("no tunnel to node {node} ({seen}){}", reasons.concat()))
+        Err(reasons.concat())
     }
 
     fn session(session: &Arc<Session>) -> Self {

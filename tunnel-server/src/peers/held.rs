@@ -50,7 +50,11 @@ impl Peers {
 
     /// To be called under the lock, so that the router sees changes in the same order.
     fn moved(&self, node: &NodeName, held: bool) {
-        self.router.set_live(node, Holder::Peers, held);
+        if held {
+            self.router.set_live(node, Holder::Peers, true);
+        } else {
+            self.router.lose(node, Holder::Peers);
+        }
         {
             let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
             if held {

@@ -25,6 +25,11 @@ pub async fn update_services(router: Arc<Router>, ranges: Vec<IpNet>) {
 
 /// Keeps `router` up to date with this host's addresses and with the time, until stopped.
 pub async fn follow(router: Arc<Router>, stop: CancellationToken) {
+    // Nobody waits for an agent longer because the routes are computed.
+    tokio::join!(refresh(router.clone(), stop.clone()), give_up(router, stop));
+}
+
+async fn refresh(router: Arc<Router>, stop: CancellationToken) {
     let mut due = router.due();
     let mut tick = tokio::time::interval(PERIOD);
     loop {
@@ -37,6 +42,20 @@ pub async fn follow(router: Arc<Router>, stop: CancellationToken) {
         }
         let router = router.clone();
         blocking(move || router.refresh()).await;
+    }
+}
+
+async fn give_up(router: Arc<Router>, stop: CancellationToken) {
+    let mut next = router.gives_up();
+    loop {
+        let at: Option<Instant> = *next.borrow_and_update();
+        tokio::select! {
+            () = sleep_until(at.map_or_else(TokioInstant::now, TokioInstant::from)), if at.is_some() => {
+                router.give_up(Instant::now());
+            }
+            changed = next.changed() => if changed.is_err() { return },
+            () = stop.cancelled() => return,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! From the inventory to routes: which address, name or token leads to which edge node.
 
+mod awaited;
 mod capacity;
 mod claims;
 mod claims_file;
@@ -17,6 +18,7 @@ mod rules;
 mod snapshot;
 mod tokens;
 
+pub(crate) use awaited::RETURN;
 pub use claims::CLOUD_CLAIM_DELAY;
 pub(crate) use claims_file::read_bounded;
 pub use claims_file::{keep_claims, load_claims};

@@ -24,8 +24,10 @@ use arc_swap::ArcSwap;
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
 
+use super::awaited::Awaited;
 use super::claims::Claims;
 use super::config::RouterConfig;
 use super::planner::{Planned, Planner, Route};
@@ -48,6 +50,7 @@ pub struct Router {
     planner: Mutex<Planner>,
     version: watch::Sender<u64>,
     due: watch::Sender<Option<Instant>>,
+    gives_up: watch::Sender<Option<Instant>>,
     claims: watch::Sender<u64>,
 }
 
@@ -82,8 +85,9 @@ impl Held {
 
 #[derive(Debug, Default)]
 struct RouterState {
-    /// Nodes without any tunnel are not in it.
+    /// Nodes without any tunnel are not in it, unless their agents are awaited.
     live: SharedMap<NodeName, Held>,
+    awaited: Awaited,
     desired: Desired,
     routes_of: RoutesOf,
     /// Nodes whose session came or went during the computation that is under way.
@@ -108,6 +112,7 @@ impl Router {
             state: Mutex::new(state),
             version: watch::Sender::new(0),
             due: watch::Sender::new(None),
+            gives_up: watch::Sender::new(None),
             claims: watch::Sender::new(0),
         };
         // Exclusions and clients take effect from the start.
@@ -237,6 +242,17 @@ impl Router {
     /// Sets whether `holder` has a tunnel to the node; its routes are up while anyone has. The cost does not depend on the
     /// number of nodes. A node that the inventory does not have yet is remembered.
     pub fn set_live(&self, node: &NodeName, holder: Holder, live: bool) {
+        self.hold(node, holder, live, None);
+    }
+
+    /// `holder` has lost its tunnel to the node, whose agent is expected back: the routes stay up until it has been away for
+    /// [`RETURN`](super::RETURN).
+    pub(crate) fn lose(&self, node: &NodeName, holder: Holder) {
+        self.hold(node, holder, false, Some(Instant::now()));
+    }
+
+    /// `lost_at`: None if the node's agent is not expected back.
+    fn hold(&self, node: &NodeName, holder: Holder, live: bool, lost_at: Option<Instant>) {
         let mut state = self.lock();
         let before = state.live.get(node).copied().unwrap_or_default();
         let held = match holder {
@@ -246,20 +262,45 @@ impl Router {
         if held == before {
             return;
         }
-        let live = held.anywhere();
-        if live {
-            state.live.insert(node.clone(), held);
-        } else {
-            state.live.remove(node);
+        match lost_at {
+            Some(now) => state.awaited.add(node, now),
+            None => state.awaited.remove(node),
         }
-        if live == before.anywhere() {
-            return;
-        }
-        if let Some(flipped) = &mut state.flipped {
-            flipped.insert(node.clone());
-        }
-        if state.set_up(node, live) {
+        self.gives_up.send_if_modified(|next| {
+            let first = next.is_none();
+            *next = next.or_else(|| state.awaited.next());
+            first && next.is_some()
+        });
+        if state.set_reachable(node, held) {
             self.bump();
+        }
+    }
+
+    /// While the node's agent is expected back: what is cancelled once it is there, or not expected any more.
+    pub(crate) fn awaited(&self, node: &NodeName) -> Option<CancellationToken> {
+        self.lock().awaited.over(node)
+    }
+
+    /// When [`Self::give_up`] has something to do; a receiver sees the latest.
+    pub(super) fn gives_up(&self) -> watch::Receiver<Option<Instant>> {
+        self.gives_up.subscribe()
+    }
+
+    /// Takes the routes of nodes down whose agents have not come back in time.
+    pub(super) fn give_up(&self, now: Instant) {
+        let gone = {
+            let mut state = self.lock();
+            let gone = state.awaited.expire(now);
+            self.gives_up.send_replace(state.awaited.next());
+            gone
+        };
+        // Locked for each: they may be many.
+        for node in gone {
+            let mut state = self.lock();
+            let held = state.live.get(&node).copied().unwrap_or_default();
+            if state.set_reachable(&node, held) {
+                self.bump();
+            }
         }
     }
 
@@ -363,6 +404,24 @@ impl Router {
 }
 
 impl RouterState {
+    /// The node's routes are up if somebody has a tunnel to it, or its agent is awaited. Whether any of them has changed.
+    fn set_reachable(&mut self, node: &NodeName, held: Held) -> bool {
+        let before = self.live.contains_key(node);
+        let up = held.anywhere() || self.awaited.contains(node);
+        if up {
+            self.live.insert(node.clone(), held);
+        } else {
+            self.live.remove(node);
+        }
+        if up == before {
+            return false;
+        }
+        if let Some(flipped) = &mut self.flipped {
+            flipped.insert(node.clone());
+        }
+        self.set_up(node, up)
+    }
+
     /// Whether the node has any routes.
     fn set_up(&mut self, node: &NodeName, up: bool) -> bool {
         let mut any = false;

@@ -146,7 +146,6 @@ impl Sessions {
 
     /// To be called under the lock, so that followers see changes in their order.
     fn moved(&self, node: &NodeName, here: bool) {
-        self.router.set_live(node, Holder::This, here);
         if here {
             self.nodes().insert(node.clone())
         } else {
@@ -196,13 +195,19 @@ impl Sessions {
         let older = live.insert(node.clone(), session);
         self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
         if older.is_none() {
+            self.router.set_live(&node, Holder::This, true);
             self.moved(&node, true);
         }
         Ok(older)
     }
 
-    /// Takes `session` out of use, unless another one has replaced it already.
+    /// Takes `session` out of use, unless another one has replaced it already. Its agent is expected back, unless it may have no
+    /// session any more.
     pub fn unregister(&self, session: &Session) {
+        self.remove(session, session.refusal.get().is_none());
+    }
+
+    fn remove(&self, session: &Session, comes_back: bool) {
         {
             let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
             if live.get(&session.node).is_none_or(|current| current.id != session.id) {
@@ -210,15 +215,20 @@ impl Sessions {
             }
             live.remove(&session.node);
             self.metrics.tunnels.set(i64::try_from(live.len()).unwrap_or(i64::MAX));
+            if comes_back {
+                self.router.lose(&session.node, Holder::This);
+            } else {
+                self.router.set_live(&session.node, Holder::This, false);
+            }
             self.moved(&session.node, false);
         }
         self.note_end(&session.node);
     }
 
-    /// Takes the session of an agent that is leaving out of use; it finishes what it carries. Of those that the node has
-    /// already the oldest ends if they are too many.
-    pub fn leave(&self, session: &Arc<Session>) {
-        self.unregister(session);
+    /// Takes the session of an agent that is leaving out of use; it finishes what it carries. `comes_back`: the agent has not said
+    /// that it stops. Of those that the node has already the oldest ends if they are too many.
+    pub fn leave(&self, session: &Arc<Session>, comes_back: bool) {
+        self.remove(session, comes_back && session.refusal.get().is_none());
         let oldest = {
             let mut leaving = self.leaving();
             // The agent says that it leaves while its session ends, or after it was the oldest of too many.
@@ -285,6 +295,7 @@ mod tests {
     use tunnel_core::carry::{StallBound, Totals};
 
     use super::*;
+    use crate::pki::Refusal;
     use crate::session::Links;
     use crate::session::links::tests::link;
 
@@ -316,7 +327,7 @@ mod tests {
                 forgotten: AtomicBool::new(false),
             });
             if let Some(older) = self.register(session.clone()).unwrap() {
-                self.leave(&older);
+                self.leave(&older, true);
             }
             session
         }
@@ -347,7 +358,7 @@ mod tests {
         assert_eq!((sessions.counted(), sessions.linked().len()), ((2, 5), 7));
         assert!(over(&all).is_empty());
         // Said again as its stream of events ends.
-        sessions.leave(&all[0]);
+        sessions.leave(&all[0], true);
         assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![5, 1, 2, 3, 4], (2, 5)));
 
         // One too many.
@@ -355,7 +366,7 @@ mod tests {
         assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![6, 2, 3, 4, 5], (2, 5)));
         assert_eq!(over(&all), [1]);
         assert!(all[0].closed.is_cancelled());
-        sessions.leave(&all[0]);
+        sessions.leave(&all[0], true);
         assert_eq!(sessions.epochs("edge-1"), [6, 2, 3, 4, 5], "it has no place any more");
         assert_eq!(sessions.forget(&all[0]), Forgotten::Lost);
 
@@ -367,7 +378,7 @@ mod tests {
         assert_eq!((sessions.counted(), over(&all)), ((2, 1), vec![1]));
         assert_eq!(sessions.forget(&all[5]), Forgotten::Lost);
         assert_eq!((sessions.counted(), sessions.epochs("other")), ((1, 1), vec![2, 1]));
-        sessions.leave(&other);
+        sessions.leave(&other, true);
         assert_eq!((sessions.counted(), sessions.epochs("other")), ((0, 2), vec![1, 2]));
     }
 
@@ -377,13 +388,32 @@ mod tests {
         let first = sessions.replace("edge-1", 1).await;
         assert_eq!(sessions.forget(&first), Forgotten::Lost);
         // The one who has replaced it is late.
-        sessions.leave(&first);
+        sessions.leave(&first, true);
         assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![], (0, 0)));
         let second = sessions.replace("edge-1", 2).await;
-        sessions.leave(&second);
+        sessions.leave(&second, true);
         assert_eq!(sessions.forget(&second), Forgotten::Leaving);
-        sessions.leave(&second);
+        sessions.leave(&second, true);
         assert_eq!((sessions.epochs("edge-1"), sessions.counted()), (vec![], (0, 0)));
+    }
+
+    #[tokio::test]
+    async fn an_agent_is_expected_back_unless_it_has_left_or_may_not_come() {
+        let sessions = sessions();
+        let node: NodeName = "edge-1".parse().unwrap();
+        let awaited = |sessions: &Sessions| sessions.router.awaited(&node).is_some();
+        let first = sessions.replace("edge-1", 1).await;
+        sessions.unregister(&first);
+        assert!(awaited(&sessions));
+        let second = sessions.replace("edge-1", 2).await;
+        assert!(!awaited(&sessions), "it is back");
+        second.refuse(Refusal::Unknown(node.clone()));
+        sessions.unregister(&second);
+        assert!(!awaited(&sessions), "its node was deleted");
+        let third = sessions.replace("edge-1", 3).await;
+        sessions.leave(&third, false);
+        sessions.leave(&third, true);
+        assert!(!awaited(&sessions), "it stops");
     }
 
     #[test]

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::tests::{inventory, node, route, router};
+use super::tests::{inventory, name, node, route, router};
 use super::*;
-use crate::route::CLOUD_CLAIM_DELAY;
+use crate::route::{CLOUD_CLAIM_DELAY, RETURN};
 
 #[test]
 fn every_kind_of_change_is_announced() {
@@ -76,4 +76,46 @@ fn what_is_remembered_is_announced_when_it_changes() {
     let almost = now + CLOUD_CLAIM_DELAY - Duration::from_millis(500);
     router.set_inventory_at(nodes(), almost);
     assert_eq!(*due.borrow_and_update(), Some(almost + Duration::from_secs(1)), "with what follows soon");
+}
+
+#[test]
+fn a_route_stays_up_while_its_nodes_agent_is_expected_back() {
+    let (router, _) = router();
+    router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7"])]));
+    let up = || route(&router.desired(), "10.8.0.7").unwrap().up;
+    let (edge, mut changed) = (name("edge-1"), router.changed());
+    router.set_live(&edge, Holder::This, true);
+    changed.mark_unchanged();
+
+    // It comes back in time, to whichever server.
+    router.lose(&edge, Holder::This);
+    let awaited = router.awaited(&edge).unwrap();
+    router.give_up(Instant::now());
+    assert!(up() && !awaited.is_cancelled() && !changed.has_changed().unwrap());
+    assert!(router.gives_up().borrow().is_some_and(|at| at <= Instant::now() + RETURN));
+    router.set_live(&edge, Holder::Peers, true);
+    assert!(awaited.is_cancelled() && router.awaited(&edge).is_none());
+    router.give_up(Instant::now() + RETURN);
+    assert!(up() && !changed.has_changed().unwrap() && router.gives_up().borrow().is_none());
+
+    // The nodes are computed again meanwhile, and it does not come back.
+    router.lose(&edge, Holder::Peers);
+    let awaited = router.awaited(&edge).unwrap();
+    router.set_inventory(inventory(vec![node("edge-1", true, &["10.8.0.7", "10.8.0.8"])]));
+    assert!(up() && route(&router.desired(), "10.8.0.8").unwrap().up);
+    router.give_up(Instant::now() + RETURN);
+    assert!(!up() && awaited.is_cancelled() && router.awaited(&edge).is_none());
+
+    // It is away for good.
+    router.set_live(&edge, Holder::This, true);
+    assert!(up());
+    router.set_live(&edge, Holder::This, false);
+    assert!(!up() && router.awaited(&edge).is_none());
+
+    // It has another tunnel, and only that one's end counts.
+    router.set_live(&edge, Holder::This, true);
+    router.set_live(&edge, Holder::Peers, true);
+    router.lose(&edge, Holder::This);
+    router.give_up(Instant::now() + RETURN);
+    assert!(up());
 }
