@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Streaming};
+use tunnel_core::backoff::jittered;
 use tunnel_core::carry::{StallBound, Totals};
 use tunnel_core::grpc::{self, Channel, origin};
 use tunnel_core::identity::{NodeName, TrustBundle};
@@ -323,20 +324,29 @@ struct Told {
     loopback: Vec<u32>,
 }
 
-/// What the agent has to know and did not acknowledge, because its line was out for a moment or is slow.
+/// What the agent has to know and was not told yet, or did not acknowledge, because its line was out for a moment or is slow.
 #[derive(Default)]
 struct Unheard {
     roots: bool,
     ports: bool,
     /// That this server stops, and whether it still serves.
     leaving: Option<bool>,
-    /// Until it is told again. Boxed: few sessions ever have one.
+    /// Until it is told, or told again. Boxed: few sessions ever have one.
     pause: Option<Pin<Box<Sleep>>>,
 }
 
 impl Unheard {
-    /// To be called after each change.
+    /// Has the agent told that this server stops, and whether it still serves.
+    fn tell(&mut self, serving: bool, after: Duration) {
+        self.leaving = Some(serving);
+        self.pause = Some(Box::pin(sleep(after)));
+    }
+
+    /// To be called after each other change. What waits for its time to be told does so.
     fn wait(&mut self) {
+        if self.leaving.is_some() && self.pause.is_some() {
+            return;
+        }
         let any = self.roots || self.ports || self.leaving.is_some();
         self.pause = any.then(|| Box::pin(sleep(AGAIN)));
     }
@@ -418,15 +428,17 @@ async fn follow(
                 notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;
             }
             Ok(()) = handover.changed(), if !draining_sent => {
-                let so_far = *handover.borrow_and_update();
-                unheard.leaving = None;
-                if so_far != Handover::Nothing {
-                    session.moving.store(true, Ordering::Relaxed);
-                    draining_sent = so_far == Handover::All;
-                    let heard = notify(client, leaving(context, !draining_sent)).await;
-                    unheard.leaving = (!heard).then_some(!draining_sent);
+                match *handover.borrow_and_update() {
+                    Handover::Nothing => {
+                        unheard.leaving = None;
+                        unheard.wait();
+                    }
+                    Handover::Agents { over } => unheard.tell(true, jittered(over, 1.0)),
+                    Handover::All => {
+                        draining_sent = true;
+                        unheard.tell(false, Duration::ZERO);
+                    }
                 }
-                unheard.wait();
             }
             () = session.succeeded.cancelled(), if !succeeded => {
                 succeeded = true;
@@ -434,12 +446,11 @@ async fn follow(
             }
             () = context.draining.cancelled(), if !draining_sent => {
                 draining_sent = true;
-                let heard = notify(client, leaving(context, false)).await;
-                unheard.leaving = (!heard).then_some(false);
-                unheard.wait();
+                unheard.tell(false, Duration::ZERO);
             }
             () = async { if let Some(pause) = &mut unheard.pause { pause.await } }, if unheard.pause.is_some() => {
                 if let Some(serving) = unheard.leaving {
+                    session.moving.store(true, Ordering::Relaxed);
                     let heard = notify(client, leaving(context, serving)).await;
                     unheard.leaving = (!heard).then_some(serving);
                 }

@@ -32,8 +32,11 @@ pub(super) const EVENT_SPAN: Duration = Duration::from_secs(10);
 pub enum Handover {
     #[default]
     Nothing,
-    /// It accepts the agents, and this one still the connections to them.
-    Agents,
+    /// It accepts the agents, and this one still the connections to them. They are told within the time `over`, not all at
+    /// once: each dials at once.
+    Agents {
+        over: Duration,
+    },
     All,
 }
 

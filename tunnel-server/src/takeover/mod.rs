@@ -13,6 +13,7 @@
 //! 4. A second one that is told to stop meanwhile gives everything back in the same order: the agents, then the doors.
 
 mod message;
+mod pace;
 mod predecessor;
 mod successor;
 

@@ -20,6 +20,7 @@ use tunnel_core::takeover;
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
+use super::pace::{longest, told_over};
 use crate::agent_port::Handover;
 use crate::peers::Peers;
 use crate::redirect::{Orphans, Others, Redirect};
@@ -29,8 +30,6 @@ use crate::session::Sessions;
 /// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within
 /// four seconds.
 const QUIET: Duration = Duration::from_secs(10);
-/// How long agents are waited for altogether.
-const LONGEST: Duration = Duration::from_secs(120);
 /// How long what the other servers have is waited for.
 const LINKED: Duration = Duration::from_secs(10);
 /// How long the server before may take where this one goes on, or stops, all the same.
@@ -217,13 +216,14 @@ impl TakeOver {
     async fn hand_over(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         let Answer::Told(told) = before.0.ask(&Ask::Agents).await? else { return Err(unexpected()) };
         let wanted: Vec<NodeName> = told.iter().filter_map(|node| node.parse().ok()).collect();
-        let (started, mut last) = (Instant::now(), (0, Instant::now()));
+        let (started, longest) = (Instant::now(), longest(wanted.len()));
+        let mut last = (0, Instant::now());
         let came = loop {
             let came = wanted.iter().filter(|node| self.sessions.get(node).is_some()).count();
             if came != last.0 {
                 last = (came, Instant::now());
             }
-            if came == wanted.len() || last.1.elapsed() > QUIET || started.elapsed() > LONGEST {
+            if came == wanted.len() || last.1.elapsed() > QUIET || started.elapsed() > longest {
                 break came;
             }
             tokio::select! {
@@ -263,7 +263,9 @@ impl TakeOver {
         self.gates.agents.set(false);
         let mut back = attached(before).await?;
         let told = self.sessions.live();
-        self.handover.send_replace(Handover::Agents);
+        // In half the time that they have, the last of them can be back.
+        let over = told_over(told.len()).min(self.drain_timeout / 2);
+        self.handover.send_replace(Handover::Agents { over });
         let (started, mut last) = (Instant::now(), (0, Instant::now()));
         let came = loop {
             let came = told.iter().filter(|node| back.contains(node.as_str())).count();

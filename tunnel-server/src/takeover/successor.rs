@@ -14,6 +14,7 @@ use tunnel_core::takeover::{self, Copies, Listener, receive, send, socket_path};
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
+use super::pace::told_over;
 use crate::agent_port::Handover;
 use crate::peers::Peers;
 use crate::redirect::Redirect;
@@ -112,8 +113,8 @@ impl Succession {
                 None => return Ok(()),
                 Some(Ask::Agents) => {
                     self.gates.agents.set(false);
-                    let nodes = self.sessions.live().iter().map(ToString::to_string).collect();
-                    self.handover.send_replace(Handover::Agents);
+                    let nodes: Vec<_> = self.sessions.live().iter().map(ToString::to_string).collect();
+                    self.handover.send_replace(Handover::Agents { over: told_over(nodes.len()) });
                     send(stream, &Answer::Told(nodes)).await?;
                 }
                 Some(Ask::Doors) => {

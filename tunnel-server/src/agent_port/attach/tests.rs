@@ -82,7 +82,7 @@ struct Site {
 pub(in crate::agent_port) struct Inputs {
     bundle: watch::Sender<Arc<TrustBundle>>,
     settings: watch::Sender<Arc<Settings>>,
-    _handover: watch::Sender<Handover>,
+    handover: watch::Sender<Handover>,
 }
 
 fn roots() -> Arc<TrustBundle> {
@@ -163,7 +163,7 @@ pub(in crate::agent_port) fn context() -> (Arc<LinkContext>, Inputs) {
         congestion: Congestion::System,
         drain_timeout: LONG,
     };
-    (Arc::new(context), Inputs { bundle, settings, _handover: handover })
+    (Arc::new(context), Inputs { bundle, settings, handover })
 }
 
 #[tokio::test(start_paused = true)]
@@ -206,6 +206,39 @@ async fn an_agent_is_told_again_what_it_did_not_acknowledge() {
     let leaving = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
     assert_eq!((site.next().await, site.next().await), (leaving.clone(), leaving));
     assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err(), "told again all the same");
+}
+
+#[tokio::test(start_paused = true)]
+async fn many_agents_are_told_of_a_successor_one_after_the_other() {
+    let node = "edge-1".parse().unwrap();
+    let mut took = Vec::new();
+    for _ in 0..30 {
+        let mut site = Site::attached().await;
+        let moving = |site: &Site| site.sessions.get(&node).unwrap().moving.load(Ordering::Relaxed);
+        let start = tokio::time::Instant::now();
+        site.inputs.handover.send_replace(Handover::Agents { over: LONG / 2 });
+        let serving = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: true });
+        assert_eq!(site.next().await, serving);
+        assert!(moving(&site));
+        took.push(start.elapsed());
+
+        // The successor dies before an agent was told, and the next one has everything at once.
+        let mut site = Site::attached().await;
+        site.inputs.handover.send_replace(Handover::Agents { over: LONG * 1_000_000 });
+        tokio::task::yield_now().await;
+        site.inputs.handover.send_replace(Handover::Nothing);
+        assert!(tokio::time::timeout(LONG, site.notices.recv()).await.is_err());
+        assert!(!moving(&site));
+        site.inputs.handover.send_replace(Handover::Agents { over: LONG * 1_000_000 });
+        tokio::task::yield_now().await;
+        let start = tokio::time::Instant::now();
+        site.inputs.handover.send_replace(Handover::All);
+        let stopped = notice::Notice::Draining(ServerDraining { timeout_seconds: 60, serving: false });
+        assert_eq!(site.next().await, stopped);
+        assert!(start.elapsed() < Duration::from_secs(1));
+    }
+    let (early, late) = (took.iter().min().unwrap(), took.iter().max().unwrap());
+    assert!(*early < LONG / 4 && *late > LONG / 4, "{took:?}");
 }
 
 #[tokio::test(start_paused = true)]
