@@ -43,7 +43,7 @@ use crate::role::register_role;
 use crate::route::{Router, follow, keep_claims, load_claims};
 use crate::server_id::server_id;
 use crate::serving::{DoorParts, Doors, konnectivity_tokens};
-use crate::session::{Sessions, Workers, register_links};
+use crate::session::{MOST_STREAMS, Sessions, Workers, register_links};
 use crate::settings::Settings;
 use crate::source::Source;
 use crate::status::Reporter;
@@ -345,6 +345,7 @@ impl Bound {
             workers: workers.clone(),
             peers: peers.clone(),
             congestion: config.congestion.clone(),
+            most_streams: MOST_STREAMS,
             forced: shutdown.forced_token().clone(),
             stop: stop.clone(),
         };
@@ -384,6 +385,7 @@ impl Bound {
                 forced: shutdown.forced_token().clone(),
                 stop: stop.clone(),
                 congestion: config.congestion.clone(),
+                most_streams: MOST_STREAMS,
                 drain_timeout: config.drain_timeout,
             };
             let policy = EnrollPolicy { standing, tokens: config.token_enrollment };

@@ -15,7 +15,7 @@ use tunnel_core::proto::{AgentEvent, Hello};
 
 use super::gate::Certified;
 use super::link::{End, LinkContext, Transport, finish, notify, refused};
-use crate::session::{Link, Session};
+use crate::session::{Link, Session, Streams};
 
 /// How often to look whether it is still of use.
 const CHECK: Duration = Duration::from_secs(5);
@@ -65,7 +65,9 @@ pub(super) async fn serve(
     worker: Handle,
     place: Certified,
 ) -> End {
-    let link = |session: &Session| Link::new(hello.link, flow, session.over.child_token(), send, worker);
+    let streams = Streams::new(context.most_streams);
+    let link =
+        |session: &Session| Link::new(hello.link, flow, session.over.child_token(), send, worker, streams);
     let joined = match join(context, node, hello, &place, link) {
         Ok(joined) => joined,
         Err(reason) => {

@@ -35,7 +35,7 @@ use super::link::{
     EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
 };
 use crate::pki::Refusal;
-use crate::session::{Forgotten, Link, Links, Session};
+use crate::session::{Forgotten, Link, Links, Session, Streams};
 use crate::settings::Settings;
 
 /// The largest control message accepted from an agent, in bytes.
@@ -192,7 +192,8 @@ async fn session(
     }
     let Transport { send, pings, flow } = transport;
     let over = context.forced.child_token();
-    let first = Link::new(0, flow.clone(), over.child_token(), send, worker);
+    let streams = Streams::new(context.most_streams);
+    let first = Link::new(0, flow.clone(), over.child_token(), send, worker, streams);
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
@@ -423,6 +424,13 @@ async fn follow(
             }
             // The session owns the sender.
             Ok(()) = wanted.changed(), if !draining_sent => {
+                if session.links.are_used_up() {
+                    // The agent attaches anew, and this session finishes what it carries.
+                    tracing::info!(node = %session.node, "the session's link is used up: its agent is to attach anew");
+                    draining_sent = true;
+                    unheard.tell(false, Duration::ZERO);
+                    continue;
+                }
                 let links = session.links.missing();
                 tracing::debug!(node = %session.node, ?links, "asking for more links");
                 notify(client, notice::Notice::OpenLinks(OpenLinks { links })).await;

@@ -60,6 +60,8 @@ pub struct LinkContext {
     pub stop: CancellationToken,
     /// Of the links.
     pub congestion: Congestion,
+    /// How many streams a link opens before another one takes its place.
+    pub most_streams: u32,
     /// How long the drain may take, for the agents to know.
     pub drain_timeout: Duration,
 }

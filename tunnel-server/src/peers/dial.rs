@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use h2::client::SendRequest;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
 use tokio::net::TcpStream;
@@ -32,7 +31,7 @@ use tunnel_identity::Announced;
 use super::held::Peers;
 use super::peer::Peer;
 use super::refusals::Refusals;
-use crate::session::{Link, Workers};
+use crate::session::{Link, Streams, Workers};
 
 /// How long a link may be silent before the kernel asks whether the other server is there.
 const KEEPALIVE: Duration = Duration::from_secs(1);
@@ -64,6 +63,8 @@ pub struct PeerContext {
     pub congestion: Congestion,
     /// None: this server has the CA.
     pub redirector: Option<RedirectorLinks>,
+    /// How many streams a link opens before another one takes its place.
+    pub most_streams: u32,
     /// Ends every connection: the time of the drain is up.
     pub forced: CancellationToken,
     /// Ends every link.
@@ -105,7 +106,7 @@ pub async fn follow(context: Arc<PeerContext>, mut addresses: watch::Receiver<Ar
 async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationToken) {
     let mut backoff = Backoff::new(PAUSE.0, PAUSE.1);
     let mut failing = LogOnce::default();
-    // Links with servers that stop soon.
+    // Links with servers that stop soon, and those that are used up.
     let mut leaving = JoinSet::new();
     while !removed.is_cancelled() {
         let (worker, started) = (context.workers.next().clone(), Instant::now());
@@ -116,7 +117,7 @@ async fn keep(context: Arc<PeerContext>, address: String, removed: CancellationT
         let ended = tokio::select! {
             ended = &mut link => ended,
             () = draining.cancelled() => {
-                tracing::debug!(address, "the other server stops soon: its successor may have the same address");
+                tracing::debug!(address, "the other server stops soon, or the link is used up: dialling the address again");
                 leaving.spawn(link);
                 // At once: the successor accepts already, and in a moment its agents are nowhere else. If there is none,
                 // the attempt fails, and a pause follows as after any other.
@@ -188,7 +189,7 @@ enum Error {
     Node(String),
     #[error("a connection could not be passed on")]
     Broken,
-    #[error("it goes on after all, and there is another link")]
+    #[error("there is another link with it, and this one carries nothing any more")]
     Unneeded,
 }
 
@@ -215,7 +216,7 @@ where
     }
 }
 
-/// `draining` is cancelled when the other server says that it stops soon.
+/// `draining` is cancelled when the other server says that it stops soon, or the link has opened as many streams as it may.
 async fn connected(
     context: Arc<PeerContext>,
     address: String,
@@ -257,7 +258,9 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
     }
     let server_id = printable(&first.server_id, 128);
     let told_by = (server_id.clone(), printable(&first.server_version, 64), address.to_owned());
-    let link = joined_link(context, send, flow.clone(), worker);
+    // Either way the server is dialled again, and this link finishes what it carries.
+    let streams = Streams { most: context.most_streams, spent: draining.clone() };
+    let link = Link::new(0, flow.clone(), context.forced.child_token(), send, worker, streams);
     let peer = Arc::new(Peer::new(told_by, link.clone(), context.stop.child_token(), draining));
     let _joined = Joined::new(&context.peers, peer.clone(), link);
     if let Some(redirector) = &context.redirector {
@@ -292,15 +295,6 @@ fn ended_with(ended: Option<Result<Result<(), h2::Error>, tokio::task::JoinError
         Some(Ok(Err(error))) => error.into(),
         _ => Error::Closed,
     }
-}
-
-fn joined_link(
-    context: &PeerContext,
-    send: SendRequest<Bytes>,
-    flow: Arc<Flow>,
-    worker: Handle,
-) -> Arc<Link> {
-    Link::new(0, flow, context.forced.child_token(), send, worker)
 }
 
 /// Takes a server out of use, however the task of its link ends.
@@ -414,8 +408,8 @@ fn apply(
     Ok(())
 }
 
-/// Ends once this link with a server that said that it stops carries nothing, and the server goes on after all, because its
-/// successor has died: it was dialled again meanwhile.
+/// Ends once this link carries nothing, and there is another one: it is used up, or the server said that it stops and goes on after
+/// all, because its successor has died.
 async fn unneeded(peers: &Peers, peer: &Arc<Peer>) {
     loop {
         tokio::time::sleep(CHECK).await;

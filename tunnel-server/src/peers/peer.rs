@@ -185,3 +185,44 @@ impl OnPeer {
         On { link: &self.link, to: &self.peer.server_id, stalls: &self.peer.stalls }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use http::{Response, StatusCode};
+    use tokio::runtime::Handle;
+    use tunnel_core::link::Flow;
+
+    use super::*;
+    use crate::session::Streams;
+
+    #[tokio::test]
+    async fn a_link_that_is_used_up_is_left_as_that_of_a_server_that_stops() {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        tokio::spawn(async move {
+            let mut link = h2::server::handshake(far).await.unwrap();
+            let mut asked = Vec::new();
+            while let Some(Ok((_, mut respond))) = link.accept().await {
+                let mut proceed = Response::new(());
+                *proceed.status_mut() = StatusCode::CONTINUE;
+                respond.send_informational(proceed).unwrap();
+                asked.push(respond);
+            }
+        });
+        let (send, connection) = h2::client::handshake(near).await.unwrap();
+        tokio::spawn(connection);
+        let draining = CancellationToken::new();
+        let streams = Streams { most: 3, spent: draining.clone() };
+        let (over, flow) = (CancellationToken::new(), Arc::<Flow>::default());
+        let link = Link::new(0, flow, over.clone(), send, Handle::current(), streams);
+        let told_by = ["server-b", "1.0.0", "10.70.0.2:10262"].map(str::to_owned).into();
+        let peer = Arc::new(Peer::new(told_by, link, CancellationToken::new(), draining));
+        let (node, address) = ("edge-1".parse().unwrap(), "192.0.2.1:10250".parse().unwrap());
+        let mut carried = Vec::new();
+        for left in [false, false, false, true, true] {
+            carried.push(peer.ask(&node, address, address, true).await.unwrap());
+            assert_eq!(peer.is_draining(), left, "after {}", carried.len());
+        }
+        assert!(!over.is_cancelled() && !peer.closed.is_cancelled());
+        assert_eq!(peer.connections(), 5);
+    }
+}

@@ -13,7 +13,7 @@ use tunnel_core::link::Flow;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
-use super::links::Link;
+use super::link::Link;
 
 /// How long an agent may take to connect to a target.
 const DIAL_DEADLINE: Duration = Duration::from_secs(5);
@@ -60,6 +60,7 @@ pub(crate) async fn ask(
         return Err(RelayError::Dial(Outcome::Busy, format!("{to} accepts no more than {most} streams")));
     }
     let (response, send) = stream.send_request(request, false).map_err(RelayError::Link)?;
+    link.opened(response.stream_id().into());
     Ok(Asked { response, send, since: Instant::now() })
 }
 

@@ -5,14 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use h2::client::SendRequest;
-use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
-use tunnel_core::link::{Flow, MAX_LINKS};
+use tunnel_core::link::MAX_LINKS;
 
-use super::unanswered::Unanswered;
+use super::link::{Link, Taken};
 
 /// Below this round-trip time a line is short: what waits on it is gone in a moment, and fewer links send larger records.
 const FAR: Duration = Duration::from_millis(3);
@@ -25,89 +21,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LONGEST_PATIENCE: Duration = Duration::from_secs(300);
 /// How long a link without connections is kept: what was busy once is soon busy again.
 const IDLE: Duration = Duration::from_secs(60);
-
-/// One TCP connection with an agent.
-#[derive(Debug)]
-pub struct Link {
-    /// 0 is the one that the session began with, and ends with.
-    pub number: u32,
-    /// What is known about its path.
-    pub flow: Arc<Flow>,
-    /// Cancelled when its connections have to end: with the link, with the session, or when the time of the server's
-    /// drain is up. A token of its own, because every poll of a connection's task locks it.
-    pub(crate) over: CancellationToken,
-    pub(crate) send: SendRequest<Bytes>,
-    /// The thread that owns the link. Its streams and their sockets stay there.
-    pub(crate) worker: Handle,
-    connections: AtomicU32,
-    unanswered: Unanswered,
-}
-
-impl Link {
-    pub(crate) fn new(
-        number: u32,
-        flow: Arc<Flow>,
-        over: CancellationToken,
-        send: SendRequest<Bytes>,
-        worker: Handle,
-    ) -> Arc<Self> {
-        Arc::new(Self {
-            number,
-            flow,
-            over,
-            send,
-            worker,
-            connections: AtomicU32::new(0),
-            unanswered: Unanswered::default(),
-        })
-    }
-
-    /// Connections that it carries now.
-    pub fn connections(&self) -> u32 {
-        self.connections.load(Ordering::Relaxed)
-    }
-
-    /// It has left an ask unanswered: its line may be out, or the other end frozen.
-    pub(crate) fn note_unanswered(&self) {
-        self.unanswered.add(self.flow.received());
-    }
-
-    /// Whether it has left an ask unanswered and has received nothing since.
-    pub(crate) fn is_silent(&self) -> bool {
-        self.unanswered.lasts(self.flow.received())
-    }
-}
-
-/// A link that carries one connection more, until this is dropped.
-#[derive(Debug)]
-pub struct Taken {
-    link: Arc<Link>,
-    /// Those of all links of the session, also of links that take no more.
-    total: Arc<AtomicU32>,
-}
-
-impl Taken {
-    fn new(link: &Arc<Link>, total: &Arc<AtomicU32>) -> Self {
-        link.connections.fetch_add(1, Ordering::Relaxed);
-        total.fetch_add(1, Ordering::Relaxed);
-        Self { link: link.clone(), total: total.clone() }
-    }
-}
-
-impl std::ops::Deref for Taken {
-    type Target = Link;
-
-    fn deref(&self) -> &Link {
-        &self.link
-    }
-}
-
-impl Drop for Taken {
-    fn drop(&mut self) {
-        self.link.connections.fetch_sub(1, Ordering::Relaxed);
-        self.total.fetch_sub(1, Ordering::Relaxed);
-    }
-}
 
 /// The number of a link was not asked for, or is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -170,8 +83,9 @@ impl Measured {
     }
 
     /// The least comes first. Each connection that a silent link loses would leave it with less load than the others.
-    fn load(&self) -> (bool, bool, u32, u64) {
-        (self.link.is_silent(), self.rate > BUSY, self.link.connections(), self.rate)
+    fn load(&self) -> (bool, bool, bool, u32, u64) {
+        let busy = self.rate > BUSY;
+        (self.link.is_silent(), self.link.is_spent(), busy, self.link.connections(), self.rate)
     }
 }
 
@@ -202,6 +116,10 @@ impl Links {
         let mut state = self.state();
         // There is always the first.
         let first = &state.links[0].link;
+        if first.is_spent() {
+            // Seen by the one who asks the agent.
+            self.wanted.send_modify(|_| ());
+        }
         if self.most == 1 || first.flow.distance().is_none_or(|rtt| rtt < FAR) {
             return Taken::new(first, &self.connections);
         }
@@ -233,9 +151,15 @@ impl Links {
         self.wanted.send_replace(wanted);
     }
 
-    /// Sees how many links there should be; a change is also the wish to ask again.
+    /// Sees how many links there should be; a change is also the wish to ask again, or to replace the first one.
     pub(crate) fn wanted(&self) -> watch::Receiver<u32> {
         self.wanted.subscribe()
+    }
+
+    /// Whether the first one is spent: its agent is to attach anew.
+    pub(crate) fn are_used_up(&self) -> bool {
+        // There is always the first.
+        self.state().links[0].link.is_spent()
     }
 
     /// The numbers of those to ask for. Never hold what [`Self::wanted`] lends meanwhile: it is locked under the state.
@@ -268,8 +192,8 @@ impl Links {
         self.state().links.retain(|other| other.link.number == 0 || !std::ptr::eq(&*other.link, link));
     }
 
-    /// Takes a link out of use if it has carried nothing for a while, and is not the spare one of a session that carries
-    /// something. Whether it did.
+    /// Takes a link out of use if it carries nothing and is spent, or has carried nothing for a while and is not the spare one of a
+    /// session that carries something. Whether it did.
     pub(crate) fn part_if_idle(&self, link: &Link) -> bool {
         self.part_if_idle_at(link, Instant::now())
     }
@@ -288,7 +212,8 @@ impl Links {
             return false;
         }
         let since = *this.idle_since.get_or_insert(now);
-        if link.number == 0 || now.saturating_duration_since(since) < IDLE || (carries && spare) {
+        let of_use = now.saturating_duration_since(since) < IDLE || (carries && spare);
+        if link.number == 0 || (of_use && !link.is_spent()) {
             return false;
         }
         state.links.remove(index);
@@ -325,19 +250,28 @@ impl Links {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use tokio::runtime::Handle;
+    use tokio_util::sync::CancellationToken;
+    use tunnel_core::link::Flow;
+
+    use super::super::link::{MOST_STREAMS, Streams};
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
 
     /// A link over a path with this round-trip time.
     pub(crate) async fn link(number: u32, rtt: Duration) -> Arc<Link> {
+        link_with(number, rtt, Streams::new(MOST_STREAMS)).await
+    }
+
+    pub(crate) async fn link_with(number: u32, rtt: Duration, streams: Streams) -> Arc<Link> {
         let (near, far) = tokio::io::duplex(1 << 16);
         let preface = tokio::spawn(h2::server::handshake(far));
         let (send, _) = h2::client::handshake(near).await.unwrap();
         drop(preface);
         let flow = Arc::new(Flow::default());
         flow.set_path_rtt(rtt);
-        Link::new(number, flow, CancellationToken::new(), send, Handle::current())
+        Link::new(number, flow, CancellationToken::new(), send, Handle::current(), streams)
     }
 
     async fn links(rtt: Duration, most: u32) -> Links {
@@ -467,6 +401,24 @@ pub(super) mod tests {
         let mut wanted = links.wanted();
         let _taken = links.take();
         assert!(wanted.has_changed().unwrap() && *wanted.borrow_and_update() == 2);
+    }
+
+    #[tokio::test]
+    async fn a_spent_link_gets_what_no_other_can_take_and_ends_once_it_is_idle() {
+        let links = links(50 * MS, 8).await;
+        let _held = [links.take(), links.take()];
+        let one = link_with(1, 50 * MS, Streams::new(1000)).await;
+        links.join(one.clone()).unwrap();
+        one.opened(1999);
+        let on_one = links.take();
+        assert!(on_one.number == 1 && !one.is_spent());
+        one.opened(2001);
+        assert!(one.is_spent());
+        assert_eq!(links.take().number, 0);
+        assert!(!links.part_if_idle(&one), "it carries something");
+        drop(on_one);
+        assert_eq!(links.take().number, 0);
+        assert!(links.part_if_idle(&one), "although it was the spare one");
     }
 
     #[tokio::test]

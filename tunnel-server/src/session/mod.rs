@@ -1,6 +1,7 @@
 //! The sessions with the agents: which node has one, and a stream on its link for each connection.
 
 mod carry;
+mod link;
 mod link_metrics;
 mod links;
 mod registry;
@@ -20,10 +21,12 @@ use tunnel_core::identity::NodeName;
 use crate::pki::Refusal;
 
 pub(crate) use carry::{Asked, On, ask, dialled};
+pub(crate) use link::Streams;
+pub use link::{Link, MOST_STREAMS, Taken};
 pub use link_metrics::register_links;
 #[cfg(test)]
 pub(crate) use links::tests::link as test_link;
-pub use links::{Link, Links, NotWanted, Taken};
+pub use links::{Links, NotWanted};
 pub(crate) use registry::Forgotten;
 pub(crate) use registry::Move;
 pub use registry::{Fenced, LastEnd, Sessions};

@@ -1,29 +1,42 @@
-//! A connection that one server asks another for goes no further than that one.
+//! Connections that one server asks another for: they go no further than that one, and outlive a link that is used up.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use futures_util::stream;
 use postern_fake_kube::eventually;
-use tokio::sync::watch;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
 use tokio_util::task::TaskTracker;
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 use tunnel_agent::session::LinkSet;
 use tunnel_core::carry::{NODE_HEADER, TARGET_HEADER};
 use tunnel_core::config::HostPort;
 use tunnel_core::proto::Segment;
 use tunnel_core::proto::peer_client::PeerClient;
+use tunnel_server::settings::Settings;
 
 use super::servers::Port;
 use super::shared;
-use crate::harness::{TestServer, channel, node};
+use crate::harness::{self, TestServer, channel, node};
 
 /// Why a server does not carry a connection to edge-1 that another one asks it for.
 async fn refusal(server: &TestServer, port: &Port) -> Status {
-    let channel = channel(&port.address, server.certificate.peer_tls().load_full()).await;
-    let mut request = Request::new(stream::pending::<Segment>());
+    let request = wanted(stream::pending::<Segment>(), "192.0.2.1:10250".parse().unwrap());
+    client(server, port).await.carry(request).await.expect_err("it is refused")
+}
+
+async fn client(server: &TestServer, port: &Port) -> PeerClient<Channel> {
+    PeerClient::new(channel(&port.address, server.certificate.peer_tls().load_full()).await)
+}
+
+/// A connection from edge-1 to `target`.
+fn wanted<T>(segments: T, target: SocketAddr) -> Request<T> {
+    let mut request = Request::new(segments);
     request.metadata_mut().insert(NODE_HEADER, "edge-1".parse().unwrap());
-    request.metadata_mut().insert(TARGET_HEADER, "192.0.2.1:10250".parse().unwrap());
-    PeerClient::new(channel).carry(request).await.expect_err("it is refused")
+    request.metadata_mut().insert(TARGET_HEADER, target.to_string().parse().unwrap());
+    request
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -52,4 +65,55 @@ async fn it_is_not_passed_on_again() {
     shared.forced.cancel();
     drop(far);
     following.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_is_used_up_is_replaced_and_finishes_what_it_carries() {
+    let echo = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = echo.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut socket, _)) = echo.accept().await {
+            tokio::spawn(async move {
+                let (mut from, mut to) = socket.split();
+                tokio::io::copy(&mut from, &mut to).await
+            });
+        }
+    });
+    let server = TestServer::start().await;
+    let (config, identity) = server.enrolled("edge-1").await;
+    let port = Port::with_links_of(20, &server, "server-a").await;
+    let settings = Settings { loopback: [target.port()].into(), ..Settings::default() };
+    port.settings.send_replace(Arc::new(settings));
+    let (_identity, identity) = watch::channel(Arc::new(identity));
+    let (shared, _announced) = shared(&config.state_dir);
+    let links = LinkSet::new(shared.clone(), identity, TaskTracker::new());
+    let known: Vec<HostPort> = vec![port.address.parse().unwrap()];
+    let (_servers, servers) = watch::channel(Arc::new(known));
+    tokio::spawn(links.follow(servers));
+    let session = || port.sessions.get(&node("edge-1"));
+    let first = eventually("a session", session).await;
+
+    let (send, mut segments) = mpsc::channel(1);
+    let request = wanted(stream::poll_fn(move |cx| segments.poll_recv(cx)), target);
+    let mut held = client(&server, &port).await.carry(request).await.unwrap().into_inner();
+    let mut echoed = async |text: &'static str| {
+        send.send(Segment { data: text.into() }).await.unwrap();
+        assert_eq!(held.message().await.unwrap().unwrap().data, text);
+    };
+    echoed("before").await;
+    let mut before = first.id;
+    for _ in 0..2 {
+        harness::eventually("the next session", async || {
+            refusal(&server, &port).await;
+            session().filter(|session| session.id != before)
+        })
+        .await;
+        before = session().unwrap().id;
+        echoed("beside the next session").await;
+    }
+    assert!(!first.closed.is_cancelled());
+    // The agent ends it once nothing is left on it.
+    drop((send, held));
+    eventually("the end of the first session", || first.closed.is_cancelled().then_some(())).await;
+    shared.forced.cancel();
 }

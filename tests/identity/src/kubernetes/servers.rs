@@ -28,7 +28,7 @@ use tunnel_server::door::DoorContext;
 use tunnel_server::peers::{self, PeerContext, Peers};
 use tunnel_server::pki::{EnrollPolicy, EnrollService, PkiMetrics, Revocations, Standing};
 use tunnel_server::route::{Router, RouterConfig};
-use tunnel_server::session::{Sessions, Workers};
+use tunnel_server::session::{MOST_STREAMS, Sessions, Workers};
 use tunnel_server::settings::Settings;
 
 use super::{agent_api, shared};
@@ -49,7 +49,8 @@ pub(crate) struct Port {
     pub(super) standing: Standing,
     stop: CancellationToken,
     /// A session ends with what it follows.
-    _followed: (watch::Sender<Arc<TrustBundle>>, watch::Sender<Arc<Settings>>),
+    _followed: watch::Sender<Arc<TrustBundle>>,
+    pub(super) settings: watch::Sender<Arc<Settings>>,
 }
 
 impl Drop for Port {
@@ -61,6 +62,11 @@ impl Drop for Port {
 impl Port {
     /// Another server of this installation.
     pub(crate) async fn of(server: &TestServer, id: &str) -> Self {
+        Self::with_links_of(MOST_STREAMS, server, id).await
+    }
+
+    /// One whose links open so many streams before others take their places.
+    pub(super) async fn with_links_of(most_streams: u32, server: &TestServer, id: &str) -> Self {
         let mut registry = Registry::default();
         let metrics = tunnel_server::metrics::Metrics::new(&mut registry);
         let config = RouterConfig::new(
@@ -87,6 +93,7 @@ impl Port {
             forced: CancellationToken::new(),
             stop: stop.clone(),
             congestion: Congestion::System,
+            most_streams,
             drain_timeout: Duration::from_secs(1),
         };
         let workers = Arc::new(Workers::start(1).unwrap());
@@ -120,7 +127,8 @@ impl Port {
             revocations,
             standing,
             stop,
-            _followed: (bundle, settings),
+            _followed: bundle,
+            settings,
         }
     }
 
@@ -134,6 +142,7 @@ impl Port {
             peers: self.peers.clone(),
             congestion: Congestion::System,
             redirector: None,
+            most_streams: MOST_STREAMS,
             forced: CancellationToken::new(),
             stop: self.stop.clone(),
         };

@@ -21,7 +21,7 @@ use crate::agent_port::gate::Gate;
 use crate::metrics::Metrics;
 use crate::pki::Standing;
 use crate::route::Router;
-use crate::session::Sessions;
+use crate::session::{MOST_STREAMS, Sessions};
 
 /// By the paused clock: longer than anything that is still to come.
 const LONG: Duration = Duration::from_secs(60);
@@ -161,6 +161,7 @@ pub(in crate::agent_port) fn context() -> (Arc<LinkContext>, Inputs) {
         forced: CancellationToken::new(),
         stop: CancellationToken::new(),
         congestion: Congestion::System,
+        most_streams: MOST_STREAMS,
         drain_timeout: LONG,
     };
     (Arc::new(context), Inputs { bundle, settings, handover })
