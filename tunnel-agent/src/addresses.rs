@@ -14,8 +14,8 @@ use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, 
 const PERIOD: Duration = Duration::from_secs(10);
 const LOOKUP: Duration = Duration::from_secs(3);
 
-/// Publishes the node's addresses until it is dropped: the node IP first, then those of the interfaces that are up,
-/// except loopback and link-local ones.
+/// Publishes the node's addresses until it is dropped: those of the interfaces that are up, except loopback and link-local
+/// ones, the node IP first. A node IP that is on no interface is not among them: another machine may have it by now.
 #[derive(Debug)]
 pub struct NodeAddresses {
     shared: Arc<ArcSwap<Vec<IpAddr>>>,
@@ -94,16 +94,16 @@ async fn update(
     // What is gone is known at once: without its address this node may have no name server either.
     let known = shared.load_full();
     let kept: Vec<IpAddr> = known.iter().copied().filter(|address| up.contains(address)).collect();
-    if node_ip.is_none() && kept.len() < known.len() {
+    if kept.len() < known.len() {
         publish_if_new(ordered(kept.first().copied(), up.clone()), shared, publish);
     }
     let servers = servers.borrow().clone();
-    let node_ip = match node_ip {
+    let first = match node_ip.filter(|given| up.contains(given)) {
         Some(given) => Some(given),
         // A name server that does not answer must not hold up the start.
         None => tokio::time::timeout(LOOKUP, source_towards(&servers)).await.ok().flatten(),
     };
-    publish_if_new(ordered(node_ip, up), shared, publish);
+    publish_if_new(ordered(first, up), shared, publish);
 }
 
 fn publish_if_new(
@@ -120,12 +120,12 @@ fn publish_if_new(
     }
 }
 
-/// The node IP first, then the rest without duplicates, sorted: another order of the interfaces is not a change.
-fn ordered(node_ip: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
+/// `first` before the rest if it is listed, without duplicates, sorted: another order of the interfaces is not a change.
+fn ordered(first: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
     listed.sort_unstable();
     listed.dedup();
-    listed.retain(|address| Some(*address) != node_ip);
-    node_ip.into_iter().chain(listed).collect()
+    listed.sort_by_key(|address| Some(*address) != first);
+    listed
 }
 
 /// The address that this node uses towards the first server it has a route to.
@@ -150,15 +150,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_node_ip_comes_first_and_duplicates_are_dropped() {
+    fn the_node_ip_comes_first_if_it_is_listed_and_duplicates_are_dropped() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let listed = vec![ip("10.0.0.9"), ip("10.0.0.1"), ip("10.0.0.9"), ip("fd00::1")];
         assert_eq!(
             ordered(Some(ip("10.0.0.9")), listed.clone()),
             [ip("10.0.0.9"), ip("10.0.0.1"), ip("fd00::1")]
         );
-        assert_eq!(ordered(Some(ip("192.0.2.1")), listed.clone())[0], ip("192.0.2.1"));
-        assert_eq!(ordered(None, listed), [ip("10.0.0.1"), ip("10.0.0.9"), ip("fd00::1")]);
+        for first in [Some(ip("192.0.2.1")), None] {
+            assert_eq!(ordered(first, listed.clone()), [ip("10.0.0.1"), ip("10.0.0.9"), ip("fd00::1")]);
+        }
     }
 
     #[tokio::test]
@@ -169,6 +170,14 @@ mod tests {
             std::net::TcpListener::bind((*address, 0)).unwrap_or_else(|e| panic!("{address}: {e}"));
         }
         assert_eq!(**addresses.shared().load(), **addresses.subscribe().borrow());
+    }
+
+    #[tokio::test]
+    async fn a_node_ip_on_no_interface_is_not_this_nodes() {
+        // RFC 5737: a documentation address.
+        let elsewhere = "192.0.2.1".parse().unwrap();
+        let addresses = NodeAddresses::start(Some(elsewhere), watch::Sender::default().subscribe()).await;
+        assert!(!addresses.shared().load().contains(&elsewhere));
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::Instant;
 use tonic::Code;
 use tunnel_core::admin::TUNNELLED;
-use tunnel_core::carry::{TARGET_HEADER, prepare_socket};
+use tunnel_core::carry::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
 use crate::policy::Policy;
@@ -79,13 +79,15 @@ impl DialError {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DialRequest {
     pub(crate) target: SocketAddr,
+    /// The server says that the Node names the target's address.
+    of_node: bool,
     deadline: Duration,
 }
 
 impl DialRequest {
     /// To be connected within this time.
     pub(crate) const fn within(deadline: Duration, target: SocketAddr) -> Self {
-        Self { target, deadline }
+        Self { target, of_node: false, deadline }
     }
 
     /// # Errors
@@ -100,7 +102,7 @@ impl DialRequest {
             .and_then(|value| parse_timeout(value.as_bytes()))
             .unwrap_or(DEFAULT_DEADLINE)
             .min(LONGEST_DEADLINE);
-        Ok(Self { target, deadline })
+        Ok(Self { target, of_node: headers.contains_key(OF_NODE_HEADER), deadline })
     }
 }
 
@@ -120,15 +122,17 @@ impl Dialler {
         self.turns.under_way()
     }
 
-    /// `loopback_ports` are those that the server has named.
+    /// The socket's peer address may be another than the target: see [`Policy::place`]. `loopback_ports` are those that the
+    /// server has named.
     pub(crate) async fn dial(
         &self,
         request: DialRequest,
         loopback_ports: &BTreeSet<u16>,
     ) -> Result<TcpStream, DialError> {
-        let DialRequest { target, deadline } = request;
-        self.policy
-            .check(target, loopback_ports)
+        let DialRequest { target, of_node, deadline } = request;
+        let target = self
+            .policy
+            .place(target, of_node, loopback_ports)
             .map_err(|denied| DialError::Denied { target, reason: denied.to_string() })?;
         let deadline_at = Instant::now() + deadline;
         let _turn = tokio::time::timeout_at(deadline_at, self.turns.take(target))

@@ -70,11 +70,43 @@ impl Policy {
         self.admin == Some(SocketAddr::new(target.ip().to_canonical(), target.port()))
     }
 
-    /// `loopback_ports` are those that the server has named; they count only without rules.
+    /// Where to connect for `target`. `of_node`: the server says that this node's Node object names the address. One that is
+    /// on no interface then stands for this host itself: behind a NAT the node never had it, and after a move another machine
+    /// may have it while the Node still names it. That gives a server nothing new, because this host's address has to be
+    /// allowed too, on the same port. `loopback_ports` are those that the server has named; they count only without rules.
     ///
     /// # Errors
     /// Why the target may not be dialled.
-    pub fn check(&self, target: SocketAddr, loopback_ports: &BTreeSet<u16>) -> Result<(), Denied> {
+    pub fn place(
+        &self,
+        target: SocketAddr,
+        of_node: bool,
+        loopback_ports: &BTreeSet<u16>,
+    ) -> Result<SocketAddr, Denied> {
+        if of_node
+            && let Some(own) = self.stand_in(target.ip().to_canonical())
+            && self.check(SocketAddr::new(own, target.port()), loopback_ports).is_ok()
+        {
+            return Ok(SocketAddr::new(own, target.port()));
+        }
+        self.check(target, loopback_ports).map(|()| target)
+    }
+
+    /// This host's address that answers for one that it does not have: the first of the same family, if there is one. Never
+    /// loopback, where programs trust what reaches them.
+    fn stand_in(&self, address: IpAddr) -> Option<IpAddr> {
+        if Reach::of(address) != Reach::Host || self.is_own(address) {
+            return None;
+        }
+        let own = self.addresses.load();
+        own.iter().find(|own| own.is_ipv4() == address.is_ipv4()).or(own.first()).copied()
+    }
+
+    /// `loopback_ports` as in [`Self::place`].
+    ///
+    /// # Errors
+    /// Why the target may not be dialled.
+    fn check(&self, target: SocketAddr, loopback_ports: &BTreeSet<u16>) -> Result<(), Denied> {
         // ::ffff:127.0.0.1 connects to 127.0.0.1 (RFC 4291 §2.5.5.2).
         let (address, port) = (target.ip().to_canonical(), target.port());
         if port == 0 {
@@ -202,6 +234,41 @@ mod tests {
         ] {
             assert_eq!(check(&policy, target), Err(reason), "{target}");
         }
+    }
+
+    #[test]
+    fn an_address_of_the_node_on_no_interface_is_this_host() {
+        let place = |rules: &[&str], own: &[&str], target: &str| {
+            let place = policy(rules, own).place(target.parse().unwrap(), true, &BTreeSet::from([10266]));
+            place.map(|place| place.to_string())
+        };
+        let (v4, both) = (&["10.8.0.7"][..], &["10.8.0.7", "fd00:8::7"][..]);
+        for (rules, own, target, expected) in [
+            // It has moved, or is a NAT's.
+            (&[][..], v4, "10.8.0.2:10250", Ok("10.8.0.7:10250")),
+            (&[], both, "[::ffff:10.8.0.2]:10250", Ok("10.8.0.7:10250")),
+            (&[], both, "[fd00:8::2]:10250", Ok("[fd00:8::7]:10250")),
+            (&[], v4, "[fd00:8::2]:10250", Ok("10.8.0.7:10250")),
+            // It is there.
+            (&[], both, "10.8.0.7:22", Ok("10.8.0.7:22")),
+            (&[], &[], "10.8.0.2:22", Err(Denied::Foreign)),
+            // The rules are for this host's own address too.
+            (&["node:9100"], v4, "10.8.0.2:9100", Ok("10.8.0.7:9100")),
+            (&["node:9100"], v4, "10.8.0.2:22", Err(Denied::NoRule)),
+            (&["10.8.0.0/24:9100"], v4, "10.8.0.2:9100", Ok("10.8.0.7:9100")),
+            // The operator means another machine, or a gateway that leads back here.
+            (&["203.0.113.9:9100"], v4, "203.0.113.9:9100", Ok("203.0.113.9:9100")),
+            // No server opens the loopback by calling it the node's.
+            (&[], v4, "127.0.0.1:22", Err(Denied::Loopback)),
+            (&[], v4, "127.0.0.1:10266", Ok("127.0.0.1:10266")),
+            (&[], v4, "169.254.169.254:80", Err(Denied::LinkLocal)),
+            (&[], v4, "0.0.0.0:80", Err(Denied::NotAHost)),
+            (&[], v4, "10.8.0.2:0", Err(Denied::Port)),
+        ] {
+            assert_eq!(place(rules, own, target), expected.map(str::to_owned), "{rules:?} {target}");
+        }
+        let unnamed = policy(&[], v4).place("10.8.0.2:22".parse().unwrap(), false, &BTreeSet::new());
+        assert_eq!(unnamed, Err(Denied::Foreign), "the server does not say that it is this node's");
     }
 
     #[test]

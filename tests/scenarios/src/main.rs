@@ -31,6 +31,7 @@ mod load;
 mod logs;
 mod mapped;
 mod memory;
+mod moved;
 mod needs;
 mod operating;
 mod outbound;
@@ -68,6 +69,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         path::SCENARIOS,
         load::SCENARIOS,
         memory::SCENARIOS,
+        moved::SCENARIOS,
         restart::SCENARIOS,
         servers::SCENARIOS,
         takeover::SCENARIOS,

@@ -20,7 +20,8 @@ pub struct RunArgs {
     /// This node's name [default: the host name in lower case].
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
-    /// This node's own address, named first to the servers [default: from the route to the server].
+    /// This node's own address, named first to the servers while it is on an interface [default: from the route to the
+    /// server].
     #[arg(long, value_name = "IP", env = "NODE_IP")]
     pub node_ip: Option<String>,
     /// Token of `tunnel-server token create`; for the first enrolment only.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tunnel_core::config::{TargetNet, TargetRule};
 use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
+use tunnel_core::net::interface_addresses;
 
 use crate::config::Config;
 
@@ -14,7 +15,11 @@ const DEADLINE: Duration = Duration::from_secs(5);
 
 /// `own` is this node's address on the way to the servers.
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, own: Option<IpAddr>) {
-    let address = config.node_ip.or(own);
+    // Like the agent, which connects to its own host for what it has on no interface.
+    let here = |given: &IpAddr| {
+        interface_addresses().is_ok_and(|listed| listed.iter().any(|entry| entry.address == *given))
+    };
+    let address = config.node_ip.filter(here).or(own);
     let Some(address) = address else {
         checkup
             .add("kubelet", Outcome::Skipped("this node's address is not known; give --node-ip".to_owned()));

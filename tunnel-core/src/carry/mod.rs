@@ -45,6 +45,9 @@ pub const CLIENT_HEADER: &str = "postern-client";
 pub const UNLESS_SILENT_HEADER: &str = "postern-unless-silent";
 /// Request metadata: the target, `IP:port`, IPv6 in brackets.
 pub const TARGET_HEADER: &str = "postern-target";
+/// Request metadata to an agent, with any value: its Node names the target's address. An agent that has the address on no
+/// interface connects to its own host instead of another machine.
+pub const OF_NODE_HEADER: &str = "postern-of-node";
 
 /// gRPC's status, in the trailers of a stream that ended well.
 const GRPC_STATUS: http::HeaderName = http::HeaderName::from_static("grpc-status");

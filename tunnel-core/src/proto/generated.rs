@@ -332,8 +332,9 @@ pub mod agent_client {
                 .insert(GrpcMethod::new("postern.tunnel.v1.Agent", "Attach"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// Carries one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets), and
-        /// `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
+        /// Carries one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets),
+        /// `postern-of-node` if the node's inventory entry names that address (an agent that does not have it connects to its
+        /// own host), and `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
         /// INVALID_ARGUMENT not an address. `grpc-message` holds the reason as text.
@@ -416,8 +417,9 @@ pub mod agent_server {
             >
             + std::marker::Send
             + 'static;
-        /// Carries one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets), and
-        /// `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
+        /// Carries one TCP connection. Request metadata: `postern-target` = "IP:port" (IPv6 in brackets),
+        /// `postern-of-node` if the node's inventory entry names that address (an agent that does not have it connects to its
+        /// own host), and `grpc-timeout` bounds the agent's dial. Response headers mean that the target is connected; a status without
         /// them says why it is not: UNAVAILABLE refused, DEADLINE_EXCEEDED timed out, PERMISSION_DENIED not allowed by the
         /// agent's policy, NOT_FOUND unreachable (no route), RESOURCE_EXHAUSTED too many dials pending,
         /// INVALID_ARGUMENT not an address. `grpc-message` holds the reason as text.

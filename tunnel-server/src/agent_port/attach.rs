@@ -197,6 +197,7 @@ async fn session(
     let session = Arc::new(Session {
         id: context.sessions.next_id(),
         node,
+        router: context.sessions.router().clone(),
         epoch: hello.epoch,
         issued,
         refusal: OnceLock::new(),

@@ -86,6 +86,12 @@ impl Snapshot {
         Some(NodeAddress { pod: true, ..found })
     }
 
+    /// Whether the node's inventory entry names the address, even if another node has it too.
+    pub fn names(&self, node: &NodeName, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.inventory.get(node.as_str()).is_some_and(|node| node.addresses.contains(&address))
+    }
+
     /// The edge nodes, in the order of their names.
     pub fn nodes(&self) -> impl Iterator<Item = &InventoryNode> {
         self.inventory.iter().map(|node| &**node).filter(|node| node.edge)

@@ -9,16 +9,17 @@ mod unanswered;
 mod workers;
 
 use std::net::SocketAddr;
-use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime};
 
-use http::HeaderMap;
+use http::{HeaderMap, HeaderValue};
 use tokio_util::sync::CancellationToken;
-use tunnel_core::carry::{CARRY_PATH, RelayError, StallBound, Totals};
+use tunnel_core::carry::{CARRY_PATH, OF_NODE_HEADER, RelayError, StallBound, Totals};
 use tunnel_core::identity::NodeName;
 
 use crate::pki::Refusal;
+use crate::route::Router;
 
 pub(crate) use carry::{Asked, On, ask, dialled};
 pub(crate) use link::Streams;
@@ -38,6 +39,8 @@ pub struct Session {
     pub id: u64,
     /// From the agent's certificate.
     pub node: NodeName,
+    /// Has the addresses that the node's inventory entry names.
+    pub(crate) router: Arc<Router>,
     /// A newer session of the node has a higher number, and replaces this one.
     pub epoch: u64,
     /// When the agent's certificate was issued.
@@ -94,7 +97,11 @@ impl Session {
     /// # Errors
     /// Nothing can be carried on the link any more, or no more than there is.
     pub(crate) async fn ask(&self, link: &Link, target: SocketAddr) -> Result<Asked, RelayError> {
-        let asked = ask(link, self.node.as_str(), CARRY_PATH, target, HeaderMap::new()).await;
+        let mut more = HeaderMap::new();
+        if self.router.snapshot().names(&self.node, target.ip()) {
+            more.insert(OF_NODE_HEADER, HeaderValue::from_static("1"));
+        }
+        let asked = ask(link, self.node.as_str(), CARRY_PATH, target, more).await;
         if let Err(RelayError::Link(_)) = asked {
             // Even if its PINGs are still answered.
             self.close_link(link);

@@ -98,6 +98,11 @@ impl Sessions {
         }
     }
 
+    /// What each session asks about its node.
+    pub(crate) fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
     /// A session number that is unique in this process.
     pub fn next_id(&self) -> u64 {
         self.ids.fetch_add(1, Ordering::Relaxed)
@@ -311,6 +316,7 @@ mod tests {
             let session = Arc::new(Session {
                 id: self.next_id(),
                 node: node.parse().unwrap(),
+                router: self.router.clone(),
                 epoch,
                 issued: SystemTime::now(),
                 refusal: OnceLock::new(),
