@@ -234,6 +234,7 @@ impl Bound {
             background.spawn(take_over(before, links, handover, succession, pending));
         }
         background.spawn(async move { match resumed.watch().await {} });
+        background.spawn(connections::end_lost(live.clone(), self.addresses.subscribe()));
         let (stop, forced) = (own.clone(), shutdown.clone());
         background.spawn(async move {
             forced.forced().await;

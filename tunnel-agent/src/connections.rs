@@ -2,17 +2,19 @@
 //! prints it.
 
 use std::fmt::Write as _;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
 use tunnel_core::admin;
 use tunnel_core::carry::{Abort, Carrying, Traffic};
 use tunnel_core::connections::{blocked, first, stalled};
 use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 use tunnel_core::live::Live;
+use tunnel_core::outcome::Outcome;
 use tunnel_core::text::{age, bytes, harmless};
 
 /// A connection whose target has been dialled.
@@ -23,6 +25,8 @@ pub(crate) struct Connection {
     /// The number of the link, and its path.
     pub(crate) link: (u32, Arc<Flow>),
     pub(crate) target: SocketAddr,
+    /// Where it leads: another address of this host if the target's is on no interface.
+    pub(crate) dialled: IpAddr,
     pub(crate) started: Instant,
     pub(crate) traffic: Traffic,
     pub(crate) abort: Arc<Abort>,
@@ -31,6 +35,22 @@ pub(crate) struct Connection {
 impl Connection {
     pub(crate) fn carrying(&self) -> Option<Carrying<'_>> {
         Some(Carrying { traffic: &self.traffic, abort: &self.abort, rtt: self.link.1.rtt.last() })
+    }
+}
+
+/// Ends the connections to each address that this node loses; never ends by itself. Its program may not notice for hours, and a
+/// client that keeps its connection for the next request would send that to nowhere.
+pub(crate) async fn end_lost(live: Arc<Live<Connection>>, mut addresses: watch::Receiver<Arc<Vec<IpAddr>>>) {
+    let mut had = addresses.borrow_and_update().clone();
+    while addresses.changed().await.is_ok() {
+        let has = addresses.borrow_and_update().clone();
+        let lost: Vec<IpAddr> = had.iter().copied().filter(|address| !has.contains(address)).collect();
+        if !lost.is_empty() {
+            for connection in live.all().iter().filter(|connection| lost.contains(&connection.dialled)) {
+                connection.abort.trigger_for(Outcome::TargetReset, "this node has lost the target's address");
+            }
+        }
+        had = has;
     }
 }
 
@@ -146,6 +166,7 @@ mod tests {
             server: "a:1".into(),
             link: (2, Arc::default()),
             target: "192.168.50.2:9100".parse().unwrap(),
+            dialled: [192, 168, 50, 2].into(),
             started: Instant::now(),
             traffic,
             abort: Arc::default(),

@@ -31,6 +31,7 @@ use crate::door_files::DoorFiles;
 use crate::kube::Parts;
 use crate::listeners::Listeners;
 use crate::metrics::Metrics;
+use crate::moved::end_moved;
 use crate::peers::{self, PeerContext, Peers, register_peers};
 use crate::pki::{
     EnrollPolicy, EnrollService, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate,
@@ -326,6 +327,7 @@ impl Bound {
             config.egress.follows_services().then(|| self.source.services(&tasks, &stop)).flatten();
         self.source.start(source_parts, shutdown.clone()).await;
         tasks.spawn(follow(router.clone(), stop.clone()));
+        tasks.spawn(end_moved(router.clone(), metrics.clone(), stop.clone()));
         tasks.spawn(keep_claims(router.clone(), config.state_dir.clone(), stop.clone()));
         if let Some(redirect) = &redirect {
             let routes = router.clone();

@@ -17,6 +17,8 @@ pub(crate) struct Connection {
     /// None: this server dials the target itself.
     pub(crate) node: Option<NodeName>,
     pub(crate) target: SocketAddr,
+    /// The target's address was the node's, or a pod's on it, when the connection began.
+    pub(crate) of_node: bool,
     pub(crate) started: Instant,
     /// The other server, of a connection that one passes on to another.
     pub(crate) via: OnceLock<Box<str>>,
@@ -48,12 +50,18 @@ impl Connection {
             client,
             node,
             target,
+            of_node: false,
             started: Instant::now(),
             via: OnceLock::new(),
             caller: OnceLock::new(),
             carried: OnceLock::new(),
             answered: AtomicBool::new(false),
         }
+    }
+
+    /// Whether the target's address is the node's, or a pod's on it.
+    pub(crate) fn to_address_of_node(self, of_node: bool) -> Self {
+        Self { of_node, ..self }
     }
 
     /// The agent has answered the dial.

@@ -23,6 +23,7 @@ pub mod kube;
 mod listeners;
 pub mod maps;
 pub mod metrics;
+mod moved;
 mod page;
 pub mod peers;
 pub mod pki;

@@ -7,23 +7,30 @@ use postern_testbed::Testbed;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client;
 use postern_testbed::inventory::{self, Inventory};
+use postern_testbed::server::Server;
 use postern_testbed::target::{Behaviour, Target};
 use postern_testbed::wait::wait_until;
 use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpStream;
 
-use crate::common::{expect_reset, server};
+use crate::common::{expect_reset, hold, server};
 use crate::web::curl;
 
 scenarios! {
     the_next_holder_of_a_nodes_address_is_never_dialled,
+    held_connections_end_when_their_address_moves(edges = 2),
 }
 
 const KUBELET: u16 = 10250;
 const EXPORTER: u16 = 9100;
 const LOCAL: u16 = 9101;
+const SHELL: u16 = 9102;
+const SILENT: u16 = 9103;
 /// How long an agent may take to come back at its new address.
 const BACK: Duration = Duration::from_secs(30);
 
+/// How long what is held may last.
+const ENDS: Duration = Duration::from_secs(10);
 
 /// What the target at an address says first.
 async fn greeting(address: SocketAddr) -> Result<String> {
@@ -92,4 +99,65 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
         );
     }
     agent.metrics().await?.expect("postern_agent_dials_total", &[("outcome", "denied")], 1.0)
+}
+
+/// Two addresses of edge 1 beside the one that its agent's link comes from: one passes to edge 2, and edge 1 keeps it on its
+/// interface; the other one is lost.
+async fn held_connections_end_when_their_address_moves(testbed: &Testbed) -> Result<()> {
+    const PASSES: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 8);
+    const LOST: Ipv4Addr = Ipv4Addr::new(192, 168, 50, 9);
+    let (first, second) = (testbed.edge(1), testbed.edge(2));
+    for address in [PASSES, LOST] {
+        first.ns.ip(&format!("addr add {address}/32 dev eth0"))?;
+    }
+    second.ns.ip(&format!("addr add {PASSES}/32 dev eth0"))?;
+    let mut nodes = Inventory::of(testbed)?;
+    let own = [first.ip(), PASSES.into(), LOST.into()];
+    nodes.nodes[1] = inventory::node(&first.name, true, &own, &[]);
+    nodes.write()?;
+    let server = server(testbed).await?;
+    let _agents = [Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?];
+    let at = |address: Ipv4Addr, port| SocketAddr::new(address.into(), port);
+    let _targets = [
+        Target::start(&first.ns, Ipv4Addr::UNSPECIFIED, SHELL, Behaviour::Echo)?,
+        Target::start(&second.ns, Ipv4Addr::UNSPECIFIED, SHELL, Behaviour::HelloFirst("edge-2"))?,
+    ];
+    let silent = Target::start(&first.ns, PASSES, SILENT, Behaviour::NeverReads)?;
+
+    let mut stays = hold(at(first.address, SHELL), b"at an address that stays").await?;
+    let (mut passes, mut lost) =
+        (hold(at(PASSES, SHELL), b"passes").await?, hold(at(LOST, SHELL), b"lost").await?);
+    let host = format!("Host: {}", at(PASSES, SILENT));
+    let request = async {
+        let answer = curl(testbed, &["http://127.0.0.1:10264", "-H", &host]).await?;
+        answer.expect(502, "")
+    };
+    let moves = async {
+        let asked = async || Ok(silent.open());
+        wait_until("the request to arrive", client::PATIENCE, asked, |open| *open == 1).await?;
+        nodes.nodes[1] = inventory::node(&first.name, true, &[first.ip(), LOST.into()], &[]);
+        nodes.nodes[2] = inventory::node(&second.name, true, &[second.ip(), PASSES.into()], &[]);
+        nodes.write()?;
+        ended(&server, &mut passes, at(PASSES, SHELL), "another node").await
+    };
+    tokio::try_join!(request, moves)?;
+    let next = async || greeting(at(PASSES, SHELL)).await;
+    wait_until("the next node to answer", client::PATIENCE, next, |said| said == "edge-2").await?;
+
+    first.ns.ip(&format!("addr del {LOST}/32 dev eth0"))?;
+    ended(&server, &mut lost, at(LOST, SHELL), "").await?;
+    client::echo(&mut stays, b"still there").await
+}
+
+/// Waits for the connection's reset and its line.
+async fn ended(server: &Server<'_>, held: &mut TcpStream, target: SocketAddr, why: &str) -> Result<()> {
+    let end = client::end_of(held, ENDS).await.with_context(|| format!("held to {target}"))?;
+    ensure!(end == client::End::Reset, "the connection to {target} ended with {end:?}");
+    let target = target.to_string();
+    let line = server.wait_access("of the connection that has moved", |line| {
+        line.text("destination") == target && line.text("outcome") == "target_reset"
+    });
+    let line = line.await?;
+    ensure!(line.text("error").contains(why), "the line says {line:?}");
+    Ok(())
 }

@@ -70,6 +70,7 @@ async fn relay(
         server: session.server.clone(),
         link: (session.link, session.flow.clone()),
         target,
+        dialled: socket.peer_addr().map_or(target.ip(), |peer| peer.ip()).to_canonical(),
         started,
         traffic: Traffic::part_of(vec![metrics.carried.clone()]),
         abort: abort.clone(),

@@ -47,7 +47,8 @@ impl Abort {
         self.trigger_for(outcome, "");
     }
 
-    fn trigger_for(&self, outcome: Outcome, reason: &'static str) {
+    /// The same, and says why.
+    pub fn trigger_for(&self, outcome: Outcome, reason: &'static str) {
         let _ = self.0.set((outcome, reason));
     }
 

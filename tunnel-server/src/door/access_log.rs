@@ -66,8 +66,10 @@ impl AccessLogGuard {
         context: &DoorContext,
     ) -> Self {
         context.metrics.opened(door);
+        let of_node = node.as_ref().is_some_and(|node| context.router.snapshot().has(node, target.ip()));
+        let connection = Connection::new(door, client, node, target).to_address_of_node(of_node);
         Self {
-            connection: context.metrics.live(Connection::new(door, client, node, target)),
+            connection: context.metrics.live(connection),
             outcome: Outcome::Shutdown,
             detail: String::new(),
             metrics: context.metrics.clone(),

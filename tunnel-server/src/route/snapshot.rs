@@ -92,6 +92,26 @@ impl Snapshot {
         self.inventory.get(node.as_str()).is_some_and(|node| node.addresses.contains(&address))
     }
 
+    /// Whether the address is the node's, even if another node has it too, or that of a pod on it.
+    pub fn has(&self, node: &NodeName, address: IpAddr) -> bool {
+        self.names(node, address) || self.by_pod(address).is_some_and(|pod| pod.node == *node)
+    }
+
+    /// The one edge node that has the address, or the pod with it.
+    pub fn holder(&self, address: IpAddr) -> Option<NodeName> {
+        match self.by_address(address) {
+            ByAddress::Unique(found) => Some(found.node),
+            ByAddress::Ambiguous(_) => None,
+            ByAddress::Unknown => self.by_pod(address).map(|pod| pod.node),
+        }
+    }
+
+    /// Whether an address, or a range of pods, has got another node than in `before`.
+    pub fn holders_differ(&self, before: &Self) -> bool {
+        !self.holders.changes_since(&before.holders).is_empty()
+            || !self.pods.changes_since(&before.pods).is_empty()
+    }
+
     /// The edge nodes, in the order of their names.
     pub fn nodes(&self) -> impl Iterator<Item = &InventoryNode> {
         self.inventory.iter().map(|node| &**node).filter(|node| node.edge)
