@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
-use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, source_address};
+use tunnel_core::net::{Ended, NetChanges, identifies_host, interface_addresses, lookup, source_address};
 
 /// The addresses are listed when the kernel says that they have changed, and this often: it may have said so in vain.
 const PERIOD: Duration = Duration::from_secs(10);
@@ -131,7 +131,7 @@ fn ordered(first: Option<IpAddr>, mut listed: Vec<IpAddr>) -> Vec<IpAddr> {
 /// The address that this node uses towards the first server it has a route to.
 async fn source_towards(servers: &[HostPort]) -> Option<IpAddr> {
     for server in servers {
-        let resolved = match tokio::net::lookup_host((server.host.as_str(), server.port)).await {
+        let resolved = match lookup(&server.host, server.port).await {
             Ok(resolved) => resolved,
             Err(error) => {
                 tracing::debug!(%server, %error, "cannot resolve the server to find the node's own address");

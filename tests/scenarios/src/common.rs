@@ -1,13 +1,15 @@
 //! Steps that several scenarios share.
 use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use postern_testbed::agent::Agent;
+use postern_testbed::agent::{self, Agent};
 pub(crate) use postern_testbed::client::hold;
 use postern_testbed::client::{self, visit};
 use postern_testbed::percentiles::Times;
+use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::{Behaviour, Target};
@@ -31,6 +33,36 @@ pub(crate) async fn server_and_agent(testbed: &Testbed) -> Result<(Server<'_>, A
     let server = server(testbed).await?;
     let agent = Agent::enrol(&server, 1).await?;
     Ok((server, agent))
+}
+
+/// A file that only processes in its mount namespace see, in place of the machine's.
+pub(crate) struct Mounted {
+    /// It has that namespace.
+    pub(crate) keeper: Process,
+    file: PathBuf,
+}
+
+impl Mounted {
+    /// On edge 1, with this text over the file `over`.
+    pub(crate) async fn over(testbed: &Testbed, over: &Path, text: &str) -> Result<Self> {
+        let name = over.file_name().context("not a file")?;
+        let file = testbed.dir().join(name);
+        let mounted = file.with_extension("mounted");
+        let mut command = testbed.on_edge(1).command("unshare".as_ref());
+        command.args(["--mount", "--propagation=private", "sh", "-c"]);
+        command.arg(r#"mount --bind "$0" "$1" && touch "$2" && exec sleep infinity"#);
+        command.arg(&file).arg(over).arg(&mounted);
+        std::fs::write(&file, text).with_context(|| format!("writing {}", file.display()))?;
+        let keeper = Process::spawn(testbed.dir(), &name.to_string_lossy(), command)?;
+        let exists = async || Ok(mounted.exists().then_some(()));
+        wait_for("the file to be mounted", agent::START, exists).await?;
+        Ok(Self { keeper, file })
+    }
+
+    /// In place: it is this file that is mounted.
+    pub(crate) fn write(&self, text: &str) -> Result<()> {
+        std::fs::write(&self.file, text).with_context(|| format!("writing {}", self.file.display()))
+    }
 }
 
 pub(crate) fn target(testbed: &Testbed, n: usize, port: u16, behaviour: Behaviour) -> Result<Target> {

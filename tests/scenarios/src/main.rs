@@ -32,6 +32,7 @@ mod logs;
 mod mapped;
 mod memory;
 mod moved;
+mod names;
 mod needs;
 mod operating;
 mod outbound;
@@ -70,6 +71,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         load::SCENARIOS,
         memory::SCENARIOS,
         moved::SCENARIOS,
+        names::SCENARIOS,
         restart::SCENARIOS,
         servers::SCENARIOS,
         takeover::SCENARIOS,

@@ -1,8 +1,7 @@
 //! One agent and two servers, or one that is found by its name.
 use std::cell::Cell;
-use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -10,15 +9,14 @@ use nix::sys::signal::Signal;
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::client::{self, connect_from, echo, end_of, visit};
 use postern_testbed::netns::Namespace;
-use postern_testbed::process::Process;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::{wait_for, wait_until};
+use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
-use crate::common::{alongside, hold, pause, server, target};
+use crate::common::{Mounted, alongside, hold, pause, server, target};
 use crate::https::{KUBELET, client_hello, expect_back};
 
 scenarios! {
@@ -237,43 +235,21 @@ async fn one_whose_successor_died_is_linked_once(testbed: &Testbed) -> Result<()
     wait_until("none that stops", APART, told, |told| !told).await.map(drop)
 }
 
-/// A hosts file that only processes in its mount namespace see.
-struct Hosts {
-    keeper: Process,
-    file: PathBuf,
-}
+const NAME: &str = "tunnel.postern.test";
 
-impl Hosts {
-    const NAME: &str = "tunnel.postern.test";
-
-    async fn mount(testbed: &Testbed, addresses: &[Ipv4Addr]) -> Result<Self> {
-        let (file, mounted) = (testbed.dir().join("hosts"), testbed.dir().join("hosts-mounted"));
-        let mut command = testbed.on_edge(1).command("unshare".as_ref());
-        command.args(["--mount", "--propagation=private", "sh", "-c"]);
-        command.arg(r#"mount --bind "$0" /etc/hosts && touch "$1" && exec sleep infinity"#);
-        command.arg(&file).arg(&mounted);
-        write_hosts(&file, addresses)?;
-        let hosts = Self { keeper: Process::spawn(testbed.dir(), "hosts", command)?, file };
-        let exists = async || Ok(mounted.exists().then_some(()));
-        wait_for("the hosts file to be mounted", agent::START, exists).await?;
-        Ok(hosts)
-    }
-}
-
-/// In place: it is this file that is mounted.
-fn write_hosts(file: &Path, addresses: &[Ipv4Addr]) -> Result<()> {
-    let lines: String = addresses.iter().map(|address| format!("{address} {}\n", Hosts::NAME)).collect();
-    fs::write(file, lines).with_context(|| format!("writing {}", file.display()))
+/// A hosts file.
+fn hosts(addresses: &[Ipv4Addr]) -> String {
+    addresses.iter().map(|address| format!("{address} {NAME}\n")).collect()
 }
 
 async fn a_name_is_resolved_anew_and_all_its_addresses_are_tried(testbed: &Testbed) -> Result<()> {
     let (silent, later) = (Ipv4Addr::new(10, 70, 0, 7), Ipv4Addr::new(10, 70, 0, 8));
     testbed.router.iptables(&format!("-I FORWARD -d {silent} -j DROP"))?;
-    let hosts = Hosts::mount(testbed, &[silent, CLOUD]).await?;
+    let mounted = Mounted::over(testbed, Path::new("/etc/hosts"), &hosts(&[silent, CLOUD])).await?;
     let mut server = server(testbed).await?;
     let _agent = agent::Builder::alone(testbed, 1)
-        .flag(format!("--server={}:10262", Hosts::NAME))
-        .mounts_of(hosts.keeper.pid())
+        .flag(format!("--server={NAME}:10262"))
+        .mounts_of(mounted.keeper.pid())
         .enrol(&server)
         .await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
@@ -283,7 +259,7 @@ async fn a_name_is_resolved_anew_and_all_its_addresses_are_tried(testbed: &Testb
     server.process.crash().await?;
     testbed.router.iptables(&format!("-I FORWARD -i edge+ -d {CLOUD} -p tcp -j DROP"))?;
     testbed.cloud.ip(&format!("addr add {later}/24 dev eth0"))?;
-    write_hosts(&hosts.file, &[silent, later])?;
+    mounted.write(&hosts(&[silent, later]))?;
     server.start_again().await?;
     let moved = server.wait_connected("edge-1", true, agent::START + SETTLED);
     moved.await.context("the agent finds the other address")?;

@@ -14,6 +14,7 @@ pub mod authority;
 pub mod cgroup;
 pub mod client;
 pub mod cluster;
+pub mod dns;
 pub mod document;
 pub mod id;
 pub mod inventory;

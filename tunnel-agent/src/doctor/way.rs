@@ -1,17 +1,19 @@
 //! The way to the servers: names, proxy, connection, TLS and packets' size.
 
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime};
 
 use rustls_pki_types::CertificateDer;
 use socket2::SockRef;
-use tokio::net::{TcpSocket, TcpStream, lookup_host};
+use tokio::net::{TcpSocket, TcpStream};
+use tunnel_core::config::HostPort;
 use tunnel_core::doctor::{
     Checkup, Finding, Outcome, Running, Trusted, codes, judge_chain, judge_handshake_error, resolves,
 };
 use tunnel_core::error::chain;
 use tunnel_core::identity::{ALPN_GRPC, AgentIdentity, presented_chain};
+use tunnel_core::net::lookup;
 
 use crate::config::Config;
 use crate::reach::{ProxyFault, Server, proxy_fault};
@@ -85,7 +87,7 @@ async fn reach(
     server: &str,
     own: &mut Option<IpAddr>,
 ) -> Result<Vec<CertificateDer<'static>>, Option<Finding>> {
-    if !config.reach.goes_through_proxy(server) && lookup_host(server).await.is_err() {
+    if !config.reach.goes_through_proxy(server) && addresses(server).await.is_err() {
         return Err(None);
     }
     let named = Server::Named(server.to_owned());
@@ -150,9 +152,14 @@ async fn silent(server: &str, proxy: Option<&str>) -> Finding {
     Finding::new(&codes::HANDSHAKE_SILENT, found, fix)
 }
 
+async fn addresses(server: &str) -> io::Result<Vec<SocketAddr>> {
+    let HostPort { host, port } = server.parse().map_err(io::Error::other)?;
+    lookup(&host, port).await
+}
+
 async fn connect_small(server: &str) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for address in lookup_host(server).await? {
+    for address in addresses(server).await? {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         // Also asks the other end for no larger ones.
         SockRef::from(&socket).set_tcp_mss(SMALL_SEGMENT)?;

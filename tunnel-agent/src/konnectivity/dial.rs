@@ -5,10 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpStream, lookup_host};
+use tokio::net::TcpStream;
 use tunnel_core::carry::{CopyError, Side, Traffic, copy, end_on_drop};
 use tunnel_core::config::HostPort;
 use tunnel_core::konnectivity::{Dial, Gone, Inbox, Outbox, in_words_of_go};
+use tunnel_core::net::lookup;
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
@@ -154,10 +155,7 @@ impl ForServer {
         }
         // Within the dial's deadline. Never closed.
         let _turn = self.shared.lookups.acquire().await;
-        match lookup_host((host, port)).await {
-            Ok(found) => Ok(found.collect()),
-            Err(error) => Err(unknown(address, &error.to_string())),
-        }
+        lookup(host, port).await.map_err(|error| unknown(address, &error.to_string()))
     }
 }
 

@@ -2,28 +2,24 @@
 
 use std::time::Duration;
 
-use tokio::net::lookup_host;
-
 use super::checkup::Finding;
 use super::codes;
+use crate::config::HostPort;
+use crate::net::lookup;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
 /// The finding if the host of this `HOST:PORT` has no address. `flag` names it.
 pub async fn resolves(flag: &str, address: &str) -> Option<Finding> {
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    let reason = match tokio::time::timeout(DEADLINE, lookup_host(address)).await {
-        Ok(Ok(mut addresses)) => {
-            if addresses.next().is_some() {
-                return None;
-            }
-            "it has no address".to_owned()
-        }
+    let HostPort { host, port } = address.parse().ok()?;
+    let reason = match tokio::time::timeout(DEADLINE, lookup(&host, port)).await {
+        Ok(Ok(_)) => return None,
         Ok(Err(error)) => error.to_string(),
         Err(_) => format!("no answer within {} s", DEADLINE.as_secs()),
     };
     let fix = format!(
-        "compare `getent ahosts {host}` and /etc/resolv.conf with what the name should lead to, or give an address instead"
+        "compare `getent ahostsv4 {host}`, `getent ahostsv6 {host}` and /etc/resolv.conf with what the name should lead to: one \
+         of them is enough; or give an address instead"
     );
     Some(Finding::new(&codes::NAME_DOES_NOT_RESOLVE, format!("{flag}={address}: {reason}"), fix))
 }
@@ -38,7 +34,7 @@ mod tests {
         let finding = resolves("--server", "tunnel.invalid:10262").await.unwrap();
         assert_eq!(finding.code, "name-does-not-resolve");
         assert!(finding.found.starts_with("--server=tunnel.invalid:10262: "), "{finding:?}");
-        assert!(finding.fix.contains("`getent ahosts tunnel.invalid`"), "{finding:?}");
+        assert!(finding.fix.contains("`getent ahostsv4 tunnel.invalid`"), "{finding:?}");
         for good in ["127.0.0.1:1", "[::1]:1", "localhost:1"] {
             assert_eq!(resolves("--server", good).await, None);
         }

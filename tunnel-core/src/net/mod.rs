@@ -1,15 +1,19 @@
 //! Addresses of this host.
 
+mod address;
 mod changes;
+mod lookup;
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
+pub use address::{identifies_host, source_address};
 pub use changes::{Ended, NetChanges};
+pub use lookup::{lookup, lookup_holding};
 
 /// An address of one of this host's interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,15 +37,6 @@ pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     Ok(interfaces.collect())
 }
 
-/// Whether `address` can tell one host from another: it is not unspecified, loopback or link-local.
-pub const fn identifies_host(address: IpAddr) -> bool {
-    let link_local = match address {
-        IpAddr::V4(v4) => v4.is_link_local(),
-        IpAddr::V6(v6) => v6.is_unicast_link_local(),
-    };
-    !(address.is_unspecified() || address.is_loopback() || link_local)
-}
-
 /// Whether one of the ranges says that this host may dial `address` for others. A range of anything does not mean this host
 /// itself: the unspecified address is in none, and loopback only in a range of its own, because what listens there trusts
 /// whoever reaches it.
@@ -49,19 +44,6 @@ pub fn may_dial(ranges: &[IpNet], address: IpAddr) -> bool {
     let address = address.to_canonical();
     let meant = |range: &IpNet| !address.is_loopback() || range.network().is_loopback();
     !address.is_unspecified() && ranges.iter().any(|range| range.contains(&address) && meant(range))
-}
-
-/// The source address that this host uses towards `peer`. Connecting a UDP socket asks the routing table and sends
-/// nothing. None when there is no route, or the source would be loopback or link-local.
-pub fn source_address(peer: SocketAddr) -> Option<IpAddr> {
-    let any = match peer {
-        SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-    };
-    let socket = UdpSocket::bind((any, 0)).ok()?;
-    socket.connect(peer).ok()?;
-    let source = socket.local_addr().ok()?.ip();
-    identifies_host(source).then_some(source)
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Connections that this server makes itself: to targets that are not an edge node's.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -9,6 +10,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tunnel_core::carry::{CopyError, RelayError, Side, Totals, copy, end_on_drop, prepare_socket};
 use tunnel_core::konnectivity::in_words_of_go;
+use tunnel_core::net::lookup_holding;
 use tunnel_core::outcome::Outcome;
 
 use super::access_log::AccessLogGuard;
@@ -16,7 +18,7 @@ use super::access_log::AccessLogGuard;
 /// How long this server tries to connect, as agents do.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Names that are looked up at a time. A thread waits for each, for half a minute where no name server answers, and other work
+/// Names that are looked up at a time. Two threads wait for each, for half a minute where no name server answers, and other work
 /// needs such threads too: the redirect's programs take this process for dead if its sign of life waits behind callers' names.
 static LOOKUPS: Semaphore = Semaphore::const_new(64);
 
@@ -51,14 +53,9 @@ async fn resolve_in_turn(host: &str, port: u16, turns: &'static Semaphore) -> io
         return Ok(vec![SocketAddr::new(address, port)]);
     }
     let looked_up = async move {
-        let turn = turns.acquire().await.map_err(io::Error::other)?;
-        let host = host.to_owned();
-        let work = move || {
-            // Until the resolver has answered, whoever still waits for that.
-            let _turn = turn;
-            (host.as_str(), port).to_socket_addrs().map(|found| found.collect::<Vec<_>>())
-        };
-        tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
+        // Until the resolver has answered, whoever still waits for that.
+        let turn = Arc::new(turns.acquire().await.map_err(io::Error::other)?);
+        lookup_holding(host, port, &turn).await
     };
     let looked_up = tokio::time::timeout(DIAL_TIMEOUT, looked_up).await;
     looked_up.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "i/o timeout")))

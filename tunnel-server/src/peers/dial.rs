@@ -9,7 +9,6 @@ use arc_swap::ArcSwap;
 use bytes::Bytes;
 use rustls::ClientConfig;
 use rustls_pki_types::CertificateDer;
-use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -27,6 +26,7 @@ use tunnel_core::proto::peer_client::PeerClient;
 use tunnel_core::proto::{Holdings, WatchRequest};
 use tunnel_core::text::printable;
 use tunnel_identity::Announced;
+use tunnel_identity::reach::{Reach, Server};
 
 use super::held::Peers;
 use super::peer::Peer;
@@ -281,8 +281,9 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
 
 /// The connection, and what the other server presented.
 async fn handshake(context: &PeerContext, address: &str) -> Result<(LinkIo, Chain), Error> {
-    let socket = within("TCP", TcpStream::connect(address)).await?;
-    let tuned = link::tune_probing_link(&socket, KEEPALIVE).and_then(|()| context.congestion.set(&socket));
+    let (reach, server) = (Reach::new(None, context.congestion.clone()), Server::Named(address.to_owned()));
+    let socket = within("TCP", reach.connect(&server)).await?.stream;
+    let tuned = link::tune_probing_link(&socket, KEEPALIVE);
     tuned.map_err(|source| Error::Io { step: "socket options", source })?;
     let connector = TlsConnector::from(context.tls.load_full());
     let stream = within("TLS", connector.connect(server_name(), socket)).await?;

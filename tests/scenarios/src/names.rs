@@ -1,0 +1,66 @@
+//! Names of servers, and name servers as edges have them.
+use std::net::Ipv6Addr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use postern_testbed::agent::{self, Agent};
+use postern_testbed::dns::{Answer, Answers, NameServer};
+use postern_testbed::{CLOUD, Testbed};
+
+use crate::common::{Mounted, server};
+
+scenarios! {
+    one_kind_of_address_is_enough(limit = 240),
+    one_kind_of_address_is_enough_with_musl(arm64, limit = 300),
+}
+
+const NAME: &str = "tunnel.postern.test";
+const CLOUD_V6: Ipv6Addr = Ipv6Addr::new(0xfd70, 0, 0, 0, 0, 0, 0, 1);
+const SERVFAIL: Answer = Answer::Code(2);
+const NXDOMAIN: Answer = Answer::Code(3);
+const REFUSED: Answer = Answer::Code(5);
+const NODATA: Answer = Answer::Code(0);
+/// Below what a resolver waits for an answer that does not come, which an agent need not wait for.
+const ATTACHED: Duration = Duration::from_secs(20);
+
+async fn resolver(testbed: &Testbed) -> Result<Mounted> {
+    // One attempt: the resolver does not make up for what this server drops.
+    let text = "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n";
+    Mounted::over(testbed, Path::new("/etc/resolv.conf"), text).await
+}
+
+async fn one_kind_of_address_is_enough(testbed: &Testbed) -> Result<()> {
+    attaches_by(testbed, |builder| Ok(builder)).await
+}
+
+/// The builds that are released: without glibc, whose resolver is more lenient.
+async fn one_kind_of_address_is_enough_with_musl(testbed: &Testbed) -> Result<()> {
+    attaches_by(testbed, agent::Builder::arm64).await
+}
+
+async fn attaches_by<'a>(
+    testbed: &'a Testbed,
+    build: impl FnOnce(agent::Builder<'a>) -> Result<agent::Builder<'a>>,
+) -> Result<()> {
+    let names = NameServer::start(&testbed.edge(1).ns, Answers::v4(CLOUD, NODATA))?;
+    let resolver = resolver(testbed).await?;
+    let server = server(testbed).await?;
+    let builder = agent::Builder::alone(testbed, 1).flag(format!("--server={NAME}:10262"));
+    let mut agent = build(builder)?.mounts_of(resolver.keeper.pid()).enrol(&server).await?;
+    for other in [SERVFAIL, NXDOMAIN, REFUSED, Answer::Dropped] {
+        for answers in [Answers::v4(CLOUD, other), Answers::v6(CLOUD_V6, other)] {
+            agent.crash(&server).await?;
+            names.set(answers);
+            agent.start_again()?;
+            let attached = server.wait_connected("edge-1", true, ATTACHED).await;
+            attached.with_context(|| format!("with {answers:?}: {}", tail(&agent)))?;
+        }
+    }
+    Ok(())
+}
+
+fn tail(agent: &Agent<'_>) -> String {
+    let log = agent.process.output().unwrap_or_default();
+    log.lines().rev().take(3).collect::<Vec<_>>().join(" | ")
+}
