@@ -1,11 +1,12 @@
 //! Names of servers, and name servers as edges have them.
 use std::net::Ipv6Addr;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::dns::{Answer, Answers, NameServer};
+use postern_testbed::wait::wait_for;
 use postern_testbed::{CLOUD, Testbed};
 
 use crate::common::{Mounted, server};
@@ -13,6 +14,7 @@ use crate::common::{Mounted, server};
 scenarios! {
     one_kind_of_address_is_enough(limit = 240),
     one_kind_of_address_is_enough_with_musl(arm64, limit = 300),
+    a_name_that_does_not_exist_is_asked_for_ever_less(limit = 300),
 }
 
 const NAME: &str = "tunnel.postern.test";
@@ -63,4 +65,42 @@ async fn attaches_by<'a>(
 fn tail(agent: &Agent<'_>) -> String {
     let log = agent.process.output().unwrap_or_default();
     log.lines().rev().take(3).collect::<Vec<_>>().join(" | ")
+}
+
+/// Nobody answers for a line that is out, which is asked about twice a second; a name server that says no is not asked more than
+/// a server that refuses. With another network the name may exist.
+async fn a_name_that_does_not_exist_is_asked_for_ever_less(testbed: &Testbed) -> Result<()> {
+    let edge = testbed.edge(1);
+    let names = NameServer::start(&edge.ns, Answers::v4(CLOUD, NODATA))?;
+    let resolver = resolver(testbed).await?;
+    let server = server(testbed).await?;
+    let builder = agent::Builder::alone(testbed, 1).flag(format!("--server={NAME}:10262"));
+    let builder = builder.flag("--log-format=json").mounts_of(resolver.keeper.pid());
+    let mut agent = builder.enrol(&server).await?;
+    agent.crash(&server).await?;
+    names.set(Answers { a: NODATA, aaaa: NXDOMAIN });
+    agent.start_again()?;
+    // The jitter is full: a pause this long comes sooner or later, unless half a second is the most.
+    let pause = pause_of_at_least(&agent, Duration::from_secs(7)).await?;
+    let begin = Instant::now();
+    names.set(Answers::v4(CLOUD, NXDOMAIN));
+    edge.ns.ip("addr add 192.168.50.77/32 dev eth0")?;
+    server.wait_connected("edge-1", true, agent::START).await?;
+    let waited = begin.elapsed();
+    ensure!(waited < pause, "the agent came back after {waited:?}, at the end of its pause of {pause:?}");
+    Ok(())
+}
+
+/// The first pause of the agent's last run that is as long as that, once it has begun.
+async fn pause_of_at_least(agent: &Agent<'_>, least: Duration) -> Result<Duration> {
+    let before = agent.process.output()?.lines().count();
+    wait_for("a long pause between two attempts", Duration::from_secs(150), async || {
+        let log = agent.process.output()?;
+        let last = log.lines().skip(before).filter_map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).ok()?;
+            line.pointer("/fields/retry_in_ms").or(line.get("retry_in_ms"))?.as_u64()
+        });
+        Ok(last.last().map(Duration::from_millis).filter(|pause| *pause >= least))
+    })
+    .await
 }

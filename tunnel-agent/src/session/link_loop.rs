@@ -203,6 +203,7 @@ impl LinkLoop {
     pub async fn run(self: Arc<Self>, mut identity: watch::Receiver<Arc<AgentIdentity>>) {
         let mut resumed = self.shared.resumed.subscribe();
         let mut releases = self.shared.attached.releases();
+        let mut addresses = self.shared.addresses.clone();
         let mut backoff = Backoff::full_jitter(SHORTEST_PAUSE, LONGEST_PAUSE);
         let leftovers = TaskTracker::new();
         let mut out = LogOnce::default();
@@ -216,6 +217,7 @@ impl LinkLoop {
             let started = Instant::now();
             // What is given up from now on may be the server that this address leads to.
             releases.mark_unchanged();
+            addresses.mark_unchanged();
             let end = tokio::select! {
                 end = self.session(&mut identity, &leftovers, &mut successor) => end,
                 () = self.shared.forced.cancelled() => break,
@@ -270,6 +272,8 @@ impl LinkLoop {
                 Ok(()) = identity.changed() => {}
                 // What failed before, or while it fell asleep, says nothing.
                 Ok(()) = resumed.changed(), if !refused => backoff.reset(),
+                // Another network, with other name servers maybe.
+                Ok(()) = addresses.changed(), if !refused && !standby => backoff.reset(),
                 () = self.leaving.cancelled() => break,
             }
             self.observed().waiting = false;

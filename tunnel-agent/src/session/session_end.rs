@@ -74,8 +74,8 @@ impl SessionEnd {
         Self::Tls { source: io::Error::other(error), proxy: None }
     }
 
-    /// Whether nothing answered at all, or no name was resolved: then trying again soon is no load for any server, and finds the
-    /// line as soon as it is back.
+    /// Whether nothing answered at all, no name server either: then trying again soon is no load for any server, and finds the
+    /// line as soon as it is back. A name server that says that there is no such name has answered.
     pub(super) fn line_is_out(&self) -> bool {
         match self {
             Self::Slow { step } => *step == TCP,
@@ -137,7 +137,11 @@ mod tests {
     fn a_refusal_is_an_answer() {
         assert!(SessionEnd::Slow { step: TCP }.line_is_out());
         assert!(SessionEnd::Connect(io::ErrorKind::NetworkUnreachable.into()).line_is_out());
-        assert!(SessionEnd::Connect(io::ErrorKind::HostUnreachable.into()).line_is_out(), "or a name");
+        assert!(
+            SessionEnd::Connect(io::ErrorKind::HostUnreachable.into()).line_is_out(),
+            "or no name server"
+        );
+        assert!(!SessionEnd::Connect(io::ErrorKind::NotFound.into()).line_is_out(), "no such name");
         assert!(!SessionEnd::Slow { step: "TLS handshake" }.line_is_out());
         assert!(!SessionEnd::Connect(io::ErrorKind::ConnectionRefused.into()).line_is_out());
         assert!(!SessionEnd::Closed.line_is_out());
