@@ -144,7 +144,7 @@ impl Dialler {
             .await
             .map_err(|_| DialError::TimedOut { target, after: deadline })?
             .map_err(|error| DialError::from_io(target, deadline, error))?;
-        prepare_socket(&socket).map_err(|error| DialError::Unreachable { target, error })?;
+        prepare_socket(&socket);
         Ok(socket)
     }
 }

@@ -36,7 +36,7 @@ async fn sockets() -> (TcpStream, TcpStream) {
     let client = client.connect(listener.local_addr().unwrap()).await.unwrap();
     let (socket, _) = listener.accept().await.unwrap();
     SockRef::from(&socket).set_send_buffer_size(4 << 10).unwrap();
-    prepare_socket(&socket).unwrap();
+    prepare_socket(&socket);
     (client, socket)
 }
 

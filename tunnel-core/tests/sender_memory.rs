@@ -43,7 +43,7 @@ async fn upload(send: &SendRequest<Bytes>, clients: usize, taken: &AtomicUsize) 
     for _ in 0..clients {
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut socket, _) = listener.accept().await.unwrap();
-        prepare_socket(&socket).unwrap();
+        prepare_socket(&socket);
         tokio::spawn(async move { while client.write_all(&[7; 64 << 10]).await.is_ok() {} });
         let mut send = send.clone().ready().await.unwrap();
         let stalls = stalls.clone();

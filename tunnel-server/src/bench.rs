@@ -76,7 +76,7 @@ type Carrying = JoinHandle<Result<(), RelayError>>;
 async fn begin(session: &Arc<Session>, mode: Mode) -> Result<(TcpStream, Carrying), String> {
     let begun = async {
         let (stream, relayed) = pair().await?;
-        prepare_socket(&relayed)?;
+        prepare_socket(&relayed);
         Ok::<_, std::io::Error>((stream, carry(session.clone(), mode, relayed)?))
     };
     begun.await.map_err(|error| error.to_string())

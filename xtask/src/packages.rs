@@ -35,6 +35,7 @@ pub(crate) const SCENARIOS: &[Need] = &[
     Need { program: "/usr/sbin/sshd", package: "openssh-server" },
     Need { program: "nc", package: "netcat-openbsd" },
     Need { program: "nft", package: "nftables" },
+    Need { program: "strace", package: "strace" },
     Need { program: "chromium", package: "chromium" },
 ];
 

@@ -35,6 +35,7 @@ mod moved;
 mod names;
 mod needs;
 mod operating;
+mod options;
 mod outbound;
 mod path;
 mod plain;
@@ -72,6 +73,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         memory::SCENARIOS,
         moved::SCENARIOS,
         names::SCENARIOS,
+        options::SCENARIOS,
         restart::SCENARIOS,
         servers::SCENARIOS,
         takeover::SCENARIOS,

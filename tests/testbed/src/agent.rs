@@ -137,6 +137,13 @@ impl<'a> Builder<'a> {
         self
     }
 
+    /// Another program that runs the agent: its command line, to which the agent's is added.
+    pub fn below(mut self, line: impl IntoIterator<Item = impl Into<PathBuf>>) -> Result<Self> {
+        let program = process::program("tunnel-agent")?;
+        self.program = Some(line.into_iter().map(Into::into).chain([program]).collect());
+        Ok(self)
+    }
+
     /// Runs the arm64 build of the agent.
     pub fn arm64(mut self) -> Result<Self> {
         self.program = Some(process::arm64_program("tunnel-agent")?);

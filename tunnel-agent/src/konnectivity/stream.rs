@@ -134,7 +134,7 @@ async fn connect(shared: &Shared) -> Result<Channel, String> {
     let server = &shared.config.server;
     let reached = shared.reach.connect(&Server::Named(server.to_string())).await;
     let reached = reached.map_err(|error| format!("connecting to {server}: {error}"))?;
-    tune_link(&reached.stream).map_err(|error| error.to_string())?;
+    tune_link(&reached.stream);
     let name = ServerName::try_from(server.host.trim_end_matches('.').to_owned());
     let name = name.map_err(|error| format!("{server}: {error}"))?;
     let tls = TlsConnector::from(client_config(&shared.config)?);

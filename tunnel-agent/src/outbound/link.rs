@@ -140,7 +140,7 @@ impl Links {
     async fn connect(&self, server: &HostPort) -> io::Result<Arc<Link>> {
         let tls = agent_tls(&self.identity.borrow(), ALPN_EDGE).map_err(io::Error::other)?;
         let reached = self.reach.connect(&Server::Named(server.to_string())).await?;
-        link::tune_link(&reached.stream)?;
+        link::tune_link(&reached.stream);
         let stream = TlsConnector::from(tls).connect(server_name(), reached.stream).await?;
         let io = LinkIo::new(stream);
         let flow = io.flow();

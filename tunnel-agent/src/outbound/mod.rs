@@ -114,9 +114,7 @@ impl Outbound {
 
     async fn carry(&self, mut socket: TcpStream, client: SocketAddr, listen: &Listen) {
         // Armed first: whatever goes wrong, the client sees a reset.
-        if let Err(error) = prepare_socket(&socket) {
-            return tracing::debug!(%client, %error, "a client left at once");
-        }
+        prepare_socket(&socket);
         if !permits(&listen.clients, client.ip()) {
             self.shared.metrics.outbound(Outcome::Denied);
             return tracing::warn!(address = %listen.address, %client, "this listener is not for that client");

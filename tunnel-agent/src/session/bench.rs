@@ -39,7 +39,7 @@ pub(super) async fn bench(
     };
     let made = async {
         let (socket, served) = pair().await?;
-        prepare_socket(&socket)?;
+        prepare_socket(&socket);
         Ok::<_, std::io::Error>((socket, served))
     };
     let (mut socket, served) = match made.await {

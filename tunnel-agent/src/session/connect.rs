@@ -57,7 +57,7 @@ async fn handshake(
 ) -> Result<(TlsStream<TcpStream>, Server, Option<String>), SessionEnd> {
     let reached = within(TCP, shared.reach.connect(server)).await?.map_err(SessionEnd::Connect)?;
     let Reached { stream, server, proxy } = reached;
-    link::tune_probing_link(&stream, shared.keepalive).map_err(SessionEnd::Connect)?;
+    link::tune_probing_link(&stream, shared.keepalive);
     // Every server proves this name, whatever address or load balancer leads to it.
     let handshake = TlsConnector::from(tls).connect(server_name(), stream);
     match within("TLS handshake", handshake).await? {

@@ -4,7 +4,6 @@
 //! close with a TCP reset before anything can fail, and a connection that both directions have ended well takes that
 //! back. A cancelled task and a killed process reset their connections too.
 
-use std::io;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -13,6 +12,7 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 
 use crate::link;
+use crate::net::refine;
 use crate::tcp_info::unacknowledged;
 
 /// Unsent bytes in the kernel above which the socket is not written to: bounds the kernel memory held for a receiver
@@ -25,15 +25,12 @@ const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Sets the options of a carried connection's socket, on either end, and [`reset_on_drop`]. What is set on a listener
 /// passes to the sockets that it accepts.
-///
-/// # Errors
-/// The socket is closed, or the kernel does not know an option.
-pub fn prepare_socket(socket: &impl AsFd) -> io::Result<()> {
+pub fn prepare_socket(socket: &impl AsFd) {
     reset_on_drop(socket);
     let socket = SockRef::from(socket);
-    socket.set_tcp_nodelay(true)?;
-    socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME))?;
-    socket.set_tcp_notsent_lowat(NOTSENT_LOWAT)
+    refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
+    refine("SO_KEEPALIVE", socket.set_tcp_keepalive(&link::keepalive().with_time(KEEPALIVE_TIME)));
+    refine("TCP_NOTSENT_LOWAT", socket.set_tcp_notsent_lowat(NOTSENT_LOWAT));
 }
 
 /// Makes the socket's close a TCP RST.
@@ -80,8 +77,8 @@ pub async fn lost(socket: &TcpStream) -> io::Error {
     std::future::pending().await
 }
 
+/// The one option of these that a promise rests on: without it a failure looks like an end of file. Every kernel has it; in a
+/// sandbox that refuses it, the log says so.
 fn linger(socket: &impl AsFd, time: Option<Duration>) {
-    if let Err(error) = SockRef::from(socket).set_linger(time) {
-        tracing::debug!(%error, "cannot set how the socket closes");
-    }
+    refine("SO_LINGER", SockRef::from(socket).set_linger(time));
 }

@@ -8,6 +8,7 @@ use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
 use crate::config::{ConfigError, parse_with};
+use crate::net::refine;
 
 /// Goes by the rate and the delay that it measures, so that a loss on a radio link does not halve the rate.
 const PREFERRED: &str = "bbr";
@@ -37,12 +38,9 @@ impl Congestion {
         Ok(congestion)
     }
 
-    /// Sets it.
-    ///
-    /// # Errors
-    /// The kernel has no algorithm of that name, or does not permit it.
-    pub fn set(&self, socket: &TcpStream) -> io::Result<()> {
-        self.set_on(&SockRef::from(socket))
+    /// Sets it. One that was named could be had when this program started.
+    pub fn set(&self, socket: &TcpStream) {
+        refine("TCP_CONGESTION", self.set_on(&SockRef::from(socket)));
     }
 
     fn set_on(&self, socket: &Socket) -> io::Result<()> {
@@ -144,7 +142,7 @@ mod tests {
     async fn a_socket_has_it() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        Congestion::Named("reno".to_owned()).set(&socket).unwrap();
+        Congestion::Named("reno".to_owned()).set(&socket);
         let name = SockRef::from(&socket).tcp_congestion().unwrap();
         assert!(name.starts_with(b"reno"), "{name:?}");
     }

@@ -14,6 +14,7 @@ use tokio_rustls::TlsStream;
 use super::flow::Flow;
 use super::retransmission::{rto_max, set_rto_max};
 use super::settings::{not_sent_limit, tune_tls};
+use crate::net::refine;
 use crate::tcp_info::delivery;
 
 /// How often to ask for the link's rate, at most.
@@ -62,10 +63,8 @@ impl LinkIo {
             TlsStream::Server(stream) => tune_tls(stream.get_mut().1, piece),
         }
         let socket = self.stream.get_ref().0;
-        // Without it the link works, and small messages wait longer.
-        if let Err(error) = SockRef::from(socket).set_tcp_notsent_lowat(not_sent_limit(piece)) {
-            tracing::debug!(%error, "cannot set how much may wait in the link's socket");
-        }
+        // Without it small messages wait longer.
+        refine("TCP_NOTSENT_LOWAT", SockRef::from(socket).set_tcp_notsent_lowat(not_sent_limit(piece)));
     }
 
     /// Bounds the pause between two retransmissions.

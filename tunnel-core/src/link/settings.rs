@@ -1,6 +1,5 @@
 //! The settings of a link: HTTP/2, TLS, TCP and timeouts. `docs/benchmarks.md` has the measurements behind the values.
 
-use std::io;
 use std::time::Duration;
 
 use rustls::ConnectionCommon;
@@ -8,6 +7,7 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 
 use crate::memory::stall_budget;
+use crate::net::refine;
 
 /// HTTP/2 stream window at first, in bytes: what one carried connection may have in flight, or held for a receiver that
 /// does not read.
@@ -114,28 +114,23 @@ pub fn server_builder() -> h2::server::Builder {
 }
 
 /// Sets the options of the link's socket.
-///
-/// # Errors
-/// The socket is closed, or the kernel does not know an option.
-pub fn tune_link(socket: &TcpStream) -> io::Result<()> {
-    tune(socket, &keepalive())
+pub fn tune_link(socket: &TcpStream) {
+    tune(socket, &keepalive());
 }
 
 /// The same, and has the kernel ask whether the link is alive once it has been silent for so long. Only ends that dial
 /// do: an agent's questions keep the mapping of a NAT, and when the mapping was forgotten the server's kernel answers with
 /// a reset.
-///
-/// # Errors
-/// As those of [`tune_link`].
-pub fn tune_probing_link(socket: &TcpStream, silence: Duration) -> io::Result<()> {
-    tune(socket, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL))
+pub fn tune_probing_link(socket: &TcpStream, silence: Duration) {
+    tune(socket, &keepalive().with_time(silence).with_interval(PROBE_INTERVAL));
 }
 
-fn tune(socket: &TcpStream, keepalive: &TcpKeepalive) -> io::Result<()> {
-    socket.set_nodelay(true)?;
+/// None of them is needed: PINGs find a dead link where the kernel does not.
+fn tune(socket: &TcpStream, keepalive: &TcpKeepalive) {
     let socket = SockRef::from(socket);
-    socket.set_tcp_keepalive(keepalive)?;
-    socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT))
+    refine("TCP_NODELAY", socket.set_tcp_nodelay(true));
+    refine("SO_KEEPALIVE", socket.set_tcp_keepalive(keepalive));
+    refine("TCP_USER_TIMEOUT", socket.set_tcp_user_timeout(Some(PING_INTERVAL + PING_TIMEOUT)));
 }
 
 /// Bounds the bytes that the link's TLS buffers.

@@ -3,6 +3,7 @@
 mod address;
 mod changes;
 mod lookup;
+mod option;
 
 use std::io;
 use std::net::IpAddr;
@@ -14,6 +15,7 @@ use nix::net::if_::InterfaceFlags;
 pub use address::{identifies_host, source_address};
 pub use changes::{Ended, NetChanges};
 pub use lookup::{lookup, lookup_holding};
+pub use option::refine;
 
 /// An address of one of this host's interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

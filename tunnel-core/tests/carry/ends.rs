@@ -231,7 +231,7 @@ async fn the_status_of_a_refused_dial_survives_the_reset_of_the_request() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (mut socket, _) = listener.accept().await.unwrap();
-    prepare_socket(&socket).unwrap();
+    prepare_socket(&socket);
     let mut send = send.ready().await.unwrap();
     let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();
     let inbound = async {

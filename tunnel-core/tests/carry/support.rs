@@ -98,7 +98,7 @@ pub(crate) async fn direct() -> Link {
             let (stalls, ends) = (stalls.clone(), ends.clone());
             tokio::spawn(async move {
                 let mut socket = TcpStream::connect(address).await.unwrap();
-                prepare_socket(&socket).unwrap();
+                prepare_socket(&socket);
                 let mut send = respond.send_response(Response::new(()), false).unwrap();
                 let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
                 let relay = Relay {
@@ -130,7 +130,7 @@ pub(crate) async fn carry(
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (mut socket, _) = listener.accept().await.unwrap();
-    prepare_socket(&socket).unwrap();
+    prepare_socket(&socket);
     let mut send = send.clone().ready().await.unwrap();
     let end = tokio::spawn(async move {
         let (response, mut stream) = send.send_request(Request::new(()), false).unwrap();

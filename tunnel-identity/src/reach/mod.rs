@@ -62,7 +62,7 @@ impl Reach {
     /// The name does not resolve, every address refuses, or the proxy does.
     pub async fn connect(&self, server: &Server) -> io::Result<Reached> {
         let reached = self.dial(server).await?;
-        self.congestion.set(&reached.stream)?;
+        self.congestion.set(&reached.stream);
         Ok(reached)
     }
 

@@ -111,12 +111,11 @@ impl OnLink {
         };
         let target = request.headers().get(TARGET_HEADER).map(|target| target.to_str().unwrap_or_default());
         let target = target.map(|target| target.chars().take(MAX_TARGET).collect::<String>());
-        let paired =
-            pair().await.and_then(|(client, other)| prepare_socket(&other).map(|()| (client, other)));
-        let (client, mut other) = match paired {
+        let (client, mut other) = match pair().await {
             Ok(pair) => pair,
             Err(error) => return refuse(&mut respond, Code::ResourceExhausted, error.to_string()),
         };
+        prepare_socket(&other);
         let workload = Workload {
             reception: reception.clone(),
             node: self.agent.standing.node.clone(),

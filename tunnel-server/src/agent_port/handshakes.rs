@@ -92,8 +92,8 @@ impl Handshakes {
     ) -> Result<TlsStream<TcpStream>, Error> {
         let shaken = async {
             let socket = TcpStream::from_std(socket)?;
-            tune_link(&socket)?;
-            self.context.congestion.set(&socket)?;
+            tune_link(&socket);
+            self.context.congestion.set(&socket);
             tokio::time::timeout(SILENCE, socket.readable()).await.map_err(|_| Error::Silent)??;
             place.spoke();
             let stream =

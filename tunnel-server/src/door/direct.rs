@@ -71,10 +71,10 @@ pub(super) async fn connect(target: SocketAddr) -> Result<TcpStream, Failed> {
         reason: format!("dial tcp {target}: {why}"),
     };
     match tokio::time::timeout(DIAL_TIMEOUT, TcpStream::connect(target)).await {
-        Ok(Ok(socket)) => match prepare_socket(&socket) {
-            Ok(()) => Ok(socket),
-            Err(error) => Err(failed(Outcome::Unreachable, &error)),
-        },
+        Ok(Ok(socket)) => {
+            prepare_socket(&socket);
+            Ok(socket)
+        }
         Ok(Err(error)) => match error.kind() {
             std::io::ErrorKind::ConnectionRefused => Err(failed(Outcome::Refused, &"connection refused")),
             std::io::ErrorKind::TimedOut => Err(failed(Outcome::TimedOut, &"i/o timeout")),

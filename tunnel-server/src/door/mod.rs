@@ -89,9 +89,7 @@ pub(crate) async fn receive<D: Door>(
 ) {
     let client = door.client(&socket, accepted, &context.router);
     // Armed here, once for every accepted connection: whatever goes wrong, the client sees a reset, not an end of file.
-    if let Err(error) = prepare_socket(&socket) {
-        return turned_away::<D>(&context, client, &error);
-    }
+    prepare_socket(&socket);
     let request = match door.open(&mut socket, &context.router).await {
         Ok(Opened::Carried(request)) => request,
         Ok(Opened::Ended) => return,

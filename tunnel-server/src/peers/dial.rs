@@ -283,8 +283,7 @@ async fn connect(context: &PeerContext, address: &str, worker: Handle, draining:
 async fn handshake(context: &PeerContext, address: &str) -> Result<(LinkIo, Chain), Error> {
     let (reach, server) = (Reach::new(None, context.congestion.clone()), Server::Named(address.to_owned()));
     let socket = within("TCP", reach.connect(&server)).await?.stream;
-    let tuned = link::tune_probing_link(&socket, KEEPALIVE);
-    tuned.map_err(|source| Error::Io { step: "socket options", source })?;
+    link::tune_probing_link(&socket, KEEPALIVE);
     let connector = TlsConnector::from(context.tls.load_full());
     let stream = within("TLS", connector.connect(server_name(), socket)).await?;
     let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().into();

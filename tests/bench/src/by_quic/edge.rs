@@ -71,6 +71,6 @@ async fn serve(send: SendStream, mut receive: RecvStream, target: IpAddr) -> Res
     let mut port = [0; 2];
     receive.read_exact(&mut port).await.context("the port")?;
     let socket = TcpStream::connect((target, u16::from_be_bytes(port))).await.context("the target")?;
-    prepare_socket(&socket).context("socket options")?;
+    prepare_socket(&socket);
     carry(socket, send, receive).await
 }

@@ -53,7 +53,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
         for port in CARRIED {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.context("listening")?;
             // What it accepts inherits this.
-            prepare_socket(&listener).context("socket options")?;
+            prepare_socket(&listener);
             let (client, target) = (client.clone(), SocketAddr::new(edge.ip(), port));
             doors.spawn(accept::each(listener, move |socket| carry(client.clone(), socket, target)));
         }
@@ -110,7 +110,7 @@ impl Service<Uri> for Connector {
         let Self { edge, tls } = self.clone();
         Box::pin(async move {
             let socket = TcpStream::connect(edge).await?;
-            link::tune_link(&socket)?;
+            link::tune_link(&socket);
             socket2::SockRef::from(&socket).set_tcp_notsent_lowat(128 << 10)?;
             let mut stream = tls.connect(ServerName::from(edge.ip()), socket).await?;
             link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
             let tls = tls.clone();
             async move {
                 let socket = socket?;
-                link::tune_link(&socket)?;
+                link::tune_link(&socket);
                 socket2::SockRef::from(&socket).set_tcp_notsent_lowat(128 << 10)?;
                 let mut stream = tls.accept(socket).await?;
                 link::tune_tls(stream.get_mut().1, link::LARGEST_PIECE);
@@ -96,7 +96,7 @@ impl Agent for Dialing {
         let target = target.ok_or_else(|| Status::invalid_argument(TARGET_HEADER))?;
         let unavailable = |error: io::Error| Status::unavailable(error.to_string());
         let socket = TcpStream::connect(target).await.map_err(unavailable)?;
-        prepare_socket(&socket).map_err(unavailable)?;
+        prepare_socket(&socket);
         let (outward, mut write) = directions(socket);
         let mut segments = request.into_inner();
         tokio::spawn(async move {

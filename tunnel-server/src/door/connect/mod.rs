@@ -73,8 +73,8 @@ impl Connect {
             return Ok(None);
         }
         let (inner, other) = pair().await?;
-        prepare_socket(&inner)?;
-        prepare_socket(&other)?;
+        prepare_socket(&inner);
+        prepare_socket(&other);
         let outer = std::mem::replace(socket, inner);
         let accepted = timeout(HANDSHAKE, self.tls.acceptor_of_http_1().accept(outer)).await;
         let tls = accepted

@@ -172,7 +172,7 @@ async fn receive_tls(
     client: SocketAddr,
     acceptor: tokio_rustls::TlsAcceptor,
 ) -> Result<(), String> {
-    prepare_socket(&socket).map_err(|error| error.to_string())?;
+    prepare_socket(&socket);
     let stream = match tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) => return Err(format!("TLS: {error}")),
