@@ -26,6 +26,7 @@ use crate::admission::Budget;
 use crate::agent_port::{AgentPort, LinkContext};
 use crate::authority::Authority;
 use crate::config::{Config, NodeSource};
+use crate::doctor::warn_of_taken_pod_ports;
 use crate::door::{DoorContext, EgressTls, TargetFiles, check_egress};
 use crate::door_files::DoorFiles;
 use crate::kube::Parts;
@@ -413,6 +414,12 @@ impl Bound {
         }
         let sockets = Arc::new(Copies::new(self.copies));
         doors.start(self.listeners, redirect.as_ref(), egress_tls, &sockets);
+        if let Some(redirect) = redirect.as_ref().filter(|_| !config.edge_pod_routes.is_empty()) {
+            let (config, ipv6, stop) = (config.clone(), redirect.ipv6(), stop.clone());
+            tasks.spawn(async move {
+                stop.run_until_cancelled(warn_of_taken_pod_ports(&config, ipv6)).await;
+            });
+        }
         let role = config.role();
         let succession = Arc::new(Succession {
             server_id: server_id.clone(),

@@ -105,6 +105,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         docs::SCENARIOS,
         readme::SCENARIOS,
         doctor::server::SCENARIOS,
+        doctor::firewall::SCENARIOS,
         doctor::agent::SCENARIOS,
         doctor::node::SCENARIOS,
         doctor::bench::SCENARIOS,

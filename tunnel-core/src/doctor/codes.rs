@@ -32,10 +32,13 @@ codes! {
     CGROUP_UNUSABLE = "cgroup-unusable" Broken "the redirect has no cgroup to attach to";
     FOREIGN_EXCLUSIVE_PROGRAM = "foreign-exclusive-program" Broken "another program forbids every further one at this hook";
     FOREIGN_SK_LOOKUP = "foreign-sk-lookup" Warning "another program may take or drop redirected connections";
+    CONNTRACK_FULL = "conntrack-full" Broken "new connections of this host fail, redirected ones too";
     YURTTUNNEL_RULES = "yurttunnel-rules" Broken "YurtTunnel's rules still take the tunnelled ports";
     KUBEEDGE_RULES = "kubeedge-rules" Broken "KubeEdge's rules take the tunnelled ports";
     KUBE_PROXY_RULES = "kube-proxy-rules" Broken "kube-proxy takes a tunnelled port for a Service's";
     FOREIGN_RULES = "foreign-rules" Broken "rules of another program take the tunnelled ports";
+    POD_PORT_TAKEN = "pod-port-taken" Warning "connections to this port of an edge node's pod arrive at another program of this host";
+    PODS_FILTERED = "pods-filtered" Broken "this host reaches edge nodes, and its pods do not";
     AGENT_PORT_FILTERED = "agent-port-filtered" Broken "agents do not get through to this server";
     TOKEN_ROUTE_MISSING = "token-route-missing" Broken "redirected connects leave this host instead of reaching the server";
     TOKEN_RANGE_USED = "token-range-used" Broken "the addresses of somebody else's network become this host's own";

@@ -22,8 +22,8 @@ pub struct DoctorCommand {
 /// What the examination is given.
 #[derive(Args, Clone, Debug)]
 pub(super) struct DoctorFlags {
-    /// Judge these outputs of iptables-save or `nft list ruleset` instead of this host's rules, for those that cannot be read here,
-    /// as the legacy iptables' in a pod; repeatable.
+    /// Look for the rule that explains a failure in these outputs of iptables-save or `nft list ruleset`, where those tools are not,
+    /// as in a pod; repeatable.
     #[arg(long, value_name = "FILE")]
     rules: Vec<PathBuf>,
     // Those of the server that runs at --admin-address count instead, if one does.

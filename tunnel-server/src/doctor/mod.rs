@@ -1,19 +1,21 @@
 //! `tunnel-server doctor`: what is wrong with this server and its host. ARCHITECTURE.md says what it examines how.
 
 mod cluster;
+mod firewall;
 mod host;
 mod node;
 mod pki;
 mod rules;
 mod service;
+mod trial;
 
+pub(crate) use firewall::warn_of_taken_pod_ports;
 pub use node::test;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use ipnet::IpNet;
 use tunnel_core::doctor::{
     Checkup, Finding, Outcome, Report, Running, codes, judge_limits, judge_running, resolves,
 };
@@ -41,7 +43,7 @@ pub async fn examine(
     checkup.run("limits", &["running"], limits).await;
 
     host::check(&mut checkup, config, running).await;
-    check_rules(&mut checkup, config, running, rules).await;
+    firewall::check(&mut checkup, config, running, rules).await;
     service::check_listeners(&mut checkup, config, running).await;
     pki::check(&mut checkup, config, SystemTime::now()).await;
     match &config.source {
@@ -51,44 +53,6 @@ pub async fn examine(
     checkup.run("names", &[], async || names(config).await).await;
     checkup.add("inventory", service::inventory(config, running));
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
-}
-
-async fn check_rules(
-    checkup: &mut Checkup,
-    config: &Config,
-    running: Option<&Running<StatusReport>>,
-    files: &[PathBuf],
-) {
-    let read = rules::read(files, &config.state_dir).await;
-    let judged = |judge: &dyn Fn(&rules::Ruleset) -> Vec<Finding>, fine: &str| match &read {
-        Err(reason) => Outcome::Skipped(reason.clone()),
-        Ok(rules) => {
-            let found: Vec<Finding> = rules.all.iter().flat_map(judge).collect();
-            match &rules.unread {
-                Some(reason) if found.is_empty() => Outcome::Skipped(reason.clone()),
-                _ => Outcome::of(found, format!("{fine} (read with {})", rules.with.join(", "))),
-            }
-        }
-    };
-    let ports = tunnelled(&config.redirect_ports, running);
-    let tokens: [IpNet; 2] = [config.token_range.into(), config.token_range_v6.into()];
-    let redirect = if config.redirect.is_some() {
-        judged(&|rules| rules::taken(rules, &tokens, &ports), "none takes the tunnelled ports")
-    } else {
-        Outcome::Skipped("--redirect=off".to_owned())
-    };
-    checkup.add("rules", redirect);
-    let firewall = match config.agent_port {
-        Some(port) => {
-            let bind = config.bind_address;
-            judged(
-                &|rules| rules::filtered(rules, bind, port).into_iter().collect(),
-                "the agent port is open",
-            )
-        }
-        None => Outcome::Skipped("there is no agent port".to_owned()),
-    };
-    checkup.add("firewall", firewall);
 }
 
 /// The ports of the flags, and those that the running server has from its cluster's ConfigMap.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use tunnel_core::identity::NodeName;
 
@@ -142,6 +143,9 @@ pub struct RedirectStatus {
     /// The tunnelled ports: of the flags, and of the cluster's ConfigMap.
     #[serde(default)]
     pub ports: Vec<u16>,
+    /// Whose sources may use the tokens, besides this host itself: its pods.
+    #[serde(default)]
+    pub clients: Vec<IpNet>,
     pub programs: Vec<ProgramStatus>,
     /// Why the programs are not pinned, so that they vanish with a server that is killed; None with `--bpffs=off` as well.
     #[serde(default)]

@@ -236,6 +236,7 @@ impl Reporter {
             routes_down: desired.routes.values().filter(|target| !target.up).count(),
             excluded: desired.excluded.len(),
             ports: desired.ports.iter().copied().collect(),
+            clients: desired.clients.iter().copied().collect(),
             programs: redirect
                 .program_info()
                 .into_iter()

@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 /// The codes that a scenario has to find: without them it fails, whatever else it finds.
 pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     (
-        "doctor::server::rules_of_other_programs_are_named",
+        "doctor::firewall::rules_of_other_programs_are_named",
         &["yurttunnel-rules", "kubeedge-rules", "kube-proxy-rules", "foreign-rules"],
     ),
     (
@@ -16,7 +16,10 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
         &["token-route-missing", "token-range-used", "maps-not-current", "not-ready"],
     ),
     ("doctor::server::a_failed_self_test_is_found", &["redirect-degraded"]),
-    ("doctor::server::closed_listeners_are_found", &["listener-silent", "agent-port-filtered"]),
+    ("doctor::firewall::closed_listeners_are_found", &["listener-silent", "agent-port-filtered"]),
+    ("doctor::firewall::pods_that_input_drops", &["pods-filtered"]),
+    ("doctor::firewall::rules_for_local_addresses_take_pods_ports", &["pod-port-taken"]),
+    ("doctor::firewall::a_full_conntrack_table", &["conntrack-full"]),
     ("doctor::server::programs_that_are_not_pinned_are_found", &["not-pinned"]),
     (
         "doctor::server::what_a_killed_server_leaves_is_found",
@@ -84,9 +87,11 @@ const BY_KERNEL_TEST: &[(&str, &str)] = &[
     ("failures::connects_that_do_not_fail_are_told", "kernel-old"),
 ];
 
-/// Those of which only the text is tested, and why.
+/// Those that no scenario puts in, and why.
 #[cfg(test)]
-const BY_NONE: &[(&str, &str)] = &[("no-programs", "it takes a server that was built without them")];
+const BY_NONE: &[(&str, &str)] = &[
+    ("no-programs", "it takes a server that was built without them"),
+];
 
 static FOUND: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());
 
@@ -154,7 +159,7 @@ mod tests {
     #[test]
     fn a_scenario_that_misses_one_fails() {
         assert!(all_found("path::by_edge_address").is_ok());
-        let error = all_found("doctor::server::closed_listeners_are_found").unwrap_err().to_string();
+        let error = all_found("doctor::firewall::closed_listeners_are_found").unwrap_err().to_string();
         assert!(error.contains("listener-silent") && error.contains("agent-port-filtered"), "{error}");
     }
 }

@@ -4,6 +4,7 @@ pub(crate) mod agent;
 pub(crate) mod bench;
 pub(crate) mod bundle;
 pub(crate) mod faults;
+pub(crate) mod firewall;
 pub(crate) mod node;
 pub(crate) mod server;
 

@@ -1,4 +1,3 @@
-use std::collections::BTreeSet;
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,17 +12,13 @@ use postern_testbed::process::program;
 use postern_testbed::server::Builder;
 use postern_testbed::wait::wait_until;
 use postern_testbed::{CLOUD, Testbed, agent, maps, server};
-use serde_json::Value;
 
-use super::{Said, findings, run};
+use super::{Said, run};
 
 scenarios! {
     a_healthy_server_is_fine(quick),
-    rules_of_other_programs_are_named(quick, limit = 180),
     what_others_take_from_the_kernel_is_found,
     a_failed_self_test_is_found,
-    a_port_that_another_program_takes_is_found(limit = 150),
-    closed_listeners_are_found,
     programs_that_are_not_pinned_are_found,
     what_a_killed_server_leaves_is_found,
     damaged_files_are_found,
@@ -32,16 +27,16 @@ scenarios! {
 }
 
 /// `tunnel-server doctor` on the cloud host.
-async fn doctor(testbed: &Testbed, args: &[&str]) -> Result<Said> {
+pub(super) async fn doctor(testbed: &Testbed, args: &[&str]) -> Result<Said> {
     let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
     command.args(["doctor", "-o", "json"]).args(args);
     run(command).await
 }
 
-/// The same without the programs that show rules, as in the image: the kernel itself is asked.
-async fn without_tools(testbed: &Testbed) -> Result<Said> {
+/// The same without the programs that show rules, as in the image.
+pub(super) async fn without_tools(testbed: &Testbed, args: &[&str]) -> Result<Said> {
     let mut command = testbed.on_cloud().command(Path::new("env"));
-    command.arg("PATH=/nowhere").arg(program("tunnel-server")?).args(["doctor", "-o", "json"]);
+    command.arg("PATH=/nowhere").arg(program("tunnel-server")?).args(["doctor", "-o", "json"]).args(args);
     run(command).await
 }
 
@@ -84,7 +79,9 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
         "maps",
         "self-test",
         "pins",
+        "conntrack",
         "rules",
+        "pods",
         "firewall",
         "listeners",
         "state directory",
@@ -101,136 +98,11 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
-    let server = Builder::new(testbed).start().await?;
-    let rules = |rules: &[&str]| rules.iter().try_for_each(|rule| testbed.cloud.iptables(rule));
-    let named = async |expected: &[(&'static str, &str)]| {
-        for said in [doctor(testbed, &[]).await?, without_tools(testbed).await?] {
-            expected.iter().try_for_each(|&(code, found)| said.expect(code, found))?;
-            ensure!(said.exit == 2, "{:#}", said.report);
-        }
-        anyhow::Ok(())
-    };
-    // YurtTunnel's, as it writes them.
-    rules(&[
-        "-t nat -N TUNNEL-PORT",
-        "-t nat -N TUNNEL-PORT-10250",
-        "-t nat -A OUTPUT -p tcp -j TUNNEL-PORT",
-        "-t nat -A TUNNEL-PORT -p tcp --dport 10250 -j TUNNEL-PORT-10250",
-        "-t nat -A TUNNEL-PORT-10250 -d 127.0.0.1/32 -j RETURN",
-        "-t nat -A TUNNEL-PORT-10250 -p tcp -j DNAT --to-destination 10.70.0.1:10263",
-    ])?;
-    named(&[("yurttunnel-rules", "chain TUNNEL-PORT-10250, takes port 10250")]).await?;
-    // CloudCore's.
-    rules(&[
-        "-t nat -F TUNNEL-PORT-10250",
-        "-t nat -F TUNNEL-PORT",
-        "-t nat -A TUNNEL-PORT -p tcp --dport 9100 -j DNAT --to-destination 10.70.0.1:10003",
-    ])?;
-    named(&[("kubeedge-rules", "takes port 9100")]).await?;
-    // A NodePort of kube-proxy's, and hostPorts.
-    rules(&[
-        "-t nat -F TUNNEL-PORT",
-        "-t nat -N KUBE-NODEPORTS",
-        "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS",
-        "-t nat -A KUBE-NODEPORTS -p tcp --dport 10255 -j DNAT --to-destination 10.71.0.9:80",
-        "-t nat -N CNI-HOSTPORT-DNAT",
-        "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
-        "-t nat -A CNI-HOSTPORT-DNAT ! -d 10.0.0.0/9 -p tcp -m multiport --dports 80,9101:9102 -j DNAT --to-destination 10.71.0.9",
-        "-t nat -A CNI-HOSTPORT-DNAT -d 10.0.0.0/9 -p tcp --dport 9103 -j DNAT --to-destination 10.71.0.9",
-        "-t nat -A CNI-HOSTPORT-DNAT -p udp --dport 9104 -j DNAT --to-destination 10.71.0.9",
-    ])?;
-    named(&[("kube-proxy-rules", "takes port 10255"), ("foreign-rules", "takes port 9101,9102: ")]).await?;
-    // As it is done for what only another program can read.
-    let saved = testbed.dir().join("rules");
-    fs::write(&saved, testbed.cloud.output("iptables-save", "")?)?;
-    rules(&["-t nat -F OUTPUT"])?;
-    let from_file = format!("--rules={}", saved.display());
-    doctor(testbed, &[&from_file]).await?.expect("foreign-rules", "9101")?;
-    fine_again(testbed).await?;
-    native_rules(testbed).await?;
-    drop(server);
-    Ok(())
-}
-
 /// Waits until nothing is found. The self-test may have met the rules, and is repeated within 30 s.
-async fn fine_again(testbed: &Testbed) -> Result<()> {
-    let said = async || Ok([doctor(testbed, &[]).await?, without_tools(testbed).await?]);
+pub(super) async fn fine_again(testbed: &Testbed) -> Result<()> {
+    let said = async || Ok([doctor(testbed, &[]).await?, without_tools(testbed, &[]).await?]);
     let fine = |said: &[Said; 2]| said.iter().all(|said| said.codes().is_empty());
     wait_until("nothing to be wrong", Duration::from_secs(60), said, fine).await.map(drop)
-}
-
-/// kube-proxy's of its mode nftables, a firewall, and what else nft can say. None of it is for 9104 and 9105.
-const NATIVE: &str = r#"
-table ip kube-proxy {
-    set not-nodeports { type ipv4_addr; flags interval; elements = { 10.0.0.0/8, 172.16.0.5-172.16.0.9 } }
-    map service-nodeports {
-        type inet_proto . inet_service : verdict
-        elements = { tcp . 9102 : goto external-WEB, udp . 9104 : goto external-WEB, tcp . 30443 : goto external-WEB }
-    }
-    map of-networks {
-        type ipv4_addr . inet_service : verdict; flags interval
-        elements = { 198.18.0.0/15 . 9103 : jump external-WEB, 10.0.0.0/8 . 9104-9105 : jump external-WEB }
-    }
-    chain nat-output { type nat hook output priority -100; policy accept; jump services; }
-    chain services {
-        ip daddr @not-nodeports return
-        ip daddr != 127.0.0.0/8 fib daddr type local meta l4proto . th dport vmap @service-nodeports
-        ip daddr . tcp dport vmap @of-networks
-        tcp dport vmap { 9105 : return, 9104 : return, 80-90 : goto external-WEB }
-        tcp dport != { 1-9099, 9101-65535 } counter redirect to :1
-        ip daddr != 127.0.0.0/8 tcp dport >= 10255 tcp sport 1-65535 dnat to 10.71.0.9
-    }
-    chain external-WEB { meta l4proto tcp dnat to 10.71.0.9:80; }
-}
-table inet filter {
-    chain input {
-        type filter hook input priority filter; policy drop;
-        ct state established,related accept
-        ct state vmap { invalid : drop, established : accept }
-        ct status dnat accept
-        iif lo accept
-        tcp dport { 22, 10000-10200 } accept
-        ip saddr 10.70.0.0/25 tcp dport 22 accept
-        udp dport 10262 accept
-        meta nfproto ipv6 tcp dport 10000-10261 accept
-        tcp dport 10263-10268 accept
-    }
-}
-"#;
-
-/// The kernel's own expressions are read as nft prints them.
-async fn native_rules(testbed: &Testbed) -> Result<()> {
-    let file = testbed.dir().join("native.nft");
-    fs::write(&file, NATIVE)?;
-    testbed.cloud.output("nft", &format!("-f {}", file.display()))?;
-    let (by_tools, by_kernel) = (doctor(testbed, &[]).await?, without_tools(testbed).await?);
-    let of = |said: &Said| {
-        let ours = |finding: &&Value| {
-            ["kube-proxy-rules", "foreign-rules", "agent-port-filtered"]
-                .map(Value::from)
-                .contains(&finding["code"])
-        };
-        let found = findings(&said.report).filter(ours).filter_map(|finding| finding["found"].as_str());
-        // Without the rule, which they word in their own ways.
-        let found = found.map(|found| found.split(": ").next().unwrap_or_default().to_owned());
-        found.collect::<BTreeSet<String>>()
-    };
-    let table = |what: &str| format!("table ip kube-proxy, chain {what}");
-    let expected = BTreeSet::from([
-        table("external-WEB, takes port 9102"),
-        table("external-WEB, takes port 9103"),
-        table("services, takes port 9100"),
-        table("services, takes port 10255"),
-        "table inet filter, chain input".to_owned(),
-    ]);
-    for said in [&by_tools, &by_kernel] {
-        ensure!(of(said) == expected, "not {expected:?}: {:#}", said.report);
-    }
-    testbed.cloud.output("nft", "add rule inet filter input tcp dport 10262 accept")?;
-    testbed.cloud.output("nft", "delete table ip kube-proxy")?;
-    fine_again(testbed).await?;
-    testbed.cloud.output("nft", "delete table inet filter").map(drop)
 }
 
 async fn what_others_take_from_the_kernel_is_found(testbed: &Testbed) -> Result<()> {
@@ -263,34 +135,6 @@ async fn a_failed_self_test_is_found(testbed: &Testbed) -> Result<()> {
     let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
     wait_until("the self-test to fail", Duration::from_secs(60), degraded, |degraded| *degraded).await?;
     doctor(testbed, &[]).await?.expect("redirect-degraded", "did not reach the listener")
-}
-
-async fn a_port_that_another_program_takes_is_found(testbed: &Testbed) -> Result<()> {
-    let server = Builder::new(testbed).ports("9100,9200").start().await?;
-    testbed.cloud.iptables("-t nat -A OUTPUT -p tcp --dport 9200 -j REDIRECT --to-ports 9999")?;
-    doctor(testbed, &[]).await?.expect("foreign-rules", "takes port 9200")?;
-    // Each verification takes the next port.
-    let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
-    wait_until("the self-test of the port to fail", Duration::from_secs(100), degraded, |degraded| *degraded)
-        .await?;
-    doctor(testbed, &[]).await?.expect("redirect-degraded", ":9200 did not reach the listener")
-}
-
-async fn closed_listeners_are_found(testbed: &Testbed) -> Result<()> {
-    let server = Builder::new(testbed).start().await?;
-    testbed.cloud.iptables("-I INPUT -p tcp --dport 10263 -j REJECT --reject-with tcp-reset")?;
-    doctor(testbed, &[]).await?.expect("listener-silent", ":10263")?;
-    testbed.cloud.iptables("-F INPUT")?;
-    testbed.cloud.iptables("-A INPUT -i lo -j ACCEPT")?;
-    testbed.cloud.iptables("-A INPUT -m conntrack --ctstate ESTABLISHED -j ACCEPT")?;
-    testbed.cloud.iptables("-A INPUT -p tcp --dport 22 -j ACCEPT")?;
-    testbed.cloud.iptables("-P INPUT DROP")?;
-    doctor(testbed, &[]).await?.expect("agent-port-filtered", "policy DROP")?;
-    without_tools(testbed).await?.expect("agent-port-filtered", "policy DROP")?;
-    testbed.cloud.iptables("-A INPUT -p tcp --dport 10262 -j ACCEPT")?;
-    fine_again(testbed).await?;
-    drop(server);
-    Ok(())
 }
 
 async fn programs_that_are_not_pinned_are_found(testbed: &Testbed) -> Result<()> {

@@ -1,0 +1,322 @@
+//! What others' rules do to redirected connections: `tunnel-server doctor` tries the way, and names the rule.
+
+use std::fs;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postern_testbed::client::{connect_from, visit};
+use postern_testbed::process::program;
+use postern_testbed::server::Builder;
+use postern_testbed::target::{Behaviour, Target};
+use postern_testbed::wait::wait_until;
+use postern_testbed::{POD, Testbed};
+
+use super::server::{doctor, fine_again, without_tools};
+use super::{Said, findings};
+use crate::common::{server_and_agent, target};
+
+scenarios! {
+    rules_of_other_programs_are_named(quick, limit = 180),
+    a_port_that_another_program_takes_is_found(limit = 150),
+    closed_listeners_are_found,
+    pods_that_input_drops(quick),
+    rules_for_local_addresses_take_pods_ports,
+    a_full_conntrack_table,
+}
+
+/// How long a client waits for what is dropped.
+const DROPPED: Duration = Duration::from_secs(2);
+const MOMENT: Duration = Duration::from_secs(20);
+
+/// The command that mends it.
+fn fix<'a>(said: &'a Said, code: &str) -> Result<&'a str> {
+    let finding = findings(&said.report).find(|finding| finding["code"] == code);
+    finding
+        .and_then(|finding| finding["fix"].as_str())
+        .with_context(|| format!("no {code}: {:#}", said.report))
+}
+
+fn run_rules(testbed: &Testbed, rules: &[&str]) -> Result<()> {
+    rules.iter().try_for_each(|rule| testbed.cloud.iptables(rule))
+}
+
+async fn rules_of_other_programs_are_named(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    let rules = |rules: &[&str]| run_rules(testbed, rules);
+    let named = async |expected: &[(&'static str, &str)]| {
+        let said = doctor(testbed, &[]).await?;
+        expected.iter().try_for_each(|&(code, found)| said.expect(code, found))?;
+        ensure!(said.exit == 2, "{:#}", said.report);
+        anyhow::Ok(())
+    };
+    // YurtTunnel's, as it writes them.
+    rules(&[
+        "-t nat -N TUNNEL-PORT",
+        "-t nat -N TUNNEL-PORT-10250",
+        "-t nat -A OUTPUT -p tcp -j TUNNEL-PORT",
+        "-t nat -A TUNNEL-PORT -p tcp --dport 10250 -j TUNNEL-PORT-10250",
+        "-t nat -A TUNNEL-PORT-10250 -d 127.0.0.1/32 -j RETURN",
+        "-t nat -A TUNNEL-PORT-10250 -p tcp -j DNAT --to-destination 10.70.0.1:10263",
+    ])?;
+    named(&[("yurttunnel-rules", "chain TUNNEL-PORT-10250, takes port 10250")]).await?;
+    // CloudCore's.
+    rules(&[
+        "-t nat -F TUNNEL-PORT-10250",
+        "-t nat -F TUNNEL-PORT",
+        "-t nat -A TUNNEL-PORT -p tcp --dport 9100 -j DNAT --to-destination 10.70.0.1:10003",
+    ])?;
+    named(&[("kubeedge-rules", "takes port 9100")]).await?;
+    // A NodePort of kube-proxy's, and hostPorts.
+    rules(&[
+        "-t nat -F TUNNEL-PORT",
+        "-t nat -N KUBE-NODEPORTS",
+        "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS",
+        "-t nat -A KUBE-NODEPORTS -p tcp --dport 10255 -j DNAT --to-destination 10.71.0.9:80",
+        "-t nat -N CNI-HOSTPORT-DNAT",
+        "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
+        "-t nat -A CNI-HOSTPORT-DNAT ! -d 10.0.0.0/9 -p tcp -m multiport --dports 80,9101:9102 -j DNAT --to-destination 10.71.0.9",
+        "-t nat -A CNI-HOSTPORT-DNAT -d 10.0.0.0/9 -p tcp --dport 9103 -j DNAT --to-destination 10.71.0.9",
+        "-t nat -A CNI-HOSTPORT-DNAT -p udp --dport 9104 -j DNAT --to-destination 10.71.0.9",
+    ])?;
+    named(&[("kube-proxy-rules", "takes port 10255"), ("foreign-rules", "takes port 9101,9102: ")]).await?;
+    // Without tools the ports are found; what the tools have printed elsewhere has the rules.
+    let said = without_tools(testbed, &[]).await?;
+    said.expect("foreign-rules", "port 9101,9102,10255 of the tokens")?;
+    let saved = testbed.dir().join("rules");
+    fs::write(&saved, testbed.cloud.output("iptables-save", "")?)?;
+    let from_file = format!("--rules={}", saved.display());
+    let said = without_tools(testbed, &[&from_file]).await?;
+    said.expect("kube-proxy-rules", "takes port 10255")?;
+    // Rules that are for chains of pods alone: only a connection from a pod meets them.
+    rules(&["-t nat -F OUTPUT", "-t nat -A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT"])?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect("foreign-rules", "takes port 9101,9102: ")?;
+    said.expect("foreign-rules", "(from a pod: ")?;
+    ensure!(said.state("rules")? == "ok", "{:#}", said.report);
+    rules(&["-t nat -F PREROUTING"])?;
+    fine_again(testbed).await?;
+    native_rules(testbed).await?;
+    drop(server);
+    Ok(())
+}
+
+/// kube-proxy's of its mode nftables, a firewall, and what else nft can say. None of it is for 9104 and 9105.
+const NATIVE: &str = r#"
+table ip kube-proxy {
+    set not-nodeports { type ipv4_addr; flags interval; elements = { 10.0.0.0/8, 172.16.0.5-172.16.0.9 } }
+    map service-nodeports {
+        type inet_proto . inet_service : verdict
+        elements = { tcp . 9102 : goto external-WEB, udp . 9104 : goto external-WEB, tcp . 30443 : goto external-WEB }
+    }
+    map of-networks {
+        type ipv4_addr . inet_service : verdict; flags interval
+        elements = { 198.18.0.0/15 . 9103 : jump external-WEB, 10.0.0.0/8 . 9104-9105 : jump external-WEB }
+    }
+    chain nat-output { type nat hook output priority -100; policy accept; jump services; }
+    chain services {
+        ip daddr @not-nodeports return
+        ip daddr != 127.0.0.0/8 fib daddr type local meta l4proto . th dport vmap @service-nodeports
+        ip daddr . tcp dport vmap @of-networks
+        tcp dport vmap { 9105 : return, 9104 : return, 80-90 : goto external-WEB }
+        tcp dport != { 1-9099, 9101-65535 } counter redirect to :1
+        ip daddr != 127.0.0.0/8 tcp dport >= 10255 tcp sport 1-65535 dnat to 10.71.0.9
+    }
+    chain external-WEB { meta l4proto tcp dnat to 10.71.0.9:80; }
+}
+table inet filter {
+    chain input {
+        type filter hook input priority filter; policy drop;
+        ct state established,related accept
+        ct state vmap { invalid : drop, established : accept }
+        ct status dnat accept
+        iif lo accept
+        tcp dport { 22, 10000-10200 } accept
+        ip saddr 10.70.0.0/25 tcp dport 22 accept
+        udp dport 10262 accept
+        meta nfproto ipv6 tcp dport 10000-10261 accept
+        tcp dport 10263-10268 accept
+    }
+}
+"#;
+
+async fn native_rules(testbed: &Testbed) -> Result<()> {
+    let file = testbed.dir().join("native.nft");
+    fs::write(&file, NATIVE)?;
+    testbed.cloud.output("nft", &format!("-f {}", file.display()))?;
+    let said = doctor(testbed, &[]).await?;
+    for (chain, port) in
+        [("external-WEB", 9102), ("external-WEB", 9103), ("services", 9100), ("services", 10255)]
+    {
+        said.expect("kube-proxy-rules", &format!("table ip kube-proxy, chain {chain}, takes port {port}: "))?;
+    }
+    said.expect("agent-port-filtered", "table inet filter, chain input")?;
+    said.expect("pods-filtered", "table inet filter, chain input")?;
+    testbed.cloud.output("nft", "add rule inet filter input tcp dport 10262 accept")?;
+    testbed.cloud.output("nft", "delete table ip kube-proxy")?;
+    let said = doctor(testbed, &[]).await?;
+    // As a shell would run it.
+    let command = fix(&said, "pods-filtered")?.strip_prefix("nft ").context("not nft's")?;
+    testbed.cloud.output("nft", command)?;
+    fine_again(testbed).await?;
+    testbed.cloud.output("nft", "delete table inet filter").map(drop)
+}
+
+async fn a_port_that_another_program_takes_is_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).ports("9100,9200").start().await?;
+    testbed
+        .cloud
+        .iptables("-t nat -A OUTPUT -p tcp -d 198.18.0.0/15 --dport 9200 -j REDIRECT --to-ports 9")?;
+    doctor(testbed, &[]).await?.expect("foreign-rules", "takes port 9200")?;
+    // Each verification takes the next port.
+    let degraded = async || Ok(server.status().await?["redirect"]["state"] == "degraded");
+    wait_until("the self-test of the port to fail", Duration::from_secs(100), degraded, |degraded| *degraded)
+        .await?;
+    doctor(testbed, &[]).await?.expect("redirect-degraded", ":9200 did not reach the listener")
+}
+
+async fn closed_listeners_are_found(testbed: &Testbed) -> Result<()> {
+    let server = Builder::new(testbed).start().await?;
+    testbed.cloud.iptables("-I INPUT -p tcp --dport 10263 -j REJECT --reject-with tcp-reset")?;
+    doctor(testbed, &[]).await?.expect("listener-silent", ":10263")?;
+    run_rules(
+        testbed,
+        &[
+            "-F INPUT",
+            "-A INPUT -i lo -j ACCEPT",
+            "-A INPUT -m conntrack --ctstate ESTABLISHED -j ACCEPT",
+            "-A INPUT -p tcp --dport 22 -j ACCEPT",
+            "-P INPUT DROP",
+        ],
+    )?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect("agent-port-filtered", "policy DROP")?;
+    testbed.cloud.iptables(
+        fix(&said, "agent-port-filtered")?
+            .trim_start_matches("iptables ")
+            .split(" (")
+            .next()
+            .unwrap_or_default(),
+    )?;
+    testbed.cloud.iptables("-A INPUT -s 10.71.0.0/24 -j ACCEPT")?;
+    fine_again(testbed).await?;
+    drop(server);
+    Ok(())
+}
+
+/// As ufw and firewalld do: this host's own connections pass, and its pods' do not.
+async fn pods_that_input_drops(testbed: &Testbed) -> Result<()> {
+    let pod = testbed.add_pod()?;
+    let (_server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    connect_from(&pod, on_edge.address, MOMENT).await.context("from the pod")?;
+    doctor(testbed, &[]).await?.expect_only(&[])?;
+    run_rules(
+        testbed,
+        &[
+            "-A INPUT -i lo -j ACCEPT",
+            "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
+            "-A INPUT -p tcp --dport 10262 -j ACCEPT",
+            "-P INPUT DROP",
+        ],
+    )?;
+    visit(on_edge.address).await?;
+    let dropped = connect_from(&pod, on_edge.address, DROPPED).await;
+    ensure!(dropped.is_err(), "the firewall lets the pod through");
+    killed_while_it_tries(testbed).await?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&["pods-filtered"])?;
+    said.expect("pods-filtered", "table ip filter, chain INPUT, drops it (from a pod of 10.71.0.0/24")?;
+    said.expect("pods-filtered", "policy DROP")?;
+    without_tools(testbed, &[]).await?.expect("pods-filtered", "no answer within 3 s")?;
+    let command = fix(&said, "pods-filtered")?;
+    ensure!(command == "iptables -I INPUT -s 10.71.0.0/24 -d 198.18.0.0/15 -p tcp -j ACCEPT", "{command}");
+    testbed.cloud.iptables(command.trim_start_matches("iptables "))?;
+    connect_from(&pod, on_edge.address, MOMENT).await.context("after the fix")?;
+    fine_again(testbed).await?;
+    ensure!(!links(testbed)?.contains("doctor"), "a cable is left: {}", links(testbed)?);
+    // Without the right to make a namespace it says so, and how it can be tried.
+    let mut command = testbed.on_cloud().command(Path::new("setpriv"));
+    command.args(["--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]).arg(program("tunnel-server")?);
+    command.args(["doctor", "-o", "json"]);
+    let said = super::run(command).await?;
+    let pods = said.report["checks"].as_array().into_iter().flatten().find(|check| check["name"] == "pods");
+    let found = pods.and_then(|check| check["found"].as_str()).unwrap_or_default();
+    ensure!(said.state("pods")? == "skipped" && found.contains("CAP_SYS_ADMIN"), "{:#}", said.report);
+    Ok(())
+}
+
+fn links(testbed: &Testbed) -> Result<String> {
+    Ok(testbed.cloud.output("ip", "-o link")? + &testbed.cloud.output("ip", "route")?)
+}
+
+/// A doctor that is killed leaves neither its cable nor its route.
+async fn killed_while_it_tries(testbed: &Testbed) -> Result<()> {
+    let mut command = testbed.on_cloud().command(&program("tunnel-server")?);
+    let mut child =
+        command.arg("doctor").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    let name = format!("doctor{}", child.id());
+    let wired = async || Ok(testbed.cloud.output("ip", "route")?);
+    wait_until("the doctor to be at it", MOMENT, wired, |routes| routes.contains(&name)).await?;
+    child.kill()?;
+    child.wait()?;
+    let left = async || links(testbed);
+    wait_until("nothing to be left", MOMENT, left, |left| !left.contains("doctor")).await.map(drop)
+}
+
+/// A pod of an edge node has every port; a hostPort of this host has its port of every local address, tokens included.
+async fn rules_for_local_addresses_take_pods_ports(testbed: &Testbed) -> Result<()> {
+    let pod = testbed.add_pod()?;
+    let _ingress = Target::start(&pod, POD, 80, Behaviour::Echo)?;
+    run_rules(
+        testbed,
+        &[
+            "-t nat -N CNI-HOSTPORT-DNAT",
+            "-t nat -A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
+            "-t nat -A OUTPUT -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT",
+            "-t nat -A CNI-HOSTPORT-DNAT -p tcp --dport 80 -j DNAT --to-destination 10.71.0.2:80",
+        ],
+    )?;
+    let mut server = Builder::new(testbed).start().await?;
+    doctor(testbed, &[]).await?.expect_only(&[])?;
+    server.process.stop().await?;
+    let server = Builder::new(testbed).flag("--edge-pod-routes=10.244.0.0/16").start().await?;
+    server.wait_log("another program takes connections to edge pods").await?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&["pod-port-taken"])?;
+    said.expect("pod-port-taken", "chain CNI-HOSTPORT-DNAT, takes port 80: ")?;
+    ensure!(said.exit == 1, "{:#}", said.report);
+    // Each command stands between backticks.
+    for command in fix(&said, "pod-port-taken")?.split('`').filter_map(|part| part.strip_prefix("iptables "))
+    {
+        testbed.cloud.iptables(command)?;
+    }
+    doctor(testbed, &[]).await?.expect_only(&[])
+}
+
+/// The kernel bounds the connections that it tracks in each namespace.
+async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
+    let _server = Builder::new(testbed).start().await?;
+    testbed.cloud.iptables("-A OUTPUT -m conntrack --ctstate INVALID -j DROP")?;
+    testbed.cloud.write("/proc/sys/net/netfilter/nf_conntrack_udp_timeout", "600")?;
+    let number = |name: &str| -> Result<u64> {
+        let text = testbed.cloud.output("cat", &format!("/proc/sys/net/netfilter/nf_conntrack_{name}"))?;
+        text.trim().parse().with_context(|| format!("{name}: {text}"))
+    };
+    let max = number("max")?;
+    let socket = UdpSocket::bind("127.0.0.1:0")?;
+    for sent in 0..max + 1_000 {
+        let (host, port) = (2 + sent / 60_000, 1 + sent % 60_000);
+        let to = Ipv4Addr::new(127, 0, (host / 250) as u8, (host % 250) as u8);
+        // Nobody listens there.
+        let _ = socket.send_to(&[], (to, port as u16));
+    }
+    let count = number("count")?;
+    ensure!(count >= max - max / 50, "{count} of {max} connections: the table is not full");
+    let said = doctor(testbed, &[]).await?;
+    said.expect("conntrack-full", &format!("nf_conntrack_max {max}"))?;
+    ensure!(said.exit == 2, "{:#}", said.report);
+    Ok(())
+}
