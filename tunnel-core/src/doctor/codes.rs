@@ -43,6 +43,7 @@ codes! {
     TOKEN_ROUTE_MISSING = "token-route-missing" Broken "redirected connects leave this host instead of reaching the server";
     TOKEN_RANGE_USED = "token-range-used" Broken "the addresses of somebody else's network become this host's own";
     REDIRECT_DEGRADED = "redirect-degraded" Broken "the server's connection to itself through the hooks failed";
+    CONNECTS_LOST = "connects-lost" Warning "connections were redirected, and never arrived at the server";
     MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
     NOT_PINNED = "not-pinned" Warning "when the server is killed, connects to edge nodes go where nobody answers instead of being refused";
     PROGRAMS_LEFT_BEHIND = "programs-left-behind" Warning "programs of a server that was killed are still in the kernel";

@@ -6,6 +6,11 @@ use crate::config::Config;
 use crate::redirect::{self, RedirectConfig, RedirectError};
 use crate::status::{RedirectState, StatusReport};
 
+/// Fewer lost connections may be those of a moment.
+const FEW: u64 = 10;
+/// Seconds between two self-tests of a server.
+const VERIFIED_EVERY: u64 = 30;
+
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Option<&Running<StatusReport>>) {
     let Some(options) = &config.redirect else {
         checkup.add("redirect", Outcome::Skipped("--redirect=off".to_owned()));
@@ -21,6 +26,9 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Optio
     checkup.run("token route", &["running", "kernel"], async || token_route(options)).await;
     checkup.run("maps", &["running"], async || running.map_or_else(unknown, maps)).await;
     checkup.run("self-test", &["running"], async || running.map_or_else(unknown, self_test)).await;
+    checkup
+        .run("arrivals", &["running"], async || running.map_or_else(unknown, |it| arrivals(options, it)))
+        .await;
     checkup.run("pins", &["running"], async || running.map_or_else(unknown, |it| pins(options, it))).await;
     checkup.run("left behind", &["kernel"], async || left_behind(options)).await;
 }
@@ -134,6 +142,32 @@ fn self_test(running: &Running<StatusReport>) -> Outcome {
     }
 }
 
+/// What is redirected is accepted next, refused at the lookup of its socket, or lost on the way. The self-test's connections are
+/// redirected too, and not counted where they arrive.
+fn arrivals(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
+    let status = &running.status;
+    let sum = |ending: &str| -> u64 {
+        let counters = status.redirect.counters.iter();
+        counters.filter(|(name, _)| name.ends_with(ending)).map(|(_, count)| count).sum()
+    };
+    let families = status.doors.iter().filter(|door| door.name == "redirect");
+    let accepted = families.clone().filter_map(|door| door.accepted).max().unwrap_or_default();
+    let self_tests = families.count() as u64 * (status.uptime_s / VERIFIED_EVERY + 2);
+    let redirected = sum("/redirected");
+    let arrived = accepted + self_tests + sum("/foreign_client") + sum("/no_listener");
+    let lost = redirected.saturating_sub(arrived);
+    if lost < FEW || lost < redirected / 100 {
+        return Outcome::fine(format!("{redirected} connections were redirected"));
+    }
+    let found = format!("about {lost} of {redirected} redirected connections since the server started");
+    let fix = format!(
+        "permit {} beside the edge nodes' addresses in the NetworkPolicies of those clients, or in the firewall that the check `pods` \
+         names: a policy sees the token",
+        options.token_range
+    );
+    Finding::new(&codes::CONNECTS_LOST, found, fix).into()
+}
+
 fn pins(options: &RedirectConfig, running: &Running<StatusReport>) -> Outcome {
     match (&options.pins, &running.status.redirect.not_pinned) {
         (None, _) => Outcome::Skipped("--bpffs=off".to_owned()),
@@ -220,6 +254,34 @@ mod tests {
         // Names that may not be read say nothing, the connections do.
         assert_eq!(code(Err("names"), 0), ("skipped", "names: EPERM".to_owned()));
         assert_eq!(code(Err("names"), 3).0, "foreign-sk-lookup");
+    }
+
+    #[test]
+    fn what_was_redirected_and_never_came_is_counted() {
+        let of = |redirected: u64, accepted: u64, uptime: u64, foreign: u64| {
+            let door = |address: &str| serde_json::json!({"name": "redirect", "address": address, "connections_active": 0, "accepted": accepted});
+            let status = serde_json::json!({
+                "version": "1", "server_id": "s", "uptime_s": uptime, "ready": true, "pending": [], "nodes": [],
+                "doors": [door("127.0.0.1:4000"), door("[::1]:4000")],
+                "redirect": {"state": "on", "reason": null, "mended": 0, "routes": 1, "routes_down": 0, "excluded": 0, "programs": [],
+                             "counters": {"connect4/redirected": redirected, "lookup4/steered": 1_000, "lookup4/foreign_client": foreign}},
+                "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
+            });
+            let status = serde_json::from_value(status).unwrap();
+            let running = Running { status, pending: None, metrics: String::new(), flags: None };
+            match arrivals(&RedirectConfig::default(), &running) {
+                Outcome::Faults(findings) => findings[0].found.split(' ').nth(1).map(str::to_owned),
+                _ => None,
+            }
+        };
+        // Of the self-tests' connections four belong to the start and two to each 30 s.
+        assert_eq!(of(4, 0, 5, 0), None);
+        assert_eq!(of(64, 60, 5, 0), None);
+        assert_eq!(of(24, 0, 5, 0).as_deref(), Some("20"));
+        assert_eq!(of(24, 0, 300, 0), None);
+        assert_eq!(of(24, 0, 5, 15), None, "refused as foreign, which has a counter of its own");
+        assert_eq!(of(1_000_000, 999_900, 5, 0), None, "a few of very many");
+        assert_eq!(of(1_000_000, 0, 5, 0).as_deref(), Some("999996"));
     }
 
     #[test]

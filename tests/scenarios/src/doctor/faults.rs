@@ -20,6 +20,7 @@ pub(crate) const BY_SCENARIO: &[(&str, &[&str])] = &[
     ("doctor::firewall::pods_that_input_drops", &["pods-filtered"]),
     ("doctor::firewall::rules_for_local_addresses_take_pods_ports", &["pod-port-taken"]),
     ("doctor::firewall::a_full_conntrack_table", &["conntrack-full"]),
+    ("doctor::firewall::a_policy_that_drops_tokens", &["connects-lost"]),
     ("doctor::server::programs_that_are_not_pinned_are_found", &["not-pinned"]),
     (
         "doctor::server::what_a_killed_server_leaves_is_found",

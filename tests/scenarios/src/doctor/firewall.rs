@@ -25,6 +25,7 @@ scenarios! {
     pods_that_input_drops(quick),
     rules_for_local_addresses_take_pods_ports,
     a_full_conntrack_table,
+    a_policy_that_drops_tokens,
 }
 
 /// How long a client waits for what is dropped.
@@ -318,5 +319,29 @@ async fn a_full_conntrack_table(testbed: &Testbed) -> Result<()> {
     let said = doctor(testbed, &[]).await?;
     said.expect("conntrack-full", &format!("nf_conntrack_max {max}"))?;
     ensure!(said.exit == 2, "{:#}", said.report);
+    Ok(())
+}
+
+/// A NetworkPolicy meets the token at the pod's interface, and permits the edge node's address.
+async fn a_policy_that_drops_tokens(testbed: &Testbed) -> Result<()> {
+    let pod = testbed.add_pod()?;
+    let (server, _agent) = server_and_agent(testbed).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    testbed
+        .cloud
+        .iptables("-t raw -A PREROUTING -i pod0 ! -d 192.168.50.0/24 -p tcp --dport 9100 -j DROP")?;
+    for _ in 0..20 {
+        let dropped = connect_from(&pod, on_edge.address, Duration::from_millis(50)).await;
+        ensure!(dropped.is_err(), "the policy lets the pod through");
+    }
+    let counted = async || {
+        let counters = server.status().await?["redirect"]["counters"].clone();
+        Ok(counters["connect4/redirected"].as_u64().unwrap_or_default())
+    };
+    wait_until("the connects to be counted", MOMENT, counted, |redirected| *redirected >= 20).await?;
+    let said = doctor(testbed, &[]).await?;
+    said.expect_only(&["connects-lost"])?;
+    said.expect("connects-lost", "redirected connections since the server started")?;
+    ensure!(fix(&said, "connects-lost")?.contains("permit 198.18.0.0/15"), "{:#}", said.report);
     Ok(())
 }

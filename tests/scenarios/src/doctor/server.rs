@@ -79,6 +79,7 @@ async fn a_healthy_server_is_fine(testbed: &Testbed) -> Result<()> {
         "maps",
         "self-test",
         "pins",
+        "arrivals",
         "conntrack",
         "rules",
         "pods",
