@@ -47,6 +47,7 @@ codes! {
     MAPS_NOT_CURRENT = "maps-not-current" Broken "the kernel redirects by an older state of the nodes";
     NOT_PINNED = "not-pinned" Warning "when the server is killed, connects to edge nodes go where nobody answers instead of being refused";
     PROGRAMS_LEFT_BEHIND = "programs-left-behind" Warning "programs of a server that was killed are still in the kernel";
+    KUBELET_BY_NAME = "kubelet-by-name" Broken "kube-apiserver looks the node's name up and does not find its address: kubectl logs and exec fail";
     PORT_TAKEN = "port-taken" Broken "the server cannot listen where its flags say";
     LISTENER_SILENT = "listener-silent" Broken "a door that the server has opened is not reached from this host";
     CA_UNUSABLE = "ca-unusable" Broken "no certificate can be issued or verified";

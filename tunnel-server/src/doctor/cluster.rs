@@ -4,6 +4,7 @@ use kube::Client;
 use tunnel_core::doctor::{Checkup, Finding, Outcome, codes};
 use tunnel_kube::doctor::{Right, answers, rights};
 
+use super::kubelet_names;
 use crate::caller::{ROOTS_CONFIGMAP, ROOTS_NAMESPACE};
 use crate::config::Config;
 use crate::kube::{KubeOptions, ObjectNames};
@@ -28,6 +29,8 @@ pub(super) async fn check(checkup: &mut Checkup, options: &KubeOptions, config: 
             judge(&client, &namespace, &options.names, config.role()).await
         })
         .await;
+    let named = async || kubelet_names::check(&client, &config.edge_selector).await;
+    checkup.run("kubelet names", &["API server"], named).await;
     if config.metrics_port.is_some() {
         let judged = async || judge_metrics(&client, &namespace, config).await;
         checkup.run("metrics rights", &["API server"], judged).await;

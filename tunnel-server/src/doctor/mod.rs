@@ -3,6 +3,7 @@
 mod cluster;
 mod firewall;
 mod host;
+mod kubelet_names;
 mod node;
 mod pki;
 mod rules;

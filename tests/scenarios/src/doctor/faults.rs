@@ -92,6 +92,7 @@ const BY_KERNEL_TEST: &[(&str, &str)] = &[
 #[cfg(test)]
 const BY_NONE: &[(&str, &str)] = &[
     ("no-programs", "it takes a server that was built without them"),
+    ("kubelet-by-name", "doctor/kubelet_names.rs has a process of that name and an API server"),
 ];
 
 static FOUND: Mutex<BTreeSet<&str>> = Mutex::new(BTreeSet::new());

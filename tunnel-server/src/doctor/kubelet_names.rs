@@ -1,0 +1,185 @@
+//! How kube-apiserver reaches kubelets: by default it looks a node's Hostname up before it thinks of its addresses, and a
+//! lookup is nothing that the redirect sees.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Node, NodeAddress, Pod};
+use kube::api::ListParams;
+use kube::{Api, Client};
+use tokio::net::lookup_host;
+use tokio::time::timeout;
+use tunnel_core::doctor::{Finding, Outcome, codes};
+
+use crate::inventory::Selector;
+
+const DEADLINE: Duration = Duration::from_secs(10);
+/// Of the nodes so many are listed, and so many edge nodes looked at: those of a cluster are alike.
+const LISTED: u32 = 500;
+const EXAMINED: usize = 5;
+const FLAG: &str = "--kubelet-preferred-address-types";
+/// kube-apiserver's, without the flag.
+const DEFAULT: &str = "Hostname,InternalDNS,InternalIP,ExternalDNS,ExternalIP";
+
+pub(super) async fn check(client: &Client, edge: &Selector) -> Outcome {
+    let nodes = Api::<Node>::all(client.clone());
+    let nodes = match timeout(DEADLINE, nodes.list(&ListParams::default().limit(LISTED))).await {
+        Ok(Ok(nodes)) => nodes.items,
+        Ok(Err(error)) => return Outcome::Skipped(format!("failed to list nodes: {error}")),
+        Err(_) => return Outcome::Skipped("failed to list nodes: no answer".to_owned()),
+    };
+    let read = match in_processes(Path::new("/proc")) {
+        Some(order) => Some((order, "its command line".to_owned())),
+        None => in_static_pod(client).await,
+    };
+    let order = read.as_ref().map_or(DEFAULT, |(order, _)| order);
+    let is_edge = |node: &&Node| node.metadata.labels.as_ref().is_some_and(|labels| edge.matches(labels));
+    let edges = nodes.iter().filter(is_edge);
+    for node in edges.take(EXAMINED) {
+        let Some(fault) = unresolved(node, order).await else { continue };
+        let fix = format!(
+            "start kube-apiserver with {FLAG}=InternalIP,ExternalIP,Hostname, or have this host's resolver (/etc/hosts) lead the name \
+             to the node's address"
+        );
+        return match read {
+            Some((order, from)) => {
+                Finding::new(&codes::KUBELET_BY_NAME, format!("{fault}; {FLAG}={order} by {from}"), fix)
+                    .into()
+            }
+            None => Outcome::Skipped(format!(
+                "{fault}. kube-apiserver's flags cannot be read here: kubeadm and k3s set InternalIP first; otherwise {fix}"
+            )),
+        };
+    }
+    Outcome::fine("kubelets are dialled by address, or by a name that leads to it")
+}
+
+/// What is wrong with the address that kube-apiserver dials this node's kubelet at.
+async fn unresolved(node: &Node, order: &str) -> Option<String> {
+    let all = node.status.as_ref()?.addresses.as_deref()?;
+    let of = |wanted: &str| all.iter().find(move |NodeAddress { type_, .. }| type_ == wanted);
+    let dialled = order.split(',').find_map(|wanted| of(wanted.trim()))?;
+    if dialled.type_.ends_with("IP") {
+        return None;
+    }
+    let name = &dialled.address;
+    let addresses: Vec<IpAddr> = all
+        .iter()
+        .filter(|address| address.type_.ends_with("IP"))
+        .filter_map(|one| one.address.parse().ok())
+        .collect();
+    let reason = match timeout(DEADLINE, lookup_host((name.as_str(), 0))).await {
+        Ok(Ok(found)) => {
+            let found: Vec<IpAddr> = found.map(|address| address.ip()).collect();
+            if found.iter().any(|address| addresses.contains(address)) {
+                return None;
+            }
+            format!("leads to {found:?}")
+        }
+        Ok(Err(error)) => format!("does not resolve ({error})"),
+        Err(_) => "does not resolve (no answer)".to_owned(),
+    };
+    Some(format!(
+        "{} {name} of node {} {reason}",
+        dialled.type_,
+        node.metadata.name.as_deref().unwrap_or("?")
+    ))
+}
+
+/// What a kube-apiserver in this network namespace was started with.
+fn in_processes(proc: &Path) -> Option<String> {
+    let own = fs::read_link(proc.join("self/ns/net")).ok()?;
+    fs::read_dir(proc).ok()?.flatten().find_map(|process| {
+        let line = fs::read(process.path().join("cmdline")).ok()?;
+        let args: Vec<String> =
+            line.split(|byte| *byte == 0).map(|arg| String::from_utf8_lossy(arg).into_owned()).collect();
+        let is_one = Path::new(args.first()?).file_name()? == "kube-apiserver";
+        let here = is_one && fs::read_link(process.path().join("ns/net")).is_ok_and(|net| net == own);
+        here.then(|| order_of(&args))
+    })
+}
+
+/// What kubelets run it with on a master that was made by kubeadm. Needs the right to get pods.
+async fn in_static_pod(client: &Client) -> Option<(String, String)> {
+    let name = format!("kube-apiserver-{}", std::env::var("NODE_NAME").ok()?);
+    let pods = Api::<Pod>::namespaced(client.clone(), "kube-system");
+    let pod = timeout(DEADLINE, pods.get(&name)).await.ok()?.ok()?;
+    let container = pod.spec?.containers.into_iter().next()?;
+    let args = [container.command.unwrap_or_default(), container.args.unwrap_or_default()].concat();
+    Some((order_of(&args), format!("the pod {name}")))
+}
+
+fn order_of(args: &[String]) -> String {
+    let given = args.iter().enumerate().find_map(|(at, arg)| match arg.strip_prefix(FLAG)? {
+        "" => args.get(at + 1).cloned(),
+        rest => rest.strip_prefix('=').map(str::to_owned),
+    });
+    given.unwrap_or_else(|| DEFAULT.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::CommandExt as _;
+    use std::process::{Command, Stdio};
+
+    use postern_fake_kube::ApiServer;
+    use serde_json::json;
+    use tunnel_kube::{ClientSettings, connect};
+
+    use super::*;
+    use crate::inventory::DEFAULT_EDGE_SELECTOR;
+
+    #[tokio::test]
+    async fn a_name_that_is_looked_up_in_vain_is_found() {
+        let server = ApiServer::start();
+        let put = |hostname: &str, address: &str| {
+            let addresses = json!([{"type": "InternalIP", "address": address}, {"type": "Hostname", "address": hostname}]);
+            let labels = json!({"node-role.kubernetes.io/edge": ""});
+            let metadata = json!({"name": "edge-1", "labels": labels});
+            server.put("/api/v1/nodes", json!({"metadata": metadata, "status": {"addresses": addresses}}));
+        };
+        let (client, _) = connect(Some(&server.kubeconfig()), None, &ClientSettings::SERVER).await.unwrap();
+        let edge = DEFAULT_EDGE_SELECTOR.parse().unwrap();
+        let checked = async || match check(&client, &edge).await {
+            Outcome::Fine(_) => String::new(),
+            Outcome::Skipped(reason) => format!("skipped: {reason}"),
+            Outcome::Faults(faults) => format!("{}: {} {}", faults[0].code, faults[0].found, faults[0].fix),
+        };
+        // RFC 6761 section 6.4: never resolves.
+        put("edge-1.invalid", "192.168.50.2");
+        let unknown = checked().await;
+        assert!(
+            unknown.starts_with("skipped: Hostname edge-1.invalid of node edge-1 does not resolve"),
+            "{unknown}"
+        );
+        assert!(unknown.contains("--kubelet-preferred-address-types=InternalIP"), "{unknown}");
+        let apiserver = |order: &[&str]| {
+            let mut command = Command::new("sh");
+            command.arg0("kube-apiserver").args(["-c", "read x; :", "--secure-port=1"]).args(order);
+            command.stdin(Stdio::piped()).spawn().unwrap()
+        };
+        let of = async |order: &[&str]| {
+            let mut process = apiserver(order);
+            let found = checked().await;
+            process.kill().unwrap();
+            process.wait().unwrap();
+            found
+        };
+        for order in
+            [&[][..], &[FLAG, "Hostname,InternalIP"], &["--kubelet-preferred-address-types=Hostname"]]
+        {
+            let found = of(order).await;
+            assert!(
+                found.starts_with("kubelet-by-name: Hostname edge-1.invalid of node edge-1 does not resolve"),
+                "{found}"
+            );
+        }
+        assert_eq!(of(&[FLAG, "InternalIP,Hostname"]).await, "");
+        put("localhost", "127.0.0.1");
+        assert_eq!(of(&[]).await, "");
+        put("localhost", "192.168.50.2");
+        assert!(of(&[]).await.contains("leads to"), "another host's");
+    }
+}
