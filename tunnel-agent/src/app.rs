@@ -15,8 +15,8 @@ use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_task
 use tunnel_core::carry::{end_quiet, register_stalled};
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::Holder;
-use tunnel_core::lifecycle::{Drain, Drained, Readiness, ReadyGuard, Shutdown, raise_open_files};
-use tunnel_core::limits::{Limits, register_limits};
+use tunnel_core::lifecycle::{Drain, Drained, Readiness, ReadyGuard, Shutdown};
+use tunnel_core::limits::register_limits;
 use tunnel_core::logging;
 use tunnel_core::takeover::Copies;
 use tunnel_kube::ClientSettings;
@@ -31,6 +31,7 @@ use crate::identity::{
 use crate::kube::{ApiServer, KubeError, node};
 use crate::metrics::Metrics;
 use crate::outbound::{self, BoundListeners, Outbound};
+use crate::places::Places;
 use crate::policy::Policy;
 use crate::servers::Servers;
 use crate::session::{
@@ -49,6 +50,7 @@ const ADMIN: &str = "admin";
 /// An agent that has its identity and answers on the admin address, and has not connected to any server yet.
 pub struct Bound {
     config: Config,
+    places: Places,
     metrics: Metrics,
     status: Arc<StatusSource>,
     attaching: ReadyGuard,
@@ -77,7 +79,7 @@ pub struct Bound {
 /// # Errors
 /// What only the operator can fix: files, the admin address, the kubeconfig, or a refused enrolment.
 pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) -> anyhow::Result<Bound> {
-    Limits::of_process().log(raise_open_files());
+    let places = Places::of_process();
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
     let postern = registry.sub_registry_with_prefix("postern");
@@ -151,6 +153,7 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
     let epochs = EpochSource::open(config.state_dir.join("epoch"));
     Ok(Bound {
         config,
+        places,
         metrics,
         status,
         attaching,
@@ -184,6 +187,7 @@ impl Bound {
             reach: self.config.reach.clone(),
             epochs: self.epochs,
             policy: Arc::new(policy),
+            places: self.places,
             addresses: self.addresses.subscribe(),
             bundles,
             attached: Attached::default(),

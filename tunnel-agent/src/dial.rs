@@ -14,6 +14,7 @@ use tunnel_core::admin::TUNNELLED;
 use tunnel_core::carry::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
 use tunnel_core::outcome::Outcome;
 
+use crate::places::{Place, Places};
 use crate::policy::Policy;
 use crate::turns::Turns;
 
@@ -35,6 +36,8 @@ pub(crate) enum DialError {
     Denied { target: SocketAddr, reason: String },
     #[error("{MAX_WAITING} dials wait for their turn already")]
     Busy,
+    #[error("all {limit} connections that this agent has open files and memory for are open")]
+    Full { limit: u32 },
     #[error("the dial of {target} had no turn within {} s: too many are pending", after.as_secs_f32())]
     NoTurn { target: SocketAddr, after: Duration },
     #[error("{target} timed out after {} s", after.as_secs_f32())]
@@ -51,7 +54,7 @@ impl DialError {
         match self {
             Self::NotAnAddress(_) => Code::InvalidArgument,
             Self::Denied { .. } => Outcome::Denied.code(),
-            Self::Busy | Self::NoTurn { .. } => Outcome::Busy.code(),
+            Self::Busy | Self::Full { .. } | Self::NoTurn { .. } => Outcome::Busy.code(),
             Self::TimedOut { .. } => Outcome::TimedOut.code(),
             Self::Refused(_) => Outcome::Refused.code(),
             Self::Unreachable { .. } => Outcome::Unreachable.code(),
@@ -109,12 +112,13 @@ impl DialRequest {
 /// Dials targets for one server.
 pub(crate) struct Dialler {
     policy: Arc<Policy>,
+    places: Places,
     turns: Turns,
 }
 
 impl Dialler {
-    pub(crate) fn new(policy: Arc<Policy>) -> Self {
-        Self { policy, turns: Turns::new(MAX_PENDING, MAX_WAITING) }
+    pub(crate) fn new(policy: Arc<Policy>, places: Places) -> Self {
+        Self { policy, places, turns: Turns::new(MAX_PENDING, MAX_WAITING) }
     }
 
     /// Dials under way.
@@ -122,18 +126,20 @@ impl Dialler {
         self.turns.under_way()
     }
 
-    /// The socket's peer address may be another than the target: see [`Policy::place`]. `loopback_ports` are those that the
-    /// server has named.
+    /// The connection, and its place among all of this agent's. The socket's peer address may be another than the target: see
+    /// [`Policy::place`]. `loopback_ports` are those that the server has named.
     pub(crate) async fn dial(
         &self,
         request: DialRequest,
         loopback_ports: &BTreeSet<u16>,
-    ) -> Result<TcpStream, DialError> {
+    ) -> Result<(TcpStream, Place), DialError> {
         let DialRequest { target, of_node, deadline } = request;
         let target = self
             .policy
             .place(target, of_node, loopback_ports)
             .map_err(|denied| DialError::Denied { target, reason: denied.to_string() })?;
+        // Before the turn: what waits takes memory too.
+        let place = self.places.take().ok_or(DialError::Full { limit: self.places.limit() })?;
         let deadline_at = Instant::now() + deadline;
         let _turn = tokio::time::timeout_at(deadline_at, self.turns.take(target))
             .await
@@ -145,7 +151,7 @@ impl Dialler {
             .map_err(|_| DialError::TimedOut { target, after: deadline })?
             .map_err(|error| DialError::from_io(target, deadline, error))?;
         prepare_socket(&socket);
-        Ok(socket)
+        Ok((socket, place))
     }
 }
 
@@ -244,10 +250,10 @@ mod tests {
         );
         let rules = vec!["127.0.0.0/8:*".parse().unwrap()];
         let policy = Policy::new(rules, Arc::default(), Arc::default()).with_admin(admin.local_addr().ok());
-        let dialler = Dialler::new(Arc::new(policy));
+        let dialler = Dialler::new(Arc::new(policy), Places::new(1024, 1 << 30));
         let source = async |listener: &TcpListener, host: &str| {
             let target = format!("{host}:{}", listener.local_addr().unwrap().port()).parse().unwrap();
-            let dialled =
+            let (dialled, _place) =
                 dialler.dial(DialRequest::within(DEFAULT_DEADLINE, target), &BTreeSet::new()).await.unwrap();
             let (_, source) = listener.accept().await.unwrap();
             assert_eq!(source, dialled.local_addr().unwrap());

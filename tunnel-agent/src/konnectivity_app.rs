@@ -12,8 +12,8 @@ use tokio::sync::{Semaphore, watch};
 use tunnel_core::admin::{Admin, Serving, register_process_metrics, register_tasks, to_json};
 use tunnel_core::config::ConfigError;
 use tunnel_core::konnectivity::Room;
-use tunnel_core::lifecycle::{Readiness, Shutdown, raise_open_files};
-use tunnel_core::limits::{Limits, register_limits};
+use tunnel_core::lifecycle::{Readiness, Shutdown};
+use tunnel_core::limits::register_limits;
 use tunnel_core::logging;
 
 use crate::addresses::NodeAddresses;
@@ -23,6 +23,7 @@ use crate::konnectivity::{
     KonnectivityConfig, KonnectivityMetrics, LOOKUPS, Set, Shared, client_config, first_number,
 };
 use crate::metrics::Metrics;
+use crate::places::Places;
 use crate::policy::Policy;
 use crate::status::AgentStatus;
 
@@ -48,7 +49,7 @@ pub async fn build(
     servers: KonnectivityConfig,
     log: logging::Handle,
 ) -> anyhow::Result<Bound> {
-    Limits::of_process().log(raise_open_files());
+    let places = Places::of_process();
     check_files(&servers)?;
     let mut registry = Registry::default();
     register_process_metrics(&mut registry, env!("CARGO_PKG_VERSION"));
@@ -71,7 +72,7 @@ pub async fn build(
         reach: config.reach.clone(),
         node: config.node_name.clone(),
         addresses: addresses.shared(),
-        dialler: Dialler::new(Arc::new(policy)),
+        dialler: Dialler::new(Arc::new(policy), places),
         lookups: Semaphore::new(LOOKUPS),
         numbers: first_number(),
         room: Arc::new(Room::of_process()),

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 pub(crate) use postern_testbed::client::hold;
-use postern_testbed::client::{self, visit};
+use postern_testbed::client::{self, echo, visit};
+use postern_testbed::netns::Namespace;
 use postern_testbed::percentiles::Times;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
@@ -175,6 +176,23 @@ pub(crate) async fn hold_many(address: SocketAddr, count: usize) -> Result<Vec<T
         open.push(stream??);
     }
     Ok(open)
+}
+
+/// Opens idle connections, `most` of them, until so many were refused. Returns those that carry.
+pub(crate) async fn take_all(ns: &Namespace, address: SocketAddr, most: usize) -> Result<Vec<TcpStream>> {
+    let (mut held, mut refused) = (Vec::new(), 0);
+    while refused < 20 && held.len() < most {
+        let carried = async {
+            let mut stream = client::connect_from(ns, address, client::PATIENCE).await?;
+            echo(&mut stream, b"mine").await?;
+            anyhow::Ok(stream)
+        };
+        match carried.await {
+            Ok(stream) => held.push(stream),
+            Err(_) => refused += 1,
+        }
+    }
+    Ok(held)
 }
 
 /// `count` clients of the target's source that ask for `length` bytes each and read none.

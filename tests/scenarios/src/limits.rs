@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use hyper_util::rt::TokioIo;
 use postern_testbed::agent::Agent;
-use postern_testbed::client::{self, connect, connect_from, echo, visit};
+use postern_testbed::client::{self, connect, echo, visit};
 use postern_testbed::inventory::{Inventory, node};
 use postern_testbed::netns::Namespace;
 use postern_testbed::report::figure;
@@ -26,7 +26,7 @@ use tunnel_core::identity::{SERVER_NAME, create_csr};
 use tunnel_core::proto::RenewRequest;
 use tunnel_core::proto::enrollment_client::EnrollmentClient;
 
-use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, server_and_agent, target};
+use crate::common::{HEALTHY, alongside, at_once, expect_reset, hold, server_and_agent, take_all, target};
 use crate::hostile_peer::Credentials;
 use crate::web::{Authority, Web};
 
@@ -235,23 +235,6 @@ async fn idle_enrolments_of_twenty_sources_lock_nobody_out(testbed: &Testbed) ->
     nobody_is_locked_out(testbed, server, agent, flood).await
 }
 
-/// Opens connections until so many in a row were refused. Returns those that carry.
-async fn take_all(ns: &Namespace, address: SocketAddr) -> Result<Vec<TcpStream>> {
-    let (mut held, mut refused) = (Vec::new(), 0);
-    while refused < 20 && held.len() < FEW_FILES as usize {
-        let carried = async {
-            let mut stream = connect_from(ns, address, client::PATIENCE).await?;
-            echo(&mut stream, b"mine").await?;
-            anyhow::Ok(stream)
-        };
-        match carried.await {
-            Ok(stream) => held.push(stream),
-            Err(_) => refused += 1,
-        }
-    }
-    Ok(held)
-}
-
 /// As by IPv4, where its packets come from the nodes' tokens.
 async fn this_host_is_another_source_at_each_node_by_ipv6(testbed: &Testbed) -> Result<()> {
     let server = Builder::new(testbed).open_files(FEW_FILES).start().await?;
@@ -260,7 +243,7 @@ async fn this_host_is_another_source_at_each_node_by_ipv6(testbed: &Testbed) -> 
     for n in [1, 2] {
         let edge = testbed.edge(n);
         let on_edge = Target::start(&edge.ns, edge.address_v6, 9100, Behaviour::Echo)?;
-        held.push((take_all(&testbed.cloud, on_edge.address).await?, on_edge));
+        held.push((take_all(&testbed.cloud, on_edge.address, FEW_FILES as usize).await?, on_edge));
     }
     let [first, second] = [held[0].0.len(), held[1].0.len()];
     figure(&format!(
@@ -279,9 +262,9 @@ async fn greedy_clients_leave_open_files_to_the_others(testbed: &Testbed) -> Res
     let _first = Agent::enrol(&server, 1).await?;
     let on_first = target(testbed, 1, 9100, Behaviour::Echo)?;
     let on_second = target(testbed, 2, 9100, Behaviour::Echo)?;
-    let by_pod = take_all(&pod, on_first.address).await?;
+    let by_pod = take_all(&pod, on_first.address, FEW_FILES as usize).await?;
     // This process, whose packets come from the token of the node.
-    let by_host = take_all(&testbed.cloud, on_first.address).await?;
+    let by_host = take_all(&testbed.cloud, on_first.address, FEW_FILES as usize).await?;
     figure(&format!(
         "of {FEW_FILES} open files a pod got {}, this host then {}",
         by_pod.len(),

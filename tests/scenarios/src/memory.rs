@@ -4,8 +4,9 @@ use std::path::Path;
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::cgroup::MemoryLimit;
-use postern_testbed::client::{self, End, connect, connect_from, echo, end_of};
+use postern_testbed::client::{self, End, connect, connect_from, echo, end_of, visit};
 use postern_testbed::metrics::Metrics;
+use postern_testbed::netns::Namespace;
 use postern_testbed::process::Process;
 use postern_testbed::report::figure;
 use postern_testbed::server::{self, Server};
@@ -16,7 +17,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_readers, target};
+use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_readers, take_all, target};
 use crate::web::Web;
 
 scenarios! {
@@ -25,6 +26,9 @@ scenarios! {
     targets_that_never_read_beside_two_thousand_connections(limit = 300),
     downloads_that_nobody_reads_from_a_small_agent(limit = 300),
     heads_that_strangers_never_end(limit = 180),
+    idle_connections_to_a_small_agent(edges = 2, limit = 300),
+    idle_connections_to_an_agent_with_few_files,
+    idle_connections_of_several_sources(edges = 2, limit = 300),
 }
 
 const SERVER: u64 = 256 << 20;
@@ -321,4 +325,120 @@ async fn heads_that_strangers_never_end(testbed: &Testbed) -> Result<()> {
     expect_alive(&mut server.process, &limit)?;
     drop(held);
     Ok(())
+}
+
+/// Says in the report how much of the limit each of these connections has taken.
+fn cost(limit: &MemoryLimit, before: u64, connections: usize) -> Result<()> {
+    let taken = limit.charged()?.saturating_sub(before);
+    let each = taken / connections.max(1) as u64;
+    figure(&format!(
+        "{connections} idle connections: {} MiB more are charged, {each} bytes for each",
+        taken >> 20
+    ));
+    Ok(())
+}
+
+/// The agent refuses what it has no memory for; its other connections, and other nodes, have theirs.
+async fn idle_connections_to_a_small_agent(testbed: &Testbed) -> Result<()> {
+    const MOST: usize = 6_000;
+    // Less than a server with 20,000 open files lets one source have, which is 2,292 connections.
+    let limit = testbed.limit_on_edge("tunnel-agent", 48 << 20)?;
+    let server = crate::common::server(testbed).await?;
+    let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
+    let _other = Agent::enrol(&server, 2).await?;
+    let on_first = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let on_second = target(testbed, 2, 9100, Behaviour::Echo)?;
+    let before = limit.charged()?;
+    let mut held = take_all(&testbed.cloud, on_first.address, MOST).await?;
+    cost(&limit, before, held.len())?;
+    expect_alive(&mut agent.process, &limit)?;
+    ensure!((1_700..2_100).contains(&held.len()), "the agent has taken {} connections", held.len());
+    expect_busy_agent(&server, &agent).await?;
+    visit(on_second.address).await.context("another node")?;
+    for stream in &mut held {
+        echo(stream, b"still mine").await.context("one of those that it has taken")?;
+    }
+    expect_alive(&mut agent.process, &limit)?;
+    drop(held);
+    // Once both ends have seen their ends.
+    let visited = async || visit(on_first.address).await;
+    wait_until("a place among those given back", client::PATIENCE, visited, |_| true).await?;
+    Ok(())
+}
+
+/// That clients were refused for the agent's bound, and not for an error.
+async fn expect_busy_agent(server: &Server<'_>, agent: &Agent<'_>) -> Result<()> {
+    server
+        .wait_access("of a refused client", |line| {
+            line.text("outcome") == "busy" && line.text("error").contains("has open files and memory for")
+        })
+        .await?;
+    let busy = agent.metrics().await?.sum("postern_agent_dials_total", &[("outcome", "busy")]);
+    ensure!(busy >= 1.0, "the agent has counted no dial that it refused");
+    for output in [server.process.output()?, agent.process.output()?] {
+        ensure!(!output.contains("Too many open files"), "files were used up: {output}");
+    }
+    Ok(())
+}
+
+async fn idle_connections_to_an_agent_with_few_files(testbed: &Testbed) -> Result<()> {
+    const FILES: u32 = 256;
+    let server = crate::common::server(testbed).await?;
+    let agent = agent::Builder::new(&server, 1).open_files(FILES)?.enrol(&server).await?;
+    let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let held = take_all(&testbed.cloud, on_edge.address, FILES as usize).await?;
+    ensure!(held.len() == FILES as usize * 3 / 4, "the agent has taken {} connections", held.len());
+    expect_busy_agent(&server, &agent).await?;
+    // It has files for what else it does.
+    ensure!(agent.get("/readyz").await?.0 == 200, "the agent is not ready");
+    Ok(())
+}
+
+/// More idle connections than the server has memory for, from four addresses of pods and from this host, where there are open files
+/// for more: the newest are refused, and another client reaches another node.
+async fn idle_connections_of_several_sources(testbed: &Testbed) -> Result<()> {
+    const SERVER: u64 = 128 << 20;
+    const MOST: usize = 6_000;
+    let pod = testbed.add_pod()?;
+    let limit = testbed.limit_on_cloud("tunnel-server", SERVER)?;
+    let mut server = server::Builder::new(testbed).memory(&limit).start().await?;
+    let _agents = (Agent::enrol(&server, 1).await?, Agent::enrol(&server, 2).await?);
+    let on_first = target(testbed, 1, 9100, Behaviour::Echo)?;
+    let on_second = target(testbed, 2, 9100, Behaviour::Echo)?;
+    let before = limit.charged()?;
+    let mut held = Vec::new();
+    for source in 3..6 {
+        another_source(&pod, source)?;
+        for target in [&on_first, &on_second] {
+            held.extend(take_all(&pod, target.address, MOST - held.len()).await?);
+        }
+    }
+    held.extend(take_all(&testbed.cloud, on_first.address, MOST - held.len()).await?);
+    cost(&limit, before, held.len())?;
+    expect_alive(&mut server.process, &limit)?;
+    ensure!((1_400..2_497).contains(&held.len()), "the server has taken {} connections", held.len());
+    server
+        .wait_access("of a refused client", |line| {
+            line.text("outcome") == "busy" && line.text("error").contains("connections open")
+        })
+        .await?;
+    let metrics = server.metrics().await?;
+    for reason in ["source", "node"] {
+        let refused = metrics.sum("postern_connections_over_limit_total", &[("reason", reason)]);
+        ensure!(refused >= 1.0, "no connection was refused for its {reason}");
+    }
+    another_source(&pod, 6)?;
+    let mut other = connect_from(&pod, on_second.address, client::PATIENCE).await?;
+    echo(&mut other, b"another client").await.context("another client")?;
+    for stream in &mut held {
+        echo(stream, b"still mine").await.context("one of those that it has taken")?;
+    }
+    ensure!(!server.process.output()?.contains("cannot accept"), "the open files were used up");
+    expect_alive(&mut server.process, &limit)
+}
+
+/// Has a pod's connections come from another address.
+fn another_source(pod: &Namespace, number: u8) -> Result<()> {
+    pod.ip(&format!("addr add 10.71.0.{number}/24 dev eth0"))?;
+    pod.ip(&format!("route replace default via 10.71.0.1 src 10.71.0.{number}"))
 }

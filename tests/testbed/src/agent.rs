@@ -144,6 +144,11 @@ impl<'a> Builder<'a> {
         Ok(self)
     }
 
+    /// With this hard limit of open files.
+    pub fn open_files(self, limit: u32) -> Result<Self> {
+        self.below(["prlimit".to_owned(), format!("--nofile={limit}:{limit}")])
+    }
+
     /// Runs the arm64 build of the agent.
     pub fn arm64(mut self) -> Result<Self> {
         self.program = Some(process::arm64_program("tunnel-agent")?);

@@ -135,6 +135,12 @@ impl MemoryLimit {
         Ok(())
     }
 
+    /// The memory that is charged to it now, in bytes, the page cache included.
+    pub fn charged(&self) -> Result<u64> {
+        let file = self.of_version("memory.usage_in_bytes", "memory.current");
+        self.read(file)?.trim().parse().with_context(|| format!("reading {file}"))
+    }
+
     /// The most memory that was charged to it, in bytes, the page cache included.
     pub fn peak(&self) -> Result<u64> {
         let file = self.of_version("memory.max_usage_in_bytes", "memory.peak");

@@ -15,6 +15,7 @@ use tunnel_core::text::printable;
 
 use super::shared::{Busy, Held, Shared};
 use crate::dial::{DEFAULT_DEADLINE, DialError, DialRequest};
+use crate::places::Place;
 
 /// An address of several gets no less of the time that is left, as with Go's dialler.
 const SHORTEST_SHARE: Duration = Duration::from_secs(2);
@@ -30,6 +31,7 @@ pub(super) struct ForServer {
 pub(super) struct Connected {
     socket: TcpStream,
     target: SocketAddr,
+    _place: Place,
     _held: Held,
 }
 
@@ -55,9 +57,9 @@ impl Dial for ForServer {
             }
         };
         match dialled {
-            Ok((socket, target)) => {
+            Ok(((socket, place), target)) => {
                 self.shared.metrics.dialled("ok", started.elapsed());
-                Ok(Connected { socket, target, _held: held })
+                Ok(Connected { socket, target, _place: place, _held: held })
             }
             Err(Failed { outcome, reason }) => {
                 self.shared.metrics.dialled(outcome.as_str(), started.elapsed());
@@ -75,7 +77,7 @@ impl Dial for ForServer {
         outbox: &mut Outbox,
         gone: &Gone,
     ) -> Result<(), String> {
-        let Connected { mut socket, target, _held } = connected;
+        let Connected { mut socket, target, _place, _held } = connected;
         let shared = &self.shared;
         let _counted = Counted::new(shared);
         let started = Instant::now();
@@ -109,7 +111,7 @@ impl Dial for ForServer {
 
 impl ForServer {
     /// To the first of the addresses that the policy allows and that answers.
-    async fn connect(&self, address: &str) -> Result<(TcpStream, SocketAddr), Failed> {
+    async fn connect(&self, address: &str) -> Result<((TcpStream, Place), SocketAddr), Failed> {
         let deadline = tokio::time::Instant::now() + DEFAULT_DEADLINE;
         let named = || format!("dial tcp {}", printable(address, 100));
         let timed_out = || Failed { outcome: Outcome::TimedOut, reason: format!("{}: i/o timeout", named()) };
@@ -124,7 +126,7 @@ impl ForServer {
             let request = DialRequest::within(share(left, targets.len() - tried), target);
             let dialled = self.shared.dialler.dial(request, &loopback_ports);
             match tokio::time::timeout_at(deadline, dialled).await {
-                Ok(Ok(socket)) => return Ok((socket, target)),
+                Ok(Ok(dialled)) => return Ok((dialled, target)),
                 // What the policy says about one address matters less than why another one did not answer.
                 Ok(Err(DialError::Denied { .. })) if failed.is_some() => {}
                 Ok(Err(error)) => {

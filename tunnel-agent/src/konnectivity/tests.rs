@@ -186,7 +186,7 @@ fn shared(dir: &std::path::Path, port: u16, own: &Shutdown) -> Shared {
         reach: crate::reach::Reach::default(),
         node: "edge-1".parse().unwrap(),
         addresses: Arc::new(ArcSwap::from_pointee(vec![IpAddr::from([127, 0, 0, 1])])),
-        dialler: Dialler::new(Arc::new(policy)),
+        dialler: Dialler::new(Arc::new(policy), crate::places::Places::new(1024, 1 << 30)),
         lookups: Semaphore::new(LOOKUPS),
         numbers: first_number(),
         room: Arc::new(Room::of_process()),

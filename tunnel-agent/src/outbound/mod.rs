@@ -119,6 +119,10 @@ impl Outbound {
             self.shared.metrics.outbound(Outcome::Denied);
             return tracing::warn!(address = %listen.address, %client, "this listener is not for that client");
         }
+        let Some(_place) = self.shared.places.take() else {
+            self.shared.metrics.outbound(Outcome::Busy);
+            return tracing::debug!(%client, limit = self.shared.places.limit(), "connection refused at a bound");
+        };
         let since = Instant::now();
         // A request of a client that is gone must not be carried out once the line is back.
         let given_up = || since.elapsed() >= PATIENCE && has_closed(&socket);

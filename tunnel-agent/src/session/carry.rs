@@ -18,6 +18,7 @@ use tunnel_core::outcome::Outcome;
 use super::state::SessionState;
 use crate::connections::Connection;
 use crate::dial::{DialError, DialRequest};
+use crate::places::Place;
 
 /// Answers one Carry stream, from the request to the end of both directions.
 pub(super) fn carry(
@@ -47,7 +48,7 @@ async fn relay(
             return;
         }
     };
-    let (target, mut socket) = match dialled {
+    let (target, (mut socket, _place)) = match dialled {
         Ok(dialled) => dialled,
         Err(error) => {
             session.shared.metrics.dialled(error.label(), started.elapsed());
@@ -110,10 +111,10 @@ async fn relay(
 async fn dial(
     session: &SessionState,
     request: Result<DialRequest, DialError>,
-) -> Result<(SocketAddr, TcpStream), DialError> {
+) -> Result<(SocketAddr, (TcpStream, Place)), DialError> {
     let request = request?;
-    let socket = session.common.dialler.dial(request, &session.common.loopback_ports.load_full()).await?;
-    Ok((request.target, socket))
+    let dialled = session.common.dialler.dial(request, &session.common.loopback_ports.load_full()).await?;
+    Ok((request.target, dialled))
 }
 
 #[cfg(test)]

@@ -45,8 +45,9 @@ pub(super) async fn connect(
     let chain = presented(&stream);
     let io = LinkIo::new(stream);
     let flow = io.flow();
-    let link =
-        within("HTTP/2 preface", link::server_builder().handshake(io)).await?.map_err(SessionEnd::Link)?;
+    let mut http2 = link::server_builder();
+    http2.max_concurrent_streams(shared.places.streams());
+    let link = within("HTTP/2 preface", http2.handshake(io)).await?.map_err(SessionEnd::Link)?;
     Ok(Connected { link, chain, flow, again, local, proxy })
 }
 

@@ -16,6 +16,7 @@ use super::handover::Handover;
 use super::resumed::Resumed;
 use crate::identity::Announced;
 use crate::metrics::Metrics;
+use crate::places::Places;
 use crate::policy::Policy;
 use crate::reach::Reach;
 
@@ -26,6 +27,8 @@ pub struct Shared {
     pub reach: Reach,
     pub epochs: EpochSource,
     pub policy: Arc<Policy>,
+    /// How many connections to carry at a time.
+    pub places: Places,
     /// The node's addresses, as reported to the servers.
     pub addresses: watch::Receiver<Arc<Vec<IpAddr>>>,
     /// Takes the trust bundles that servers announce.

@@ -130,7 +130,7 @@ impl SessionState {
     ) -> Self {
         let (events, event_stream) = mpsc::channel(64);
         let common = Common {
-            dialler: Dialler::new(shared.policy.clone()),
+            dialler: Dialler::new(shared.policy.clone(), shared.places.clone()),
             stalls: StallBound::new(link::AGENT_STALL_BYTES, link::STREAM_WINDOW as usize),
             loopback_ports: ArcSwap::default(),
             connections: AtomicU32::new(0),

@@ -4,6 +4,7 @@
 //! close with a TCP reset before anything can fail, and a connection that both directions have ended well takes that
 //! back. A cancelled task and a killed process reset their connections too.
 
+use std::io;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 

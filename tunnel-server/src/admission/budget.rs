@@ -1,4 +1,7 @@
-//! The process's open files, divided into parts that guarantee each user of them its own; and what strangers may have of its memory.
+//! The process's open files, or as many as it has memory for, divided into parts that guarantee each user of them its own; and what
+//! strangers may have of its memory.
+
+use tunnel_core::memory::connections;
 
 /// More handshakes at a time would only wait for each other's signatures.
 const MOST_HANDSHAKES: u32 = 4096;
@@ -10,6 +13,7 @@ const MOST_ENROLMENTS: u32 = 1024;
 const NEWCOMER: u64 = 96 << 10;
 /// However little memory there is.
 const LEAST_NEWCOMERS: u32 = 64;
+const LEAST_FILES: u32 = 1024;
 
 /// How many connections of a kind may be open at a time. Each takes one open file of the process.
 ///
@@ -43,9 +47,11 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Divides `open_files`, and takes a sixth of `memory`, in bytes, for newcomers.
+    /// Divides `open_files`, or as many as half of `memory`, in bytes, is enough for; and takes a sixth of it for newcomers. The doors
+    /// have 37/64 of them, so that idle connections at all doors take three tenths of the memory.
     pub fn of(open_files: u32, memory: u64) -> Self {
-        let part = |share: u32, of: u32| (open_files / of).saturating_mul(share);
+        let files = open_files.min(connections(memory / 2).max(LEAST_FILES));
+        let part = |share: u32, of: u32| (files / of).saturating_mul(share);
         Self {
             redirect: part(11, 32),
             https: part(7, 64),
@@ -79,9 +85,22 @@ mod tests {
         assert_eq!(newcomers(u64::MAX), u32::MAX);
     }
 
+    #[test]
+    fn connections_are_bounded_by_memory_as_well_as_by_files() {
+        let redirect = |open_files, memory| Budget::of(open_files, memory).redirect;
+        // LimitNOFILE=infinity is that many on most hosts, and more on others.
+        for open_files in [1_048_576, 1_073_741_816, u32::MAX] {
+            assert_eq!(redirect(open_files, 2 << 30), 40_040);
+            assert_eq!(redirect(open_files, 128 << 20), 2_497);
+            assert_eq!(redirect(open_files, 0), 352);
+        }
+        assert_eq!(redirect(20_000, 2 << 30), 6_875, "the files are fewer");
+        assert!(redirect(u32::MAX, u64::MAX) > 1_000_000_000);
+    }
+
     proptest! {
         #[test]
-        fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32) {
+        fn a_quarter_is_left_for_links_and_the_server_itself(open_files: u32, memory: u64) {
             let Budget {
                 redirect,
                 https,
@@ -97,7 +116,7 @@ mod tests {
                 enrolments,
                 additional,
                 newcomers: _,
-            } = Budget::of(open_files, 1 << 30);
+            } = Budget::of(open_files, memory);
             let own = [redirect, https, http, plain, egress, 3 * connect, maps];
             let agents = [strangers, known, certified, enrolments, additional];
             let parts = [&own[..], &agents].concat();

@@ -33,7 +33,8 @@ struct Counts {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Full {
     #[error(
-        "all {limit} connections that this door may have are open: raise the limit of open files (ulimit -n)"
+        "all {limit} connections that this door may have are open: raise the limit of open files (ulimit -n) or of memory, whichever \
+         is the lower one (docs/operations.md, Limits)"
     )]
     Door { limit: u32 },
     #[error("{source_key} has {open} connections open, and this door has only {free} of its {limit} left")]

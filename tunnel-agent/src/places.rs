@@ -1,0 +1,89 @@
+//! How many connections this agent carries at a time, for all servers and workloads together.
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tunnel_core::lifecycle::raise_open_files;
+use tunnel_core::limits::Limits;
+use tunnel_core::link::MAX_STREAMS;
+use tunnel_core::memory::connections;
+
+/// Files that are kept for links, the admin port and the program itself, however few there are.
+const OWN_FILES: u32 = 64;
+/// Streams of a link that carry no connection: its calls.
+const CALLS: u32 = 16;
+/// However little there is.
+const LEAST: u32 = 16;
+
+/// As many as open files and memory are enough for.
+#[derive(Clone, Debug)]
+pub struct Places {
+    limit: u32,
+    free: Arc<Semaphore>,
+}
+
+/// Of one connection; dropping it frees it.
+pub(crate) type Place = OwnedSemaphorePermit;
+
+impl Places {
+    /// Three quarters of the files, and a third of the memory, in bytes: what stalled receivers hold, and the program itself, take the
+    /// rest.
+    pub(crate) fn new(open_files: u32, memory: u64) -> Self {
+        let by_files = open_files.saturating_sub(OWN_FILES.max(open_files / 4));
+        let limit = by_files.min(connections(memory / 3)).max(LEAST);
+        Self { limit, free: Arc::new(Semaphore::new(limit as usize)) }
+    }
+
+    /// Raises the limit of open files, and says in the log what was found.
+    pub(crate) fn of_process() -> Self {
+        let (open_files, limits) = (raise_open_files(), Limits::of_process());
+        limits.log(open_files);
+        let places = Self::new(open_files, limits.memory.amount);
+        tracing::info!(connections = places.limit, "bound of what is carried at a time");
+        places
+    }
+
+    pub(crate) fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    /// Streams that a server may open on a link.
+    pub(crate) fn streams(&self) -> u32 {
+        self.limit.saturating_add(CALLS).min(MAX_STREAMS)
+    }
+
+    /// None: all are taken.
+    pub(crate) fn take(&self) -> Option<Place> {
+        self.free.clone().try_acquire_owned().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_bounded_by_files_and_by_memory() {
+        let limit = |open_files, memory: u64| Places::new(open_files, memory).limit();
+        assert_eq!(limit(1_048_576, 64 << 20), 2_427);
+        assert_eq!(limit(1_048_576, 192 << 20), 7_281);
+        assert_eq!(limit(1_024, 192 << 20), 768);
+        assert_eq!(limit(128, 192 << 20), 64);
+        assert_eq!((limit(0, 0), limit(10, 1 << 30)), (LEAST, LEAST));
+        // LimitNOFILE=infinity, on a machine without another limit.
+        for open_files in [1_073_741_816, u32::MAX] {
+            assert_eq!(limit(open_files, 64 << 20), 2_427);
+            let places = Places::new(open_files, u64::MAX);
+            assert!(places.take().is_some() && places.streams() == MAX_STREAMS);
+        }
+    }
+
+    #[test]
+    fn a_place_that_is_given_back_is_free() {
+        let places = Places::new(0, 0);
+        let mut held: Vec<_> = std::iter::from_fn(|| places.take()).collect();
+        assert_eq!((held.len(), places.streams()), (LEAST as usize, LEAST + CALLS));
+        held.pop();
+        assert!(places.take().is_some());
+    }
+}
