@@ -60,7 +60,7 @@ impl Connection {
     }
 
     /// Whether the target's address is the node's, or a pod's on it.
-    pub(crate) fn to_address_of_node(self, of_node: bool) -> Self {
+    pub(crate) fn with_of_node(self, of_node: bool) -> Self {
         Self { of_node, ..self }
     }
 

@@ -63,7 +63,7 @@ mod tests {
             let (node, target) = (node.parse().unwrap(), target.parse::<std::net::SocketAddr>().unwrap());
             let of_node = begin.has(&node, target.ip());
             let client = "10.70.0.1:40000".parse().unwrap();
-            Connection::new("redirect", client, Some(node), target).to_address_of_node(of_node)
+            Connection::new("redirect", client, Some(node), target).with_of_node(of_node)
         };
         let held = connection("a", "10.8.0.9:10250");
         let other = connection("a", "10.8.0.1:10250");

@@ -83,7 +83,11 @@ async fn the_next_holder_of_a_nodes_address_is_never_dialled(testbed: &Testbed) 
     let mut nodes = Inventory::of(testbed)?;
     nodes.nodes[1] = inventory::node(&edge.name, true, &[NEXT.into()], &[]);
     nodes.write()?;
-    let updated = async || greeting(SocketAddr::new(NEXT.into(), KUBELET)).await;
+    // Before the server knows it, a connect to it leads nowhere.
+    let updated = async || {
+        let attempt = greeting(SocketAddr::new(NEXT.into(), KUBELET));
+        tokio::time::timeout(Duration::from_secs(1), attempt).await.context("no connection")?
+    };
     wait_until("the kubelet to answer at the new address", agent::START, updated, |said| said == "edge-1")
         .await?;
     let (host, elsewhere) =

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use postern_testbed::agent::{self, Agent};
 use postern_testbed::dns::{Answer, Answers, NameServer};
+use postern_testbed::server::Builder;
 use postern_testbed::wait::wait_for;
 use postern_testbed::{CLOUD, Testbed};
 
@@ -47,7 +48,7 @@ async fn attaches_by<'a>(
 ) -> Result<()> {
     let names = NameServer::start(&testbed.edge(1).ns, Answers::v4(CLOUD, NODATA))?;
     let resolver = resolver(testbed).await?;
-    let server = server(testbed).await?;
+    let server = Builder::new(testbed).flag("--bind-address=::").start().await?;
     let builder = agent::Builder::alone(testbed, 1).flag(format!("--server={NAME}:10262"));
     let mut agent = build(builder)?.mounts_of(resolver.keeper.pid()).enrol(&server).await?;
     for other in [SERVFAIL, NXDOMAIN, REFUSED, Answer::Dropped] {

@@ -44,14 +44,14 @@ pub(super) async fn check(
         };
         let (outcome, failed) = match checkup.blocked(&["conntrack"]) {
             Some(reason) => (Outcome::Skipped(reason), BTreeSet::new()),
-            None if running.is_some() => way.from_host().await,
+            None if running.is_some() => way.try_from_host().await,
             None => (way.untried(), BTreeSet::new()),
         };
         checkup.add("rules", outcome);
         // They are explained already.
         way.ports.retain(|port| !failed.contains(port));
         let clients = running.map_or(&[][..], |running| &running.status.redirect.clients);
-        checkup.run("pods", &["running", "conntrack"], async || way.from_pods(clients).await).await;
+        checkup.run("pods", &["running", "conntrack"], async || way.try_from_pods(clients).await).await;
     } else {
         checkup.add("rules", Outcome::Skipped("--redirect=off".to_owned()));
     }
@@ -106,7 +106,7 @@ impl Way<'_> {
     }
 
     /// Also returns the ports that failed.
-    async fn from_host(&self) -> (Outcome, BTreeSet<u16>) {
+    async fn try_from_host(&self) -> (Outcome, BTreeSet<u16>) {
         let (mut faults, mut ports) = (Vec::new(), BTreeSet::new());
         for (range, token) in &self.tokens {
             let failed = trial::from_here(*token, &self.ports).await;
@@ -185,7 +185,7 @@ impl Way<'_> {
         faults
     }
 
-    async fn from_pods(&self, clients: &[IpNet]) -> Outcome {
+    async fn try_from_pods(&self, clients: &[IpNet]) -> Outcome {
         if self.ports.is_empty() {
             return Outcome::Skipped(
                 "no tunnelled port leads from this host itself to the server".to_owned(),

@@ -67,7 +67,7 @@ impl AccessLogGuard {
     ) -> Self {
         context.metrics.opened(door);
         let of_node = node.as_ref().is_some_and(|node| context.router.snapshot().has(node, target.ip()));
-        let connection = Connection::new(door, client, node, target).to_address_of_node(of_node);
+        let connection = Connection::new(door, client, node, target).with_of_node(of_node);
         Self {
             connection: context.metrics.live(connection),
             outcome: Outcome::Shutdown,
