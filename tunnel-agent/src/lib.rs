@@ -13,7 +13,7 @@ pub mod konnectivity_app;
 pub mod kube;
 pub mod metrics;
 pub mod outbound;
-mod places;
+pub mod places;
 pub mod policy;
 mod servers;
 pub mod session;

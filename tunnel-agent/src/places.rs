@@ -28,7 +28,7 @@ pub(crate) type Place = OwnedSemaphorePermit;
 impl Places {
     /// Three quarters of the files, and a third of the memory, in bytes: what stalled receivers hold, and the program itself, take the
     /// rest.
-    pub(crate) fn new(open_files: u32, memory: u64) -> Self {
+    pub fn new(open_files: u32, memory: u64) -> Self {
         let by_files = open_files.saturating_sub(OWN_FILES.max(open_files / 4));
         let limit = by_files.min(connections(memory / 3)).max(LEAST);
         Self { limit, free: Arc::new(Semaphore::new(limit as usize)) }

@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tunnel_agent::metrics::Metrics;
+use tunnel_agent::places::Places;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::reach::Reach;
 use tunnel_agent::session::{
@@ -144,6 +145,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
                 reach: Reach::default(),
                 epochs: EpochSource::open(dir.join(n.to_string())),
                 policy: Arc::new(policy),
+                places: Places::new(1024, 1 << 30),
                 addresses,
                 bundles: bundles.clone(),
                 attached: Attached::default(),

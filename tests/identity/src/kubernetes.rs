@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_agent::identity::{Announced, CsrEnrolment, Pace};
 use tunnel_agent::kube::ApiServer as AgentApi;
 use tunnel_agent::metrics::Metrics;
+use tunnel_agent::places::Places;
 use tunnel_agent::policy::Policy;
 use tunnel_agent::reach::Reach;
 use tunnel_agent::session::{Attached, BenchPolicy, EpochSource, Handover, Resumed, Shared, Spread};
@@ -69,6 +70,7 @@ fn shared_with(state_dir: &Path, spread: Spread) -> (Arc<Shared>, mpsc::Receiver
         reach: Reach::default(),
         epochs: EpochSource::open(state_dir.join("epoch")),
         policy: Arc::new(Policy::new(Vec::new(), Arc::default(), Arc::default())),
+        places: Places::new(1024, 1 << 30),
         addresses: watch::channel(Arc::new(Vec::new())).1,
         bundles,
         attached: Attached::default(),

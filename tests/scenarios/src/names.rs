@@ -34,7 +34,7 @@ async fn resolver(testbed: &Testbed) -> Result<Mounted> {
 }
 
 async fn one_kind_of_address_is_enough(testbed: &Testbed) -> Result<()> {
-    attaches_by(testbed, |builder| Ok(builder)).await
+    attaches_by(testbed, Ok).await
 }
 
 /// The builds that are released: without glibc, whose resolver is more lenient.

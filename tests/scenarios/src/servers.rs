@@ -11,7 +11,7 @@ use postern_testbed::client::{self, connect_from, echo, end_of, visit};
 use postern_testbed::netns::Namespace;
 use postern_testbed::server::{Builder, Server};
 use postern_testbed::target::Behaviour;
-use postern_testbed::wait::wait_until;
+use postern_testbed::wait::{wait_for, wait_until};
 use postern_testbed::{CLOUD, NEIGHBOUR, Testbed};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;

@@ -40,7 +40,7 @@ pub(super) async fn check(
             config,
             rules: &rules,
             tokens: tokens(config, redirected(false), redirected(true)),
-            ports: super::tunnelled(&config.redirect_ports, running),
+            ports: tunnelled(&config.redirect_ports, running),
         };
         let (outcome, failed) = match checkup.blocked(&["conntrack"]) {
             Some(reason) => (Outcome::Skipped(reason), BTreeSet::new()),
@@ -56,6 +56,12 @@ pub(super) async fn check(
         checkup.add("rules", Outcome::Skipped("--redirect=off".to_owned()));
     }
     checkup.add("firewall", agent_port(config, &rules));
+}
+
+/// The ports of the flags, and those that the running server has from its cluster's ConfigMap.
+fn tunnelled(flags: &BTreeSet<u16>, running: Option<&Running<StatusReport>>) -> Vec<u16> {
+    let running = running.into_iter().flat_map(|running| &running.status.redirect.ports);
+    flags.iter().chain(running).copied().collect::<BTreeSet<u16>>().into_iter().collect()
 }
 
 /// The kernel counts connections by network namespace, and has one bound for each.
@@ -398,5 +404,30 @@ pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
             fix = finding.fix,
             "another program takes connections to edge pods"
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_of_the_configmap_are_examined_too() {
+        let mut status = serde_json::json!({
+            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
+            "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,
+                         "excluded": 0, "programs": []},
+            "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
+        });
+        let ports = |status: &serde_json::Value| {
+            let status = serde_json::from_value(status.clone()).unwrap();
+            let running = Running { status, pending: None, metrics: String::new(), flags: None };
+            tunnelled(&BTreeSet::from([10250, 10255]), Some(&running))
+        };
+        // One of a version that does not say them.
+        assert_eq!(ports(&status), [10250, 10255]);
+        status["redirect"]["ports"] = serde_json::json!([9200, 10250]);
+        assert_eq!(ports(&status), [9200, 10250, 10255]);
+        assert_eq!(tunnelled(&BTreeSet::from([10250]), None), [10250]);
     }
 }

@@ -13,7 +13,6 @@ mod trial;
 pub(crate) use firewall::warn_of_taken_pod_ports;
 pub use node::test;
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -56,12 +55,6 @@ pub async fn examine(
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
 }
 
-/// The ports of the flags, and those that the running server has from its cluster's ConfigMap.
-fn tunnelled(flags: &BTreeSet<u16>, running: Option<&Running<StatusReport>>) -> Vec<u16> {
-    let running = running.into_iter().flat_map(|running| &running.status.redirect.ports);
-    flags.iter().chain(running).copied().collect::<BTreeSet<u16>>().into_iter().collect()
-}
-
 async fn names(config: &Config) -> Outcome {
     let mut faults = Vec::new();
     for peer in &config.peers {
@@ -77,29 +70,4 @@ pub fn bad_flags(reason: &str) -> Report {
     let fix = "correct the flag: `tunnel-server --help` has its form";
     checkup.add("flags", Finding::new(&codes::BAD_FLAGS, reason, fix).into());
     checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ports_of_the_configmap_are_examined_too() {
-        let mut status = serde_json::json!({
-            "version": "1", "server_id": "s", "uptime_s": 1, "ready": true, "pending": [], "nodes": [], "doors": [],
-            "redirect": {"state": "on", "reason": null, "mended": 0, "counters": {}, "routes": 1, "routes_down": 0,
-                         "excluded": 0, "programs": []},
-            "inventory": {"source": "f", "edge": 0, "cloud": 0, "last_error": null, "conflicts": []},
-        });
-        let ports = |status: &serde_json::Value| {
-            let status = serde_json::from_value(status.clone()).unwrap();
-            let running = Running { status, pending: None, metrics: String::new(), flags: None };
-            tunnelled(&BTreeSet::from([10250, 10255]), Some(&running))
-        };
-        // One of a version that does not say them.
-        assert_eq!(ports(&status), [10250, 10255]);
-        status["redirect"]["ports"] = serde_json::json!([9200, 10250]);
-        assert_eq!(ports(&status), [9200, 10250, 10255]);
-        assert_eq!(tunnelled(&BTreeSet::from([10250]), None), [10250]);
-    }
 }
