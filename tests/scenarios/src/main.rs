@@ -29,10 +29,10 @@ mod kubernetes;
 mod limits;
 mod load;
 mod logs;
+mod lookups;
 mod mapped;
 mod memory;
 mod moved;
-mod names;
 mod needs;
 mod operating;
 mod options;
@@ -72,7 +72,7 @@ fn all() -> impl Iterator<Item = &'static Scenario> {
         load::SCENARIOS,
         memory::SCENARIOS,
         moved::SCENARIOS,
-        names::SCENARIOS,
+        lookups::SCENARIOS,
         options::SCENARIOS,
         restart::SCENARIOS,
         servers::SCENARIOS,

@@ -17,7 +17,7 @@ use crate::support::{EDGE, PORT, World, ask, at, config, desired};
 
 pub(crate) const CASES: &[Case] = &[
     ("pod::processes_outside_of_it_are_redirected", outside_of_it),
-    ("pod::its_limits_are_found_below_the_hosts_hierarchy", covered),
+    ("pod::its_limits_are_found_below_the_hosts_hierarchy", its_limits_are_found_below_the_hosts_hierarchy),
 ];
 
 const MANIFEST: &str = include_str!("../../../deploy/base/server-daemonset.yaml");
@@ -43,7 +43,7 @@ fn outside_of_it() {
 }
 
 /// Manifests of earlier versions mount the host's hierarchy over the pod's own.
-fn covered() {
+fn its_limits_are_found_below_the_hosts_hierarchy() {
     let (pod, _) = enter_pod();
     let root = cgroup_mount();
     as_containerd_mounts(&root);
