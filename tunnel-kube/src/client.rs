@@ -1,6 +1,7 @@
 //! The client of the API server.
 
-use std::net::IpAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,13 +9,20 @@ use bytes::Bytes;
 use http::header::RETRY_AFTER;
 use http::{Response, StatusCode};
 use http_body_util::{Either, Full};
+use hyper_timeout::TimeoutConnector;
+use hyper_util::client::legacy::Client as HttpClient;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::legacy::connect::dns::Name;
+use hyper_util::rt::TokioExecutor;
 use kube::Client;
-use kube::client::ClientBuilder;
+use kube::client::ConfigExt as _;
 use kube::config::{Config, InClusterError, KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::core::Status;
 use kube::core::response::StatusDetails;
 use tower::util::MapResponseLayer;
+use tower::{BoxError, ServiceBuilder, service_fn};
 use tunnel_core::error::chain;
+use tunnel_core::net::lookup;
 
 /// Where the objects are when nothing says otherwise.
 const DEFAULT_NAMESPACE: &str = "kube-system";
@@ -173,13 +181,27 @@ fn choose_namespace(
 fn build(mut config: Config, namespace: &str, settings: &ClientSettings) -> Result<Client, kube::Error> {
     config.connect_timeout = Some(settings.connect_timeout);
     config.read_timeout = Some(settings.read_timeout);
+    // As `ClientBuilder::try_from` makes it, but for the resolver.
+    let mut http = HttpConnector::new_with_resolver(service_fn(resolve));
+    http.enforce_http(false);
+    let mut connector = TimeoutConnector::new(config.rustls_https_connector_with_connector(http)?);
+    connector.set_connect_timeout(config.connect_timeout);
+    connector.set_read_timeout(config.read_timeout);
     // Otherwise the time that a connection spent in the pool counts.
-    config.reset_reader_on_write = true;
-    // Hidden retries of up to minutes would leave nothing to report that the API server is away.
-    config.default_retry = false;
-    namespace.clone_into(&mut config.default_namespace);
-    let layer = MapResponseLayer::new(keep_retry_after);
-    Ok(ClientBuilder::try_from(config)?.with_layer(&layer).build())
+    connector.set_reset_reader_on_write(true);
+    let service = ServiceBuilder::new()
+        .layer(MapResponseLayer::new(keep_retry_after))
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .map_err(BoxError::from)
+        .service(HttpClient::builder(TokioExecutor::new()).build(connector));
+    Ok(Client::new(service, namespace))
+}
+
+/// The addresses of the API server's name. Its port comes later.
+async fn resolve(name: Name) -> io::Result<std::vec::IntoIter<SocketAddr>> {
+    Ok(lookup(name.as_str(), 0).await?.into_iter())
 }
 
 /// Moves the header Retry-After into the body: the client hands on nothing else of an error.
