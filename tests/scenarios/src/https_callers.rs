@@ -262,7 +262,7 @@ async fn an_ended_half_is_answered_at_every_listener(testbed: &Testbed) -> Resul
     const METRIC: &str = "postern_build_info{";
     let cas = Cas::new(testbed)?;
     let builder = cas.server(testbed)?.flag("--plain-port=10268").flag("--plain-clients=10.70.0.0/24");
-    let server = builder.flag("--metrics-port=10269").start().await?;
+    let server = builder.flag("--metrics-port=10269").flag("--terminate-tls=on").start().await?;
     let _agent = Agent::enrol(&server, 1).await?;
     let names = [SanType::DnsName("edge-1".try_into()?)];
     let _targets = [Web::with_tls(testbed, 1, KUBELET, &cas.nodes, &names)?, Web::start(testbed, 1, 9100)?];
