@@ -83,7 +83,7 @@ async fn a_pods_limits_are_found(testbed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// What the program has found, and where.
+/// The limits that the program has found, and the files that have them.
 fn expect_limits(metrics: &Metrics, limit: &MemoryLimit) -> Result<()> {
     expect_budget(metrics, limit)?;
     #[expect(clippy::cast_precision_loss, reason = "megabytes fit")]

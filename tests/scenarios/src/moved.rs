@@ -32,7 +32,7 @@ const BACK: Duration = Duration::from_secs(30);
 /// How long what is held may last.
 const ENDS: Duration = Duration::from_secs(10);
 
-/// What the target at an address says first.
+/// The greeting of the target at an address.
 async fn greeting(address: SocketAddr) -> Result<String> {
     let mut stream = client::connect(address).await?;
     let mut said = [0; 8];

@@ -78,7 +78,7 @@ async fn a_range_that_others_use_is_refused(testbed: &Testbed) -> Result<()> {
     ip("rule del priority 0")?;
     refused("the route default by the interface meta0 in the table 77").await?;
     ip("rule del priority 10")?;
-    // What is wider than the range, and what comes after the table, takes nothing.
+    // A wider route, and a rule behind the `local` table's, take nothing.
     ip("route add 198.0.0.0/8 dev meta0")?;
     let server = Builder::new(testbed).start().await?;
     ip("route add 198.19.4.0/24 dev meta0")?;

@@ -162,7 +162,7 @@ impl MemoryLimit {
     }
 }
 
-/// Whether a mount of version 1 has the CPU controller: its name has all controllers of the mount.
+/// True if a mount of version 1 has the CPU controller: its name lists its controllers.
 fn has_cpu(mount: &Path) -> bool {
     let name = mount.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     name.split(',').any(|controller| controller == "cpu")

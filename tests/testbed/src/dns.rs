@@ -12,7 +12,7 @@ const HEADER: usize = 12;
 const TYPE_A: u16 = 1;
 const TYPE_AAAA: u16 = 28;
 
-/// What every question of one kind gets.
+/// The answer to every question of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     Address(IpAddr),

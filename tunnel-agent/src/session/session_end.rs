@@ -74,7 +74,7 @@ impl SessionEnd {
         Self::Tls { source: io::Error::other(error), proxy: None }
     }
 
-    /// Whether nothing answered at all, no name server either: then trying again soon is no load for any server, and finds the
+    /// True if nothing answered at all, no name server either: then trying again soon is no load for any server, and finds the
     /// line as soon as it is back. A name server that says that there is no such name has answered.
     pub(super) fn line_is_out(&self) -> bool {
         match self {

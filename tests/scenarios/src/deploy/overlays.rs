@@ -82,7 +82,7 @@ pub(super) async fn masters_of_every_distribution_get_a_server(testbed: &Testbed
     Ok(())
 }
 
-/// Whether a node with these labels is one of the terms', as the scheduler decides: all expressions of any term.
+/// True if a node with these labels matches all expressions of any term, as the scheduler decides.
 fn selects(terms: &Value, labels: &[(&str, &str)]) -> Result<bool> {
     let list = |value: &Value| value.as_array().cloned().context("no list");
     for term in list(terms)? {

@@ -1,4 +1,4 @@
-//! What others' rules do to redirected connections: `tunnel-server doctor` tries the way, and names the rule.
+//! Firewall rules of others in the way of redirected connections: `tunnel-server doctor` tries the way, and names the rule.
 
 use std::fs;
 use std::net::{Ipv4Addr, UdpSocket};
