@@ -199,7 +199,7 @@ async fn rules_of_the_host(cluster: &Cluster<'_>) -> Result<()> {
     let finding = &rules["findings"][0];
     let found = finding["found"].as_str().unwrap_or_default();
     ensure!(finding["code"] == "foreign-rules" && found.contains("port 10255 of the tokens"), "{report:#}");
-    ensure!(found.contains("on the host: `iptables-save > "), "{report:#}");
+    ensure!(found.contains("on the host `iptables-save > "), "{report:#}");
     let reason = pods["found"].as_str().unwrap_or_default();
     ensure!(pods["state"] == "skipped" && reason.contains("CAP_SYS_ADMIN"), "{report:#}");
     Ok(())
