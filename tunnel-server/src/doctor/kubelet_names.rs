@@ -6,12 +6,12 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Node, NodeAddress, Pod};
+use k8s_openapi::api::core::v1::{Node, NodeAddress};
 use kube::api::ListParams;
 use kube::{Api, Client};
-use tokio::net::lookup_host;
 use tokio::time::timeout;
 use tunnel_core::doctor::{Finding, Outcome, codes};
+use tunnel_core::net::lookup;
 
 use crate::inventory::Selector;
 
@@ -30,11 +30,8 @@ pub(super) async fn check(client: &Client, edge: &Selector) -> Outcome {
         Ok(Err(error)) => return Outcome::Skipped(format!("failed to list nodes: {error}")),
         Err(_) => return Outcome::Skipped("failed to list nodes: no answer".to_owned()),
     };
-    let read = match in_processes(Path::new("/proc")) {
-        Some(order) => Some((order, "its command line".to_owned())),
-        None => in_static_pod(client).await,
-    };
-    let order = read.as_ref().map_or(DEFAULT, |(order, _)| order);
+    let read = in_processes(Path::new("/proc"));
+    let order = read.as_deref().unwrap_or(DEFAULT);
     let is_edge = |node: &&Node| node.metadata.labels.as_ref().is_some_and(|labels| edge.matches(labels));
     let edges = nodes.iter().filter(is_edge);
     for node in edges.take(EXAMINED) {
@@ -44,9 +41,8 @@ pub(super) async fn check(client: &Client, edge: &Selector) -> Outcome {
              to the node's address"
         );
         return match read {
-            Some((order, from)) => {
-                Finding::new(&codes::KUBELET_BY_NAME, format!("{fault}; {FLAG}={order} by {from}"), fix)
-                    .into()
+            Some(order) => {
+                Finding::new(&codes::KUBELET_BY_NAME, format!("{fault}; {FLAG}={order}"), fix).into()
             }
             None => Outcome::Skipped(format!(
                 "{fault}. kube-apiserver's flags cannot be read here: kubeadm and k3s set InternalIP first; otherwise {fix}"
@@ -70,9 +66,9 @@ async fn unresolved(node: &Node, order: &str) -> Option<String> {
         .filter(|address| address.type_.ends_with("IP"))
         .filter_map(|one| one.address.parse().ok())
         .collect();
-    let reason = match timeout(DEADLINE, lookup_host((name.as_str(), 0))).await {
+    let reason = match timeout(DEADLINE, lookup(name, 0)).await {
         Ok(Ok(found)) => {
-            let found: Vec<IpAddr> = found.map(|address| address.ip()).collect();
+            let found: Vec<IpAddr> = found.iter().map(|address| address.ip()).collect();
             if found.iter().any(|address| addresses.contains(address)) {
                 return None;
             }
@@ -99,16 +95,6 @@ fn in_processes(proc: &Path) -> Option<String> {
         let here = is_one && fs::read_link(process.path().join("ns/net")).is_ok_and(|net| net == own);
         here.then(|| order_of(&args))
     })
-}
-
-/// What kubelets run it with on a master that was made by kubeadm. Needs the right to get pods.
-async fn in_static_pod(client: &Client) -> Option<(String, String)> {
-    let name = format!("kube-apiserver-{}", std::env::var("NODE_NAME").ok()?);
-    let pods = Api::<Pod>::namespaced(client.clone(), "kube-system");
-    let pod = timeout(DEADLINE, pods.get(&name)).await.ok()?.ok()?;
-    let container = pod.spec?.containers.into_iter().next()?;
-    let args = [container.command.unwrap_or_default(), container.args.unwrap_or_default()].concat();
-    Some((order_of(&args), format!("the pod {name}")))
 }
 
 fn order_of(args: &[String]) -> String {
