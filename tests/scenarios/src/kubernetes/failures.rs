@@ -8,7 +8,7 @@ use postern_testbed::client::{connect, connect_error};
 use postern_testbed::cluster::pods::{self, TALK, shell};
 use postern_testbed::cluster::{Cluster, EDGE_NODE, postern, tls};
 use postern_testbed::server::Server;
-use postern_testbed::wait::wait_until;
+use postern_testbed::wait::{wait_for, wait_until};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::time::timeout;
 
@@ -131,9 +131,13 @@ async fn node_moves(cluster: &mut Cluster<'_>, server: &Server<'_>) -> Result<()
     // The old address is unused now and does not answer.
     let error = connect_error((old, 10250), Duration::from_secs(2)).await?;
     ensure!(error.kind() == std::io::ErrorKind::TimedOut, "the old address: {error}");
-    let stream = connect((new, 10250)).await?;
-    tls::handshake(stream, &new.to_string(), &cluster.pki, None).await?;
-    Ok(())
+    // The Node is younger than the agent's certificate. A few seconds after it was made the server refuses the session for that, and
+    // the agent enrols again.
+    wait_for("the new address to lead to the node", PATIENCE, async || {
+        let Ok(stream) = connect((new, 10250)).await else { return Ok(None) };
+        Ok(tls::handshake(stream, &new.to_string(), &cluster.pki, None).await.ok().map(drop))
+    })
+    .await
 }
 
 /// Waits until a plain `kubectl logs` works.
