@@ -24,7 +24,7 @@ pub struct Limit {
     pub from: PathBuf,
 }
 
-/// What this process may use.
+/// The memory and CPU time that this process may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// In bytes.
@@ -69,7 +69,7 @@ impl Limits {
         usize::try_from(self.cpu.amount.div_ceil(1000)).unwrap_or(usize::MAX).max(1)
     }
 
-    /// Whether no cgroup that is in sight limits the memory below the machine's.
+    /// True if no cgroup that is in sight limits the memory below the machine's.
     pub fn memory_is_machines(&self) -> bool {
         self.memory.from == Path::new(MACHINE)
     }

@@ -1,4 +1,4 @@
-//! What the memory that this process may use is divided into.
+//! The parts that this process's memory is divided into.
 
 use crate::limits::Limits;
 

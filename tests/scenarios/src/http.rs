@@ -367,7 +367,7 @@ async fn unusual_nodes_take_nothing_from_the_others(testbed: &Testbed) -> Result
         curl(testbed, &[&format!("http://{address}:{PORT}/")]).await?.expect(200, "")?;
         ensure!(web.connections() == before + 1, "{address} led elsewhere");
     }
-    // What is here stays here.
+    // Addresses of this host stay here.
     for address in ["127.0.0.1".parse()?, CLOUD] {
         let here = Target::start(&testbed.cloud, address, 9104, Behaviour::Echo)?;
         client::echo(&mut connect(here.address).await?, b"here").await?;

@@ -1,4 +1,4 @@
-//! Whether a program in a pod has found the pod's limits.
+//! The check that a program in a pod has found the pod's limits.
 
 use super::checkup::{Finding, Outcome};
 use super::codes;

@@ -1,4 +1,4 @@
-//! What an address says of a host.
+//! Properties of a host's address.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
