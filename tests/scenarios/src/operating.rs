@@ -161,8 +161,8 @@ async fn status_and_admin_pages(testbed: &Testbed) -> Result<()> {
 
     // Labels are bounded: none is an address or a node's name.
     let metrics = server_.metrics().await?;
-    ensure!(!metrics.0.is_empty(), "no metrics");
-    for sample in &metrics.0 {
+    ensure!(!metrics.samples.is_empty(), "no metrics");
+    for sample in &metrics.samples {
         let name = &sample.name;
         ensure!(!name.starts_with("postern_postern_"), "{name} has its prefix twice");
         ensure!(name.starts_with("postern_") || name.starts_with("process_"), "{name} has a foreign prefix");

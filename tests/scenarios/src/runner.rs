@@ -14,7 +14,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use postern_testbed::id::{Id, Kind};
 use postern_testbed::process::{Process, log_file};
 use postern_testbed::report::{FIGURE, PROGRESS, progress};
-use postern_testbed::{Shape, load_target, supervisor, sweep, visitors};
+use postern_testbed::{Shape, load_target, logs, supervisor, sweep, visitors};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::doctor::faults;
@@ -33,6 +33,8 @@ static KILLED_AT: OnceLock<Instant> = OnceLock::new();
 
 static LIVE: Mutex<Vec<Id>> = Mutex::new(Vec::new());
 static TOOK: Mutex<Vec<Took>> = Mutex::new(Vec::new());
+/// Lines of the programs at level ERROR, each with its scenario.
+static ERRORS: Mutex<Vec<(&str, String)>> = Mutex::new(Vec::new());
 static SLOTS: OnceLock<Slots> = OnceLock::new();
 
 /// The `scenarios` program; `--run NAME --id ID`, `--target` and `--visit` are for the processes that it starts itself.
@@ -79,6 +81,9 @@ fn dispatch(mut args: Vec<OsString>, mut scenarios: Vec<&'static Scenario>) -> R
     let took = std::mem::take(&mut *lock(&TOOK));
     if took.len() > 1 {
         print!("{}", durations::summary(start, took));
+    }
+    for (scenario, line) in std::mem::take(&mut *lock(&ERRORS)) {
+        println!("logged at ERROR: {scenario}: {line}");
     }
     Ok(conclusion.exit_code())
 }
@@ -139,7 +144,10 @@ fn in_own_process(place: usize, scenario: &Scenario) -> Result<(), Failed> {
     let _slot = SLOTS.get_or_init(|| Slots::new(CONCURRENT)).enter(place, scenario.load());
     let (id, from) = (Id::new(Kind::Test), Instant::now());
     lock(&LIVE).push(id.clone());
-    let result = supervise(scenario, &id, variables);
+    let result =
+        supervise(scenario, &id, variables).or_else(|error| bail!("{error:#}{}", kept(scenario, &id)));
+    let errors = logs::errors(&id.dir()).into_iter().map(|line| (scenario.name(), line));
+    lock(&ERRORS).extend(errors);
     let removed = sweep::remove(&id);
     lock(&LIVE).retain(|live| *live != id);
     let (name, cluster) = (scenario.name(), scenario.has_cluster());
@@ -168,15 +176,18 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
     worker.kill_group();
     let left = sweep::leftovers(id)?;
     match status {
-        Some(status) if status.success() && left.is_empty() => {}
-        Some(status) if status.success() => bail!("passed, but left behind: {}", left.join(", ")),
+        Some(status) if status.success() => {
+            ensure!(left.is_empty(), "passed, but left behind: {}", left.join(", "));
+            let panics = logs::panics(&dir);
+            ensure!(panics.is_empty(), "passed, but there was a panic:\n{}", panics.join("\n"));
+        }
         Some(status) => {
-            bail!("ended with {status} after {:.1?}\n{}", start.elapsed(), supervisor::logs(&dir))
+            bail!("ended with {status} after {:.1?}\n{}", start.elapsed(), logs::ends(&dir))
         }
         None => {
             let reason = format!("not finished after {:?}, killed", limit(scenario));
             shown.print(&format!("FAILED  {reason}"));
-            bail!("{reason}\n{}", supervisor::logs(&dir))
+            bail!("{reason}\n{}", logs::ends(&dir))
         }
     }
     for line in fs::read_to_string(&log).unwrap_or_default().lines() {
@@ -185,6 +196,19 @@ fn supervise(scenario: &Scenario, id: &Id, variables: Vec<(String, String)>) -> 
         }
     }
     Ok(())
+}
+
+/// Keeps the logs of a failed run below the target folder, and says where.
+fn kept(scenario: &Scenario, id: &Id) -> String {
+    let place = std::env::current_exe().ok();
+    let Some(target) = place.as_deref().and_then(Path::parent).and_then(Path::parent) else {
+        return String::new();
+    };
+    let to = target.join("failed").join(scenario.name().replace("::", "/"));
+    match logs::keep(&id.dir(), &to) {
+        Ok(()) => format!("\nthe whole logs are in {}", to.display()),
+        Err(error) => format!("\nthe logs are lost: {error:#}"),
+    }
 }
 
 fn runtime() -> Result<Runtime> {

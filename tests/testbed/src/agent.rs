@@ -309,9 +309,10 @@ impl<'a> Agent<'a> {
         serde_json::from_str(&body).with_context(|| format!("/status is not JSON: {body}"))
     }
 
+    /// Waits for a text in what the present process has logged.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         let what = format!("the agent's log to contain {text:?}");
-        wait_until(&what, START, async || self.process.output(), |log| log.contains(text)).await?;
+        wait_until(&what, START, async || self.process.own_output(), |log| log.contains(text)).await?;
         Ok(())
     }
 

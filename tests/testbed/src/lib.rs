@@ -19,6 +19,7 @@ pub mod document;
 pub mod id;
 pub mod inventory;
 pub mod load_target;
+pub mod logs;
 pub mod maps;
 pub mod metrics;
 pub mod netns;

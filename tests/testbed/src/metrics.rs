@@ -1,5 +1,5 @@
 //! Reading metrics in the text format of Prometheus and OpenMetrics.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use anyhow::{Context as _, Result, bail};
@@ -12,20 +12,32 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// The samples of a /metrics page.
+/// A /metrics page.
 #[derive(Clone, Debug, Default)]
-pub struct Metrics(pub Vec<Sample>);
+pub struct Metrics {
+    pub samples: Vec<Sample>,
+    /// Names of the `# TYPE` lines: a family without a series has nothing else.
+    families: BTreeSet<String>,
+}
 
 impl Metrics {
     /// Reads a page; an unreadable line is an error that shows it.
     pub fn parse(page: &str) -> Result<Self> {
         let lines = page.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
         let samples = lines.map(|line| sample(line).with_context(|| format!("metrics line {line:?}")));
-        samples.collect::<Result<_>>().map(Self)
+        let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+        Ok(Self {
+            samples: samples.collect::<Result<_>>()?,
+            families: types.map(ToOwned::to_owned).collect(),
+        })
     }
 
     /// The sum of a metric over all series with these labels; 0 when there are none.
+    ///
+    /// # Panics
+    /// The page has no such metric: a test that asks for a name which nobody exposes would pass with 0.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        assert!(self.has(name), "there is no metric {name}, only {:?}", self.families);
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
@@ -36,22 +48,20 @@ impl Metrics {
         if sum == expected {
             return Ok(());
         }
-        let series: Vec<String> =
-            self.0.iter().filter(|sample| sample.name == name).map(ToString::to_string).collect();
-        if series.is_empty() {
-            let mut names: Vec<&str> = self.0.iter().map(|sample| sample.name.as_str()).collect();
-            names.dedup();
-            bail!("there is no metric {name}, only {}", names.join(" "));
-        }
+        let series = self.samples.iter().filter(|sample| sample.name == name);
+        let series: Vec<String> = series.map(ToString::to_string).collect();
         bail!("{name}{labels:?} is {sum}, expected {expected}:\n{}", series.join("\n"))
     }
 
+    /// Whether the page has the metric, with or without a series. Of a histogram it has `_bucket`, `_sum` and `_count`.
     pub fn has(&self, name: &str) -> bool {
-        self.0.iter().any(|sample| sample.name == name)
+        let family = ["_bucket", "_sum", "_count"].iter().find_map(|part| name.strip_suffix(part));
+        [Some(name), family].into_iter().flatten().any(|name| self.families.contains(name))
+            || self.samples.iter().any(|sample| sample.name == name)
     }
 
     fn matching<'a>(&'a self, name: &'a str, labels: &'a [(&str, &str)]) -> impl Iterator<Item = &'a Sample> {
-        self.0.iter().filter(move |sample| {
+        self.samples.iter().filter(move |sample| {
             sample.name == name
                 && labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|have| have == value))
         })
@@ -108,7 +118,7 @@ mod tests {
 
     #[test]
     fn a_page_is_read() {
-        let page = "# HELP a_total text\n# TYPE a counter\na_total{x=\"1\",y=\"q\\\"}u\"} 3\na_total{x=\"2\"} 4.5\nplain 7 1700000000\n# EOF\n";
+        let page = "# HELP a_total text\n# TYPE a_total counter\n# TYPE none_total counter\na_total{x=\"1\",y=\"q\\\"}u\"} 3\na_total{x=\"2\"} 4.5\nplain 7 1700000000\n# EOF\n";
         let metrics = Metrics::parse(page).unwrap();
         assert_eq!(metrics.sum("a_total", &[]), 7.5);
         assert_eq!(metrics.sum("a_total", &[("x", "1")]), 3.0);
@@ -116,9 +126,15 @@ mod tests {
         assert_eq!(metrics.sum("plain", &[]), 7.0);
         metrics.expect("a_total", &[("x", "1")], 3.0).unwrap();
         assert!(metrics.expect("a_total", &[], 3.0).unwrap_err().to_string().contains("7.5"));
-        assert!(metrics.expect("b_total", &[], 0.0).is_ok(), "a missing series counts as 0");
-        assert!(metrics.expect("b_total", &[], 1.0).unwrap_err().to_string().contains("no metric"));
+        assert_eq!(metrics.sum("none_total", &[]), 0.0, "a metric without a series");
         assert!(metrics.has("plain") && !metrics.has("a"));
+    }
+
+    #[test]
+    #[should_panic(expected = "there is no metric b_total")]
+    fn a_metric_that_nobody_exposes_is_not_zero() {
+        let metrics = Metrics::parse("# TYPE a_total counter\na_total 3\n").unwrap();
+        metrics.sum("b_total", &[]);
     }
 
     #[test]

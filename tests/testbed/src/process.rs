@@ -82,6 +82,8 @@ pub struct Process {
     child: Child,
     /// None: it writes to this program's own output.
     log: Option<PathBuf>,
+    /// Where its part of the log begins: one that was started again appends.
+    begins: usize,
     ended: Option<ExitStatus>,
 }
 
@@ -112,9 +114,11 @@ impl Process {
     }
 
     fn start(name: &str, mut command: Command, log: Option<PathBuf>) -> Result<Self> {
+        let written = log.as_ref().and_then(|log| fs::metadata(log).ok()).map_or(0, |log| log.len());
+        let begins = usize::try_from(written).context("the length of a log")?;
         let child = command.stdin(Stdio::null()).process_group(0).spawn();
         let child = child.with_context(|| format!("starting {command:?}"))?;
-        Ok(Self { name: name.to_owned(), child, log, ended: None })
+        Ok(Self { name: name.to_owned(), child, log, begins, ended: None })
     }
 
     /// Its name in messages and of its log.
@@ -127,10 +131,20 @@ impl Process {
         self.child.id()
     }
 
+    /// The whole log, also of processes of this name that ran before.
     pub fn output(&self) -> Result<String> {
+        self.output_from(0)
+    }
+
+    /// What this process has written.
+    pub fn own_output(&self) -> Result<String> {
+        self.output_from(self.begins)
+    }
+
+    fn output_from(&self, begins: usize) -> Result<String> {
         let log = self.log.as_ref().with_context(|| format!("{} has no log", self.name))?;
         let bytes = fs::read(log).with_context(|| format!("reading {}", log.display()))?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
+        Ok(String::from_utf8_lossy(bytes.get(begins..).unwrap_or_default()).into_owned())
     }
 
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {

@@ -420,9 +420,10 @@ impl<'a> Server<'a> {
         lines.0.context("an accepted line")
     }
 
+    /// Waits for a text in what the present process has logged.
     pub async fn wait_log(&self, text: &str) -> Result<()> {
         wait_for(&format!("the server's log to contain {text:?}"), Duration::from_secs(15), async || {
-            Ok(self.process.output()?.contains(text).then_some(()))
+            Ok(self.process.own_output()?.contains(text).then_some(()))
         })
         .await
     }

@@ -2,7 +2,6 @@
 //! time, and removes everything it made, however it ended.
 use std::ffi::OsStr;
 use std::fs;
-use std::path::Path;
 use std::process::{Command, ExitCode, ExitStatus};
 use std::time::Duration;
 
@@ -12,12 +11,10 @@ use nix::unistd::Uid;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::id::Id;
+use crate::logs;
 use crate::process::Process;
 use crate::sweep;
 use crate::topology::{Shape, Testbed};
-
-/// Lines of each log that a failure shows.
-const LINES_SHOWN: usize = 60;
 
 /// Fails unless this process runs as root.
 pub fn ensure_root(who: &str) -> Result<()> {
@@ -73,7 +70,7 @@ pub fn supervise(what: &str, id: &Id, command: Command, limit: Duration, keep: b
     if succeeded && keep {
         return Ok(ExitCode::SUCCESS);
     }
-    let (logs, left) = (logs(&id.dir()), sweep::leftovers(id));
+    let (logs, left) = (logs::ends(&id.dir()), sweep::leftovers(id));
     sweep::remove(id)?;
     match end? {
         End::Exited(_) if succeeded => {
@@ -104,25 +101,4 @@ async fn wait(what: &str, command: Command, limit: Duration) -> Result<End> {
         },
         signal = interrupted() => Ok(End::Interrupted(signal?)),
     }
-}
-
-/// The end of every log of a run, the scenario's own last.
-pub fn logs(dir: &Path) -> String {
-    let Ok(entries) = fs::read_dir(dir.join("logs")) else { return String::new() };
-    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
-    paths.sort_by_key(|path| (path.ends_with("scenario.log"), path.clone()));
-    let mut text = String::new();
-    for path in paths {
-        let bytes = fs::read(&path).unwrap_or_default();
-        let whole = String::from_utf8_lossy(&bytes);
-        let lines: Vec<&str> = whole.lines().collect();
-        let from = lines.len().saturating_sub(LINES_SHOWN);
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        text.push_str(&format!("--- {name}: last {} of {} lines\n", lines.len() - from, lines.len()));
-        for line in &lines[from..] {
-            text.extend(line.chars().take(500));
-            text.push('\n');
-        }
-    }
-    text
 }

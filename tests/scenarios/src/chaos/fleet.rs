@@ -361,19 +361,6 @@ impl<'a> Fleet<'a> {
         held.insert("folders of pins".to_owned(), pins.count() as f64);
         Ok(held)
     }
-
-    /// Fails if a program has panicked.
-    pub(super) fn expect_no_panic(&self) -> Result<()> {
-        let logs = self.testbed.dir().join("logs");
-        for entry in std::fs::read_dir(&logs).context("the logs")? {
-            let path = entry?.path();
-            let text = std::fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
-            let text = String::from_utf8_lossy(&text);
-            let panic = text.lines().find(|line| line.contains("panicked at"));
-            ensure!(panic.is_none(), "{}: {}", path.display(), panic.unwrap_or_default());
-        }
-        Ok(())
-    }
 }
 
 fn server_name(at: usize) -> String {

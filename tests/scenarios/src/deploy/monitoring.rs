@@ -48,7 +48,7 @@ pub(super) async fn panels_ask_for_what_programs_expose(testbed: &Testbed) -> Re
     for query in queries(&dashboard()?) {
         let about_agents = query.contains("$node") || query.contains("\"tunnel-agent\"");
         let page = if about_agents { &of_agent } else { &of_server };
-        let (types, series) = (families(page), Metrics::parse(page)?.0);
+        let (types, series) = (families(page), Metrics::parse(page)?.samples);
         for (name, labels) in metrics_in(&query) {
             asked += 1;
             let histogram = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
