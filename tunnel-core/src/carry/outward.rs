@@ -146,16 +146,12 @@ impl Outward<'_> {
         send: &mut SendStream<Bytes>,
         size: usize,
     ) -> Result<usize, RelayError> {
-        // What h2 queues for a stream is its buffer less the capacity that it gives. A receiver that has taken everything has
-        // announced half of its window at least, which is more than the buffer.
-        let share = self.flow.share();
-        let queued = SEND_BUFFER - share;
-        let least = HEADER_LEN + SMALL_READ.min(share - HEADER_LEN);
-        send.reserve_capacity(queued + least.max((HEADER_LEN + size).min(share)));
-        while send.capacity() < queued + least {
+        let room = Room::new(self.flow);
+        send.reserve_capacity(room.wanted(size));
+        while send.capacity() < room.least() {
             Box::pin(self.more_capacity(socket, send, 0)).await?;
         }
-        Ok(size.min(send.capacity() - queued - HEADER_LEN))
+        Ok(room.of(send.capacity(), size))
     }
 
     /// Waits for more capacity. `poll_capacity` reports changes only: what is there already must be asked for first. `held`:
@@ -215,6 +211,37 @@ impl Outward<'_> {
             }
         }
         std::future::pending().await
+    }
+}
+
+/// How much h2 may queue for a stream: its share of the link's buffer.
+#[derive(Clone, Copy)]
+pub(super) struct Room {
+    share: usize,
+    /// The rest of h2's buffer. What h2 queues for a stream is its buffer less the capacity that it gives. A receiver that has taken
+    /// everything has announced half of its window at least, which is more than the buffer.
+    others: usize,
+}
+
+impl Room {
+    pub(super) fn new(flow: &Flow) -> Self {
+        let share = flow.share();
+        Self { share, others: SEND_BUFFER - share }
+    }
+
+    /// The capacity to reserve for a read of `size`.
+    pub(super) fn wanted(self, size: usize) -> usize {
+        self.least().max(self.others + (HEADER_LEN + size).min(self.share))
+    }
+
+    /// The capacity with which a small read can be sent whole.
+    pub(super) fn least(self) -> usize {
+        self.others + HEADER_LEN + SMALL_READ.min(self.share - HEADER_LEN)
+    }
+
+    /// How much of a read of `size` can be sent whole with `capacity`, which is [`Self::least`] at least.
+    pub(super) fn of(self, capacity: usize, size: usize) -> usize {
+        size.min(capacity - self.others - HEADER_LEN)
     }
 }
 

@@ -2,34 +2,26 @@
 //! or TLS. Whoever has the [`TunnelStream`] reads and writes it like a socket; [`PipeEnd::run`] does the carrying, on the
 //! thread that owns the link.
 
-use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use h2::{RecvStream, SendStream};
-use tokio::io::{
-    AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream, ReadBuf, ReadHalf, WriteHalf,
-};
+use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio_util::sync::CancellationToken;
 
-use super::error::{RelayError, Side};
-use super::forward::Held;
-use super::frame::{Deframer, FrameError, HEADER_LEN, header};
-use super::inward::ended_well;
-use super::outward::{send_error, stream_reset};
+use super::error::Side;
+use super::pump::Pump;
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
-use crate::link::{Flow, SEND_BUFFER, Taken};
+use crate::link::Flow;
 use crate::outcome::Outcome;
 
 /// Bytes that wait in each direction between the two ends of a pipe.
 const BUFFER: usize = 64 << 10;
-/// Bytes that are sent at a time at least, once there is room for them.
-const SMALL: usize = 4 << 10;
 /// How long a target may take to close after its stream was ended and dropped here.
 const LINGER: Duration = Duration::from_secs(5);
 
@@ -152,149 +144,37 @@ impl PipeEnd {
     /// Carries both directions until they have ended. `over` ends it before, with its reason.
     pub async fn run(
         self,
-        pipe: Pipe<'_>,
+        Pipe { flow, stalls, traffic }: Pipe<'_>,
         send: &mut SendStream<Bytes>,
-        mut stream: RecvStream,
+        stream: RecvStream,
         over: impl Future<Output = Outcome>,
     ) {
         let Self { io, shared } = self;
         let (mut read, mut write) = tokio::io::split(io);
-        let both = async {
-            tokio::try_join!(
-                pipe.outward(&mut read, send),
-                pipe.inward(&mut write, &mut stream, &shared.abort)
-            )
-        };
+        let pump = Pump { flow, stalls, abort: &shared.abort, traffic };
         let lingered = async {
             shared.left.cancelled().await;
             tokio::time::sleep(LINGER).await;
         };
-        let ended = tokio::select! {
-            biased;
-            (outcome, reason) = shared.abort.triggered() => Err(RelayError::Aborted(outcome, reason)),
-            ended = both => ended.map(|_| ()),
-            // Who asked for an answer is told no more than this.
-            outcome = over => Err(RelayError::Aborted(outcome, outcome.as_str())),
-            () = lingered => Err(RelayError::Aborted(Outcome::Ok, "")),
+        let ended = {
+            let mut carrying = std::pin::pin!(pump.run(&mut read, &mut write, send, stream));
+            tokio::select! {
+                biased;
+                ended = &mut carrying => ended,
+                outcome = over => {
+                    // Who asked for an answer is told no more than this.
+                    shared.abort.trigger_for(outcome, outcome.as_str());
+                    carrying.await
+                }
+                () = lingered => {
+                    shared.abort.trigger(Outcome::Ok);
+                    carrying.await
+                }
+            }
         };
         if let Err(error) = ended {
-            let outcome = error.outcome(Side::Server);
             // Set before the pipe ends, which shows it.
-            let _ = shared.failed.set((outcome, error.to_string()));
-            send.send_reset(outcome.reset_reason());
+            let _ = shared.failed.set((error.outcome(Side::Server), error.to_string()));
         }
-    }
-}
-
-impl Pipe<'_> {
-    async fn outward(
-        &self,
-        from: &mut ReadHalf<DuplexStream>,
-        send: &mut SendStream<Bytes>,
-    ) -> Result<(), RelayError> {
-        loop {
-            let room = self.room(send).await?;
-            // One that is idle would keep it from all other streams: it is a part of the link's window, which has room for 8,191.
-            send.reserve_capacity(0);
-            let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
-            segment.put_bytes(0, HEADER_LEN);
-            let mut limited = (&mut segment).limit(room);
-            let read = tokio::select! {
-                biased;
-                reset = poll_fn(|cx| send.poll_reset(cx)) => {
-                    return reset.map_or_else(RelayError::from, RelayError::Reset).unless_unwanted();
-                }
-                read = from.read_buf(&mut limited) => read.map_err(RelayError::Socket)?,
-            };
-            if read == 0 {
-                return match send.send_data(Bytes::new(), true) {
-                    Ok(()) => Ok(()),
-                    Err(error) => send_error(send, error).await.unless_unwanted(),
-                };
-            }
-            let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
-            segment[..HEADER_LEN].copy_from_slice(&head);
-            if let Err(error) = send.send_data(segment.freeze(), false) {
-                return send_error(send, error).await.unless_unwanted();
-            }
-            self.traffic.count_from_socket(read);
-        }
-    }
-
-    /// Waits until a small segment, at least, can be sent whole, and returns how much data can.
-    async fn room(&self, send: &mut SendStream<Bytes>) -> Result<usize, RelayError> {
-        // What h2 queues for a stream is its buffer less the capacity that it gives.
-        let share = self.flow.share();
-        let queued = SEND_BUFFER - share;
-        let least = HEADER_LEN + SMALL.min(share - HEADER_LEN);
-        send.reserve_capacity(queued + share);
-        while send.capacity() < queued + least {
-            let _wait = self.traffic.for_tunnel.begin(0);
-            match poll_fn(|cx| send.poll_capacity(cx)).await {
-                Some(capacity) => capacity.map(drop)?,
-                None => return Err(RelayError::Reset(stream_reset(send).await)),
-            }
-        }
-        Ok((send.capacity() - queued).min(share) - HEADER_LEN)
-    }
-
-    async fn inward(
-        &self,
-        to: &mut WriteHalf<DuplexStream>,
-        stream: &mut RecvStream,
-        abort: &Arc<Abort>,
-    ) -> Result<(), RelayError> {
-        let (mut held, mut deframer, mut taken) = (Held::default(), Deframer::default(), Taken::default());
-        while let Some(mut chunk) = held.receive(stream).await? {
-            let length = chunk.len();
-            while let Some(data) = deframer.next(&mut chunk)? {
-                self.write(to, &data, &mut held, stream, abort).await?;
-                self.traffic.count_to_socket(data.len());
-            }
-            taken.add(length, self.flow);
-            stream.flow_control().release_capacity(length)?;
-        }
-        deframer.finish()?;
-        ended_well(stream).await?;
-        to.shutdown().await.map_err(RelayError::Socket)
-    }
-
-    /// Hands `data` on. While the reader takes nothing, what has come is held here, and counted.
-    async fn write(
-        &self,
-        to: &mut WriteHalf<DuplexStream>,
-        mut data: &[u8],
-        held: &mut Held,
-        stream: &mut RecvStream,
-        abort: &Arc<Abort>,
-    ) -> Result<(), RelayError> {
-        let since = Instant::now();
-        let mut ticket = None;
-        while !data.is_empty() {
-            let written = poll_fn(|cx| match Pin::new(&mut *to).poll_write(cx, data) {
-                Poll::Ready(written) => Poll::Ready(written.map_err(RelayError::Socket)),
-                Poll::Pending => {
-                    if let Err(error) = held.gather(stream, cx) {
-                        return Poll::Ready(Err(error.into()));
-                    }
-                    let bytes = stream.flow_control().used_capacity();
-                    match &mut ticket {
-                        None => {
-                            let waiting = &self.traffic.for_socket;
-                            ticket = Some(self.stalls.enter(abort, waiting, cx.waker(), bytes));
-                        }
-                        Some(ticket) => ticket.update(cx.waker(), bytes, || Some(since.elapsed())),
-                    }
-                    Poll::Pending
-                }
-            })
-            .await?;
-            if written == 0 {
-                return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
-            }
-            ticket = None;
-            data = &data[written..];
-        }
-        Ok(())
     }
 }

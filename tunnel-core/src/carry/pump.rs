@@ -1,5 +1,5 @@
-//! Relays bytes between one HTTP/2 stream of a link and a client that is not a plain TCP socket: TLS, a Unix socket, or the
-//! packets of another protocol. For sockets there is [`super::Relay`], which copies less.
+//! Relays bytes between one HTTP/2 stream of a link and a client that is not a plain TCP socket: TLS, a Unix socket, the packets
+//! of another protocol, or a [`super::pipe()`] of this process. For sockets there is [`super::Relay`], which copies less.
 //!
 //! As there, flow control is returned to the sender only for bytes that the client has taken, so a client that does not
 //! read stops its own stream and no other.
@@ -20,9 +20,9 @@ use super::error::{RelayError, Side};
 use super::forward::Held;
 use super::frame::{Deframer, FrameError, HEADER_LEN, header};
 use super::inward::ended_well;
-use super::outward::{SMALL_READ, next_size, send_error, stream_reset};
+use super::outward::{Room, SMALL_READ, next_size, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
-use super::traffic::{Traffic, Waiting};
+use super::traffic::Traffic;
 use crate::link::{Bulk, Flow, Taken};
 
 /// What relaying needs besides the client and the stream, on the server's end.
@@ -73,7 +73,13 @@ impl Pump<'_> {
         let mut size = SMALL_READ;
         let mut bulk = Bulk::new(self.flow);
         loop {
-            let mut segment = BytesMut::with_capacity(HEADER_LEN + size);
+            let room = match self.room(send, size).await {
+                Ok(room) => room,
+                Err(error) => return error.unless_unwanted(),
+            };
+            // One that is idle would keep it from all other streams: it is a part of the link's window, which has room for 8,191.
+            send.reserve_capacity(0);
+            let mut segment = BytesMut::with_capacity(HEADER_LEN + room);
             segment.put_bytes(0, HEADER_LEN);
             let read = tokio::select! {
                 biased;
@@ -90,15 +96,31 @@ impl Pump<'_> {
                     Err(error) => send_error(send, error).await.unless_unwanted(),
                 };
             }
-            size = next_size(size, read, self.flow.piece());
-            bulk.set(size > SMALL_READ);
+            if room == size {
+                size = next_size(size, read, self.flow.piece());
+                bulk.set(size > SMALL_READ);
+            }
             let head = header(read).ok_or(RelayError::Frame(FrameError::Length))?;
             segment[..HEADER_LEN].copy_from_slice(&head);
-            if let Err(error) = send_all(send, segment.freeze(), &self.traffic.for_tunnel).await {
-                return error.unless_unwanted();
+            if let Err(error) = send.send_data(segment.freeze(), false) {
+                return send_error(send, error).await.unless_unwanted();
             }
             self.traffic.count_from_socket(read);
         }
+    }
+
+    /// Waits until a small read, at least, can be sent whole, and returns how much of a read of `size` can.
+    async fn room(&self, send: &mut SendStream<Bytes>, size: usize) -> Result<usize, RelayError> {
+        let room = Room::new(self.flow);
+        send.reserve_capacity(room.wanted(size));
+        while send.capacity() < room.least() {
+            let _wait = self.traffic.for_tunnel.begin(0);
+            match poll_fn(|cx| send.poll_capacity(cx)).await {
+                Some(capacity) => capacity.map(drop)?,
+                None => return Err(RelayError::Reset(stream_reset(send).await)),
+            }
+        }
+        Ok(room.of(send.capacity(), size))
     }
 
     /// From the stream to the client, with the stream's end.
@@ -162,27 +184,4 @@ impl Pump<'_> {
         })
         .await
     }
-}
-
-async fn send_all(
-    send: &mut SendStream<Bytes>,
-    mut rest: Bytes,
-    waiting: &Waiting,
-) -> Result<(), RelayError> {
-    send.reserve_capacity(rest.len());
-    while !rest.is_empty() {
-        let capacity = send.capacity();
-        if capacity == 0 {
-            let _wait = waiting.begin(rest.len());
-            match poll_fn(|cx| send.poll_capacity(cx)).await {
-                Some(capacity) => capacity.map(drop)?,
-                None => return Err(RelayError::Reset(stream_reset(send).await)),
-            }
-            continue;
-        }
-        if let Err(error) = send.send_data(rest.split_to(capacity.min(rest.len())), false) {
-            return Err(send_error(send, error).await);
-        }
-    }
-    Ok(())
 }
