@@ -4,17 +4,16 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
-use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme, version};
-use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{ClientConfig, version};
+use rustls_pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::certificate::{SERVER_NAME, alternative_names, parse, server_names_of_certificate};
-use super::tls::server_name;
+use super::tls::{provider, server_name};
+use super::verify::server_verifier;
 use crate::text::printable;
 
 /// Of an answer so much is read.
@@ -82,18 +81,23 @@ async fn shake_hands(
     name: ServerName<'static>,
     alpn: &[u8],
 ) -> io::Result<(Vec<CertificateDer<'static>>, Shaken)> {
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let seen = Arc::new(Seen { chain: Mutex::default(), provider: Arc::clone(&provider) });
+    let seen = Arc::<Mutex<Vec<CertificateDer<'static>>>>::default();
+    let note = seen.clone();
+    let verifier = server_verifier(move |leaf, rest, _, _| {
+        let chain = std::iter::once(leaf).chain(rest).map(|certificate| certificate.clone().into_owned());
+        *note.lock().unwrap_or_else(PoisonError::into_inner) = chain.collect();
+        Ok(())
+    });
     // Also the older version: an interceptor may know of no other.
-    let mut config = ClientConfig::builder_with_provider(provider)
+    let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13, &version::TLS12])
         .map_err(io::Error::other)?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::clone(&seen) as Arc<dyn ServerCertVerifier>)
+        .with_custom_certificate_verifier(verifier)
         .with_no_client_auth();
     config.alpn_protocols = vec![alpn.to_vec()];
     let shaken = TlsConnector::from(Arc::new(config)).connect(name, stream).await;
-    let chain = std::mem::take(&mut *seen.chain.lock().unwrap_or_else(PoisonError::into_inner));
+    let chain = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
     Ok((chain, shaken))
 }
 
@@ -110,58 +114,4 @@ pub fn describe_certificate(certificate: &CertificateDer<'_>) -> String {
 /// Whether this could be a tunnel-server's certificate, of whichever CA.
 pub fn names_a_tunnel_server(certificate: &CertificateDer<'_>) -> bool {
     server_names_of_certificate(certificate).is_ok_and(|names| names.iter().any(|name| name == SERVER_NAME))
-}
-
-#[derive(Debug)]
-struct Seen {
-    chain: Mutex<Vec<CertificateDer<'static>>>,
-    provider: Arc<CryptoProvider>,
-}
-
-impl ServerCertVerifier for Seen {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        _now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let chain = std::iter::once(end_entity).chain(intermediates);
-        let chain = chain.map(|certificate| certificate.clone().into_owned()).collect();
-        *self.chain.lock().unwrap_or_else(PoisonError::into_inner) = chain;
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(
-            message,
-            certificate,
-            signature,
-            &self.provider.signature_verification_algorithms,
-        )
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(
-            message,
-            certificate,
-            signature,
-            &self.provider.signature_verification_algorithms,
-        )
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
-    }
 }

@@ -42,4 +42,5 @@ pub use tls::{
     caller_verifier, certified, concerns_certificates, foreign_tls, peer_tls, pinned_tls, refusal,
     server_name,
 };
+pub use verify::{client_verifier, server_verifier};
 pub use zeroize::Zeroizing;

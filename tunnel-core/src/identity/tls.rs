@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use rustls::client::Resumption;
-use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{
@@ -21,9 +20,9 @@ use tokio_rustls::TlsAcceptor;
 
 use super::agent::AgentIdentity;
 use super::bundle::TrustBundle;
-use super::certificate::{SERVER_NAME, parse_ca_hash};
+use super::certificate::{SERVER_NAME, client_of_certificate, parse_ca_hash};
 use super::error::IdentityError;
-use super::verify::{ClientVerifier, Trust, TunnelServerVerifier};
+use super::verify::{Trust, client_verifier, refuse, server_verifier};
 use crate::error::causes;
 
 /// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
@@ -36,7 +35,7 @@ pub const ALPN_EDGE: &[u8] = b"postern-edge/1";
 pub const ALPN_GRPC: &[u8] = b"h2";
 
 /// Always passed explicitly: the process default belongs to the program that links this crate.
-fn provider() -> Arc<CryptoProvider> {
+pub(super) fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
@@ -53,12 +52,12 @@ pub fn server_name() -> ServerName<'static> {
 fn client(
     trust: Trust,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, IdentityError> {
-    let provider = provider();
-    Ok(ClientConfig::builder_with_provider(Arc::clone(&provider))
+    let verifier = server_verifier(move |leaf, rest, name, now| trust.verify(leaf, rest, name, now));
+    Ok(ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(TunnelServerVerifier { trust, provider })))
+        .with_custom_certificate_verifier(verifier))
 }
 
 /// A certificate with its key, as rustls makes it, but without handing over the key, which rustls would not wipe.
@@ -153,12 +152,10 @@ impl TrustBundle {
     pub fn verify_server(&self, chain: &[CertificateDer<'_>]) -> Result<(), IdentityError> {
         let (leaf, rest) =
             chain.split_first().ok_or_else(|| IdentityError::Parse("an empty chain".into()))?;
-        let verifier =
-            TunnelServerVerifier { trust: Trust::Roots(Arc::new(self.root_store())), provider: provider() };
-        verifier.verify_server_cert(leaf, rest, &server_name(), &[], UnixTime::now()).map_err(|error| {
-            IdentityError::Bundle(format!("it does not verify the present server: {error}"))
-        })?;
-        Ok(())
+        let trust = Trust::Roots(Arc::new(self.root_store()));
+        trust
+            .verify(leaf, rest, &server_name(), UnixTime::now())
+            .map_err(|error| IdentityError::Bundle(format!("it does not verify the present server: {error}")))
     }
 }
 
@@ -310,11 +307,13 @@ fn server_config(
     key: &PrivateKeyDer<'_>,
     client_roots: RootCertStore,
 ) -> Result<Arc<ServerConfig>, IdentityError> {
-    let verifier = caller_verifier(client_roots, false)?;
+    let verifier = client_verifier(caller_verifier(client_roots, false)?, |certificate| {
+        client_of_certificate(certificate).map(drop).map_err(refuse)
+    });
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&version::TLS13])
         .map_err(tls_error)?
-        .with_client_cert_verifier(Arc::new(ClientVerifier(verifier)))
+        .with_client_cert_verifier(verifier)
         .with_cert_resolver(certified(chain, key)?);
     config.alpn_protocols =
         vec![ALPN_TUNNEL, ALPN_PEER, ALPN_EDGE, ALPN_GRPC].into_iter().map(<[u8]>::to_vec).collect();

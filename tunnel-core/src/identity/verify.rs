@@ -1,34 +1,67 @@
 //! Certificate verifiers: rustls' own, then the exact shape of ours.
 
+use std::fmt;
 use std::sync::Arc;
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, OtherError, RootCertStore, SignatureScheme,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
+    SignatureScheme,
 };
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-use super::certificate::{ca_hash, client_of_certificate, is_ca, server_names_of_certificate};
+use super::certificate::{ca_hash, is_ca, server_names_of_certificate};
 use super::error::IdentityError;
+use super::tls::provider;
 
-fn refuse(error: IdentityError) -> rustls::Error {
-    rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(error))))
+pub(super) fn refuse(error: IdentityError) -> Error {
+    Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(error))))
 }
 
-/// Accepts a certificate that the inner verifier accepts and that has exactly the shape of an agent's or a server's.
-#[derive(Debug)]
-pub(super) struct ClientVerifier(pub(super) Arc<dyn ClientCertVerifier>);
+/// Accepts the clients that `inner` accepts and whose certificate `check` accepts too.
+pub fn client_verifier(
+    inner: Arc<dyn ClientCertVerifier>,
+    check: impl Fn(&CertificateDer<'_>) -> Result<(), Error> + Send + Sync + 'static,
+) -> Arc<dyn ClientCertVerifier> {
+    Arc::new(Checked { inner, check })
+}
 
-impl ClientCertVerifier for ClientVerifier {
+/// Accepts the servers that `check` accepts: it is given the certificate, those that came with it, the name that was dialled, and the
+/// time. That the server has the certificate's key is checked here.
+pub fn server_verifier(
+    check: impl Fn(&CertificateDer<'_>, &[CertificateDer<'_>], &ServerName<'_>, UnixTime) -> Result<(), Error>
+    + Send
+    + Sync
+    + 'static,
+) -> Arc<dyn ServerCertVerifier> {
+    Arc::new(Checked { inner: provider().signature_verification_algorithms, check })
+}
+
+/// A verifier, and a check of our own.
+struct Checked<V, F> {
+    inner: V,
+    check: F,
+}
+
+impl<V: fmt::Debug, F> fmt::Debug for Checked<V, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checked").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl<F> ClientCertVerifier for Checked<Arc<dyn ClientCertVerifier>, F>
+where
+    F: Fn(&CertificateDer<'_>) -> Result<(), Error> + Send + Sync,
+{
     fn client_auth_mandatory(&self) -> bool {
-        self.0.client_auth_mandatory()
+        self.inner.client_auth_mandatory()
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.0.root_hint_subjects()
+        self.inner.root_hint_subjects()
     }
 
     fn verify_client_cert(
@@ -36,9 +69,9 @@ impl ClientCertVerifier for ClientVerifier {
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
-    ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self.0.verify_client_cert(end_entity, intermediates, now)?;
-        client_of_certificate(end_entity).map_err(refuse)?;
+    ) -> Result<ClientCertVerified, Error> {
+        let verified = self.inner.verify_client_cert(end_entity, intermediates, now)?;
+        (self.check)(end_entity)?;
         Ok(verified)
     }
 
@@ -47,8 +80,8 @@ impl ClientCertVerifier for ClientVerifier {
         message: &[u8],
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls12_signature(message, certificate, signature)
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls12_signature(message, certificate, signature)
     }
 
     fn verify_tls13_signature(
@@ -56,16 +89,57 @@ impl ClientCertVerifier for ClientVerifier {
         message: &[u8],
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls13_signature(message, certificate, signature)
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.inner.verify_tls13_signature(message, certificate, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
+        self.inner.supported_verify_schemes()
     }
 }
 
-/// What a [`TunnelServerVerifier`] trusts.
+impl<F> ServerCertVerifier for Checked<WebPkiSupportedAlgorithms, F>
+where
+    F: Fn(&CertificateDer<'_>, &[CertificateDer<'_>], &ServerName<'_>, UnixTime) -> Result<(), Error>
+        + Send
+        + Sync,
+{
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        (self.check)(end_entity, intermediates, server_name, now)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, certificate, signature, &self.inner)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signature, &self.inner)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.inner.supported_schemes()
+    }
+}
+
+/// The roots that a tunnel-server's certificate is checked against.
 #[derive(Debug)]
 pub(super) enum Trust {
     Roots(Arc<RootCertStore>),
@@ -73,18 +147,28 @@ pub(super) enum Trust {
     Pinned(String),
 }
 
-/// Accepts a certificate that a trusted root signed, is valid now, names the server, and has a server's exact shape.
-#[derive(Debug)]
-pub(super) struct TunnelServerVerifier {
-    pub(super) trust: Trust,
-    pub(super) provider: Arc<CryptoProvider>,
-}
+impl Trust {
+    /// Accepts a certificate that a trusted root signed, is valid now, names the server, and has a server's exact shape.
+    pub(super) fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        now: UnixTime,
+    ) -> Result<(), Error> {
+        let roots = self.roots(intermediates).map_err(refuse)?;
+        let inner = WebPkiServerVerifier::builder_with_provider(roots, provider())
+            .build()
+            .map_err(|error| refuse(IdentityError::Tls(error.to_string())))?;
+        inner.verify_server_cert(leaf, intermediates, server_name, &[], now)?;
+        server_names_of_certificate(leaf).map_err(refuse)?;
+        Ok(())
+    }
 
-impl TunnelServerVerifier {
     fn roots(&self, presented: &[CertificateDer<'_>]) -> Result<Arc<RootCertStore>, IdentityError> {
-        let expected = match &self.trust {
-            Trust::Roots(roots) => return Ok(Arc::clone(roots)),
-            Trust::Pinned(hash) => hash,
+        let expected = match self {
+            Self::Roots(roots) => return Ok(Arc::clone(roots)),
+            Self::Pinned(hash) => hash,
         };
         let mut hashes = Vec::new();
         // Only CA certificates count: the server's own certificate must not be its own root.
@@ -101,57 +185,5 @@ impl TunnelServerVerifier {
         }
         let presented = if hashes.is_empty() { "no CA".to_owned() } else { hashes.join(", ") };
         Err(IdentityError::CaMismatch { expected: expected.clone(), presented })
-    }
-}
-
-impl ServerCertVerifier for TunnelServerVerifier {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let roots = self.roots(intermediates).map_err(refuse)?;
-        let inner = WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&self.provider))
-            .build()
-            .map_err(|error| refuse(IdentityError::Tls(error.to_string())))?;
-        let verified =
-            inner.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)?;
-        server_names_of_certificate(end_entity).map_err(refuse)?;
-        Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(
-            message,
-            certificate,
-            signature,
-            &self.provider.signature_verification_algorithms,
-        )
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(
-            message,
-            certificate,
-            signature,
-            &self.provider.signature_verification_algorithms,
-        )
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
     }
 }

@@ -5,18 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use rustls::client::danger::HandshakeSignatureValid;
-use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ResolvesServerCert, ResolvesServerCertUsingSni};
-use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, ServerConfig, SignatureScheme,
-};
+use rustls::{CertificateError, RootCertStore, ServerConfig};
 use rustls_pki_types::pem::PemObject as _;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::config::ConfigError;
-use tunnel_core::identity::{ServerTls, caller_config, caller_verifier, certified};
+use tunnel_core::identity::{ServerTls, caller_config, caller_verifier, certified, client_verifier};
 use tunnel_core::log_once::LogOnce;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
@@ -116,7 +112,13 @@ fn server_config(
         return Err(bad_ca("it holds no certificate".to_owned()));
     }
     let verifier = caller_verifier(roots, true).map_err(|error| bad_ca(error.to_string()))?;
-    let verifier = Arc::new(Named { verifier, names: config.clients.clone() });
+    let names = config.clients.clone();
+    let verifier = client_verifier(verifier, move |certificate| {
+        if names.is_empty() || names.contains(&common_name(certificate)) {
+            return Ok(());
+        }
+        Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+    });
     let shown = match (&config.certificate, files) {
         (Some((certificate, key)), [_, chain, key_pem]) => {
             let chain = CertificateDer::pem_slice_iter(chain)
@@ -130,55 +132,6 @@ fn server_config(
         _ => own,
     };
     caller_config(shown, verifier, &[b"h2", b"http/1.1"]).map_err(|error| bad_ca(error.to_string()))
-}
-
-/// Lets in the certificates with one of these common names.
-#[derive(Debug)]
-struct Named {
-    verifier: Arc<dyn ClientCertVerifier>,
-    /// Empty: all.
-    names: Vec<String>,
-}
-
-impl ClientCertVerifier for Named {
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.verifier.root_hint_subjects()
-    }
-
-    fn verify_client_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        now: UnixTime,
-    ) -> Result<ClientCertVerified, rustls::Error> {
-        let verified = self.verifier.verify_client_cert(end_entity, intermediates, now)?;
-        if self.names.is_empty() || self.names.contains(&common_name(end_entity)) {
-            return Ok(verified);
-        }
-        Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verifier.verify_tls12_signature(message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verifier.verify_tls13_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.verifier.supported_verify_schemes()
-    }
 }
 
 /// A certificate's common name; empty if it has none.

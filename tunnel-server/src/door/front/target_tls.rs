@@ -8,16 +8,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::danger::ServerCertVerifier as _;
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
+use rustls::{CertificateError, ClientConfig, Error};
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::config::ConfigError;
-use tunnel_core::identity::TrustBundle;
+use tunnel_core::identity::{TrustBundle, server_verifier};
 use tunnel_core::log_once::LogOnce;
 
 use crate::config::TargetConfig;
@@ -103,11 +103,12 @@ impl TargetTls {
             "no certificates of nodes can be verified: give --kubelet-certificate-authority, or name the port in \
              --http-ports if it is plain HTTP",
         )?;
+        let verifier = server_verifier(move |leaf, rest, _, now| of_any(&names, &verifier, leaf, rest, now));
         let builder = ClientConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
             .map_err(|error| error.to_string())?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(NodeVerifier { verifier, names }));
+            .with_custom_certificate_verifier(verifier);
         let mut config = match &material.certificate {
             Some(certificate) => builder.with_client_cert_resolver(certificate.clone()),
             None => builder.with_no_client_auth(),
@@ -192,55 +193,24 @@ fn certified(chain: &str, key: &str) -> Result<Arc<SingleCertAndKey>, String> {
 }
 
 /// A certificate is the node's if it is valid for any of its names and addresses: kubelets' differ in what they have.
-#[derive(Debug)]
-struct NodeVerifier {
-    verifier: Arc<WebPkiServerVerifier>,
-    names: Vec<ServerName<'static>>,
-}
-
-impl ServerCertVerifier for NodeVerifier {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        let mut last = Error::InvalidCertificate(CertificateError::NotValidForName);
-        for name in &self.names {
-            match self.verifier.verify_server_cert(end_entity, intermediates, name, ocsp_response, now) {
-                Ok(verified) => return Ok(verified),
-                Err(
-                    error @ Error::InvalidCertificate(
-                        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
-                    ),
-                ) => last = error,
-                Err(error) => return Err(error),
-            }
+fn of_any(
+    names: &[ServerName<'_>],
+    verifier: &WebPkiServerVerifier,
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    now: UnixTime,
+) -> Result<(), Error> {
+    let mut last = Error::InvalidCertificate(CertificateError::NotValidForName);
+    for name in names {
+        match verifier.verify_server_cert(leaf, intermediates, name, &[], now) {
+            Ok(_) => return Ok(()),
+            Err(
+                error @ Error::InvalidCertificate(
+                    CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+                ),
+            ) => last = error,
+            Err(error) => return Err(error),
         }
-        Err(last)
     }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.verifier.verify_tls12_signature(message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.verifier.verify_tls13_signature(message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.verifier.supported_verify_schemes()
-    }
+    Err(last)
 }
