@@ -12,11 +12,11 @@ use tokio::time::Instant;
 use tonic::Code;
 use tunnel_core::admin::TUNNELLED;
 use tunnel_core::carry::{OF_NODE_HEADER, TARGET_HEADER, prepare_socket};
+use tunnel_core::fair::FairShare;
 use tunnel_core::outcome::Outcome;
 
 use crate::places::{Place, Places};
 use crate::policy::Policy;
-use crate::turns::Turns;
 
 /// A dial's deadline when the server names none.
 pub(crate) const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
@@ -24,7 +24,7 @@ pub(crate) const DEFAULT_DEADLINE: Duration = Duration::from_secs(5);
 const LONGEST_DEADLINE: Duration = Duration::from_secs(60);
 /// Dials that may be pending at a time for one server: a black hole behind the node must not hold unbounded state.
 const MAX_PENDING: usize = 1024;
-/// Dials that may wait for their turn; each has its client's connection and a stream.
+/// Dials that may wait for their turn, half of them for one target; each has its client's connection and a stream.
 const MAX_WAITING: usize = 8192;
 
 /// Why a target was not connected.
@@ -34,7 +34,7 @@ pub(crate) enum DialError {
     NotAnAddress(String),
     #[error("{target} may not be dialled here: {reason}")]
     Denied { target: SocketAddr, reason: String },
-    #[error("{MAX_WAITING} dials wait for their turn already")]
+    #[error("too many dials wait for their turn already")]
     Busy,
     #[error("all {limit} connections that this agent has open files and memory for are open")]
     Full { limit: u32 },
@@ -113,17 +113,17 @@ impl DialRequest {
 pub(crate) struct Dialler {
     policy: Arc<Policy>,
     places: Places,
-    turns: Turns,
+    turns: FairShare<SocketAddr>,
 }
 
 impl Dialler {
     pub(crate) fn new(policy: Arc<Policy>, places: Places) -> Self {
-        Self { policy, places, turns: Turns::new(MAX_PENDING, MAX_WAITING) }
+        Self { policy, places, turns: FairShare::new(MAX_PENDING, MAX_WAITING) }
     }
 
     /// Dials under way.
     pub(crate) fn pending(&self) -> usize {
-        self.turns.under_way()
+        self.turns.taken()
     }
 
     /// The connection, and its place among all of this agent's. The socket's peer address may be another than the target: see

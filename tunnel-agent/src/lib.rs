@@ -19,7 +19,6 @@ mod servers;
 pub mod session;
 pub mod status;
 mod takeover;
-mod turns;
 
 pub use tunnel_identity as identity;
 pub use tunnel_identity::reach;

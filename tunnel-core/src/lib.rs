@@ -12,6 +12,7 @@ pub mod config;
 pub mod connections;
 pub mod doctor;
 pub mod error;
+pub mod fair;
 pub mod grpc;
 pub mod identity;
 pub mod kernel;

@@ -1,29 +1,23 @@
-//! Turns at the API server: so many questions are open at a time, and whoever has many waits for its own, nobody else does.
+//! Limits the questions to the API server that are open at a time: those of strangers and those of known callers, each shared fairly.
 
-use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
+use tunnel_core::fair::{FairShare, Turn};
 
 use super::identity::{Caller, Refusal};
 use crate::admission::source_key;
 
 /// Questions of strangers, and as many of those who are known, that may be open at a time.
 const AT_A_TIME: usize = 32;
-/// The same of one of them.
-const OF_ONE: usize = 8;
-/// Questions of one that are open or wait. Each holds its request's memory.
-const MOST_OF_ONE: usize = 1024;
+/// Questions of either that may wait. Each holds its request's memory.
+const MOST_WAITING: usize = 2048;
 /// How long one waits for its turn.
 const PATIENCE: Duration = Duration::from_secs(4);
-/// With so many askers those who have no question any more are forgotten.
-const MANY: usize = 1024;
 
 /// For whom a question is asked.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Asker {
     /// Somebody at this address: who it is, is not known yet or not asked.
     Stranger(IpAddr),
@@ -43,71 +37,36 @@ impl Asker {
 /// Who may ask the API server now.
 #[derive(Debug)]
 pub(crate) struct Questions {
-    of_strangers: Arc<Semaphore>,
-    of_known: Arc<Semaphore>,
-    /// Each asker's own. Whoever asks or waits holds it.
-    of_one: Mutex<HashMap<Asker, Weak<Semaphore>>>,
-}
-
-/// Leave to ask one question; dropping it gives the turn back.
-#[derive(Debug)]
-pub(crate) struct Turn {
-    _of_one: OwnedSemaphorePermit,
-    _of_all: OwnedSemaphorePermit,
+    of_strangers: FairShare<Asker>,
+    of_known: FairShare<Asker>,
 }
 
 impl Default for Questions {
     fn default() -> Self {
-        Self {
-            of_strangers: Arc::new(Semaphore::new(AT_A_TIME)),
-            of_known: Arc::new(Semaphore::new(AT_A_TIME)),
-            of_one: Mutex::default(),
-        }
+        let share = || FairShare::new(AT_A_TIME, MOST_WAITING);
+        Self { of_strangers: share(), of_known: share() }
     }
 }
 
 impl Questions {
-    /// Waits for a turn.
+    /// Waits for leave to ask one question; dropping it gives it back.
     ///
     /// # Errors
     /// It does not come, because the API server is slow or too much is asked.
-    pub(crate) async fn turn(&self, asker: Asker) -> Result<Turn, Refusal> {
-        let of_all = match &asker {
-            Asker::Stranger(_) => self.of_strangers.clone(),
-            Asker::Known(_) => self.of_known.clone(),
+    pub(crate) async fn turn(&self, asker: Asker) -> Result<Turn<Asker>, Refusal> {
+        let share = match &asker {
+            Asker::Stranger(_) => &self.of_strangers,
+            Asker::Known(_) => &self.of_known,
         };
-        let of_one = self.of_one(asker);
-        if Arc::strong_count(&of_one) > MOST_OF_ONE {
-            let reason = "too many questions to the API server wait already";
-            return Err(Refusal::Unavailable(reason.to_owned()));
-        }
-        let turn = async {
-            let of_one = of_one.acquire_owned().await?;
-            let of_all = of_all.acquire_owned().await?;
-            Ok::<_, AcquireError>(Turn { _of_one: of_one, _of_all: of_all })
-        };
-        match timeout(PATIENCE, turn).await {
-            Ok(Ok(turn)) => Ok(turn),
-            // The semaphores are never closed.
-            Ok(Err(_)) | Err(_) => {
+        let reason = match timeout(PATIENCE, share.take(asker)).await {
+            Ok(Some(turn)) => return Ok(turn),
+            Ok(None) => "too many questions to the API server wait already".to_owned(),
+            Err(_) => {
                 let seconds = PATIENCE.as_secs();
-                let reason = format!("the API server could not be asked within {seconds} s: others wait too");
-                Err(Refusal::Unavailable(reason))
+                format!("the API server could not be asked within {seconds} s: others wait too")
             }
-        }
-    }
-
-    fn of_one(&self, asker: Asker) -> Arc<Semaphore> {
-        let mut all = self.of_one.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = all.get(&asker).and_then(Weak::upgrade) {
-            return known;
-        }
-        if all.len() >= MANY {
-            all.retain(|_, one| one.strong_count() > 0);
-        }
-        let made = Arc::new(Semaphore::new(OF_ONE));
-        all.insert(asker, Arc::downgrade(&made));
-        made
+        };
+        Err(Refusal::Unavailable(reason))
     }
 }
 
@@ -121,11 +80,13 @@ mod tests {
         Asker::new(None, IpAddr::from([10, 0, 0, number]))
     }
 
-    async fn turns(questions: &Questions, asker: &Asker, count: usize) -> Vec<Result<Turn, Refusal>> {
+    type Asked = Result<Turn<Asker>, Refusal>;
+
+    async fn turns(questions: &Questions, asker: &Asker, count: usize) -> Vec<Asked> {
         join_all((0..count).map(|_| questions.turn(asker.clone()))).await
     }
 
-    fn refused(turn: &Result<Turn, Refusal>, why: &str) -> bool {
+    fn refused(turn: &Asked, why: &str) -> bool {
         matches!(turn, Err(Refusal::Unavailable(reason)) if reason.contains(why))
     }
 
@@ -134,7 +95,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn who_has_many_waits_for_its_own() {
         let questions = Questions::default();
-        let greedy = turns(&questions, &stranger(1), OF_ONE).await;
+        let greedy = turns(&questions, &stranger(1), AT_A_TIME / 2).await;
         assert!(greedy.iter().all(Result::is_ok));
         assert!(refused(&questions.turn(stranger(1)).await, "within 4 s"));
         let start = tokio::time::Instant::now();
@@ -148,31 +109,23 @@ mod tests {
     async fn strangers_do_not_take_the_turns_of_the_known() {
         let questions = Questions::default();
         let mut held = Vec::new();
-        for number in 0..4 {
-            held.extend(turns(&questions, &stranger(number), OF_ONE).await);
+        for number in 0..AT_A_TIME {
+            held.push(questions.turn(stranger(number as u8)).await.unwrap());
         }
-        assert!(held.len() == AT_A_TIME && held.iter().all(Result::is_ok));
-        assert!(refused(&questions.turn(stranger(9)).await, "within 4 s"));
+        assert!(refused(&questions.turn(stranger(99)).await, "within 4 s"));
         let caller = Caller::new("prometheus".to_owned(), Vec::new());
         let known = Asker::new(Some(&caller), IpAddr::from([10, 0, 0, 9]));
         assert!(questions.turn(known).await.is_ok());
         held.pop();
-        assert!(questions.turn(stranger(9)).await.is_ok());
+        assert!(questions.turn(stranger(99)).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_waits_is_bounded_and_askers_are_forgotten() {
+    async fn what_waits_is_bounded() {
         let questions = Questions::default();
-        let _held = turns(&questions, &stranger(1), OF_ONE).await;
-        let waited = turns(&questions, &stranger(1), MOST_OF_ONE).await;
+        let _held = turns(&questions, &stranger(1), AT_A_TIME / 2).await;
+        let waited = turns(&questions, &stranger(1), MOST_WAITING).await;
         let count = |why| waited.iter().filter(|turn| refused(turn, why)).count();
-        assert_eq!(
-            (count("too many"), count("within 4 s"), waited.len()),
-            (OF_ONE, MOST_OF_ONE - OF_ONE, MOST_OF_ONE)
-        );
-        for number in 0..3 * MANY {
-            assert!(questions.turn(Asker::Known(number.to_string())).await.is_ok());
-        }
-        assert!(questions.of_one.lock().unwrap().len() <= MANY);
+        assert_eq!((count("too many"), count("within 4 s")), (MOST_WAITING / 2, MOST_WAITING / 2));
     }
 }
