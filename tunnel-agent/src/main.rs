@@ -35,7 +35,7 @@ async fn command(cli: Cli) -> anyhow::Result<u8> {
     match cli.command {
         Some(Command::Status(command)) => command.run().await?,
         Some(Command::Bundle(command)) => command.run().await?,
-        Some(Command::Doctor(command)) => return command.run().await,
+        Some(Command::Doctor(command)) => return Ok(command.run().await?),
         None => {
             let config = cli.run.to_config()?;
             let (log, _written) = logging::init(config.log_format, config.log_level)?;

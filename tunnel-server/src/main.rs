@@ -26,10 +26,10 @@ fn main() -> ExitCode {
     let done = match cli.command {
         None => run(&cli.run),
         Some(Command::Status(command)) => block_on(command.run()),
-        Some(Command::Doctor(command)) => return ended(block_on(command.run())),
+        Some(Command::Doctor(command)) => return ended(block_on(async { Ok(command.run().await?) })),
         Some(Command::Test(command)) => return ended(block_on(command.run())),
         Some(Command::Bench(command)) => block_on(command.run()),
-        Some(Command::Bundle(command)) => block_on(command.run()),
+        Some(Command::Bundle(command)) => block_on(async { Ok(command.run().await?) }),
         Some(Command::Redact) => redact().map_err(Into::into),
         Some(Command::Cleanup(command)) => command.run(),
         Some(Command::Token(command)) => command.run().map_err(Into::into),

@@ -1,7 +1,6 @@
 //! The command line: the flags, what becomes of them, and the commands.
 
 mod args;
-mod bundle;
 mod doctor;
 mod konnectivity;
 mod konnectivity_args;
@@ -10,10 +9,11 @@ mod parse;
 mod status;
 
 use clap::{Parser, Subcommand};
+use tunnel_core::bundle::BundleCommand;
+use tunnel_core::doctor::DoctorCommand;
 
 pub use args::{DEFAULT_ADMIN_ADDRESS, DEFAULT_STATE_DIR, RunArgs};
-pub use bundle::BundleCommand;
-pub use doctor::DoctorCommand;
+pub use doctor::ExamineFlags;
 pub use konnectivity_args::KonnectivityArgs;
 pub use status::StatusCommand;
 
@@ -38,9 +38,9 @@ pub enum Command {
     Status(StatusCommand),
     /// Examine this agent, its node and the way to the servers, and say how to fix what is wrong. Exit code: 0 fine,
     /// 1 warnings, 2 broken.
-    Doctor(Box<DoctorCommand>),
+    Doctor(Box<DoctorCommand<ExamineFlags>>),
     /// Write a support bundle: state, metrics, flags, log, facts of the node, and doctor's report; no keys and no tokens.
-    Bundle(Box<BundleCommand>),
+    Bundle(Box<BundleCommand<ExamineFlags>>),
 }
 
 #[cfg(test)]

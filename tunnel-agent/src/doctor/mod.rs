@@ -10,11 +10,8 @@ mod way;
 
 use std::time::SystemTime;
 
-use tunnel_core::doctor::{
-    Checkup, Finding, Outcome, Report, Running, codes, judge_limits, judge_running, state_directory,
-};
+use tunnel_core::doctor::{Asked, Checkup, Finding, Outcome, Report, check_running, codes, state_directory};
 use tunnel_core::identity::NodeName;
-use tunnel_core::limits::in_pod;
 use tunnel_kube::ClientSettings;
 use tunnel_kube::doctor::{Right, answers, rights};
 
@@ -23,19 +20,15 @@ use crate::kube::KubeOptions;
 use crate::status::AgentStatus;
 
 /// Examines the agent with this configuration. `running` is its own answer, or why there is none.
-pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, String>) -> Report {
+pub async fn examine(config: &Config, running: &Asked<AgentStatus>) -> Report {
     let now = SystemTime::now();
     let mut checkup = Checkup::default();
     let start = "start it: `systemctl start postern-agent@a`, or see `kubectl -n kube-system get pods --selector app.kubernetes.io/name=tunnel-agent --output wide`";
     let version = |status: &AgentStatus| format!("version {}, node {}", status.version, status.node);
-    let (is_running, is_ready) = judge_running(&running, start, version);
-    checkup.add("running", is_running);
-    checkup.add("ready", is_ready);
-    let running = running.ok();
-    let unknown = || Outcome::Skipped("the agent does not run".to_owned());
-    checkup.add("limits", running.as_ref().map_or_else(unknown, |it| judge_limits(&it.metrics, in_pod())));
+    check_running(&mut checkup, running, start, version);
+    let running = running.as_ref().ok();
     if let Some(servers) = &config.konnectivity {
-        let own = konnectivity::check(&mut checkup, config, servers, running.as_ref()).await;
+        let own = konnectivity::check(&mut checkup, config, servers, running).await;
         node::check(&mut checkup, config, own).await;
         return checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"));
     }
@@ -51,20 +44,12 @@ pub async fn examine(config: &Config, running: Result<Running<AgentStatus>, Stri
         Some(kube) => cluster(&mut checkup, kube, config).await,
         None => checkup.add("API server", Outcome::Skipped("this agent enrols without one".to_owned())),
     }
-    let own = way::check(&mut checkup, config, running.as_ref(), held.as_ref(), now).await;
-    match &running {
+    let own = way::check(&mut checkup, config, running, held.as_ref(), now).await;
+    match running {
         Some(running) => checkup.run("attached", &[], async || sessions::judge(&running.status)).await,
-        None => checkup.add("attached", unknown()),
+        None => checkup.add("attached", Outcome::Skipped("the agent does not run".to_owned())),
     }
     node::check(&mut checkup, config, own).await;
-    checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"))
-}
-
-/// The report when the flags are wrong: nothing else can be examined then.
-pub fn bad_flags(reason: &str) -> Report {
-    let mut checkup = Checkup::default();
-    let fix = "correct the flag: `tunnel-agent --help` has its form";
-    checkup.add("flags", Finding::new(&codes::BAD_FLAGS, reason, fix).into());
     checkup.report("tunnel-agent", env!("CARGO_PKG_VERSION"))
 }
 

@@ -1,10 +1,10 @@
 //! The file.
 
 use std::fmt::Write as _;
-use std::fs::{File, OpenOptions};
-use std::io::{self, IsTerminal as _, Stdout, Write};
+use std::fs::OpenOptions;
+use std::io::{self, IsTerminal as _, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::SystemTime;
 
 use flate2::Compression;
@@ -15,131 +15,69 @@ use super::redact::redacted;
 /// Of a part so much of its end is kept.
 pub(super) const MAX_PART: usize = 8 << 20;
 
-/// Why there is no bundle.
-#[derive(Debug, thiserror::Error)]
-#[error("--file={}: {reason}", path.display())]
-pub struct BundleError {
-    path: PathBuf,
-    reason: io::Error,
-}
-
 /// Stands for standard output or input.
 pub(super) const STANDARD: &str = "-";
 
-/// Where a bundle goes.
-enum Sink {
-    File(File),
-    Standard(Stdout),
+/// A text of a bundle, or why it is not there.
+pub(super) struct Part {
+    name: String,
+    what: String,
+    text: Result<String, String>,
 }
 
-impl Sink {
-    /// A file must not exist: only its owner can read it then.
-    fn open(path: &Path) -> io::Result<Self> {
-        if path.as_os_str() != STANDARD {
-            return OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(Self::File);
-        }
-        let out = io::stdout();
-        if out.is_terminal() {
-            return Err(io::Error::other("standard output is a terminal, and a bundle is no text"));
-        }
-        Ok(Self::Standard(out))
-    }
-
-    fn finish(mut self) -> io::Result<()> {
-        self.flush()?;
-        if let Self::File(file) = self { file.sync_all() } else { Ok(()) }
-    }
-}
-
-impl Write for Sink {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::File(file) => file.write(bytes),
-            Self::Standard(out) => out.write(bytes),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        match self {
-            Self::File(file) => file.flush(),
-            Self::Standard(out) => out.flush(),
-        }
-    }
-}
-
-/// Parts of a bundle that is being written.
-pub(super) struct Bundle {
-    path: PathBuf,
-    folder: String,
-    tar: tar::Builder<GzEncoder<Sink>>,
-    /// What is in it, and what is not and why.
-    manifest: String,
-    time: u64,
-}
-
-impl Bundle {
-    /// Creates the file, or takes standard output for [`STANDARD`].
-    ///
-    /// # Errors
-    /// It exists, or cannot be made.
-    pub(super) fn create(path: &Path, folder: &str) -> Result<Self, BundleError> {
-        let sink = Sink::open(path).map_err(|reason| BundleError { path: path.to_owned(), reason })?;
-        let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        Ok(Self {
-            path: path.to_owned(),
-            folder: folder.to_owned(),
-            tar: tar::Builder::new(GzEncoder::new(sink, Compression::default())),
-            manifest: "What this bundle has. Keys, tokens and passwords are not in it.\n\n".to_owned(),
-            time,
-        })
-    }
-
-    /// Adds a text without its secrets, or notes why it is not there.
-    ///
-    /// # Errors
-    /// The disk is full.
-    pub(super) fn add(
-        &mut self,
-        name: &str,
-        what: &str,
+impl Part {
+    pub(super) fn new(
+        name: impl Into<String>,
+        what: impl Into<String>,
         text: Result<String, String>,
-    ) -> Result<(), BundleError> {
-        match text {
-            Ok(text) => {
-                let (tail, cut) = tail(&text);
-                // Writing to a String does not fail.
-                let _ = writeln!(self.manifest, "{name}: {what}{}", if cut { " (its end only)" } else { "" });
-                self.append(name, &redacted(tail))
-            }
-            Err(reason) => {
-                let _ = writeln!(self.manifest, "{name}: NOT THERE: {}", redacted(&reason));
-                Ok(())
-            }
-        }
+    ) -> Self {
+        Self { name: name.into(), what: what.into(), text }
     }
+}
 
-    /// Ends the file, and returns the list of its parts.
-    ///
-    /// # Errors
-    /// The disk is full.
-    pub(super) fn finish(mut self) -> Result<String, BundleError> {
-        let manifest = std::mem::take(&mut self.manifest);
-        self.append("manifest.txt", &manifest)?;
-        let path = self.path.clone();
-        let done = self.tar.into_inner().and_then(GzEncoder::finish).and_then(Sink::finish);
-        done.map_err(|reason| BundleError { path, reason })?;
-        Ok(manifest)
+/// Writes the parts without their secrets, in a folder of this name. Returns the list of them.
+///
+/// # Errors
+/// The file exists or cannot be made, or the disk is full.
+pub(super) fn write(path: &Path, folder: &str, parts: &[Part]) -> io::Result<String> {
+    if path.as_os_str() != STANDARD {
+        // A new one: only its owner can read it then.
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+        let manifest = write_to(&file, folder, parts)?;
+        return file.sync_all().map(|()| manifest);
     }
+    let out = io::stdout();
+    if out.is_terminal() {
+        return Err(io::Error::other("standard output is a terminal, and a bundle is no text"));
+    }
+    write_to(out, folder, parts)
+}
 
-    fn append(&mut self, name: &str, text: &str) -> Result<(), BundleError> {
+fn write_to(out: impl Write, folder: &str, parts: &[Part]) -> io::Result<String> {
+    let mut tar = tar::Builder::new(GzEncoder::new(out, Compression::default()));
+    let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    let mut append = |name: &str, text: &str| {
         let mut header = tar::Header::new_gnu();
         header.set_size(text.len() as u64);
         header.set_mode(0o600);
-        header.set_mtime(self.time);
-        let path = format!("{}/{name}", self.folder);
-        let appended = self.tar.append_data(&mut header, path, text.as_bytes());
-        appended.map_err(|reason| BundleError { path: self.path.clone(), reason })
+        header.set_mtime(time);
+        tar.append_data(&mut header, format!("{folder}/{name}"), text.as_bytes())
+    };
+    let mut manifest = "What this bundle has. Keys, tokens and passwords are not in it.\n\n".to_owned();
+    for Part { name, what, text } in parts {
+        // Writing to a String does not fail.
+        let _ = match text {
+            Ok(text) => {
+                let (tail, cut) = tail(text);
+                append(name, &redacted(tail))?;
+                writeln!(manifest, "{name}: {what}{}", if cut { " (its end only)" } else { "" })
+            }
+            Err(reason) => writeln!(manifest, "{name}: NOT THERE: {}", redacted(reason)),
+        };
     }
+    append("manifest.txt", &manifest)?;
+    tar.into_inner()?.finish()?.flush()?;
+    Ok(manifest)
 }
 
 /// The end of a text from a line's beginning on, and whether something is missing.
@@ -154,6 +92,7 @@ fn tail(text: &str) -> (&str, bool) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::Read as _;
     use std::os::unix::fs::PermissionsExt as _;
 
@@ -165,12 +104,12 @@ mod tests {
     fn a_bundle_has_its_parts_without_secrets_and_says_what_is_missing() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("bundle.tar.gz");
-        let mut bundle = Bundle::create(&path, "postern-a").unwrap();
-        bundle.add("a.txt", "a text", Ok("--token=s3cret\nline\n".to_owned())).unwrap();
-        bundle.add("log.txt", "the log", Err("no journal".to_owned())).unwrap();
-        let long = "a line\n".repeat(MAX_PART / 7 + 10);
-        bundle.add("long.txt", "much", Ok(long)).unwrap();
-        let manifest = bundle.finish().unwrap();
+        let parts = [
+            Part::new("a.txt", "a text", Ok("--token=s3cret\nline\n".to_owned())),
+            Part::new("log.txt", "the log", Err("no journal".to_owned())),
+            Part::new("long.txt", "much", Ok("a line\n".repeat(MAX_PART / 7 + 10))),
+        ];
+        let manifest = write(&path, "postern-a", &parts).unwrap();
         assert!(manifest.contains("log.txt: NOT THERE: no journal\n"), "{manifest}");
         assert!(manifest.contains("long.txt: much (its end only)\n"), "{manifest}");
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
@@ -191,7 +130,7 @@ mod tests {
             names.push(name);
         }
         assert_eq!(names, ["postern-a/a.txt", "postern-a/long.txt", "postern-a/manifest.txt"]);
-        let error = Bundle::create(&path, "x").err().unwrap().to_string();
-        assert!(error.contains("--file=") && error.contains("exists"), "{error}");
+        let error = write(&path, "x", &[]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
     }
 }

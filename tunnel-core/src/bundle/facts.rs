@@ -1,4 +1,4 @@
-//! What a bundle says of the host.
+//! The parts of a bundle that are about the host.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-use super::archive::{Bundle, BundleError, MAX_PART, STANDARD};
+use super::archive::{MAX_PART, Part, STANDARD};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 /// Of a log so many bytes are kept: one more than a part has, by which the part is known to be cut.
 const END: usize = MAX_PART + 1;
 /// Lines of the journal.
 const LINES: &str = "20000";
+const ELSEWHERE: &str = "in a cluster: `kubectl -n kube-system logs POD`, or name a file with --log";
 
 const FILES: [&str; 16] = [
     "/proc/version",
@@ -48,11 +49,7 @@ const COMMANDS: [(&str, &[&str]); 7] = [
     ("timedatectl", &[]),
 ];
 
-/// Adds facts of kernel and network.
-///
-/// # Errors
-/// The bundle cannot be written.
-pub(super) async fn add_host(bundle: &mut Bundle) -> Result<(), BundleError> {
+pub(super) fn kernel() -> Part {
     let mut text = String::new();
     for path in FILES {
         // Writing to a String does not fail.
@@ -61,7 +58,10 @@ pub(super) async fn add_host(bundle: &mut Bundle) -> Result<(), BundleError> {
             Err(error) => writeln!(text, "==> {path}\n({error})\n"),
         };
     }
-    bundle.add("kernel.txt", "kernel, limits, mounts, network counters", Ok(text))?;
+    Part::new("kernel.txt", "kernel, limits, mounts, network counters", Ok(text))
+}
+
+pub(super) async fn network() -> Part {
     let mut text = String::new();
     for (program, args) in COMMANDS {
         let shown = [&[program][..], args].concat().join(" ");
@@ -70,20 +70,12 @@ pub(super) async fn add_host(bundle: &mut Bundle) -> Result<(), BundleError> {
             Err(reason) => writeln!(text, "==> {shown}\n({reason})\n"),
         };
     }
-    bundle.add("network.txt", "addresses, routes, listeners and rules of this host", Ok(text))
+    Part::new("network.txt", "addresses, routes, listeners and rules of this host", Ok(text))
 }
 
-/// Adds the ends of these log files, or of the journal of these systemd units.
-///
-/// # Errors
-/// The bundle cannot be written.
-pub(super) async fn add_logs(
-    bundle: &mut Bundle,
-    files: &[PathBuf],
-    units: &str,
-    pods: &str,
-) -> Result<(), BundleError> {
-    for (number, file) in files.iter().enumerate() {
+/// The ends of these log files, or of the journal of these systemd units.
+pub(super) async fn logs(files: &[PathBuf], units: &str) -> Vec<Part> {
+    let part = |(number, file): (usize, &PathBuf)| {
         let (read, what) = if file.as_os_str() == STANDARD {
             (end_of(io::stdin().lock()), "the log from standard input".to_owned())
         } else {
@@ -91,20 +83,20 @@ pub(super) async fn add_logs(
         };
         let text = read.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let text = text.map_err(|error| format!("--log={}: {error}", file.display()));
-        bundle.add(&format!("log-{}.txt", number + 1), &what, text)?;
-    }
+        Part::new(format!("log-{}.txt", number + 1), what, text)
+    };
     if !files.is_empty() {
-        return Ok(());
+        return files.iter().enumerate().map(part).collect();
     }
     let args = ["--no-pager", "--output=short-iso", "--lines", LINES, "--unit", units];
     let journal = match output("journalctl", &args).await {
         Ok(text) if text.lines().all(|line| line.starts_with("-- ")) => {
-            Err(format!("the journal has nothing of {units}; {pods}, or name a file with --log"))
+            Err(format!("the journal has nothing of {units}; {ELSEWHERE}"))
         }
         Ok(text) => Ok(text),
-        Err(reason) => Err(format!("{reason}; {pods}, or name a file with --log")),
+        Err(reason) => Err(format!("{reason}; {ELSEWHERE}")),
     };
-    bundle.add("log.txt", &format!("the journal of {units}"), journal)
+    vec![Part::new("log.txt", format!("the journal of {units}"), journal)]
 }
 
 fn end_of_file(path: &Path) -> io::Result<Vec<u8>> {
@@ -126,19 +118,13 @@ fn end_of(mut log: impl Read) -> io::Result<Vec<u8>> {
     Ok(end)
 }
 
-/// Adds the names, sizes and modes of what is in the state directory; none of its content.
-///
-/// # Errors
-/// The bundle cannot be written.
-pub(super) fn add_state_directory(bundle: &mut Bundle, dir: &Path) -> Result<(), BundleError> {
+/// The names, sizes and modes of the files in the state directory; none of their content.
+pub(super) fn state_directory(dir: &Path) -> Part {
     let mut text = String::new();
     let listed = list(dir, &mut text);
     let listed = listed.map_err(|error| format!("--state-dir={}: {error}", dir.display()));
-    bundle.add(
-        "state-directory.txt",
-        "names, modes and sizes of the files in the state directory",
-        listed.map(|()| text),
-    )
+    let what = "names, modes and sizes of the files in the state directory";
+    Part::new("state-directory.txt", what, listed.map(|()| text))
 }
 
 fn list(dir: &Path, text: &mut String) -> io::Result<()> {

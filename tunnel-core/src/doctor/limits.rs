@@ -4,7 +4,7 @@ use super::checkup::{Finding, Outcome};
 use super::codes;
 
 /// `metrics` are the running program's, which is in a pod or not.
-pub fn judge_limits(metrics: &str, in_pod: bool) -> Outcome {
+pub(super) fn judge_limits(metrics: &str, in_pod: bool) -> Outcome {
     let value = |name: &str| {
         let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix("{from=\""))?;
         line.split_once("\"} ")

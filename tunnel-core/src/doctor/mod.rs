@@ -3,6 +3,7 @@
 mod checkup;
 mod code;
 pub mod codes;
+mod command;
 mod files;
 mod limits;
 mod names;
@@ -12,9 +13,9 @@ mod tls;
 
 pub use checkup::{Check, Checkup, Finding, Outcome, Report, State};
 pub use code::{Code, Severity};
+pub use command::{CommandError, DoctorCommand, Examine, bad_flags};
 pub use files::{private_file, state_directory, validity_of};
-pub use limits::judge_limits;
 pub use names::resolves;
 pub use output::DoctorOutput;
-pub use running::{Running, ask, judge_running, metric};
+pub use running::{Asked, Running, ask_at, check_running, flags_of, metric};
 pub use tls::{Trusted, judge_chain, judge_handshake_error};

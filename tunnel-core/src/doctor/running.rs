@@ -1,14 +1,19 @@
 //! What a running program says of itself.
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 
+use clap::Args;
 use http::{Method, StatusCode};
 use hyper::body::Bytes;
 use serde::de::DeserializeOwned;
 
-use super::checkup::{Finding, Outcome};
+use super::checkup::{Checkup, Finding, Outcome};
 use super::codes;
+use super::limits::judge_limits;
 use crate::admin::client::{ClientError, fetch, request};
+use crate::config::{ConfigError, parse_loopback_door};
+use crate::limits::in_pod;
 
 /// The answers of its admin endpoints.
 #[derive(Clone, Debug)]
@@ -21,11 +26,7 @@ pub struct Running<T> {
     pub flags: Option<Vec<String>>,
 }
 
-/// Asks the program at this `--admin-address`.
-///
-/// # Errors
-/// Nobody answers, or not as this version expects.
-pub async fn ask<T: DeserializeOwned>(address: SocketAddr) -> Result<Running<T>, ClientError> {
+async fn ask<T: DeserializeOwned>(address: SocketAddr) -> Result<Running<T>, ClientError> {
     let get = async |path: &str| request(address, Method::GET, path, Bytes::new()).await;
     let ready = get("/readyz").await?;
     let config = get("/config").await?;
@@ -37,28 +38,53 @@ pub async fn ask<T: DeserializeOwned>(address: SocketAddr) -> Result<Running<T>,
     })
 }
 
-/// The checks `running` and `ready` of a program and its start command.
-pub fn judge_running<T>(
-    running: &Result<Running<T>, String>,
+/// The answers, or why there are none.
+pub type Asked<T> = Result<Running<T>, String>;
+
+/// Asks the program at this `--admin-address`.
+///
+/// # Errors
+/// It is no loopback address.
+pub async fn ask_at<T: DeserializeOwned>(admin_address: &str) -> Result<Asked<T>, ConfigError> {
+    match parse_loopback_door("--admin-address", admin_address)? {
+        Some(address) => Ok(ask(address).await.map_err(|error| error.to_string())),
+        None => Ok(Err("--admin-address: port 0 means that there are no admin endpoints".to_owned())),
+    }
+}
+
+/// The flags of a running program. Of another version's there may be some that this one does not know: None.
+pub fn flags_of<A: Args>(flags: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Option<A> {
+    let command = A::augment_args(clap::Command::new("flags").no_binary_name(true));
+    A::from_arg_matches(&command.try_get_matches_from(flags).ok()?).ok()
+}
+
+/// Adds the checks `running`, `ready` and `limits` of a program, which is started by `start`.
+pub fn check_running<T>(
+    checkup: &mut Checkup,
+    running: &Asked<T>,
     start: &str,
     version: impl Fn(&T) -> String,
-) -> (Outcome, Outcome) {
-    match running {
-        Err(reason) => (
-            Finding::new(&codes::NOT_RUNNING, reason, start).into(),
-            Outcome::Skipped("the program does not run".to_owned()),
-        ),
-        Ok(running) => {
-            let ready = match &running.pending {
-                None => Outcome::fine("yes"),
-                Some(pending) => {
-                    let fix = "see the findings below and the end of its log, which says what it waits for";
-                    Finding::new(&codes::NOT_READY, pending, fix).into()
-                }
-            };
-            (Outcome::fine(version(&running.status)), ready)
+) {
+    let running = match running {
+        Ok(running) => running,
+        Err(reason) => {
+            checkup.add("running", Finding::new(&codes::NOT_RUNNING, reason, start).into());
+            for check in ["ready", "limits"] {
+                checkup.add(check, Outcome::Skipped("the program does not run".to_owned()));
+            }
+            return;
         }
-    }
+    };
+    checkup.add("running", Outcome::fine(version(&running.status)));
+    let ready = match &running.pending {
+        None => Outcome::fine("yes"),
+        Some(pending) => {
+            let fix = "see the findings below and the end of its log, which says what it waits for";
+            Finding::new(&codes::NOT_READY, pending, fix).into()
+        }
+    };
+    checkup.add("ready", ready);
+    checkup.add("limits", judge_limits(&running.metrics, in_pod()));
 }
 
 /// A metric without labels in an OpenMetrics text.
@@ -73,6 +99,7 @@ mod tests {
     use prometheus_client::metrics::gauge::Gauge;
     use prometheus_client::registry::Registry;
 
+    use super::super::checkup::State;
     use super::*;
     use crate::admin::Admin;
     use crate::lifecycle::Readiness;
@@ -94,16 +121,18 @@ mod tests {
             log: logging::Handle::detached(),
         };
         let serving = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap().serve().unwrap();
-        let asked =
-            async || ask::<serde_json::Value>(serving.address()).await.map_err(|error| error.to_string());
-        let judge = |running: &Result<Running<serde_json::Value>, String>| {
+        let address = serving.address().to_string();
+        let asked = async || ask_at::<serde_json::Value>(&address).await.unwrap();
+        let judge = |running: &Asked<serde_json::Value>| {
+            let mut checkup = Checkup::default();
             let version = |status: &serde_json::Value| status["version"].to_string();
-            let (running, ready) = judge_running(running, "systemctl start it", version);
-            [running, ready].map(|outcome| match outcome {
-                Outcome::Faults(findings) => findings[0].code,
-                Outcome::Fine(_) => "",
-                Outcome::Skipped(_) => "skipped",
-            })
+            check_running(&mut checkup, running, "systemctl start it", version);
+            let checks = checkup.report("it", "1.0").checks;
+            let code = |at: usize| match checks[at].state {
+                State::Skipped => "skipped",
+                _ => checks[at].findings.first().map_or("", |finding| finding.code),
+            };
+            [code(0), code(1)]
         };
         let running = asked().await;
         assert_eq!(judge(&running), ["", "not-ready"]);
@@ -114,9 +143,7 @@ mod tests {
         assert_eq!(metric(&running.metrics, "postern_redirect"), None);
         drop(waiting);
         assert_eq!(judge(&asked().await), ["", ""]);
-        let address = serving.address();
         drop(serving);
-        let nobody = ask::<serde_json::Value>(address).await.map_err(|error| error.to_string());
-        assert_eq!(judge(&nobody), ["not-running", "skipped"]);
+        assert_eq!(judge(&asked().await), ["not-running", "skipped"]);
     }
 }

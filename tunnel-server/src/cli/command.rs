@@ -1,14 +1,15 @@
 //! The program's commands.
 
 use clap::{Parser, Subcommand};
+use tunnel_core::bundle::BundleCommand;
+use tunnel_core::doctor::DoctorCommand;
 
 use super::agent::AgentCommand;
 use super::args::RunArgs;
 use super::bench::BenchCommand;
-use super::bundle::BundleCommand;
 use super::ca::CaCommand;
 use super::cleanup::CleanupCommand;
-use super::doctor::DoctorCommand;
+use super::doctor::ExamineFlags;
 use super::import::ImportCommand;
 use super::policy::PolicyCommand;
 use super::status::StatusCommand;
@@ -30,11 +31,11 @@ pub enum Command {
     /// Show the running server's nodes, tunnels, doors, redirect and inventory.
     Status(StatusCommand),
     /// Examine this server and its host, and say how to fix what is wrong. Exit code: 0 fine, 1 warnings, 2 broken.
-    Doctor(Box<DoctorCommand>),
+    Doctor(Box<DoctorCommand<ExamineFlags>>),
     /// Follow the way to a node: its tunnel, its kubelet and each tunnelled port. Exit code as of doctor.
     Test(TestCommand),
     /// Write a support bundle: state, metrics, flags, log, facts of the host, and doctor's report; no keys and no tokens.
-    Bundle(Box<BundleCommand>),
+    Bundle(Box<BundleCommand<ExamineFlags>>),
     /// Print standard input without keys, tokens and passwords, as a bundle has its texts.
     Redact,
     /// Measure the way to a node's agent: round trip, loss, throughput each way, and what limits it.

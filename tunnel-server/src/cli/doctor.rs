@@ -1,27 +1,17 @@
-//! `tunnel-server doctor`.
+//! `tunnel-server doctor` and `tunnel-server bundle`.
 
 use std::path::PathBuf;
 
 use clap::Args;
-use tunnel_core::config::ConfigError;
-use tunnel_core::doctor::{DoctorOutput, Report, Running};
+use tunnel_core::doctor::{Asked, Examine, Report, bad_flags};
 
 use super::args::RunArgs;
-use super::running::{args_of, ask_server};
+use super::running::args_of;
 use crate::doctor;
 use crate::status::StatusReport;
 
 #[derive(Args, Clone, Debug)]
-pub struct DoctorCommand {
-    #[command(flatten)]
-    output: DoctorOutput,
-    #[command(flatten)]
-    flags: DoctorFlags,
-}
-
-/// What the examination is given.
-#[derive(Args, Clone, Debug)]
-pub(super) struct DoctorFlags {
+pub struct ExamineFlags {
     /// Look for the rule that explains a failure in these outputs of iptables-save or `nft list ruleset`, where those tools are not,
     /// as in a pod; repeatable.
     #[arg(long, value_name = "FILE")]
@@ -31,39 +21,20 @@ pub(super) struct DoctorFlags {
     run: RunArgs,
 }
 
-impl DoctorCommand {
-    /// Examines and prints. Returns the exit code: 0 fine, 1 warnings, 2 broken.
-    ///
-    /// # Errors
-    /// A bad `--admin-address`, or standard output fails.
-    pub async fn run(&self) -> anyhow::Result<u8> {
-        let (report, _) = self.flags.examine().await?;
-        self.output.print(&report)?;
-        Ok(report.exit_code())
+impl Examine for ExamineFlags {
+    type Status = StatusReport;
+    const UNITS: &'static str = "postern-server@*";
+
+    fn admin_address(&self) -> &str {
+        &self.run.admin_address
     }
-}
 
-/// What was asked of the running server, or why there is no answer.
-pub(super) type Asked = Result<Running<StatusReport>, String>;
-
-impl DoctorFlags {
-    /// Also returns what the running server said.
-    ///
-    /// # Errors
-    /// A bad `--admin-address`.
-    pub(super) async fn examine(&self) -> Result<(Report, Asked), ConfigError> {
-        let running = ask_server(&self.run.admin_address).await?;
-        let args = running.as_ref().ok().and_then(args_of);
-        let report = match args.as_ref().unwrap_or(&self.run).config() {
-            Ok(config) => doctor::examine(&config, running.clone(), &self.rules).await,
-            Err(error) => doctor::bad_flags(&error.to_string()),
+    async fn examine(&self, running: &Asked<StatusReport>) -> (Report, PathBuf) {
+        let args = running.as_ref().ok().and_then(args_of).unwrap_or_else(|| self.run.clone());
+        let report = match args.config() {
+            Ok(config) => doctor::examine(&config, running, &self.rules).await,
+            Err(error) => bad_flags("tunnel-server", env!("CARGO_PKG_VERSION"), &error),
         };
-        Ok((report, running))
-    }
-
-    /// The state directory, of the running server if there is one.
-    pub(super) fn state_dir(&self, running: &Asked) -> PathBuf {
-        let args = running.as_ref().ok().and_then(args_of);
-        args.map_or_else(|| self.run.state_dir.clone(), |args| args.state_dir)
+        (report, args.state_dir)
     }
 }

@@ -16,31 +16,19 @@ pub use node::test;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use tunnel_core::doctor::{
-    Checkup, Finding, Outcome, Report, Running, codes, judge_limits, judge_running, resolves,
-};
-use tunnel_core::limits::in_pod;
+use tunnel_core::doctor::{Asked, Checkup, Outcome, Report, check_running, resolves};
 
 use crate::config::{Config, NodeSource};
 use crate::status::StatusReport;
 
 /// Examines the server with this configuration. `running` is its own answer, or why there is none; `rules` are files with the
 /// output of iptables-save or `nft list ruleset`, to be judged instead of this host's.
-pub async fn examine(
-    config: &Config,
-    running: Result<Running<StatusReport>, String>,
-    rules: &[PathBuf],
-) -> Report {
+pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[PathBuf]) -> Report {
     let mut checkup = Checkup::default();
     let start = "start it: `systemctl start postern-server@a`, or see `kubectl -n kube-system get pods --selector app.kubernetes.io/name=tunnel-server --output wide`";
     let version = |status: &StatusReport| format!("version {}, id {}", status.version, status.server_id);
-    let (is_running, is_ready) = judge_running(&running, start, version);
-    checkup.add("running", is_running);
-    checkup.add("ready", is_ready);
-    let running = running.ok();
-    let running = running.as_ref();
-    let limits = async || running.map_or_else(host::unknown, |it| judge_limits(&it.metrics, in_pod()));
-    checkup.run("limits", &["running"], limits).await;
+    check_running(&mut checkup, running, start, version);
+    let running = running.as_ref().ok();
 
     host::check(&mut checkup, config, running).await;
     firewall::check(&mut checkup, config, running, rules).await;
@@ -62,12 +50,4 @@ async fn names(config: &Config) -> Outcome {
     }
     let fine = if config.peers.is_empty() { "no --peers" } else { "every one of --peers has an address" };
     Outcome::of(faults, fine)
-}
-
-/// The report when the flags are wrong: nothing else can be examined then.
-pub fn bad_flags(reason: &str) -> Report {
-    let mut checkup = Checkup::default();
-    let fix = "correct the flag: `tunnel-server --help` has its form";
-    checkup.add("flags", Finding::new(&codes::BAD_FLAGS, reason, fix).into());
-    checkup.report("tunnel-server", env!("CARGO_PKG_VERSION"))
 }

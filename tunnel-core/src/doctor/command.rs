@@ -1,0 +1,65 @@
+//! The command `doctor` of both programs, and the examination that it has in common with `bundle`.
+
+use std::fmt::Debug;
+use std::io;
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::checkup::{Checkup, Finding, Report};
+use super::codes;
+use super::output::DoctorOutput;
+use super::running::{Asked, ask_at};
+use crate::config::ConfigError;
+
+/// The flags of an examination. Those of the program that runs count instead, if one does.
+pub trait Examine: Args + Clone + Debug {
+    type Status: DeserializeOwned + Serialize;
+    /// The systemd units that run the program.
+    const UNITS: &'static str;
+
+    fn admin_address(&self) -> &str;
+
+    /// The findings, and the program's state directory.
+    fn examine(&self, running: &Asked<Self::Status>) -> impl Future<Output = (Report, PathBuf)>;
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct DoctorCommand<F: Args> {
+    #[command(flatten)]
+    output: DoctorOutput,
+    #[command(flatten)]
+    flags: F,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// A bad `--admin-address`.
+    #[error("{0}")]
+    Config(#[source] ConfigError),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// The report when the flags are wrong: nothing else can be examined then.
+pub fn bad_flags(program: &'static str, version: &'static str, error: &ConfigError) -> Report {
+    let mut checkup = Checkup::default();
+    let fix = format!("correct the flag: `{program} --help` has its form");
+    checkup.add("flags", Finding::new(&codes::BAD_FLAGS, error.to_string(), fix).into());
+    checkup.report(program, version)
+}
+
+impl<F: Examine> DoctorCommand<F> {
+    /// Examines and prints. Returns the exit code: 0 fine, 1 warnings, 2 broken.
+    ///
+    /// # Errors
+    /// A bad `--admin-address`, or standard output fails.
+    pub async fn run(&self) -> Result<u8, CommandError> {
+        let running = ask_at(self.flags.admin_address()).await.map_err(CommandError::Config)?;
+        let (report, _) = self.flags.examine(&running).await;
+        self.output.print(&report)?;
+        Ok(report.exit_code())
+    }
+}
