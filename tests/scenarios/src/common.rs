@@ -264,10 +264,10 @@ pub(crate) async fn never(
     Ok(())
 }
 
-/// The session of the node with this index, as the server's status has it.
+/// Waits for a session of the node with this index, and returns it as the server's status has it.
 pub(crate) async fn session_of(server: &Server<'_>, index: usize) -> Result<serde_json::Value> {
-    let status = server.status().await?;
-    status["nodes"][index].get("session").cloned().with_context(|| format!("no session in {status}"))
+    let session = async || Ok(server.status().await?["nodes"][index]["session"].clone());
+    wait_until("a session of the node", client::PATIENCE, session, serde_json::Value::is_object).await
 }
 
 /// Waits until so many sessions were refused for this reason, and no more: a server counts one once its agent has been told and
