@@ -269,14 +269,14 @@ impl Forward<'_> {
 
 /// What came while the other stream took nothing.
 #[derive(Default)]
-pub(super) struct Held {
+struct Held {
     pieces: VecDeque<Bytes>,
     run: BytesMut,
     ended: bool,
 }
 
 impl Held {
-    pub(super) fn gather(&mut self, from: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), h2::Error> {
+    fn gather(&mut self, from: &mut RecvStream, cx: &mut Context<'_>) -> Result<(), h2::Error> {
         while !self.ended {
             match from.poll_data(cx) {
                 Poll::Ready(Some(chunk)) => self.push(chunk?),
@@ -302,14 +302,5 @@ impl Held {
 
     fn next(&mut self) -> Option<Bytes> {
         self.pieces.pop_front().or_else(|| (!self.run.is_empty()).then(|| self.run.split().freeze()))
-    }
-
-    /// What is held, and then what comes; None at the stream's end.
-    pub(super) async fn receive(&mut self, from: &mut RecvStream) -> Result<Option<Bytes>, h2::Error> {
-        match self.next() {
-            Some(chunk) => Ok(Some(chunk)),
-            None if self.ended => Ok(None),
-            None => from.data().await.transpose(),
-        }
     }
 }

@@ -7,6 +7,7 @@ use std::net::Shutdown;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
@@ -122,10 +123,7 @@ impl Inbox {
 /// Relays from the stream to the socket.
 pub(super) struct Inward<'a> {
     pub(super) side: Side,
-    pub(super) flow: &'a Flow,
-    pub(super) stalls: &'a StallBound,
-    pub(super) abort: &'a Arc<Abort>,
-    pub(super) traffic: &'a Traffic,
+    pub(super) delivery: Delivery<'a>,
     pub(super) answer: &'a Answer,
 }
 
@@ -152,46 +150,85 @@ impl Inward<'_> {
         }
     }
 
-    async fn relay(&self, socket: &mut WriteHalf<'_>, stream: &mut RecvStream) -> Result<(), RelayError> {
-        let mut inbox = Inbox::default();
-        loop {
-            while let Some(held) = inbox.held.pop_front() {
-                self.write_all(socket, &held.data, &mut inbox, stream).await?;
-                inbox.release(held.owed, stream, self.flow)?;
+    #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
+    fn relay(
+        &self,
+        socket: &mut WriteHalf<'_>,
+        stream: &mut RecvStream,
+    ) -> impl Future<Output = Result<(), RelayError>> {
+        async move {
+            self.delivery.run(socket, stream, |socket| sent_nothing_for(socket.as_ref())).await?;
+            if self.side == Side::Server {
+                ended_well(stream).await?;
             }
-            inbox.release(0, stream, self.flow)?;
-            if inbox.ended {
-                break;
+            match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
+                // The other direction reports the socket's error.
+                Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
+                _ => Ok(()),
             }
-            let Some(chunk) = stream.data().await.transpose()? else { break };
-            inbox.take(chunk, false)?;
         }
-        inbox.deframer.finish()?;
-        if self.side == Side::Server {
-            ended_well(stream).await?;
-        }
-        match SockRef::from(socket.as_ref()).shutdown(Shutdown::Write) {
-            // The other direction reports the socket's error.
-            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
-            _ => Ok(()),
+    }
+}
+
+/// Writes what a stream has, to a socket or whatever else a client is.
+pub(super) struct Delivery<'a> {
+    pub(super) flow: &'a Flow,
+    pub(super) stalls: &'a StallBound,
+    pub(super) abort: &'a Arc<Abort>,
+    pub(super) traffic: &'a Traffic,
+}
+
+impl Delivery<'_> {
+    /// Runs up to the end of the stream's data. `idle`: for how long `to` has sent nothing of what was written, if that is known.
+    #[expect(clippy::manual_async_fn, reason = "as above")]
+    pub(super) fn run<W: AsyncWrite + Unpin>(
+        &self,
+        to: &mut W,
+        stream: &mut RecvStream,
+        idle: impl Fn(&W) -> Option<Duration> + Copy,
+    ) -> impl Future<Output = Result<(), RelayError>> {
+        async move {
+            let mut inbox = Inbox::default();
+            loop {
+                while let Some(held) = inbox.held.pop_front() {
+                    self.write_all(to, &held.data, &mut inbox, stream, idle).await?;
+                    inbox.release(held.owed, stream, self.flow)?;
+                }
+                inbox.release(0, stream, self.flow)?;
+                if inbox.ended {
+                    break;
+                }
+                let Some(chunk) = stream.data().await.transpose()? else { break };
+                inbox.take(chunk, false)?;
+            }
+            Ok(inbox.deframer.finish()?)
         }
     }
 
-    async fn write_all(
+    /// While `to` takes nothing, what comes from the stream is gathered, and counts as held for it.
+    #[expect(clippy::manual_async_fn, reason = "as above")]
+    fn write_all<W: AsyncWrite + Unpin>(
         &self,
-        socket: &mut WriteHalf<'_>,
+        to: &mut W,
         mut data: &[u8],
         inbox: &mut Inbox,
         stream: &mut RecvStream,
-    ) -> Result<(), RelayError> {
-        let mut ticket = None;
-        while !data.is_empty() {
-            let written = poll_fn(|cx| match Pin::new(&mut *socket).poll_write(cx, data) {
-                Poll::Ready(written) => {
-                    ticket = None;
-                    Poll::Ready(written.map_err(RelayError::Socket))
-                }
-                Poll::Pending => {
+        idle: impl Fn(&W) -> Option<Duration> + Copy,
+    ) -> impl Future<Output = Result<(), RelayError>> {
+        async move {
+            let mut ticket = None;
+            loop {
+                let written = poll_fn(|cx| {
+                    // Once everything is written: TLS may hold some of it.
+                    let step = if data.is_empty() {
+                        Pin::new(&mut *to).poll_flush(cx).map_ok(|()| 0)
+                    } else {
+                        Pin::new(&mut *to).poll_write(cx, data)
+                    };
+                    if let Poll::Ready(written) = step {
+                        ticket = None;
+                        return Poll::Ready(written.map_err(RelayError::Socket));
+                    }
                     if let Err(error) = inbox.gather(stream, cx) {
                         return Poll::Ready(Err(error));
                     }
@@ -200,21 +237,21 @@ impl Inward<'_> {
                             let waiting = &self.traffic.for_socket;
                             ticket = Some(self.stalls.enter(self.abort, waiting, cx.waker(), inbox.bytes));
                         }
-                        Some(ticket) => {
-                            ticket.update(cx.waker(), inbox.bytes, || sent_nothing_for(socket.as_ref()));
-                        }
+                        Some(ticket) => ticket.update(cx.waker(), inbox.bytes, || idle(to)),
                     }
                     Poll::Pending
+                })
+                .await?;
+                if data.is_empty() {
+                    return Ok(());
                 }
-            })
-            .await?;
-            if written == 0 {
-                return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
+                if written == 0 {
+                    return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
+                }
+                data = &data[written..];
+                self.traffic.count_to_socket(written);
             }
-            data = &data[written..];
-            self.traffic.count_to_socket(written);
         }
-        Ok(())
     }
 }
 

@@ -8,8 +8,6 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
-use std::time::Instant;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use h2::{RecvStream, SendStream};
@@ -17,13 +15,12 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::io::poll_read_buf;
 
 use super::error::{RelayError, Side};
-use super::forward::Held;
-use super::frame::{Deframer, FrameError, HEADER_LEN, header};
-use super::inward::ended_well;
+use super::frame::{FrameError, HEADER_LEN, header};
+use super::inward::{Delivery, ended_well};
 use super::outward::{Room, SMALL_READ, next_size, send_error, stream_reset};
 use super::stall::{Abort, StallBound};
 use super::traffic::Traffic;
-use crate::link::{Bulk, Flow, Taken};
+use crate::link::{Bulk, Flow};
 
 /// What relaying needs besides the client and the stream, on the server's end.
 #[derive(Debug)]
@@ -129,59 +126,13 @@ impl Pump<'_> {
         stream: &mut RecvStream,
         client: &mut (impl AsyncWrite + Unpin),
     ) -> Result<(), RelayError> {
-        let (mut deframer, mut held, mut taken) = (Deframer::default(), Held::default(), Taken::default());
-        while let Some(mut chunk) = held.receive(stream).await? {
-            let length = chunk.len();
-            while let Some(mut data) = deframer.next(&mut chunk)? {
-                while !data.is_empty() {
-                    let write = |cx: &mut Context<'_>| Pin::new(&mut *client).poll_write(cx, &data);
-                    let written = self.patiently(stream, &mut held, write).await?;
-                    if written == 0 {
-                        return Err(RelayError::Socket(io::ErrorKind::WriteZero.into()));
-                    }
-                    let _ = data.split_to(written);
-                    self.traffic.count_to_socket(written);
-                }
-            }
-            self.patiently(stream, &mut held, |cx| Pin::new(&mut *client).poll_flush(cx)).await?;
-            taken.add(length, self.flow);
-            stream.flow_control().release_capacity(length)?;
-        }
-        deframer.finish()?;
+        let Self { flow, stalls, abort, traffic } = *self;
+        Delivery { flow, stalls, abort, traffic }.run(client, stream, |_| None).await?;
         ended_well(stream).await?;
         match poll_fn(|cx| Pin::new(&mut *client).poll_shutdown(cx)).await {
             // It has gone already, as it may.
             Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(RelayError::Socket(error)),
             _ => Ok(()),
         }
-    }
-
-    /// Waits for the client to take something. What comes meanwhile is gathered, and counts as held for it.
-    async fn patiently<T>(
-        &self,
-        stream: &mut RecvStream,
-        held: &mut Held,
-        mut poll: impl FnMut(&mut Context<'_>) -> Poll<io::Result<T>>,
-    ) -> Result<T, RelayError> {
-        let mut blocked = None;
-        poll_fn(|cx| match poll(cx) {
-            Poll::Ready(done) => Poll::Ready(done.map_err(RelayError::Socket)),
-            Poll::Pending => {
-                if let Err(error) = held.gather(stream, cx) {
-                    return Poll::Ready(Err(error.into()));
-                }
-                let bytes = stream.flow_control().used_capacity();
-                match &mut blocked {
-                    None => {
-                        let waiting = &self.traffic.for_socket;
-                        let ticket = self.stalls.enter(self.abort, waiting, cx.waker(), bytes);
-                        blocked = Some((ticket, Instant::now()));
-                    }
-                    Some((ticket, since)) => ticket.update(cx.waker(), bytes, || Some(since.elapsed())),
-                }
-                Poll::Pending
-            }
-        })
-        .await
     }
 }

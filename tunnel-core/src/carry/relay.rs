@@ -12,7 +12,7 @@ use h2::{Reason, RecvStream, SendStream};
 use tokio::net::TcpStream;
 
 use super::error::{RelayError, Side};
-use super::inward::Inward;
+use super::inward::{Delivery, Inward};
 use super::outward::{Answer, Outward, Sent};
 use super::socket::{end_on_drop, flushed};
 use super::stall::{Abort, StallBound};
@@ -58,7 +58,8 @@ impl Relay<'_> {
                 // Built where they are polled: moving a future doubles its memory.
                 ended = async {
                     let outward = Outward { side, flow, traffic, answer: &answer };
-                    let inward = Inward { side, flow, stalls, abort, traffic, answer: &answer };
+                    let delivery = Delivery { flow, stalls, abort, traffic };
+                    let inward = Inward { side, delivery, answer: &answer };
                     tokio::try_join!(outward.run(&mut read, send, &prefix), async {
                         let mut stream = inbound.await?;
                         let _ = answer.begun.set(());
