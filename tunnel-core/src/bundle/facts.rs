@@ -5,14 +5,10 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek as _, SeekFrom};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::Duration;
-
-use tokio::process::Command;
 
 use super::archive::{MAX_PART, Part, STANDARD};
+use crate::doctor::tool_output;
 
-const DEADLINE: Duration = Duration::from_secs(20);
 /// Of a log so many bytes are kept: one more than a part has, by which the part is known to be cut.
 const END: usize = MAX_PART + 1;
 /// Lines of the journal.
@@ -65,9 +61,9 @@ pub(super) async fn network() -> Part {
     let mut text = String::new();
     for (program, args) in COMMANDS {
         let shown = [&[program][..], args].concat().join(" ");
-        let _ = match output(program, args).await {
+        let _ = match tool_output(program, args).await {
             Ok(out) => writeln!(text, "==> {shown}\n{out}"),
-            Err(reason) => writeln!(text, "==> {shown}\n({reason})\n"),
+            Err(error) => writeln!(text, "==> {shown}\n({error})\n"),
         };
     }
     Part::new("network.txt", "addresses, routes, listeners and rules of this host", Ok(text))
@@ -89,12 +85,12 @@ pub(super) async fn logs(files: &[PathBuf], units: &str) -> Vec<Part> {
         return files.iter().enumerate().map(part).collect();
     }
     let args = ["--no-pager", "--output=short-iso", "--lines", LINES, "--unit", units];
-    let journal = match output("journalctl", &args).await {
+    let journal = match tool_output("journalctl", &args).await {
         Ok(text) if text.lines().all(|line| line.starts_with("-- ")) => {
             Err(format!("the journal has nothing of {units}; {ELSEWHERE}"))
         }
         Ok(text) => Ok(text),
-        Err(reason) => Err(format!("{reason}; {ELSEWHERE}")),
+        Err(error) => Err(format!("journalctl: {error}; {ELSEWHERE}")),
     };
     vec![Part::new("log.txt", format!("the journal of {units}"), journal)]
 }
@@ -143,20 +139,6 @@ fn list(dir: &Path, text: &mut String) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-async fn output(program: &str, args: &[&str]) -> Result<String, String> {
-    let mut command = Command::new(program);
-    command.args(args).stdin(Stdio::null()).kill_on_drop(true);
-    match tokio::time::timeout(DEADLINE, command.output()).await {
-        Ok(Ok(output)) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        Ok(Ok(output)) => {
-            let said = String::from_utf8_lossy(&output.stderr);
-            Err(format!("{program}: {}", said.lines().next().unwrap_or("it failed")))
-        }
-        Ok(Err(error)) => Err(format!("{program}: {error}")),
-        Err(_) => Err(format!("{program}: no end within {} s", DEADLINE.as_secs())),
-    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ mod names;
 mod output;
 mod running;
 mod tls;
+mod tool;
 
 pub use checkup::{Check, Checkup, Finding, Outcome, Report, State};
 pub use code::{Code, Severity};
@@ -19,3 +20,4 @@ pub use names::resolves;
 pub use output::DoctorOutput;
 pub use running::{Asked, Running, ask_at, check_running, flags_of, metric};
 pub use tls::{Trusted, judge_chain, judge_handshake_error};
+pub use tool::tool_output;

@@ -135,8 +135,7 @@ impl Way<'_> {
         let failed: Vec<Failure> = self.ports.iter().map(unknown).collect();
         let ranges: [IpNet; 2] = [self.config.token_range.into(), self.config.token_range_v6.into()];
         let suspects = |range: IpNet| {
-            let named =
-                failed.iter().filter(move |(port, _)| !self.rules.takers(range, Some(*port)).is_empty());
+            let named = failed.iter().filter(move |(port, _)| !self.rules.takers(range, *port).is_empty());
             self.taken(range, &named.cloned().collect::<Vec<_>>(), "this host", None)
         };
         let faults: Vec<Finding> = ranges.into_iter().flat_map(suspects).collect();
@@ -154,10 +153,8 @@ impl Way<'_> {
     ) -> Vec<Finding> {
         let mut by_rule: BTreeMap<Option<Suspect>, Vec<&Failure>> = BTreeMap::new();
         for failure in failed {
-            let suspect = self.rules.takers(range, Some(failure.0)).into_iter().next();
+            let suspect = self.rules.takers(range, failure.0).into_iter().min();
             let suspect = suspect.or_else(|| self.rules.dropper(Hook::Output, Some(range), failure.0));
-            // Its ports differ from those that failed.
-            let suspect = suspect.map(|suspect| Suspect { ports: BTreeSet::new(), ..suspect });
             by_rule.entry(suspect).or_default().push(failure);
         }
         let finding = |(suspect, failed): (Option<Suspect>, Vec<&Failure>)| {
@@ -180,9 +177,7 @@ impl Way<'_> {
     async fn pod_ports(&self) -> Vec<Finding> {
         let mut faults = Vec::new();
         for (range, token) in self.tokens.iter().filter(|_| !self.config.edge_pod_routes.is_empty()) {
-            let suspects = self.rules.takers(*range, None);
-            let named: BTreeSet<u16> =
-                suspects.iter().flat_map(|suspect| suspect.ports.iter().copied()).collect();
+            let named = self.rules.ports_taken(*range);
             let ports: Vec<u16> =
                 named.into_iter().filter(|port| !self.ports.contains(port)).take(MOST_PORTS).collect();
             let failed = trial::from_here(*token, &ports).await;
@@ -198,8 +193,8 @@ impl Way<'_> {
             );
         }
         let (mut faults, mut tried, mut reasons) = (Vec::new(), Vec::new(), Vec::new());
-        if let Some(suspect) = self.rules.calicos_drop() {
-            let found = suspect.shown("drops what pods send to this host");
+        if let Some(rule) = self.rules.calicos_drop() {
+            let found = format!("Calico drops what pods send to this host: {rule}");
             let fix = "kubectl patch felixconfigurations.crd.projectcalico.org default --type=merge --patch \
                        '{\"spec\":{\"defaultEndpointToHostAction\":\"Accept\"}}'";
             faults.push(Finding::new(&codes::PODS_FILTERED, found, fix));
@@ -234,7 +229,7 @@ impl Way<'_> {
     /// Of connections from pods that failed.
     fn of_pods(&self, range: IpNet, pods: IpNet, failed: &[Failure]) -> Vec<Finding> {
         let (taken, lost): (Vec<Failure>, Vec<Failure>) =
-            failed.iter().cloned().partition(|(port, _)| !self.rules.takers(range, Some(*port)).is_empty());
+            failed.iter().cloned().partition(|(port, _)| !self.rules.takers(range, *port).is_empty());
         let mut faults = self.taken(range, &taken, "a pod", None);
         if let Some((port, how)) = lost.first() {
             let ports = list(lost.iter().map(|(port, _)| *port));
@@ -252,9 +247,9 @@ impl Way<'_> {
 
     /// The command that lets pods through, in the words of whoever made the rule.
     fn admit(&self, suspect: &Suspect, pods: IpNet, tokens: IpNet) -> String {
-        let (table, base) = suspect.path.first().cloned().unwrap_or_default();
+        let Suspect { table, base, .. } = suspect;
         let is_ufws = |chain: &str| chain.starts_with("ufw");
-        if self.rules.has_chain(&table, is_ufws) {
+        if self.rules.has_chain(table, is_ufws) {
             return format!("ufw allow proto tcp from {pods} to {tokens}");
         }
         if table.ends_with(" firewalld") {
@@ -263,9 +258,9 @@ impl Way<'_> {
             );
         }
         match table.split_once(' ') {
-            Some((_, "filter")) if base == "INPUT" => iptables("", &base, pods, tokens),
-            Some((_, name @ ("raw" | "mangle" | "security"))) if base == base.to_uppercase() => {
-                iptables(&format!("-t {name} "), &base, pods, tokens)
+            Some((_, "filter")) if base == "INPUT" => iptables("", base, pods, tokens),
+            Some((_, name @ ("raw" | "mangle" | "security"))) if *base == base.to_uppercase() => {
+                iptables(&format!("-t {name} "), base, pods, tokens)
             }
             _ => {
                 let family = if tokens.addr().is_ipv4() { "ip" } else { "ip6" };
@@ -287,18 +282,19 @@ fn owner(suspect: &Suspect, ports: &str) -> Option<(&'static Code, String)> {
     let of_port = |name: &str| {
         name.strip_prefix("TUNNEL-PORT-").is_some_and(|port| port.bytes().all(|byte| byte.is_ascii_digit()))
     };
-    if suspect.is_in(of_port) {
+    let (table, chain) = (&suspect.table, suspect.chain.as_str());
+    if of_port(chain) {
         let fix = "kubectl -n kube-system delete deployment yurt-tunnel-server, and on this host `iptables-save -t nat | grep -v \
                    TUNNEL-PORT | iptables-restore -T nat`";
         return Some((&codes::YURTTUNNEL_RULES, fix.to_owned()));
     }
-    if suspect.is_in(|name| name == "TUNNEL-PORT" || name.starts_with("EDGE-MESH")) {
+    if chain == "TUNNEL-PORT" || chain.starts_with("EDGE-MESH") {
         let fix = "switch CloudCore's iptablesManager off (`modules.iptablesManager.enable: false`), or leave its port out of \
                    --redirect-ports; stop it for good, then remove its rules: `iptables -t nat -D OUTPUT -p tcp -j TUNNEL-PORT`, \
                    `iptables -t nat -F TUNNEL-PORT`";
         return Some((&codes::KUBEEDGE_RULES, fix.to_owned()));
     }
-    if suspect.is_in(|name| name.starts_with("KUBE-")) || suspect.table().ends_with(" kube-proxy") {
+    if chain.starts_with("KUBE-") || table.ends_with(" kube-proxy") {
         let fix = format!(
             "a NodePort is {ports}: give that Service another one (`kubectl get services -A | grep {ports}`), or leave the port \
              out of --redirect-ports"
@@ -310,19 +306,20 @@ fn owner(suspect: &Suspect, ports: &str) -> Option<(&'static Code, String)> {
 
 /// Has rules for local addresses leave the tokens alone: all of iptables', or of the table that nft has.
 fn leave_out(rules: &Rules, suspect: Option<&Suspect>, tokens: IpNet) -> String {
-    let commands: Vec<String> = match suspect.map(Suspect::table).filter(|table| !is_iptables(table)) {
-        None => {
-            let tool = if tokens.addr().is_ipv6() { "ip6tables" } else { "iptables" };
-            let command = |chain: &str| format!("`{tool} -t nat -I {chain} -d {tokens} -j RETURN`");
-            ["OUTPUT", "PREROUTING"].map(command).to_vec()
-        }
-        Some(table) => {
-            let family = if tokens.addr().is_ipv6() { "ip6" } else { "ip" };
-            let command =
-                |chain: &str| format!("`nft insert rule {table} {chain} {family} daddr {tokens} return`");
-            rules.nat_bases(table).map(command).collect()
-        }
-    };
+    let commands: Vec<String> =
+        match suspect.map(|suspect| &*suspect.table).filter(|table| !is_iptables(table)) {
+            None => {
+                let tool = if tokens.addr().is_ipv6() { "ip6tables" } else { "iptables" };
+                let command = |chain: &str| format!("`{tool} -t nat -I {chain} -d {tokens} -j RETURN`");
+                ["OUTPUT", "PREROUTING"].map(command).to_vec()
+            }
+            Some(table) => {
+                let family = if tokens.addr().is_ipv6() { "ip6" } else { "ip" };
+                let command =
+                    |chain: &str| format!("`nft insert rule {table} {chain} {family} daddr {tokens} return`");
+                rules.nat_bases(table).map(command).collect()
+            }
+        };
     format!(
         "remove the rule, limit it to its own addresses, or exclude the token range from it, such as by {}",
         commands.join(" and ")
@@ -369,7 +366,7 @@ fn agent_port(config: &Config, rules: &Rules) -> Outcome {
     });
     match closed {
         Some(suspect) => {
-            let tool = if suspect.table().starts_with("ip6 ") { "ip6tables" } else { "iptables" };
+            let tool = if suspect.table.starts_with("ip6 ") { "ip6tables" } else { "iptables" };
             let fix =
                 format!("{tool} -I INPUT -p tcp --dport {port} -j ACCEPT (or the firewall's own command)");
             let found = suspect.shown("and no rule accepts the agent port");

@@ -14,8 +14,6 @@ use ipnet::IpNet;
 
 use text::{Action, action, is_unconditional, may_concern, ports_of, words};
 
-/// Chains within chains beyond this are not followed.
-const DEPTH: usize = 16;
 /// What a chain without a rule for the connection does.
 const POLICY: &str = "policy DROP";
 
@@ -31,7 +29,7 @@ pub(super) enum Hook {
 }
 
 /// A table with its family, such as `ip nat`, and a chain in it.
-pub(super) type ChainName = (String, String);
+type ChainName = (String, String);
 
 #[derive(Debug, Default)]
 struct Chain {
@@ -56,43 +54,48 @@ pub(super) struct Rules {
 pub(super) struct Suspect {
     /// Neither it nor a rule that leads to it asks for more than protocol, port and destination.
     pub(super) unconditional: bool,
-    /// The chains that lead to it, its own last.
-    pub(super) path: Vec<ChainName>,
+    pub(super) table: String,
+    pub(super) chain: String,
+    /// The chain of the table that the kernel enters.
+    pub(super) base: String,
     pub(super) rule: String,
-    /// The ports that it is for, of those that it names.
-    pub(super) ports: BTreeSet<u16>,
 }
 
 impl Suspect {
     /// Where it is, and what it says.
     pub(super) fn shown(&self, what: &str) -> String {
-        let (table, chain) = self.path.last().cloned().unwrap_or_default();
-        format!("table {table}, chain {chain}, {what}: {}", self.rule)
-    }
-
-    pub(super) fn is_in(&self, chain: impl Fn(&str) -> bool) -> bool {
-        self.path.iter().any(|(_, name)| chain(name))
-    }
-
-    pub(super) fn table(&self) -> &str {
-        self.path.last().map_or("", |(table, _)| table)
+        format!("table {}, chain {}, {what}: {}", self.table, self.chain, self.rule)
     }
 }
 
 impl Rules {
-    /// Rules that send a connection to one of `tokens` elsewhere. Without a port: at any port that they name.
-    pub(super) fn takers(&self, tokens: IpNet, port: Option<u16>) -> Vec<Suspect> {
-        self.search(Hook::Nat, Some(tokens), port, |action| matches!(action, Action::Rewrite))
+    /// Rules that send a connection to one of `tokens` elsewhere.
+    pub(super) fn takers(&self, tokens: IpNet, port: u16) -> Vec<Suspect> {
+        self.search(Hook::Nat, Some(tokens), port, Action::Rewrite)
+    }
+
+    /// The ports of `tokens` that rules name and send elsewhere; of a range the first one.
+    pub(super) fn ports_taken(&self, tokens: IpNet) -> BTreeSet<u16> {
+        let nat = self.chains.iter().filter(|((table, _), _)| self.nat_bases(table).next().is_some());
+        let rules = nat.flat_map(|(_, chain)| &chain.rules).map(|rule| (rule, words(rule)));
+        let taken = rules.filter(|(rule, words)| {
+            matches!(action(words), Action::Rewrite | Action::Chain(_))
+                && may_concern(rule, words, Some(tokens), None)
+        });
+        taken.flat_map(|(_, words)| ports_of(&words)).collect()
     }
 
     /// The rule, or the policy, that is the likeliest to drop a connection which comes in from elsewhere.
     pub(super) fn dropper(&self, hook: Hook, to: Option<IpNet>, port: u16) -> Option<Suspect> {
-        let mut found = self.search(hook, to, Some(port), |action| matches!(action, Action::Drop));
-        found.extend(self.bases(hook, to).filter(|(_, chain)| chain.drops).map(|(name, _)| Suspect {
-            unconditional: true,
-            path: vec![name.clone()],
-            rule: POLICY.to_owned(),
-            ports: BTreeSet::new(),
+        let mut found = self.search(hook, to, port, Action::Drop);
+        found.extend(self.bases(hook, to).filter(|(_, chain)| chain.drops).map(|((table, base), _)| {
+            Suspect {
+                unconditional: true,
+                table: table.clone(),
+                chain: base.clone(),
+                base: base.clone(),
+                rule: POLICY.to_owned(),
+            }
         }));
         // The fewer words, the fewer conditions.
         found.into_iter().min_by_key(|suspect| (!suspect.unconditional, suspect.rule.len()))
@@ -100,23 +103,22 @@ impl Rules {
 
     /// What certainly keeps everybody out of this port, unless a rule may let some in.
     pub(super) fn closes(&self, to: Option<IpNet>, port: u16) -> Option<Suspect> {
-        let accepts = |action: &Action<'_>| matches!(action, Action::Accept);
-        if !self.search(Hook::Input, to, Some(port), accepts).is_empty() {
+        if !self.search(Hook::Input, to, port, Action::Accept).is_empty() {
             return None;
         }
         self.dropper(Hook::Input, to, port).filter(|suspect| suspect.unconditional)
     }
 
     /// Calico's verdict on what pods send to their host, which no interface but a pod's own meets.
-    pub(super) fn calicos_drop(&self) -> Option<Suspect> {
-        self.chains.iter().find_map(|(name, chain)| {
-            let drops = |rule: &&String| {
-                rule.contains("DefaultEndpointToHostAction") && action(&words(rule)) == Action::Drop
-            };
-            let rule = chain.rules.iter().find(drops).filter(|_| name.1 == "cali-wl-to-host")?;
-            let (path, ports) = (vec![name.clone()], BTreeSet::new());
-            Some(Suspect { unconditional: true, path, rule: rule.clone(), ports })
-        })
+    pub(super) fn calicos_drop(&self) -> Option<String> {
+        let chain = |(_, name): &ChainName| name == "cali-wl-to-host";
+        self.chains.iter().filter(|(name, _)| chain(name)).flat_map(|(_, chain)| &chain.rules).find_map(
+            |rule| {
+                let drops =
+                    rule.contains("DefaultEndpointToHostAction") && action(&words(rule)) == Action::Drop;
+                drops.then(|| rule.clone())
+            },
+        )
     }
 
     /// The chains of a table in which the kernel begins to rewrite destinations.
@@ -140,51 +142,37 @@ impl Rules {
         self.chains.iter().filter(move |(name, chain)| chain.hook == Some(hook) && of_family(&name.0))
     }
 
-    fn search(
-        &self,
-        hook: Hook,
-        to: Option<IpNet>,
-        port: Option<u16>,
-        wanted: fn(&Action<'_>) -> bool,
-    ) -> Vec<Suspect> {
-        let mut search = Search { rules: self, to, port, wanted, found: BTreeSet::new() };
-        for (name, _) in self.bases(hook, to) {
-            search.follow(&mut vec![name.clone()], true, &BTreeSet::new());
-        }
-        search.found.into_iter().collect()
-    }
-}
-
-struct Search<'a> {
-    rules: &'a Rules,
-    to: Option<IpNet>,
-    port: Option<u16>,
-    wanted: fn(&Action<'_>) -> bool,
-    found: BTreeSet<Suspect>,
-}
-
-impl Search<'_> {
-    /// Follows the last chain of `path`; `ports` are those that the rules which lead there name.
-    fn follow(&mut self, path: &mut Vec<ChainName>, unconditional: bool, ports: &BTreeSet<u16>) {
-        let Some(name) = path.last().filter(|_| path.len() <= DEPTH).cloned() else { return };
-        let Some(chain) = self.rules.chains.get(&name) else { return };
-        for rule in &chain.rules {
-            let words = words(rule);
-            if !may_concern(rule, &words, self.to, self.port) {
-                continue;
-            }
-            let unconditional = unconditional && is_unconditional(&words);
-            let named = ports_of(&words);
-            let ports = if named.is_empty() { ports.clone() } else { named };
-            let action = action(&words);
-            if (self.wanted)(&action) {
-                let (path, rule) = (path.clone(), rule.clone());
-                self.found.insert(Suspect { unconditional, path, rule, ports });
-            } else if let Action::Chain(next) = action {
-                path.push((name.0.clone(), next.to_owned()));
-                self.follow(path, unconditional, &ports);
-                path.pop();
+    /// The rules with this action, in the chains that a connection may come through.
+    fn search(&self, hook: Hook, to: Option<IpNet>, port: u16, wanted: Action<'_>) -> Vec<Suspect> {
+        let mut chains: Vec<_> =
+            self.bases(hook, to).map(|(name, chain)| (&name.1, name, chain, true)).collect();
+        let mut seen: BTreeSet<&ChainName> = chains.iter().map(|(_, name, ..)| *name).collect();
+        let (mut found, mut next) = (Vec::new(), 0);
+        while let Some((base, name, chain, unconditional)) = chains.get(next).copied() {
+            next += 1;
+            for rule in &chain.rules {
+                let words = words(rule);
+                if !may_concern(rule, &words, to, Some(port)) {
+                    continue;
+                }
+                let unconditional = unconditional && is_unconditional(&words);
+                let action = action(&words);
+                if action == wanted {
+                    found.push(Suspect {
+                        unconditional,
+                        table: name.0.clone(),
+                        chain: name.1.clone(),
+                        base: base.clone(),
+                        rule: rule.clone(),
+                    });
+                } else if let Action::Chain(to) = action
+                    && let Some((name, chain)) = self.chains.get_key_value(&(name.0.clone(), to.to_owned()))
+                    && seen.insert(name)
+                {
+                    chains.push((base, name, chain, unconditional));
+                }
             }
         }
+        found
     }
 }

@@ -2,15 +2,12 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::Duration;
 
-use tokio::process::Command;
+use tunnel_core::doctor::tool_output;
 
-use super::text::{elements, expanded};
+use super::text::elements;
 use super::{Hook, Rules};
 
-const DEADLINE: Duration = Duration::from_secs(20);
 /// Those of both back ends of iptables: a host may have rules in each.
 const TOOLS: [(&str, &[&str]); 5] = [
     ("iptables-save", &[]),
@@ -38,19 +35,10 @@ impl Rules {
             return Ok(rules);
         }
         for (tool, args) in TOOLS {
-            let mut command = Command::new(tool);
-            command.args(args).stdin(Stdio::null()).kill_on_drop(true);
-            match tokio::time::timeout(DEADLINE, command.output()).await {
-                Ok(Ok(output)) if output.status.success() => {
-                    rules.add(tool, &String::from_utf8_lossy(&output.stdout));
-                }
-                Ok(Ok(output)) => {
-                    let said = String::from_utf8_lossy(&output.stderr);
-                    rules.unread.push(format!("{tool}: {}", said.lines().next().unwrap_or("failed")));
-                }
-                Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
-                Ok(Err(error)) => rules.unread.push(format!("{tool}: {error}")),
-                Err(_) => rules.unread.push(format!("{tool}: no end within {} s", DEADLINE.as_secs())),
+            match tool_output(tool, args).await {
+                Ok(text) => rules.add(tool, &text),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => rules.unread.push(format!("{tool}: {error}")),
             }
         }
         if rules.with.is_empty() {
@@ -106,13 +94,13 @@ impl Rules {
             } else if let Some(chain) = chain.as_ref().filter(|_| !seen.contains(&table)) {
                 let entry = self.chains.entry((table.clone(), chain.clone())).or_default();
                 if let Some(list) = line.strip_prefix("elements = {") {
-                    entry.rules.extend(elements("", list));
+                    entry.rules.extend(elements(list));
                 } else if line.starts_with("type ") && !chain.starts_with('@') {
                     let words: Vec<&str> = line.split_whitespace().collect();
                     entry.hook = hook(words.get(1) == Some(&"nat"), words.get(3).unwrap_or(&""));
                     entry.drops = line.contains("policy drop");
                 } else if !chain.starts_with('@') {
-                    entry.rules.extend(expanded(line));
+                    entry.rules.push(line.to_owned());
                 }
             }
         }

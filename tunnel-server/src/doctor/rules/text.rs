@@ -55,7 +55,8 @@ pub(super) fn action(words: &[String]) -> Action<'_> {
 
 /// Whether a rule may be for a new TCP connection of another host or pod. What it asks besides may or may not be so.
 pub(super) fn may_concern(rule: &str, words: &[String], to: Option<IpNet>, port: Option<u16>) -> bool {
-    if only_loopback(rule) || only_known(rule) {
+    // A map of verdicts that stands in a rule is not taken apart.
+    if only_loopback(rule) || only_known(rule) || rule.contains(" vmap {") {
         return false;
     }
     words.iter().enumerate().all(|(at, word)| {
@@ -146,32 +147,19 @@ fn only_known(rule: &str) -> bool {
     !negated && !states.split(end).next().unwrap_or_default().to_lowercase().contains("new")
 }
 
-/// One rule of nft, or one for each element of a map of verdicts that stands in it.
-pub(super) fn expanded(line: &str) -> Vec<String> {
-    match line.split_once(" vmap {") {
-        Some((before, list)) => elements(before, list),
-        None => vec![line.to_owned()],
-    }
-}
-
-/// A rule for each element of `KEY : VERDICT, … }`. `before` names the key's parts; a map has a name elsewhere without it.
-pub(super) fn elements(before: &str, list: &str) -> Vec<String> {
+/// A rule for each element of nft's `{ KEY : VERDICT, … }`.
+pub(super) fn elements(list: &str) -> Vec<String> {
     let plain: String = list.split('"').step_by(2).collect();
     let list = plain.split('}').next().unwrap_or_default();
     let element = |text: &str| {
         let (key, verdict) = text.split_once(" : ")?;
-        let part = |part: &str| {
-            if net(part).is_some() && part.contains(['.', ':']) {
-                let source = before.contains("saddr") && !before.contains("daddr");
-                format!("{} {part}", if source { "saddr" } else { "daddr" })
-            } else if ports("", part).is_some() && (before.is_empty() || before.contains("dport")) {
-                format!("dport {part}")
-            } else {
-                part.to_owned()
-            }
+        let part = |part: &str| match (net(part), ports("", part)) {
+            (Some(_), None) => format!("daddr {part}"),
+            (_, Some(_)) => format!("dport {part}"),
+            (None, None) => part.to_owned(),
         };
         let key = key.trim().trim_end_matches(" comment").split(" . ").map(str::trim).map(part);
-        Some(format!("{before} {} {}", key.collect::<Vec<_>>().join(" "), verdict.trim()).trim().to_owned())
+        Some(format!("{} {}", key.collect::<Vec<_>>().join(" "), verdict.trim()))
     };
     list.split(',').filter_map(element).collect()
 }
