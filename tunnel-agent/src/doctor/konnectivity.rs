@@ -5,14 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::ClientConfig;
-use rustls_pki_types::ServerName;
-use tokio_rustls::TlsConnector;
 use tunnel_core::doctor::{Checkup, Finding, Outcome, Running, codes, resolves};
-use tunnel_core::error::chain;
 
 use crate::config::Config;
-use crate::konnectivity::{KonnectivityConfig, KonnectivityStatus, client_config};
-use crate::reach::{Reach, Server, tls_hint};
+use crate::konnectivity::{KonnectivityConfig, KonnectivityStatus, client_config, connect};
 use crate::status::AgentStatus;
 
 const CONNECT: Duration = Duration::from_secs(8);
@@ -38,10 +34,14 @@ pub(super) async fn check(
     let mut own = None;
     match made {
         Ok(tls) => {
-            let reached = tokio::time::timeout(CONNECT, reach(&config.reach, servers, tls, &mut own)).await;
-            let reached =
-                reached.unwrap_or_else(|_| Err(format!("no answer within {} s", CONNECT.as_secs())));
-            checkup.add("servers", server(&address, reached));
+            // Up to the end of the handshake: with TLS 1.3 a server refuses a client's certificate only after that.
+            let reached = tokio::time::timeout(CONNECT, connect(&config.reach, &servers.server, tls)).await;
+            let reached = reached
+                .unwrap_or_else(|_| Err(format!("{address}: no answer within {} s", CONNECT.as_secs())));
+            if let Ok((stream, None)) = &reached {
+                own = stream.get_ref().0.local_addr().ok().map(|address| address.ip());
+            }
+            checkup.add("servers", server(&address, reached.map(drop)));
         }
         Err(_) => checkup.add("servers", Outcome::Skipped("`certificates` is broken".to_owned())),
     }
@@ -64,25 +64,6 @@ fn files(made: &Result<Arc<ClientConfig>, String>) -> Outcome {
     }
 }
 
-/// Up to the end of the TLS handshake. With TLS 1.3 a server refuses a client's certificate only after that.
-async fn reach(
-    reach: &Reach,
-    servers: &KonnectivityConfig,
-    tls: Arc<ClientConfig>,
-    own: &mut Option<IpAddr>,
-) -> Result<(), String> {
-    let reached = reach.connect(&Server::Named(servers.server.to_string())).await;
-    let reached = reached.map_err(|error| error.to_string())?;
-    if reached.proxy.is_none() {
-        *own = reached.stream.local_addr().ok().map(|address| address.ip());
-    }
-    let name = ServerName::try_from(servers.server.host.trim_end_matches('.').to_owned());
-    let name = name.map_err(|error| error.to_string())?;
-    let proxy = reached.proxy;
-    let shaken = TlsConnector::from(tls).connect(name, reached.stream).await;
-    shaken.map(drop).map_err(|error| format!("TLS: {}{}", chain(&error), tls_hint(proxy.as_deref())))
-}
-
 fn server(address: &str, reached: Result<(), String>) -> Outcome {
     match reached {
         Ok(()) => Outcome::fine(format!("{address} answers, and is trusted")),
@@ -90,7 +71,7 @@ fn server(address: &str, reached: Result<(), String>) -> Outcome {
             let fix = format!(
                 "on the server: is proxy-server's --agent-port open, and does its certificate name {address}?"
             );
-            Finding::new(&codes::SERVER_UNREACHABLE, format!("{address}: {reason}"), fix).into()
+            Finding::new(&codes::SERVER_UNREACHABLE, reason, fix).into()
         }
     }
 }

@@ -19,4 +19,4 @@ pub(crate) use metrics::KonnectivityMetrics;
 pub(crate) use set::Set;
 pub(crate) use shared::{LOOKUPS, Shared, first_number};
 pub use status::{KonnectivityServer, KonnectivityStatus};
-pub(crate) use tls::client_config;
+pub(crate) use tls::{client_config, connect};

@@ -7,9 +7,7 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use rustls_pki_types::ServerName;
 use tokio::sync::mpsc;
-use tokio_rustls::TlsConnector;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
@@ -19,13 +17,11 @@ use tower::service_fn;
 use tunnel_core::error::chain;
 use tunnel_core::konnectivity::agent_service_client::AgentServiceClient;
 use tunnel_core::konnectivity::{Bounds, Connections, LARGEST_MESSAGE, Packet, Packets, single};
-use tunnel_core::link::tune_link;
 use tunnel_core::text::printable;
 
 use super::dial::ForServer;
 use super::shared::{Busy, Shared};
-use super::tls::client_config;
-use crate::reach::{Server, tls_hint};
+use super::tls::{client_config, connect};
 
 /// For the connection, TLS and the answer to the call together.
 const ATTACH: Duration = Duration::from_secs(20);
@@ -78,7 +74,7 @@ impl Stream {
         let mut request = Request::new(outgoing);
         fill(request.metadata_mut(), shared)?;
         let mut client =
-            AgentServiceClient::new(connect(shared).await?).max_decoding_message_size(LARGEST_MESSAGE);
+            AgentServiceClient::new(channel(shared).await?).max_decoding_message_size(LARGEST_MESSAGE);
         let answer = client.connect(request).await.map_err(|status| {
             format!("the server refused the call: {:?}: {}", status.code(), printable(status.message(), 300))
         })?;
@@ -129,18 +125,10 @@ impl Stream {
     }
 }
 
-/// Connects and shakes hands itself, so that an error says which of the two failed and why.
-async fn connect(shared: &Shared) -> Result<Channel, String> {
+/// Shakes hands itself, so that an error says what has failed.
+async fn channel(shared: &Shared) -> Result<Channel, String> {
     let server = &shared.config.server;
-    let reached = shared.reach.connect(&Server::Named(server.to_string())).await;
-    let reached = reached.map_err(|error| format!("connecting to {server}: {error}"))?;
-    tune_link(&reached.stream);
-    let name = ServerName::try_from(server.host.trim_end_matches('.').to_owned());
-    let name = name.map_err(|error| format!("{server}: {error}"))?;
-    let tls = TlsConnector::from(client_config(&shared.config)?);
-    let stream = tls.connect(name, reached.stream).await.map_err(|error| {
-        format!("TLS with {server}: {}{}", chain(&error), tls_hint(reached.proxy.as_deref()))
-    })?;
+    let (stream, _) = connect(&shared.reach, server, client_config(&shared.config)?).await?;
     let mut stream = Some(TokioIo::new(stream));
     let connector = service_fn(move |_: Uri| {
         let stream = stream.take();

@@ -5,10 +5,17 @@ use std::sync::Arc;
 
 use rustls::{ClientConfig, RootCertStore};
 use rustls_pki_types::pem::PemObject as _;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tunnel_core::config::HostPort;
+use tunnel_core::error::chain;
 use tunnel_core::identity::{ALPN_GRPC, Zeroizing, foreign_tls};
+use tunnel_core::link::tune_link;
 
 use super::config::KonnectivityConfig;
+use crate::reach::{Reach, Reached, Server, tls_hint};
 
 /// Reads the files, as they are now: they are replaced when certificates are renewed.
 ///
@@ -34,6 +41,27 @@ pub(crate) fn client_config(config: &KonnectivityConfig) -> Result<Arc<ClientCon
         None => error.to_string(),
     };
     foreign_tls(roots, client, alpn).map_err(|error| named(&error))
+}
+
+/// Connects to the server and shakes hands. Also returns the address of the proxy that leads there.
+///
+/// # Errors
+/// Which of the two failed, and why.
+pub(crate) async fn connect(
+    reach: &Reach,
+    server: &HostPort,
+    tls: Arc<ClientConfig>,
+) -> Result<(TlsStream<TcpStream>, Option<String>), String> {
+    let reached = reach.connect(&Server::Named(server.to_string())).await;
+    let Reached { stream, proxy, .. } =
+        reached.map_err(|error| format!("connecting to {server}: {error}"))?;
+    tune_link(&stream);
+    let name = ServerName::try_from(server.host.trim_end_matches('.').to_owned());
+    let name = name.map_err(|error| format!("{server}: {error}"))?;
+    match TlsConnector::from(tls).connect(name, stream).await {
+        Ok(stream) => Ok((stream, proxy)),
+        Err(error) => Err(format!("TLS with {server}: {}{}", chain(&error), tls_hint(proxy.as_deref()))),
+    }
 }
 
 /// At least one.
