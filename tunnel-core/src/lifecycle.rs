@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use parking_lot::Mutex;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
@@ -260,7 +261,7 @@ impl Readiness {
     /// Not ready until the returned guard is dropped; `/readyz` shows `name` until then.
     #[must_use = "dropping the guard means ready"]
     pub fn pending(&self, name: impl Into<String>) -> ReadyGuard {
-        let mut pending = lock(&self.0);
+        let mut pending = self.0.lock();
         let id = pending.next;
         pending.next += 1;
         pending.names.insert(id, name.into());
@@ -268,12 +269,12 @@ impl Readiness {
     }
 
     pub fn is_ready(&self) -> bool {
-        lock(&self.0).names.is_empty()
+        self.0.lock().names.is_empty()
     }
 
     /// What is pending, oldest first.
     pub fn names(&self) -> Vec<String> {
-        lock(&self.0).names.values().cloned().collect()
+        self.0.lock().names.values().cloned().collect()
     }
 }
 
@@ -291,13 +292,8 @@ impl ReadyGuard {
 
 impl Drop for ReadyGuard {
     fn drop(&mut self) {
-        lock(&self.readiness.0).names.remove(&self.id);
+        self.readiness.0.lock().names.remove(&self.id);
     }
-}
-
-// The map is consistent after every statement, so the panic of another holder does no harm.
-fn lock(pending: &Mutex<Pending>) -> MutexGuard<'_, Pending> {
-    pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// Looking at all of them stops only one part of those that come and go meanwhile.
 const PARTS: usize = 16;
@@ -32,17 +34,13 @@ impl<T> Live<T> {
 
     /// Those that are there, in no order.
     pub fn all(&self) -> Vec<Arc<T>> {
-        self.parts.iter().flat_map(|part| lock(part).values().cloned().collect::<Vec<_>>()).collect()
+        self.parts.iter().flat_map(|part| part.lock().values().cloned().collect::<Vec<_>>()).collect()
     }
 
     fn part(&self, id: u64) -> MutexGuard<'_, BTreeMap<u64, Arc<T>>> {
         // The remainder is less than PARTS.
-        lock(&self.parts[(id % PARTS as u64) as usize])
+        self.parts[(id % PARTS as u64) as usize].lock()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// One that is there, until this is dropped.
@@ -93,6 +91,6 @@ mod tests {
         assert_eq!(all(), (0..3 * PARTS).filter(|number| number % 7 != 0).collect::<Vec<_>>());
         assert_eq!(*kept, 7);
         present.clear();
-        assert!(live.all().is_empty() && live.parts.iter().all(|part| lock(part).is_empty()));
+        assert!(live.all().is_empty() && live.parts.iter().all(|part| part.lock().is_empty()));
     }
 }

@@ -4,8 +4,9 @@
 use std::fmt;
 use std::io::IsTerminal;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -207,7 +208,7 @@ impl Handle {
     }
 
     pub fn level(&self) -> Level {
-        *self.level.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.level.lock()
     }
 
     /// Takes effect immediately, for every thread.
@@ -216,7 +217,7 @@ impl Handle {
     /// The process no longer has the logger that this handle belongs to.
     pub fn set(&self, filter: &Filter) -> Result<(), LoggingError> {
         // Locked during the change: the stored level is the one in effect even when two changes race.
-        let mut current = self.level.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.level.lock();
         (self.apply)(filter.targets())?;
         *current = filter.level;
         Ok(())
@@ -270,7 +271,7 @@ mod tests {
 
     impl Write for Buffer {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
+            self.0.lock().write(bytes)
         }
         fn flush(&mut self) -> std::io::Result<()> {
             Ok(())
@@ -279,7 +280,7 @@ mod tests {
 
     impl Buffer {
         fn take(&self) -> String {
-            String::from_utf8(std::mem::take(&mut *self.0.lock().unwrap())).unwrap()
+            String::from_utf8(std::mem::take(&mut *self.0.lock())).unwrap()
         }
     }
 

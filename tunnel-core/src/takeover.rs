@@ -9,9 +9,9 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
@@ -127,7 +127,7 @@ impl Copies {
         own: H,
     ) -> io::Result<()> {
         let (listeners, copies) = {
-            let sockets = self.lock();
+            let sockets = self.0.lock();
             let listeners: Vec<_> = sockets.iter().map(|(name, at, _)| (name.clone(), *at)).collect();
             let copies = sockets.iter().map(|(_, _, socket)| socket.try_clone());
             (listeners, copies.collect::<io::Result<Vec<_>>>()?)
@@ -140,28 +140,24 @@ impl Copies {
 
     /// One of them, for this program itself.
     pub fn get(&self, name: &str, at: SocketAddr) -> Option<OwnedFd> {
-        let sockets = self.lock();
+        let sockets = self.0.lock();
         let (_, _, socket) = sockets.iter().find(|(other, address, _)| other == name && *address == at)?;
         socket.try_clone().ok()
     }
 
     /// One more.
     pub fn add(&self, name: &str, at: SocketAddr, socket: OwnedFd) {
-        self.lock().push((name.to_owned(), at, socket));
+        self.0.lock().push((name.to_owned(), at, socket));
     }
 
     /// Closes one that is of no use any more.
     pub fn remove(&self, name: &str, at: SocketAddr) {
-        self.lock().retain(|(other, address, _)| other != name || *address != at);
+        self.0.lock().retain(|(other, address, _)| other != name || *address != at);
     }
 
     /// Closes them, so that nothing waits in them once this program accepts no more.
     pub fn close(&self) {
-        self.lock().clear();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<(String, SocketAddr, OwnedFd)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().clear();
     }
 }
 

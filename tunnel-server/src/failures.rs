@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use tunnel_core::identity::NodeName;
 use tunnel_core::outcome::{Hop, Outcome};
 
@@ -46,7 +46,7 @@ impl Failures {
             failure.detail.truncate(end);
             failure.detail.push('…');
         }
-        let mut hops = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hops = self.0.lock();
         let at_hop = hops.entry(hop).or_default();
         at_hop.count += 1;
         at_hop.recent.truncate(KEPT - 1);
@@ -54,7 +54,7 @@ impl Failures {
     }
 
     pub(crate) fn all(&self) -> BTreeMap<Hop, AtHop> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 }
 

@@ -1,10 +1,11 @@
 //! The streams with all servers. They share one address, so that each attempt leads to any of them: the agent tries until it has
 //! found as many as they say that there are.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::backoff::{Backoff, jittered};
@@ -111,7 +112,7 @@ impl Set {
                     if failing.is_new(&reason) {
                         tracing::warn!(server = %config.server, reason, "cannot attach to a konnectivity server; trying again");
                     }
-                    self.lock().last_error = Some((reason, Instant::now()));
+                    self.state.lock().last_error = Some((reason, Instant::now()));
                     backoff.next_delay()
                 }
             };
@@ -122,7 +123,7 @@ impl Set {
     }
 
     pub(crate) fn status(&self) -> KonnectivityStatus {
-        let state = self.lock();
+        let state = self.state.lock();
         let attached = state.attached.iter().map(|attached| KonnectivityServer {
             server_id: attached.server_id.clone(),
             attached_for_s: attached.since.elapsed().as_secs(),
@@ -143,7 +144,7 @@ impl Set {
     /// Runs a stream that was opened; its task returns how long one with a new server has lasted. One with a server that this agent
     /// has already ends by itself, once what it has been sent meanwhile has ended.
     fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> Found {
-        if self.lock().attached.len() >= MOST {
+        if self.state.lock().attached.len() >= MOST {
             return Found::Known;
         }
         let leave = self.shared.draining.child_token();
@@ -151,7 +152,7 @@ impl Set {
         let number = self.last_number.fetch_add(1, Ordering::Relaxed) + 1;
         let server_id = printable(&stream.server_id, 100);
         let found = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             // Newer than what another one has said before.
             state.server_count = Some(stream.server_count);
             self.shared.own_metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
@@ -207,12 +208,12 @@ impl Set {
             Err(status) => format!("{:?}: {}", status.code(), printable(status.message(), 300)),
         };
         tracing::warn!(server = server_id, reason, "a konnectivity server is gone");
-        self.lock().last_error = Some((format!("{server_id}: {reason}"), Instant::now()));
+        self.state.lock().last_error = Some((format!("{server_id}: {reason}"), Instant::now()));
     }
 
     /// Whether there is a stream with as many servers as there are, or may be.
     fn is_complete(&self) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         let attached = state.attached.iter().filter(|attached| !attached.leave.is_cancelled()).count();
         state.server_count.is_some_and(|count| attached > 0 && attached >= count.min(MOST))
     }
@@ -226,11 +227,6 @@ impl Set {
             state.unready.get_or_insert_with(|| self.readiness.pending(PENDING));
         }
     }
-
-    // Whole after every statement, so the panic of another holder does no harm.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// The entry of a stream. Goes with it, however it ends.
@@ -238,7 +234,7 @@ struct Listed(Arc<Set>, u64);
 
 impl Drop for Listed {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         state.attached.retain(|attached| attached.number != self.1);
         self.0.count(&mut state);
     }

@@ -4,7 +4,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use futures_util::{Stream, StreamExt};
 use k8s_openapi::NamespaceResourceScope;
@@ -12,6 +12,7 @@ use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::runtime::watcher::{Config, Event};
 use kube::{Api, Resource};
+use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
@@ -52,12 +53,8 @@ impl Troubles {
 }
 
 impl Trouble {
-    fn known(&self) -> MutexGuard<'_, Troubles> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn change(&self, change: impl FnOnce(&mut Troubles)) {
-        let mut known = self.known();
+        let mut known = self.0.lock();
         change(&mut known);
         match known.now().cloned() {
             Some(reason) if known.logged.is_new(&reason) => {
@@ -92,7 +89,7 @@ impl Discovery {
 
     /// Why they may be out of date.
     pub fn trouble(&self) -> Option<String> {
-        self.trouble.known().now().cloned()
+        self.trouble.0.lock().now().cloned()
     }
 }
 

@@ -1,9 +1,10 @@
 //! Which measurements this agent takes part in: if at all, one at a time, and only so often.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
@@ -36,7 +37,7 @@ impl BenchPolicy {
         let Ok(Ok(permit)) = permit else {
             return Err(Status::resource_exhausted("another measurement is under way"));
         };
-        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut begun = self.begun.lock();
         while begun.front().is_some_and(|at| now.duration_since(*at) >= SPAN) {
             begun.pop_front();
         }

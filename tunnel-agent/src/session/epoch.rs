@@ -2,9 +2,10 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
@@ -76,7 +77,7 @@ impl EpochSource {
 impl Source {
     fn choose(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let mut last = lock(&self.last);
+        let mut last = self.last.lock();
         // Another agent of this node, from which this one takes over, may have used higher ones meanwhile.
         *last = read(&self.path).unwrap_or_default().max(*last);
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
@@ -85,9 +86,9 @@ impl Source {
 
     /// Stores the last one: others may have been chosen while the disk was waited for.
     fn store(&self) {
-        let epoch = *lock(&self.last);
+        let epoch = *self.last.lock();
         let stored = write_atomically(&self.path, format!("{epoch}\n").as_bytes(), 0o600);
-        let mut unsaved = lock(&self.unsaved);
+        let mut unsaved = self.unsaved.lock();
         match stored {
             Ok(()) => {
                 if unsaved.clear() {
@@ -107,17 +108,13 @@ impl Source {
     }
 
     fn note_slow(&self) {
-        if lock(&self.unsaved).is_new("slow") {
+        if self.unsaved.lock().is_new("slow") {
             tracing::warn!(
                 path = %self.path.display(),
                 "the disk takes long to store the session's number, which is used before it is there"
             );
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The number in the file; 0 without one.

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::future::pending;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 /// How long the news of a session that the other agent had may be under way.
@@ -52,13 +53,13 @@ struct State {
 
 /// Whether that was a moment ago.
 fn is_news(event: &Mutex<Option<Instant>>) -> bool {
-    event.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|event| event.elapsed() < NEWS)
+    event.lock().is_some_and(|event| event.elapsed() < NEWS)
 }
 
 impl Handover {
     pub fn set(&self, phase: Phase) {
         if phase == Phase::Alone {
-            *self.0.died.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            *self.0.died.lock() = Some(Instant::now());
         }
         self.0.phase.send_replace(phase);
     }
@@ -86,7 +87,7 @@ impl Handover {
     pub fn set_successor(&self, successor: bool) {
         let was = self.0.successor.swap(successor, Ordering::Relaxed);
         if was && !successor {
-            *self.0.succeeded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            *self.0.succeeded.lock() = Some(Instant::now());
         }
     }
 

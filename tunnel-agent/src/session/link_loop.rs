@@ -1,9 +1,10 @@
 //! Keeps a session with one server: connects, serves, waits, and connects again.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -168,13 +169,13 @@ impl LinkLoop {
 
     /// Whether the loop holds back because the server is attached through another address.
     pub fn stands_by(&self) -> bool {
-        self.observed().standby
+        self.observed.lock().standby
     }
 
     /// What the server is good for now.
     pub(super) fn usefulness(&self) -> Use {
         let now = Instant::now();
-        let mut observed = self.observed();
+        let mut observed = self.observed.lock();
         let session = observed.session.as_deref();
         let attached =
             session.is_some_and(|session| matches!(*session.phase.borrow(), SessionPhase::Attached { .. }));
@@ -195,7 +196,7 @@ impl LinkLoop {
 
     /// Whether this agent and the server have refused each other's certificate.
     pub fn refused(&self) -> Option<Refused> {
-        self.observed().refusals.strongest()
+        self.observed.lock().refusals.strongest()
     }
 
     /// Runs until the agent drains or the server's address is gone. A session of a draining server may outlive its turn,
@@ -235,7 +236,7 @@ impl LinkLoop {
                     () = self.shared.handover.alone() => {}
                     () = self.leaving.cancelled() => break,
                 }
-                self.observed().waiting = false;
+                self.observed.lock().waiting = false;
                 backoff.reset();
                 continue;
             }
@@ -276,7 +277,7 @@ impl LinkLoop {
                 Ok(()) = addresses.changed(), if !refused && !standby => backoff.reset(),
                 () = self.leaving.cancelled() => break,
             }
-            self.observed().waiting = false;
+            self.observed.lock().waiting = false;
         }
         leftovers.close();
         tokio::select! {
@@ -287,7 +288,7 @@ impl LinkLoop {
 
     fn note_end(&self, end: &SessionEnd) {
         let standby = matches!(end, SessionEnd::SameServer(_));
-        let mut observed = self.observed();
+        let mut observed = self.observed.lock();
         let session = observed.session.take();
         let attached = session.as_ref().is_some_and(|session| session.was_attached());
         observed.stops = matches!(end, SessionEnd::Draining)
@@ -318,7 +319,7 @@ impl LinkLoop {
         let tls = {
             if identity.has_changed().unwrap_or(false) {
                 // Those were of another certificate.
-                self.observed().refusals = CertificateRefusals::default();
+                self.observed.lock().refusals = CertificateRefusals::default();
             }
             let identity = identity.borrow_and_update().clone();
             match agent_tls(&identity, ALPN_TUNNEL) {
@@ -345,7 +346,7 @@ impl LinkLoop {
         let (asked, mut wanted) = mpsc::channel(MAX_LINKS as usize);
         let server = (self.server.clone(), again, local);
         let state = Arc::new(SessionState::first(self.shared.clone(), server, epoch, chain, flow, asked));
-        self.observed().session = Some(state.clone());
+        self.observed.lock().session = Some(state.clone());
         let server_drains = CancellationToken::new();
         let in_use = self.supersede(&state);
         let mut in_use = std::pin::pin!(in_use);
@@ -369,7 +370,7 @@ impl LinkLoop {
                     if *state.phase.borrow() == SessionPhase::Succeeded {
                         break SessionEnd::Succeeded;
                     }
-                    let earlier = self.outgoing().replace(state.superseded.clone());
+                    let earlier = self.outgoing.lock().replace(state.superseded.clone());
                     // Two servers in a row stop: the older session has no use any more.
                     earlier.iter().for_each(CancellationToken::cancel);
                     break SessionEnd::Draining;
@@ -395,11 +396,11 @@ impl LinkLoop {
         };
         idle.look(state.flow.received());
         let end = match proxy {
-            Some(proxy) => self.observed().cuts.judge(end, &proxy, idle.lasts()),
+            Some(proxy) => self.observed.lock().cuts.judge(end, &proxy, idle.lasts()),
             None => end,
         };
         let yields = matches!(end, SessionEnd::Replaced(_) | SessionEnd::Refused(_));
-        *self.yielded() = yields.then_some(epoch);
+        *self.yielded.lock() = yields.then_some(epoch);
         end
     }
 
@@ -407,29 +408,21 @@ impl LinkLoop {
     async fn supersede(&self, session: &SessionState) {
         let mut phase = session.phase.subscribe();
         if phase.wait_for(|phase| matches!(phase, SessionPhase::Attached { .. })).await.is_ok()
-            && let Some(outgoing) = self.outgoing().take()
+            && let Some(outgoing) = self.outgoing.lock().take()
         {
             outgoing.cancel();
         }
         std::future::pending::<()>().await;
     }
 
-    fn outgoing(&self) -> MutexGuard<'_, Option<CancellationToken>> {
-        self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The next session's epoch. Taken once the server is reached: it is synced to disk.
     async fn epoch(&self) -> std::io::Result<u64> {
-        if let Some(yielded) = *self.yielded()
+        if let Some(yielded) = *self.yielded.lock()
             && !self.shared.handover.is_successor()
         {
             return Ok(yielded);
         }
         self.shared.epochs.next().await
-    }
-
-    fn yielded(&self) -> MutexGuard<'_, Option<u64>> {
-        self.yielded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether a server has this session in use.
@@ -438,7 +431,7 @@ impl LinkLoop {
     }
 
     pub fn status(&self) -> LinkStatus {
-        let observed = self.observed();
+        let observed = self.observed.lock();
         let session = observed.session.as_deref();
         let session_phase = session.map(|session| session.phase.borrow().clone());
         let (server_id, since) = match session_phase {
@@ -467,10 +460,6 @@ impl LinkLoop {
             last_error: observed.last_end.as_ref().map(|(reason, _)| reason.clone()),
             last_error_s: observed.last_end.as_ref().map(|(_, at)| at.elapsed().as_secs()),
         }
-    }
-
-    fn observed(&self) -> MutexGuard<'_, Observed> {
-        self.observed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

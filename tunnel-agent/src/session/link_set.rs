@@ -1,9 +1,10 @@
 //! One [`LinkLoop`] for each server that this agent is to be attached to, as servers come and go.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tunnel_core::config::HostPort;
@@ -48,32 +49,28 @@ impl LinkSet {
         Arc::new(Self { shared, identity, tasks, entries: Mutex::default(), ranked: Mutex::default() })
     }
 
-    fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Connects to these servers, or to some of them, from now on. An empty list changes nothing.
     pub fn set(&self, servers: &[HostPort]) {
         if servers.is_empty() || self.shared.draining.is_cancelled() {
             return;
         }
         let wanted: Vec<String> = servers.iter().map(ToString::to_string).collect();
-        let mut entries = self.entries();
+        let mut entries = self.entries.lock();
         for entry in entries.iter_mut() {
             let is_wanted = wanted.iter().any(|server| server == entry.link.server());
             entry.gone = (!is_wanted).then(|| entry.gone.unwrap_or_else(Instant::now));
         }
         drop(entries);
         let ranked = self.shared.spread.rank(&self.shared.node, wanted);
-        *self.ranked.lock().unwrap_or_else(PoisonError::into_inner) = ranked;
+        *self.ranked.lock() = ranked;
         self.choose();
         self.leave_gone();
     }
 
     /// Connects to as many of the servers as is wanted, and to more while some of them do not serve.
     fn choose(&self) {
-        let ranked = self.ranked.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut entries = self.entries();
+        let ranked = self.ranked.lock();
+        let mut entries = self.entries.lock();
         let serves = |server: &String| {
             let entry = entries.iter().find(|entry| entry.link.server() == server);
             entry.map_or(Use::Idle, |entry| entry.link.usefulness())
@@ -104,7 +101,7 @@ impl LinkSet {
 
     /// Leaves the servers that may be left.
     fn leave_gone(&self) {
-        let mut entries = self.entries();
+        let mut entries = self.entries.lock();
         // One that stands by leads to a server that is attached through another address, which may be the one to leave.
         let usable = |link: &LinkLoop| link.attached() || link.stands_by();
         let another = entries.iter().any(|entry| entry.gone.is_none() && usable(&entry.link));
@@ -133,7 +130,7 @@ impl LinkSet {
     }
 
     pub fn status(&self) -> Vec<LinkStatus> {
-        self.entries().iter().map(|entry| entry.link.status()).collect()
+        self.entries.lock().iter().map(|entry| entry.link.status()).collect()
     }
 
     /// Becomes ready when the first server has attached. A later loss shows in the status and the metrics only: restarting
@@ -148,20 +145,20 @@ impl LinkSet {
 
     /// The addresses of the servers that have a session in use.
     pub fn attached_at(&self) -> BTreeSet<String> {
-        let entries = self.entries();
+        let entries = self.entries.lock();
         let attached = entries.iter().filter(|entry| entry.link.attached());
         attached.map(|entry| entry.link.server().to_owned()).collect()
     }
 
     /// Whether some server has a session in use.
     pub fn attached(&self) -> bool {
-        self.entries().iter().any(|entry| entry.link.attached())
+        self.entries.lock().iter().any(|entry| entry.link.attached())
     }
 
     /// What some server and this agent think of each other's certificate: while one is attached only whether another
     /// asks for another enrolment, because that one attaches a link before it refuses it.
     pub fn refused(&self) -> Option<Refused> {
-        let strongest = self.entries().iter().filter_map(|entry| entry.link.refused()).max();
+        let strongest = self.entries.lock().iter().filter_map(|entry| entry.link.refused()).max();
         strongest.filter(|refused| *refused == Refused::EnrollAgain || !self.attached())
     }
 }

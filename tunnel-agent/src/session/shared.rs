@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
@@ -68,7 +69,7 @@ impl Attached {
     /// # Errors
     /// The other address through which it is attached already.
     pub(super) fn claim(&self, server_id: &str, address: &str, epoch: u64) -> Result<(), String> {
-        let mut servers = self.servers();
+        let mut servers = self.servers.lock();
         match servers.get(server_id) {
             Some((other, _)) if other != address => Err(other.clone()),
             _ => {
@@ -82,7 +83,7 @@ impl Attached {
     /// has claimed nothing tells nobody: links that stand by would wake each other without end.
     pub(super) fn release(&self, epoch: u64) {
         let given_up = {
-            let mut servers = self.servers();
+            let mut servers = self.servers.lock();
             let before = servers.len();
             servers.retain(|_, (_, holder)| *holder != epoch);
             servers.len() < before
@@ -95,10 +96,6 @@ impl Attached {
     /// Changes whenever some link gives up its server.
     pub(super) fn releases(&self) -> watch::Receiver<u64> {
         self.released.subscribe()
-    }
-
-    fn servers(&self) -> MutexGuard<'_, HashMap<String, (String, u64)>> {
-        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

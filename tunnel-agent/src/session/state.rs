@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{mpsc, watch};
@@ -70,7 +71,7 @@ impl Common {
     /// for.
     pub(super) fn place(self: &Arc<Self>, number: u32) -> Option<Place> {
         let asked = (1..link::MAX_LINKS).contains(&number);
-        let free = asked && lock(&self.additional).insert(number);
+        let free = asked && self.additional.lock().insert(number);
         free.then(|| Place { common: self.clone(), number })
     }
 }
@@ -83,7 +84,7 @@ pub(super) struct Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        lock(&self.common.additional).remove(&self.number);
+        self.common.additional.lock().remove(&self.number);
     }
 }
 
@@ -243,7 +244,7 @@ impl SessionState {
 
     /// Links of the session that are up or under way.
     pub(super) fn links(&self) -> usize {
-        1 + lock(&self.common.additional).len()
+        1 + self.common.additional.lock().len()
     }
 
     /// Passes a trust bundle on to be installed.
@@ -276,7 +277,7 @@ impl SessionState {
 
     /// The receiver of `events`, for the first Attach only.
     pub(super) fn take_event_stream(&self) -> Option<mpsc::Receiver<EventResult>> {
-        lock(&self.event_stream).take()
+        self.event_stream.lock().take()
     }
 }
 
@@ -295,8 +296,4 @@ impl Drop for ConnectionGuard {
         self.common.connections.fetch_sub(1, Ordering::Relaxed);
         self.active.dec();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -13,10 +13,11 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::SetOnce;
 
 use super::traffic::{Wait, Waiting};
@@ -111,12 +112,12 @@ impl StallBudget {
     /// pause.
     fn check(&self, now: Instant, urgent: bool) {
         while self.held() > self.limit {
-            let Ok(mut scan) = self.scan.try_lock() else { return };
+            let Some(mut scan) = self.scan.try_lock() else { return };
             let need = self.need();
             if !urgent && need != Need::Extreme && scan.is_some_and(|next| now < next) {
                 return;
             }
-            let fullest = lock(&self.links).values().filter_map(Weak::upgrade).max_by_key(|link| link.held());
+            let fullest = self.links.lock().values().filter_map(Weak::upgrade).max_by_key(|link| link.held());
             if !fullest.is_some_and(|link| link.relieve(need, now, PROCESS_FULL)) {
                 *scan = Some(now + SCAN_PAUSE);
                 return;
@@ -180,7 +181,7 @@ impl StallBound {
             blocked: Mutex::default(),
             budget: budget.clone(),
         });
-        lock(&budget.links).insert(link.id, Arc::downgrade(&link));
+        budget.links.lock().insert(link.id, Arc::downgrade(&link));
         Self(link)
     }
 
@@ -198,7 +199,7 @@ impl StallBound {
         let key = (now, link.ids.fetch_add(1, Ordering::Relaxed));
         let receiver =
             Receiver { abort: abort.clone(), waker: waker.clone(), held, asked: None, answered: None };
-        let mut blocked = lock(&link.blocked);
+        let mut blocked = link.blocked.lock();
         blocked.insert(key, receiver);
         link.add(held);
         drop(blocked);
@@ -213,7 +214,7 @@ impl StallBound {
 
     /// How many receivers are blocked now.
     pub fn blocked(&self) -> usize {
-        lock(&self.0.blocked).len()
+        self.0.blocked.lock().len()
     }
 
     /// Bytes that are held for them.
@@ -224,7 +225,7 @@ impl StallBound {
 
 impl Drop for StallBound {
     fn drop(&mut self) {
-        lock(&self.0.budget.links).remove(&self.0.id);
+        self.0.budget.links.lock().remove(&self.0.id);
     }
 }
 
@@ -255,7 +256,7 @@ impl Link {
 
     /// Cuts the receiver without progress for longest, or asks its task about that first and returns false.
     fn relieve(&self, need: Need, now: Instant, reason: &'static str) -> bool {
-        let mut blocked = lock(&self.blocked);
+        let mut blocked = self.blocked.lock();
         let Some(mut oldest) = blocked.first_entry() else { return false };
         if need == Need::Soft && now.saturating_duration_since(oldest.key().0) < GRACE {
             return false;
@@ -294,7 +295,7 @@ impl StallTicket<'_> {
     pub fn update(&mut self, waker: &Waker, held: usize, idle: impl FnOnce() -> Option<Duration>) {
         let link = self.link;
         self.wait.holds(held);
-        let mut blocked = lock(&link.blocked);
+        let mut blocked = link.blocked.lock();
         let Some(receiver) = blocked.get_mut(&self.key) else { return };
         link.add(held);
         link.subtract(std::mem::replace(&mut receiver.held, held));
@@ -318,12 +319,8 @@ impl StallTicket<'_> {
 
 impl Drop for StallTicket<'_> {
     fn drop(&mut self) {
-        if let Some(receiver) = lock(&self.link.blocked).remove(&self.key) {
+        if let Some(receiver) = self.link.blocked.lock().remove(&self.key) {
             self.link.subtract(receiver.held);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,8 +2,9 @@
 //! such a connection.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustls::{ClientConfig, version};
 use rustls_pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -85,7 +86,7 @@ async fn shake_hands(
     let note = seen.clone();
     let verifier = server_verifier(move |leaf, rest, _, _| {
         let chain = std::iter::once(leaf).chain(rest).map(|certificate| certificate.clone().into_owned());
-        *note.lock().unwrap_or_else(PoisonError::into_inner) = chain.collect();
+        *note.lock() = chain.collect();
         Ok(())
     });
     // Also the older version: an interceptor may know of no other.
@@ -97,7 +98,7 @@ async fn shake_hands(
         .with_no_client_auth();
     config.alpn_protocols = vec![alpn.to_vec()];
     let shaken = TlsConnector::from(Arc::new(config)).connect(name, stream).await;
-    let chain = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
+    let chain = std::mem::take(&mut *seen.lock());
     Ok((chain, shaken))
 }
 

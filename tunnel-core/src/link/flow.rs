@@ -9,11 +9,11 @@
 //! a fast link fast. So the size of a piece is what the link delivers in a few milliseconds.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::limits::{Limits, Sending};
@@ -124,7 +124,7 @@ impl Flow {
 
     /// What held this end's sending back lately; `None` before it sent anything, or before Linux 4.10.
     pub fn limits(&self) -> Option<Limits> {
-        self.sending.lock().unwrap_or_else(PoisonError::into_inner).limits()
+        self.sending.lock().limits()
     }
 
     /// What one stream may have waiting in front of the link, in bytes: its share when many send at once.
@@ -191,7 +191,7 @@ impl Flow {
     pub(super) fn delivered(&self, delivery: Delivery) -> Option<usize> {
         self.rate.store(delivery.rate, Ordering::Relaxed);
         self.retransmits.store(delivery.retransmits, Ordering::Relaxed);
-        self.sending.lock().unwrap_or_else(PoisonError::into_inner).add(delivery.sending);
+        self.sending.lock().add(delivery.sending);
         if let Some(rtt) = delivery.shortest_rtt {
             self.set_path_rtt(rtt);
         }

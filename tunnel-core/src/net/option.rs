@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 /// The options that could not be set.
 static MISSING: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
@@ -11,7 +12,7 @@ static MISSING: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 /// which must not cost the connection. Each is logged once in a process.
 pub fn refine(option: &'static str, set: io::Result<()>) {
     if let Err(error) = set
-        && MISSING.lock().unwrap_or_else(PoisonError::into_inner).insert(option)
+        && MISSING.lock().insert(option)
     {
         tracing::warn!(option, %error, "failed to set a socket option; connections do without it");
     }

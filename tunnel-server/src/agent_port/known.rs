@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use tunnel_core::identity::NodeName;
 
 use crate::admission::source_key;
@@ -26,7 +26,7 @@ struct Known {
 impl KnownSources {
     pub(super) fn remember(&self, node: &NodeName, address: IpAddr) {
         let source = source_key(address);
-        let mut known = self.lock();
+        let mut known = self.0.lock();
         if known.of_node.get(node) == Some(&source) {
             return;
         }
@@ -43,11 +43,7 @@ impl KnownSources {
     }
 
     pub(super) fn contains(&self, address: IpAddr) -> bool {
-        self.lock().nodes.contains_key(&source_key(address))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().nodes.contains_key(&source_key(address))
     }
 }
 
@@ -92,11 +88,11 @@ mod tests {
             known.remember(&node(1), number.to_be_bytes().into());
         }
         assert!(known.contains([192, 0, 2, 1].into()));
-        assert_eq!(known.lock().nodes.len(), 2);
+        assert_eq!(known.0.lock().nodes.len(), 2);
         for number in 0..MOST_NODES + 10 {
             known.remember(&node(number), [192, 0, 2, 1].into());
         }
-        let known = known.lock();
+        let known = known.0.lock();
         assert_eq!((known.of_node.len(), known.nodes.len()), (MOST_NODES, 1));
     }
 }

@@ -1,8 +1,9 @@
 //! Which of the other servers has which node.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 use tunnel_core::identity::NodeName;
 
@@ -30,7 +31,7 @@ impl Peers {
     /// Those that have the node, the best one first. One that stops soon is asked after the others, and one that has not
     /// answered is the last: to ask it again would cost each connection the time for its answer.
     pub fn holders(&self, node: &NodeName) -> Vec<Arc<Peer>> {
-        let held = self.held.read().unwrap_or_else(PoisonError::into_inner);
+        let held = self.held.read();
         let mut holders = held.get(node).cloned().unwrap_or_default();
         drop(held);
         // Cached: what they carry changes meanwhile.
@@ -40,7 +41,7 @@ impl Peers {
 
     /// The nodes that any of them has.
     pub fn nodes(&self) -> SharedSet<NodeName> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.nodes.lock().clone()
     }
 
     /// Grows whenever a node is the first time, or no more, with any of them. A receiver sees many changes as one.
@@ -56,7 +57,7 @@ impl Peers {
             self.router.lose(node, Holder::Peers);
         }
         {
-            let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut nodes = self.nodes.lock();
             if held {
                 nodes.insert(node.clone())
             } else {
@@ -68,16 +69,16 @@ impl Peers {
 
     /// Those that this server is connected with.
     pub fn all(&self) -> Vec<Arc<Peer>> {
-        self.up.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.up.read().clone()
     }
 
     pub(super) fn join(&self, peer: &Arc<Peer>) {
-        self.up.write().unwrap_or_else(PoisonError::into_inner).push(peer.clone());
+        self.up.write().push(peer.clone());
     }
 
     /// Forgets a server and what it has.
     pub(super) fn part(&self, peer: &Arc<Peer>) {
-        self.up.write().unwrap_or_else(PoisonError::into_inner).retain(|other| !Arc::ptr_eq(other, peer));
+        self.up.write().retain(|other| !Arc::ptr_eq(other, peer));
         let nodes = std::mem::take(&mut *peer.nodes());
         for node in nodes {
             self.remove(peer, &node);
@@ -88,7 +89,7 @@ impl Peers {
         if !peer.nodes().insert(node.clone()) {
             return;
         }
-        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.write();
         let holders = held.entry(node.clone()).or_default();
         holders.push(peer.clone());
         if holders.len() == 1 {
@@ -111,7 +112,7 @@ impl Peers {
     }
 
     fn remove(&self, peer: &Arc<Peer>, node: &NodeName) {
-        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.write();
         let Some(holders) = held.get_mut(node) else { return };
         holders.retain(|other| !Arc::ptr_eq(other, peer));
         if holders.is_empty() {

@@ -4,10 +4,11 @@ use std::collections::HashSet;
 use std::fmt::Display;
 use std::future::poll_fn;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, HeaderName, HeaderValue};
+use parking_lot::{Mutex, MutexGuard};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use tunnel_core::carry::{
@@ -89,7 +90,7 @@ impl Peer {
     }
 
     pub(super) fn nodes(&self) -> MutexGuard<'_, HashSet<NodeName>> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.nodes.lock()
     }
 
     /// Has it ask the node's agent for a connection to `target`, or not if its own way to the node is silent and

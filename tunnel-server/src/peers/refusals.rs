@@ -1,7 +1,8 @@
 //! For how long servers and a redirector have refused each other's certificates.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// The first refusal and the last one since a server linked. Other failures in between do not count: a server that is away
 /// refuses nothing.
@@ -10,20 +11,16 @@ pub struct Refusals(Mutex<Option<(Instant, Instant)>>);
 
 impl Refusals {
     pub(super) fn add(&self, at: Instant) {
-        self.lock().get_or_insert((at, at)).1 = at;
+        self.0.lock().get_or_insert((at, at)).1 = at;
     }
 
     pub(super) fn clear(&self) {
-        *self.lock() = None;
+        *self.0.lock() = None;
     }
 
     /// From the first to the last.
     pub fn lasts(&self) -> Option<Duration> {
-        self.lock().map(|(first, last)| last - first)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<(Instant, Instant)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().map(|(first, last)| last - first)
     }
 }
 

@@ -1,10 +1,11 @@
 //! The gRPC Enrollment service: an enrolment token or a valid certificate gets a new certificate.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use jiff::Timestamp;
+use parking_lot::{Mutex, MutexGuard};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Code, Request, Response, Status};
@@ -180,7 +181,7 @@ impl EnrollService {
 impl Inner {
     fn failures(&self) -> MutexGuard<'_, FailureLimit> {
         // Plain numbers: a panic leaves nothing half-done.
-        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failures.lock()
     }
 
     /// Counts a failure of the address, unless it has made too many recently.

@@ -1,10 +1,11 @@
 //! The links of one session. A second TCP connection is what keeps small messages and other transfers out of the way of
 //! a bulk transfer, and of what one lost segment holds back.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_core::link::MAX_LINKS;
 
@@ -102,10 +103,6 @@ impl Links {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The link for a new connection. On a long path that is the one with the least load, and another one is asked for
     /// when each has some.
     pub(crate) fn take(&self) -> Taken {
@@ -113,7 +110,7 @@ impl Links {
     }
 
     fn take_at(&self, now: Instant) -> Taken {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         // There is always the first.
         let first = &state.links[0].link;
         if first.is_spent() {
@@ -159,12 +156,12 @@ impl Links {
     /// Whether the first one is spent: its agent is to attach anew.
     pub(crate) fn are_used_up(&self) -> bool {
         // There is always the first.
-        self.state().links[0].link.is_spent()
+        self.state.lock().links[0].link.is_spent()
     }
 
     /// The numbers of those to ask for. Never hold what [`Self::wanted`] lends meanwhile: it is locked under the state.
     pub(crate) fn missing(&self) -> Vec<u32> {
-        let state = self.state();
+        let state = self.state.lock();
         let wanted = *self.wanted.borrow();
         let free = (1..MAX_LINKS).filter(|number| !state.is_up(*number));
         free.take(wanted.saturating_sub(state.up()) as usize).collect()
@@ -175,7 +172,7 @@ impl Links {
     /// # Errors
     /// There is one with this number, or nobody asked for it.
     pub(crate) fn join(&self, link: Arc<Link>) -> Result<(), NotWanted> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let wanted = *self.wanted.borrow();
         if link.number >= MAX_LINKS || state.is_up(link.number) || state.up() >= wanted {
             return Err(NotWanted(link.number));
@@ -189,7 +186,7 @@ impl Links {
 
     /// Takes a link out of use. The first stays: without it there is no session.
     pub(crate) fn part(&self, link: &Link) {
-        self.state().links.retain(|other| other.link.number == 0 || !std::ptr::eq(&*other.link, link));
+        self.state.lock().links.retain(|other| other.link.number == 0 || !std::ptr::eq(&*other.link, link));
     }
 
     /// Takes a link out of use if it carries nothing and is spent, or has carried nothing for a while and is not the spare one of a
@@ -199,7 +196,7 @@ impl Links {
     }
 
     fn part_if_idle_at(&self, link: &Link, now: Instant) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let carries = state.links.iter().any(|link| link.link.connections() > 0);
         let idle = |link: &Measured| link.link.connections() == 0;
         let spare = state.links.iter().filter(|link| idle(link)).count() == 1;
@@ -228,18 +225,18 @@ impl Links {
 
     /// All that are up.
     pub fn all(&self) -> Vec<Arc<Link>> {
-        self.state().links.iter().map(|link| link.link.clone()).collect()
+        self.state.lock().links.iter().map(|link| link.link.clone()).collect()
     }
 
     /// The first one's round-trip time.
     pub fn rtt(&self) -> Option<Duration> {
         // There is always the first.
-        self.state().links[0].link.flow.rtt.last()
+        self.state.lock().links[0].link.flow.rtt.last()
     }
 
     /// Whether all of them are silent: a connection had better go another way.
     pub(crate) fn are_silent(&self) -> bool {
-        self.state().links.iter().all(|link| link.link.is_silent())
+        self.state.lock().links.iter().all(|link| link.link.is_silent())
     }
 
     /// Connections on all of them, and on those that take no more.
@@ -375,7 +372,7 @@ pub(super) mod tests {
         }
         assert_eq!(asked, [0, 5, 15, 35, 75]);
         links.join(link(1, MS).await).unwrap();
-        assert_eq!(links.state().patience, PATIENCE);
+        assert_eq!(links.state.lock().patience, PATIENCE);
     }
 
     #[tokio::test]

@@ -2,10 +2,11 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::{broadcast, watch};
 use tunnel_core::identity::NodeName;
 
@@ -109,17 +110,17 @@ impl Sessions {
     }
 
     pub fn get(&self, node: &NodeName) -> Option<Arc<Session>> {
-        self.live.read().unwrap_or_else(PoisonError::into_inner).get(node).cloned()
+        self.live.read().get(node).cloned()
     }
 
     pub fn all(&self) -> Vec<Arc<Session>> {
-        self.live.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+        self.live.read().values().cloned().collect()
     }
 
     /// The live sessions, and those whose agents are leaving.
     pub(crate) fn linked(&self) -> Vec<Arc<Session>> {
         let mut linked = self.all();
-        linked.extend(self.leaving().values().flatten().cloned());
+        linked.extend(self.leaving.lock().values().flatten().cloned());
         linked
     }
 
@@ -130,12 +131,12 @@ impl Sessions {
 
     /// The node's sessions whose agents are leaving, the oldest first.
     pub(crate) fn leaving_of(&self, node: &NodeName) -> VecDeque<Arc<Session>> {
-        self.leaving().get(node).cloned().unwrap_or_default()
+        self.leaving.lock().get(node).cloned().unwrap_or_default()
     }
 
     /// The nodes with a live session.
     pub fn live(&self) -> SharedSet<NodeName> {
-        self.nodes().clone()
+        self.nodes.lock().clone()
     }
 
     /// Grows whenever a node gets or loses its session. A receiver sees many changes as one.
@@ -145,16 +146,16 @@ impl Sessions {
 
     /// The nodes with a session, and every move from there on.
     pub(crate) fn follow(&self) -> (Vec<NodeName>, broadcast::Receiver<Move>) {
-        let live = self.live.read().unwrap_or_else(PoisonError::into_inner);
+        let live = self.live.read();
         (live.keys().cloned().collect(), self.moves.subscribe())
     }
 
     /// To be called under the lock, so that followers see changes in their order.
     fn moved(&self, node: &NodeName, here: bool) {
         if here {
-            self.nodes().insert(node.clone())
+            self.nodes.lock().insert(node.clone())
         } else {
-            self.nodes().remove(node)
+            self.nodes.lock().remove(node)
         };
         self.changed.send_modify(|changes| *changes += 1);
         // Nobody may be following.
@@ -163,19 +164,19 @@ impl Sessions {
 
     /// When and why the node's last session ended, whether or not it has another one now.
     pub fn last_end(&self, node: &NodeName) -> Option<LastEnd> {
-        self.ended().get(node).cloned()
+        self.ended.lock().get(node).cloned()
     }
 
     /// Says why the node's session has ended.
     pub(crate) fn explain_end(&self, node: &NodeName, reason: &str) {
-        if let Some(end) = self.ended().get_mut(node) {
+        if let Some(end) = self.ended.lock().get_mut(node) {
             end.reason.get_or_insert_with(|| reason.into());
         }
     }
 
     fn note_end(&self, node: &NodeName) {
         let end = LastEnd { at: Instant::now(), reason: None };
-        let mut ended = self.ended();
+        let mut ended = self.ended.lock();
         if ended.len() >= REMEMBERED
             && !ended.contains_key(node)
             && let Some(oldest) = ended.iter().min_by_key(|(_, end)| end.at).map(|(node, _)| node.clone())
@@ -191,7 +192,7 @@ impl Sessions {
     /// The live session has the same or a newer epoch.
     pub fn register(&self, session: Arc<Session>) -> Result<Option<Arc<Session>>, Fenced> {
         let (node, now) = (session.node.clone(), SystemTime::now());
-        let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
+        let mut live = self.live.write();
         if let Some(current) = live.get(&node)
             && rank(current.epoch, now) >= rank(session.epoch, now)
         {
@@ -214,7 +215,7 @@ impl Sessions {
 
     fn remove(&self, session: &Session, comes_back: bool) {
         {
-            let mut live = self.live.write().unwrap_or_else(PoisonError::into_inner);
+            let mut live = self.live.write();
             if live.get(&session.node).is_none_or(|current| current.id != session.id) {
                 return;
             }
@@ -235,7 +236,7 @@ impl Sessions {
     pub fn leave(&self, session: &Arc<Session>, comes_back: bool) {
         self.remove(session, comes_back && session.refusal.get().is_none());
         let oldest = {
-            let mut leaving = self.leaving();
+            let mut leaving = self.leaving.lock();
             // The agent says that it leaves while its session ends, or after it was the oldest of too many.
             if session.forgotten.load(Ordering::Relaxed) || session.closed.is_cancelled() {
                 return;
@@ -263,7 +264,7 @@ impl Sessions {
     /// Forgets a session whose first link has ended.
     pub(crate) fn forget(&self, session: &Session) -> Forgotten {
         self.unregister(session);
-        let mut leaving = self.leaving();
+        let mut leaving = self.leaving.lock();
         session.forgotten.store(true, Ordering::Relaxed);
         let Some(sessions) = leaving.get_mut(&session.node) else { return Forgotten::Lost };
         let Some(index) = sessions.iter().position(|other| other.id == session.id) else {
@@ -275,18 +276,6 @@ impl Sessions {
         }
         self.metrics.sessions_leaving.dec();
         Forgotten::Leaving
-    }
-
-    fn nodes(&self) -> MutexGuard<'_, SharedSet<NodeName>> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn leaving(&self) -> MutexGuard<'_, HashMap<NodeName, VecDeque<Arc<Session>>>> {
-        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn ended(&self) -> MutexGuard<'_, HashMap<NodeName, LastEnd>> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

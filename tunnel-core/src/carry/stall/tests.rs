@@ -118,7 +118,7 @@ fn at_the_bound_of_the_process_the_link_that_holds_most_pays() {
 
 /// As if the only receiver had been blocked since `since`; forgets whether its task was asked.
 fn blocked_since(ticket: &mut StallTicket<'_>, since: Instant) {
-    let mut blocked = lock(&ticket.link.blocked);
+    let mut blocked = ticket.link.blocked.lock();
     let mut receiver = blocked.remove(&ticket.key).unwrap();
     (receiver.asked, receiver.answered) = (None, None);
     ticket.key.0 = since;
@@ -126,7 +126,7 @@ fn blocked_since(ticket: &mut StallTicket<'_>, since: Instant) {
 }
 
 fn is_asked(ticket: &StallTicket<'_>) -> bool {
-    lock(&ticket.link.blocked)[&ticket.key].asked.is_some()
+    ticket.link.blocked.lock()[&ticket.key].asked.is_some()
 }
 
 #[test]
@@ -160,13 +160,13 @@ fn a_receiver_is_cut_after_its_grace_or_at_the_hard_bound_but_asked_before() {
         let mut ticket = enter(&bound, &abort);
         let now = Instant::now() + Duration::from_secs(3600);
         blocked_since(&mut ticket, now - since);
-        if let Some(receiver) = lock(&bound.0.blocked).get_mut(&ticket.key) {
+        if let Some(receiver) = bound.0.blocked.lock().get_mut(&ticket.key) {
             receiver.asked = asked.map(|ago| now - ago);
             receiver.answered = answered.map(|ago| now - ago);
         }
         let cut = bound.0.relieve(need, now, LINK_FULL);
         assert_eq!(cut, abort.0.get().is_some());
-        let found = match lock(&bound.0.blocked).get(&ticket.key) {
+        let found = match bound.0.blocked.lock().get(&ticket.key) {
             None => Cut,
             Some(receiver) if receiver.asked == Some(now) => Asked,
             Some(_) => Spared,
@@ -225,7 +225,7 @@ fn after_a_search_in_vain_only_an_urgent_one_follows_at_once() {
     assert!(is_asked(&ticket));
     drop(ticket);
     drop(bound);
-    assert!(lock(&budget.links).is_empty(), "a link that is gone is not searched");
+    assert!(budget.links.lock().is_empty(), "a link that is gone is not searched");
 }
 
 #[test]

@@ -5,11 +5,12 @@
 //! asked for: the others are not to wait for it any longer.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tonic::Status;
 use tunnel_core::konnectivity::packet::Payload;
@@ -84,27 +85,27 @@ impl Connections {
     pub(super) fn dial(&self) -> (i64, oneshot::Receiver<Result<Opened, String>>) {
         let (sender, answer) = oneshot::channel();
         let random = self.last_dial.fetch_add(1, Ordering::Relaxed) + 1;
-        self.tables().dials.insert(random, sender);
+        self.tables.lock().dials.insert(random, sender);
         (random, answer)
     }
 
     /// Gives up a dial whose answer nobody waits for. The agent is told if it reads at present; otherwise its answer ends the
     /// connection.
     pub(super) fn give_up(&self, random: i64) {
-        self.tables().dials.remove(&random);
+        self.tables.lock().dials.remove(&random);
         let _ = self.packets.try_send(Ok(Packet::close_dial(random)));
     }
 
     /// Closes a connection, unless the agent has.
     pub(super) async fn close(&self, connect_id: i64) {
-        let open = self.tables().open.remove(&connect_id);
+        let open = self.tables.lock().open.remove(&connect_id);
         if open.is_some() {
             let _ = self.send(Packet::close_request(connect_id)).await;
         }
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        let tables = self.tables();
+        let tables = self.tables.lock();
         tables.open.is_empty() && tables.dials.is_empty()
     }
 
@@ -114,7 +115,7 @@ impl Connections {
             Some(Payload::DialResponse(answer)) => self.dialled(answer),
             Some(Payload::Data(data)) => self.data(data).await,
             Some(Payload::CloseResponse(CloseResponse { error, connect_id })) => {
-                if let Some(inlet) = self.tables().open.remove(&connect_id) {
+                if let Some(inlet) = self.tables.lock().open.remove(&connect_id) {
                     let _ = inlet.sender.send(Arrived::Closed(error));
                 }
             }
@@ -123,7 +124,7 @@ impl Connections {
     }
 
     fn dialled(&self, DialResponse { error, connect_id, random }: DialResponse) {
-        let asker = self.tables().dials.remove(&random);
+        let asker = self.tables.lock().dials.remove(&random);
         if !error.is_empty() {
             if let Some(asker) = asker {
                 let _ = asker.send(Err(error));
@@ -133,7 +134,7 @@ impl Connections {
         // Before anyone is told: the target's first bytes are right behind.
         let (sender, arrived) = mpsc::unbounded_channel();
         let room = Arc::new(Semaphore::new(WAITING as usize));
-        self.tables().open.insert(connect_id, Inlet { sender, room });
+        self.tables.lock().open.insert(connect_id, Inlet { sender, room });
         let told = asker.map(|asker| asker.send(Ok(Opened { connect_id, arrived })));
         if !matches!(told, Some(Ok(()))) {
             self.cut(connect_id);
@@ -141,7 +142,7 @@ impl Connections {
     }
 
     async fn data(&self, Data { connect_id, data, .. }: Data) {
-        let inlet = self.tables().open.get(&connect_id).cloned();
+        let inlet = self.tables.lock().open.get(&connect_id).cloned();
         // What was under way when a connection was closed.
         let Some(inlet) = inlet.filter(|_| !data.is_empty()) else { return };
         let cost = u32::try_from(cost(&data)).unwrap_or(WAITING).min(WAITING);
@@ -174,13 +175,13 @@ impl Connections {
 
     /// Whether more than one connection is there or asked for: the answer to a dial is behind what is not read.
     fn is_shared(&self) -> bool {
-        let tables = self.tables();
+        let tables = self.tables.lock();
         tables.open.len() + tables.dials.len() > 1
     }
 
     /// Ends a connection without waiting for the agent to take the packet.
     fn cut(&self, connect_id: i64) {
-        let open = self.tables().open.remove(&connect_id);
+        let open = self.tables.lock().open.remove(&connect_id);
         // An agent can answer dials that nobody made as fast as it likes, and read nothing.
         if open.is_some()
             && let Ok(cut) = self.cuts.clone().try_acquire_owned()
@@ -191,11 +192,6 @@ impl Connections {
                 drop(cut);
             });
         }
-    }
-
-    // Whole after every statement, so the panic of another holder does no harm.
-    fn tables(&self) -> MutexGuard<'_, Tables> {
-        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,8 +1,8 @@
 //! What an agent's stream and the link of its session share.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::{SetOnce, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
@@ -46,7 +46,7 @@ impl Agent {
 
     /// The events for the session.
     pub(super) fn take_events(&self) -> Option<Events> {
-        self.event_stream.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.event_stream.lock().take()
     }
 
     /// Ends the session once nothing is carried.
@@ -69,7 +69,7 @@ impl Agent {
             tick.tick().await;
             quiet = if self.connections.is_empty() { quiet + 1 } else { 0 };
         }
-        self.events.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.events.lock().take();
         tokio::time::sleep(CLOSE).await;
     }
 
