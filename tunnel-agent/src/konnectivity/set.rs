@@ -2,7 +2,6 @@
 //! found as many as they say that there are.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -10,6 +9,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::lifecycle::{Readiness, ReadyGuard};
+use tunnel_core::live::Live;
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
 
@@ -30,13 +30,12 @@ const LASTING: Duration = Duration::from_secs(10);
 pub(crate) struct Set {
     shared: Arc<Shared>,
     readiness: Readiness,
+    attached: Arc<Live<Attached>>,
     state: Mutex<State>,
-    last_number: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    attached: Vec<Attached>,
     server_count: Option<usize>,
     last_error: Option<(String, Instant)>,
     /// While there is no server: konnectivity's own agent is not ready then either, whatever was before.
@@ -45,7 +44,6 @@ struct State {
 
 #[derive(Debug)]
 struct Attached {
-    number: u64,
     server_id: String,
     since: Instant,
     busy: Arc<Busy>,
@@ -64,7 +62,7 @@ impl Set {
     /// `readiness` follows whether there is a server.
     pub(crate) fn new(shared: Arc<Shared>, readiness: Readiness) -> Arc<Self> {
         let state = State { unready: Some(readiness.pending(PENDING)), ..State::default() };
-        Arc::new(Self { shared, readiness, state: Mutex::new(state), last_number: AtomicU64::new(0) })
+        Arc::new(Self { shared, readiness, attached: Arc::default(), state: Mutex::new(state) })
     }
 
     /// Keeps the streams until the drain, and then until what they carry has ended.
@@ -82,6 +80,7 @@ impl Set {
                 () = self.shared.draining.cancelled() => break,
                 Some(ended) = streams.join_next() => {
                     // One that has panicked counts as one that has failed at once.
+                    self.count();
                     if let Some(lasted) = ended.unwrap_or(Some(Duration::ZERO)) {
                         if lasted >= LASTING {
                             backoff.reset();
@@ -124,7 +123,9 @@ impl Set {
 
     pub(crate) fn status(&self) -> KonnectivityStatus {
         let state = self.state.lock();
-        let attached = state.attached.iter().map(|attached| KonnectivityServer {
+        let mut attached = self.attached.all();
+        attached.sort_by_key(|attached| attached.since);
+        let attached = attached.iter().map(|attached| KonnectivityServer {
             server_id: attached.server_id.clone(),
             attached_for_s: attached.since.elapsed().as_secs(),
             connections: attached.busy.count(),
@@ -144,36 +145,30 @@ impl Set {
     /// Runs a stream that was opened; its task returns how long one with a new server has lasted. One with a server that this agent
     /// has already ends by itself, once what it has been sent meanwhile has ended.
     fn take(self: &Arc<Self>, stream: Stream, streams: &mut JoinSet<Option<Duration>>) -> Found {
-        if self.state.lock().attached.len() >= MOST {
+        let attached = self.attached.all();
+        if attached.len() >= MOST {
             return Found::Known;
         }
         let leave = self.shared.draining.child_token();
         let busy = Arc::<Busy>::default();
-        let number = self.last_number.fetch_add(1, Ordering::Relaxed) + 1;
         let server_id = printable(&stream.server_id, 100);
-        let found = {
-            let mut state = self.state.lock();
-            // Newer than what another one has said before.
-            state.server_count = Some(stream.server_count);
-            self.shared.own_metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
-            let known = state
-                .attached
-                .iter()
-                .any(|attached| attached.server_id == server_id && !attached.leave.is_cancelled());
-            if known {
-                leave.cancel();
-            }
-            let since = Instant::now();
-            state.attached.push(Attached {
-                number,
-                server_id: server_id.clone(),
-                since,
-                busy: busy.clone(),
-                leave: leave.clone(),
-            });
-            self.count(&mut state);
-            if known { Found::Known } else { Found::New }
+        let known = attached.iter().any(|other| other.server_id == server_id && !other.leave.is_cancelled());
+        let found = if known { Found::Known } else { Found::New };
+        if known {
+            leave.cancel();
+        }
+        // Newer than what another one has said before.
+        self.state.lock().server_count = Some(stream.server_count);
+        self.shared.own_metrics.server_count.set(i64::try_from(stream.server_count).unwrap_or(i64::MAX));
+        let entry = Attached {
+            server_id: server_id.clone(),
+            since: Instant::now(),
+            busy: busy.clone(),
+            leave: leave.clone(),
         };
+        // Goes with the stream, however that ends.
+        let listed = self.attached.enter(entry);
+        self.count();
         if found == Found::New {
             tracing::info!(
                 server = server_id,
@@ -182,17 +177,17 @@ impl Set {
             );
             self.shared.metrics.sessions_started.inc();
         }
-        let listed = Listed(self.clone(), number);
-        let shared = self.shared.clone();
+        let (set, shared) = (self.clone(), self.shared.clone());
         let counts = found == Found::New;
         streams.spawn(async move {
             let started = Instant::now();
             let ended = stream.run(shared, busy, leave.clone()).await;
             if counts {
-                listed.0.shared.metrics.sessions_ended.inc();
-                listed.0.ended(&server_id, ended, &leave);
+                set.shared.metrics.sessions_ended.inc();
+                set.ended(&server_id, ended, &leave);
             }
             drop(listed);
+            set.count();
             counts.then(|| started.elapsed())
         });
         found
@@ -213,29 +208,24 @@ impl Set {
 
     /// Whether there is a stream with as many servers as there are, or may be.
     fn is_complete(&self) -> bool {
-        let state = self.state.lock();
-        let attached = state.attached.iter().filter(|attached| !attached.leave.is_cancelled()).count();
-        state.server_count.is_some_and(|count| attached > 0 && attached >= count.min(MOST))
+        let attached = self.serving();
+        self.state.lock().server_count.is_some_and(|count| attached > 0 && attached >= count.min(MOST))
     }
 
-    fn count(&self, state: &mut State) {
-        let attached = state.attached.iter().filter(|attached| !attached.leave.is_cancelled()).count();
-        self.shared.own_metrics.servers.set(i64::try_from(attached).unwrap_or(i64::MAX));
-        if attached > 0 {
+    /// Servers that are not being left.
+    fn serving(&self) -> usize {
+        self.attached.all().iter().filter(|attached| !attached.leave.is_cancelled()).count()
+    }
+
+    /// Brings the metric and the readiness up to date after a stream has begun or ended.
+    fn count(&self) {
+        let serving = self.serving();
+        self.shared.own_metrics.servers.set(i64::try_from(serving).unwrap_or(i64::MAX));
+        let mut state = self.state.lock();
+        if serving > 0 {
             state.unready = None;
         } else {
             state.unready.get_or_insert_with(|| self.readiness.pending(PENDING));
         }
-    }
-}
-
-/// The entry of a stream. Goes with it, however it ends.
-struct Listed(Arc<Set>, u64);
-
-impl Drop for Listed {
-    fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        state.attached.retain(|attached| attached.number != self.1);
-        self.0.count(&mut state);
     }
 }
