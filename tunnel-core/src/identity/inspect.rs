@@ -13,8 +13,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::certificate::{SERVER_NAME, alternative_names, parse, server_names_of_certificate};
-use super::tls::{provider, server_name};
-use super::verify::server_verifier;
+use super::tls::server_name;
+use super::verify::{provider, server_verifier};
 use crate::text::printable;
 
 /// Of an answer so much is read.

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use rustls::client::Resumption;
-use rustls::crypto::CryptoProvider;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{
     ClientHello, NoServerSessionStorage, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier,
@@ -22,7 +21,7 @@ use super::agent::AgentIdentity;
 use super::bundle::TrustBundle;
 use super::certificate::{SERVER_NAME, client_of_certificate, parse_ca_hash};
 use super::error::IdentityError;
-use super::verify::{Trust, client_verifier, refuse, server_verifier};
+use super::verify::{Trust, client_verifier, provider, refuse, server_verifier};
 use crate::error::causes;
 
 /// ALPN protocol (RFC 7301) of the tunnel: the agent serves gRPC on the connection that it dialled.
@@ -33,11 +32,6 @@ pub const ALPN_PEER: &[u8] = b"postern-peer/1";
 pub const ALPN_EDGE: &[u8] = b"postern-edge/1";
 /// ALPN protocol of ordinary gRPC on the same port.
 pub const ALPN_GRPC: &[u8] = b"h2";
-
-/// Always passed explicitly: the process default belongs to the program that links this crate.
-pub(super) fn provider() -> Arc<CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
-}
 
 fn tls_error(error: impl std::fmt::Display) -> IdentityError {
     IdentityError::Tls(error.to_string())
