@@ -8,7 +8,7 @@ use std::net::Ipv4Addr;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
 /// The path of such a stream.
@@ -95,7 +95,7 @@ pub async fn serve(mode: Mode, mut stream: TcpStream) -> io::Result<()> {
 ///
 /// # Errors
 /// The stream was reset.
-pub async fn send(stream: &mut TcpStream) -> io::Result<u64> {
+pub async fn send(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<u64> {
     // Not zeros: nothing on the way is to compress it.
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let piece: Vec<u8> = std::iter::repeat_with(|| {
@@ -118,7 +118,7 @@ pub async fn send(stream: &mut TcpStream) -> io::Result<u64> {
 ///
 /// # Errors
 /// The stream was reset.
-pub async fn swallow(stream: &mut TcpStream) -> io::Result<u64> {
+pub async fn swallow(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<u64> {
     let (mut buffer, mut count) = (vec![0; PIECE], 0);
     loop {
         match stream.read(&mut buffer).await? {

@@ -4,16 +4,13 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use http::{HeaderMap, HeaderValue};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
-use tokio::task::JoinHandle;
 use tunnel_core::admin::{Bench, BenchAnswer};
-use tunnel_core::bench::{BENCH_PATH, LONGEST, MODE_HEADER, Mode, pair, send, swallow};
-use tunnel_core::carry::{Abort, Relay, RelayError, Side, Traffic, prepare_socket};
+use tunnel_core::bench::{BENCH_PATH, LONGEST, MODE_HEADER, Mode, send, swallow};
+use tunnel_core::carry::{Pipe, RelayError, Traffic, TunnelStream, pipe};
 
 use crate::session::{On, Session, Sessions, ask};
 
@@ -60,64 +57,37 @@ pub fn endpoint(sessions: Arc<Sessions>) -> Arc<Bench> {
 }
 
 async fn measure(session: &Arc<Session>) -> Result<BenchReport, String> {
-    let (mut stream, carrying) = begin(session, Mode::Echo).await?;
-    let rtt_ms = explained(echo(&mut stream).await, carrying).await?;
-    let (mut stream, carrying) = begin(session, Mode::Sink).await?;
-    let (to_node_mb_s, to_node_bytes) = explained(to_node(&mut stream).await, carrying).await?;
-    let (mut stream, carrying) = begin(session, Mode::Source).await?;
-    let (from_node_mb_s, from_node_bytes) = explained(from_node(&mut stream).await, carrying).await?;
+    let failed = |error: std::io::Error| error.to_string();
+    let rtt_ms = echo(begin(session, Mode::Echo).await?).await.map_err(failed)?;
+    let sink = begin(session, Mode::Sink).await?;
+    let (to_node_mb_s, to_node_bytes) = to_node(sink).await.map_err(failed)?;
+    let source = begin(session, Mode::Source).await?;
+    let (from_node_mb_s, from_node_bytes) = from_node(source).await.map_err(failed)?;
     let node = session.node.to_string();
     Ok(BenchReport { node, rtt_ms, to_node_mb_s, from_node_mb_s, to_node_bytes, from_node_bytes })
 }
 
-type Carrying = JoinHandle<Result<(), RelayError>>;
-
-/// A stream that leads to the agent.
-async fn begin(session: &Arc<Session>, mode: Mode) -> Result<(TcpStream, Carrying), String> {
-    let begun = async {
-        let (stream, relayed) = pair().await?;
-        prepare_socket(&relayed);
-        Ok::<_, std::io::Error>((stream, carry(session.clone(), mode, relayed)?))
-    };
-    begun.await.map_err(|error| error.to_string())
+/// A stream that leads to the agent, carried on the thread of a link as a door's are.
+async fn begin(session: &Arc<Session>, mode: Mode) -> Result<TunnelStream, String> {
+    let (link, session) = (session.links.take(), session.clone());
+    let header = (http::HeaderName::from_static(MODE_HEADER), HeaderValue::from_static(mode.as_str()));
+    let to = session.node.as_str();
+    let failed = |error: RelayError| error.to_string();
+    let more = HeaderMap::from_iter([header]);
+    let asked = ask(&link, to, BENCH_PATH, NO_TARGET, more).await.map_err(failed)?;
+    let on = On { link: &link, to, stalls: &session.stalls };
+    let (mut send, answer) = asked.answer(on, NO_TARGET, |_| {});
+    let stream = answer.await.map_err(failed)?;
+    let (near, far) = pipe();
+    let worker = link.worker.clone();
+    worker.spawn(async move {
+        let pipe = Pipe { flow: &link.flow, stalls: &session.stalls, traffic: &Traffic::default() };
+        far.run(pipe, &mut send, stream, std::future::pending()).await;
+    });
+    Ok(near)
 }
 
-/// The relay knows why a stream was reset.
-async fn explained<T>(measured: std::io::Result<T>, carrying: Carrying) -> Result<T, String> {
-    match measured {
-        Ok(measured) => Ok(measured),
-        Err(error) => Err(match carrying.await {
-            Ok(Err(reason)) => reason.to_string(),
-            _ => error.to_string(),
-        }),
-    }
-}
-
-/// Carries a socket to the agent on the thread of a link, as a door does with a client's.
-fn carry(session: Arc<Session>, mode: Mode, socket: TcpStream) -> std::io::Result<Carrying> {
-    let link = session.links.take();
-    let (worker, socket) = (link.worker.clone(), socket.into_std()?);
-    Ok(worker.spawn(async move {
-        let mut socket = TcpStream::from_std(socket).map_err(RelayError::Socket)?;
-        let header = (http::HeaderName::from_static(MODE_HEADER), HeaderValue::from_static(mode.as_str()));
-        let to = session.node.as_str();
-        let asked = ask(&link, to, BENCH_PATH, NO_TARGET, HeaderMap::from_iter([header])).await?;
-        let on = On { link: &link, to, stalls: &session.stalls };
-        let (mut sending, answer) = asked.answer(on, NO_TARGET, |_| {});
-        let (abort, traffic) = (Arc::new(Abort::default()), Traffic::default());
-        let relay = Relay {
-            side: Side::Server,
-            flow: &link.flow,
-            stalls: &session.stalls,
-            abort: &abort,
-            traffic: &traffic,
-        };
-        relay.run(&mut socket, Bytes::new(), &mut sending, answer).await
-    }))
-}
-
-async fn echo(stream: &mut TcpStream) -> std::io::Result<Vec<f64>> {
-    stream.set_nodelay(true)?;
+async fn echo(mut stream: TunnelStream) -> std::io::Result<Vec<f64>> {
     let (started, mut times) = (Instant::now(), Vec::new());
     let mut message = [7; MESSAGE];
     // The first one also opens the stream.
@@ -136,9 +106,9 @@ async fn echo(stream: &mut TcpStream) -> std::io::Result<Vec<f64>> {
     Ok(times)
 }
 
-async fn to_node(stream: &mut TcpStream) -> std::io::Result<(f64, u64)> {
+async fn to_node(mut stream: TunnelStream) -> std::io::Result<(f64, u64)> {
     let started = Instant::now();
-    let sent = send(stream).await?;
+    let sent = send(&mut stream).await?;
     stream.shutdown().await?;
     // The agent says it once it has all.
     let arrived = stream.read_u64().await?;
@@ -148,10 +118,10 @@ async fn to_node(stream: &mut TcpStream) -> std::io::Result<(f64, u64)> {
     Ok((rate(sent, started.elapsed()), sent))
 }
 
-async fn from_node(stream: &mut TcpStream) -> std::io::Result<(f64, u64)> {
+async fn from_node(mut stream: TunnelStream) -> std::io::Result<(f64, u64)> {
     stream.read_exact(&mut [0]).await?;
     let started = Instant::now();
-    let read = swallow(stream).await? + 1;
+    let read = swallow(&mut stream).await? + 1;
     stream.shutdown().await?;
     Ok((rate(read, started.elapsed()), read))
 }
