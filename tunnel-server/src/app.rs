@@ -69,6 +69,7 @@ pub struct Bound {
     identity_metrics: IdentityMetrics,
     listeners: Listeners,
     files: DoorFiles,
+    file_metrics: FileMetrics,
     targets: TargetFiles,
     redirect: Option<Arc<Redirect>>,
     workers: Workers,
@@ -112,10 +113,11 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let metrics = Metrics::new(postern);
     let router = Arc::new(Router::new(config.router(Source::api_server(&config.source).await), postern));
     let lifetimes = Lifetimes::from_environment()?;
-    let targets = TargetFiles::read(config.doors.targets.clone())?;
-    let files = DoorFiles::open(&config, &FileMetrics::register(postern))?;
+    let file_metrics = FileMetrics::register(postern);
+    let targets = TargetFiles::read(&config.doors.targets, &file_metrics)?;
+    let files = DoorFiles::open(&config, &file_metrics)?;
     load_claims(&router, &config.state_dir);
-    let source = Source::open(&config, lifetimes, postern).await?;
+    let source = Source::open(&config, lifetimes, &file_metrics, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
     register_links(registry.sub_registry_with_prefix("postern"), sessions.clone());
     let peers = Arc::new(Peers::new(router.clone()));
@@ -184,6 +186,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
         identity_metrics,
         listeners,
         files,
+        file_metrics,
         targets,
         redirect,
         workers,
@@ -209,7 +212,7 @@ impl Bound {
         // A kubelet would start it again.
         let ends_when_passed = matches!(self.config.source, NodeSource::File(_));
         let own = Shutdown::new();
-        let egress_tls = authority.egress_tls(&self.config)?;
+        let egress_tls = authority.egress_tls(&self.config, &self.file_metrics)?;
         let mut serving = self.serve(authority, egress_tls, &own).await;
         let succession = serving.succession.clone();
         tokio::select! {

@@ -10,6 +10,7 @@ use crate::config::Config;
 use crate::door::EgressTls;
 use crate::pki::{Revocations, ServerCertificate};
 use crate::redirector::Redirector;
+use crate::reloaded::FileMetrics;
 
 /// What this process shows to others.
 pub(crate) enum Authority {
@@ -20,10 +21,14 @@ pub(crate) enum Authority {
 
 impl Authority {
     /// None: the egress door has no port.
-    pub(crate) fn egress_tls(&self, config: &Config) -> anyhow::Result<Option<EgressTls>> {
+    pub(crate) fn egress_tls(
+        &self,
+        config: &Config,
+        metrics: &FileMetrics,
+    ) -> anyhow::Result<Option<EgressTls>> {
         match (self, &config.egress.port) {
             (Self::Server(certificate, _), Some((_, tls))) => {
-                Ok(Some(EgressTls::new(tls.clone(), certificate.tls())?))
+                Ok(Some(EgressTls::new(tls.clone(), certificate.tls(), metrics)?))
             }
             _ => Ok(None),
         }

@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::door::{DoorContext, Gatekeeper, Maps, Reception, Services};
 use crate::maps::{Map, check, parse_file};
 use crate::policy::Policy;
-use crate::reloaded::{FileMetrics, ReloadedFile};
+use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile};
 
 type Followed<T> = Option<(ReloadedFile<T>, T)>;
 
@@ -129,8 +129,7 @@ fn open<T: Send + 'static>(
     metrics: &FileMetrics,
 ) -> Result<Followed<T>, ConfigError> {
     let Some(path) = path else { return Ok(None) };
-    let opened = ReloadedFile::open(what, path, parse, metrics);
-    opened.map(Some).map_err(|reason| ConfigError::new(key, path.display().to_string(), reason))
+    ReloadedFile::open_one(what, NamedFile::new(key, path), parse, metrics).map(Some)
 }
 
 fn parse_roots(pem: &str) -> Result<TrustBundle, String> {

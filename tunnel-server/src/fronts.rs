@@ -52,8 +52,7 @@ impl Fronts {
             Arc::new(Front { door: Plain::NAME, admission, tls: None, targets: None, pods: pods.clone() })
         });
         let https = tls.map(|tls| {
-            let targets = Arc::new(TargetTls::new(targets, settings));
-            tasks.spawn(targets.clone().follow(stop.clone()));
+            let targets = TargetTls::start(targets, settings, tasks, stop);
             Arc::new(Front {
                 door: Https::NAME,
                 admission: Admission::Callers(reviewer),

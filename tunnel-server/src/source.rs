@@ -1,6 +1,7 @@
 //! Where nodes and CA come from: a file and the state directory, or a Kubernetes cluster.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
@@ -13,18 +14,21 @@ use tunnel_kube::KubeError;
 
 use crate::config::{Config, NodeSource};
 use crate::door::ClusterServices;
-use crate::inventory::{FileSource, Inventory};
+use crate::inventory::{self, Inventory, NodeCount, SourceStatus};
 use crate::kube::read::cluster_ips::{self, ClusterIps};
 use crate::kube::{Kube, Parts, ServiceEndpoints};
 use crate::pki::{Ca, Lifetimes, RevocationStore};
+use crate::reloaded::{FileMetrics, ReloadedFile};
 use crate::route::{Router, update};
 use crate::status::SourceReport;
 
 pub(crate) enum Source {
     /// A redirector has no CA.
     File {
-        source: Arc<FileSource>,
+        file: ReloadedFile<Inventory>,
+        path: PathBuf,
         inventory: Inventory,
+        count: NodeCount,
         ca: Option<Ca>,
     },
     Kubernetes(Kube),
@@ -36,27 +40,22 @@ impl Source {
     pub(crate) async fn open(
         config: &Config,
         lifetimes: Lifetimes,
+        files: &FileMetrics,
         registry: &mut Registry,
     ) -> anyhow::Result<Self> {
+        let count = NodeCount::register(registry);
         match &config.source {
             NodeSource::File(path) => {
-                let (source, inventory) = FileSource::open(
-                    path.clone(),
-                    config.edge_selector.clone(),
-                    config.allow_empty_inventory,
-                    registry,
-                )
-                .map_err(|error| {
-                    ConfigError::new("--inventory", path.display().to_string(), error.to_string())
-                })?;
+                let (selector, allow_empty) = (config.edge_selector.clone(), config.allow_empty_inventory);
+                let (file, inventory) = inventory::open(path, selector, allow_empty, files)?;
                 let ca = match config.redirector {
                     Some(_) => None,
                     None => Some(Ca::load_or_create(&config.state_dir, lifetimes)?),
                 };
-                Ok(Self::File { source, inventory, ca })
+                Ok(Self::File { file, path: path.clone(), inventory, count, ca })
             }
             NodeSource::Kubernetes(options) => {
-                let kube = Kube::connect(options, registry).await.map_err(config_error)?;
+                let kube = Kube::connect(options, count, registry).await.map_err(config_error)?;
                 Ok(Self::Kubernetes(kube))
             }
         }
@@ -95,9 +94,13 @@ impl Source {
     /// What the status shows of the source.
     pub(crate) fn status(&self, router: &Arc<Router>) -> SourceReport {
         match self {
-            Self::File { source, .. } => {
-                let source = source.clone();
-                Box::new(move || (*source.status()).clone())
+            Self::File { file, path, .. } => {
+                let (problem, router, source) = (file.problem(), router.clone(), path.display().to_string());
+                Box::new(move || {
+                    let (edge, cloud) = router.snapshot().inventory().counts();
+                    let last_error = problem.get().map(|error| error.reason);
+                    SourceStatus { source: source.clone(), edge, cloud, last_error, old_s: None }
+                })
             }
             Self::Kubernetes(kube) => kube.status(router),
         }
@@ -128,17 +131,20 @@ impl Source {
     /// Keeps the parts of the server up to date with the source until the drain; in a cluster, also writes to it.
     pub(crate) async fn start(self, parts: Parts<'_>, shutdown: Shutdown) {
         match self {
-            Self::File { source, inventory, .. } => {
+            Self::File { file, inventory, count, .. } => {
                 let (router, known) = (parts.router, parts.known_nodes);
                 let apply = move |inventory: Inventory| {
                     let (router, known) = (router.clone(), known.clone());
+                    count.set(&inventory);
                     async move {
                         update(router, inventory.clone()).await;
                         known.send_replace(Some(Arc::new(inventory)));
+                        Ok(())
                     }
                 };
-                apply(inventory).await;
-                parts.tasks.spawn(source.run(apply, shutdown));
+                // It refuses nothing.
+                let _ = apply(inventory).await;
+                parts.tasks.spawn(file.run(apply, shutdown.draining_token().clone()));
             }
             Self::Kubernetes(kube) => kube.start(parts),
         }

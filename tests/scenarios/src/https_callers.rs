@@ -196,11 +196,11 @@ async fn certificates_are_reloaded(testbed: &Testbed) -> Result<()> {
     // Broken meanwhile: the last ones stay.
     let file = cas.nodes.file();
     std::fs::write(&file, "broken")?;
-    server.wait_log("TLS to nodes goes on with the certificates known so far").await?;
+    server.wait_log("its last good content stays in effect").await?;
     // Both at once: the kubelet takes certificates of the same CA only.
     later.client("postern-kubelet-client")?;
     std::fs::copy(later.file(), &file)?;
-    server.wait_log("the certificates for TLS to nodes are in effect").await?;
+    server.wait_log("the file's new content is in effect").await?;
     call(testbed, &cas, &asked).await?.expect(200, "client=certificate")?;
     Ok(())
 }

@@ -1,7 +1,6 @@
 //! The nodes of the cluster, and how a file lists them: a NodeList as kubectl prints it.
 
 mod file;
-mod file_watch;
 mod log_budget;
 mod node;
 mod nodes;
@@ -11,8 +10,8 @@ mod selector;
 #[cfg(test)]
 mod parse_tests;
 
-pub use file::{FileSource, SourceStatus};
-pub(crate) use file_watch::FileWatch;
+pub(crate) use file::open;
+pub use file::{NodeCount, SourceStatus};
 pub(crate) use log_budget::LogBudget;
 pub use node::{
     DEFAULT_KUBELET_PORT, InventoryNode, MAX_ADDRESSES, NodeSpec, NodeStatus, READ_ONLY_KUBELET_PORT,

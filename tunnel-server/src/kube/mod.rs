@@ -20,7 +20,6 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
@@ -38,7 +37,7 @@ use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
 use self::saved::{Age, Saved};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
-use crate::inventory::{Inventory, Selector, SourceStatus};
+use crate::inventory::{Inventory, NodeCount, Selector, SourceStatus};
 use crate::peers::Peers;
 use crate::pki::{
     Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
@@ -58,7 +57,7 @@ pub struct Kube {
     namespace: Arc<str>,
     names: Arc<ObjectNames>,
     health: Health,
-    nodes: Family<[(&'static str, &'static str); 1], Gauge>,
+    nodes: NodeCount,
     records_left_out: Gauge,
     age: Age,
 }
@@ -111,10 +110,12 @@ impl Kube {
     ///
     /// # Errors
     /// When there is no usable configuration.
-    pub async fn connect(options: &KubeOptions, registry: &mut Registry) -> Result<Self, KubeError> {
+    pub async fn connect(
+        options: &KubeOptions,
+        nodes: NodeCount,
+        registry: &mut Registry,
+    ) -> Result<Self, KubeError> {
         let (client, namespace) = options.connect().await?;
-        let nodes = Family::default();
-        registry.register("inventory_nodes", "Nodes in the inventory, by role", nodes.clone());
         let records_left_out = Gauge::default();
         let help = "Edge nodes without a DNS record because the ConfigMap is full; 0 on servers that do not write it";
         registry.register("dns_records_left_out", help, records_left_out.clone());
@@ -250,13 +251,10 @@ fn publish_nodes(
     saved: Arc<Saved>,
     inventory: watch::Sender<Arc<Inventory>>,
     known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
-    gauge: Family<[(&'static str, &'static str); 1], Gauge>,
+    count: NodeCount,
 ) -> impl FnMut(Inventory) -> BoxFuture<'static, ()> + Send {
     move |nodes| {
-        let (edge, cloud) = nodes.counts();
-        for (role, count) in [("edge", edge), ("cloud", cloud)] {
-            gauge.get_or_create(&[("role", role)]).set(i64::try_from(count).unwrap_or(i64::MAX));
-        }
+        count.set(&nodes);
         let (saved, inventory, known_nodes) = (saved.clone(), inventory.clone(), known_nodes.clone());
         async move {
             saved.use_current(nodes.clone()).await;

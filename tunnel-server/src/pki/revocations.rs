@@ -21,7 +21,7 @@ use tunnel_core::log_once::LogOnce;
 
 use super::LOCK;
 use super::error::PkiError;
-use crate::inventory::FileWatch;
+use crate::reloaded::FileWatch;
 
 const DIRECTORY: &str = "revoked";
 /// The files are also read this often: not every file system has events.
@@ -209,7 +209,7 @@ impl RevocationStore {
         let mut logged = LogOnce::default();
         loop {
             // Before the reading, so that a later change is an event. Any file of the directory will do.
-            watch.follow(&self.directory().join("_"));
+            watch.follow([self.directory().join("_").as_path()]);
             let store = self.clone();
             let read = tokio::task::spawn_blocking(move || {
                 // `load` takes a missing directory for an empty one; here it existed before.

@@ -11,7 +11,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use tunnel_core::lifecycle::Readiness;
 use tunnel_kube::Health;
-use tunnel_server::inventory::Selector;
+use tunnel_server::inventory::{NodeCount, Selector};
 use tunnel_server::kube::{Kube, Parts};
 use tunnel_server::metrics::Metrics;
 use tunnel_server::peers::Peers;
@@ -31,7 +31,7 @@ const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10264,
 /// Starts the only server of a cluster. It stops when the guard is dropped.
 async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
     let (mut registry, stop, tasks) = (Registry::default(), CancellationToken::new(), TaskTracker::new());
-    let kube = Kube::connect(&options(api), &mut registry).await.unwrap();
+    let kube = Kube::connect(&options(api), NodeCount::default(), &mut registry).await.unwrap();
     let state_dir = api.dir().join("server");
     let ca = kube.authority(&state_dir, Lifetimes::default(), &stop).await.unwrap();
     let (names, metrics) = (ServerNames::default(), PkiMetrics::default());

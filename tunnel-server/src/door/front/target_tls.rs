@@ -3,9 +3,9 @@
 //!
 //! A certificate and not a token: whoever has taken over one edge node could use a token that it is shown at every other.
 
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use rustls::client::danger::ServerCertVerifier as _;
@@ -16,33 +16,32 @@ use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tunnel_core::config::ConfigError;
 use tunnel_core::identity::{TrustBundle, server_verifier};
-use tunnel_core::log_once::LogOnce;
 
 use crate::config::TargetConfig;
+use crate::reloaded::{FileMetrics, NamedFile, ReloadedFile, Texts};
 use crate::settings::{InternalDoor, Settings};
-
-/// How often the files are looked at again.
-const EVERY: Duration = Duration::from_secs(10);
 
 /// The files with the certificates, as they were read.
 pub(crate) struct TargetFiles {
-    files: TargetConfig,
+    plain_ports: BTreeSet<u16>,
+    /// None: none is given.
+    file: Option<ReloadedFile<Material>>,
     material: Material,
 }
 
 /// How targets are spoken to.
 pub(crate) struct TargetTls {
-    files: TargetConfig,
+    plain_ports: BTreeSet<u16>,
     material: ArcSwap<Material>,
     settings: watch::Receiver<Arc<Settings>>,
 }
 
 /// What the files hold.
+#[derive(Default)]
 struct Material {
-    /// As text, to notice a change.
-    texts: Vec<Option<String>>,
     /// None: there is no CA.
     verifier: Option<Arc<WebPkiServerVerifier>>,
     certificate: Option<Arc<SingleCertAndKey>>,
@@ -51,41 +50,48 @@ struct Material {
 impl TargetFiles {
     /// # Errors
     /// One that was given cannot be used.
-    pub(crate) fn read(files: TargetConfig) -> Result<Self, ConfigError> {
-        Ok(Self { material: Material::read(&files)?, files })
+    pub(crate) fn read(config: &TargetConfig, metrics: &FileMetrics) -> Result<Self, ConfigError> {
+        let named = |key, path: &Option<PathBuf>| path.as_deref().map(|path| NamedFile::new(key, path));
+        let given = [
+            named("--kubelet-certificate-authority", &config.ca),
+            named("--kubelet-client-certificate", &config.certificate).map(NamedFile::optional),
+            named("--kubelet-client-key", &config.key).map(NamedFile::optional),
+        ];
+        let plain_ports = config.plain_ports.clone();
+        let files: Vec<_> = given.iter().flatten().cloned().collect();
+        if files.is_empty() {
+            return Ok(Self { plain_ports, file: None, material: Material::default() });
+        }
+        let parse = move |texts: &Texts| Material::parse(&given, texts);
+        let (file, material) = ReloadedFile::open("kubelet-tls", files, parse, metrics)?;
+        Ok(Self { plain_ports, file: Some(file), material })
     }
 }
 
 impl TargetTls {
-    pub(crate) fn new(read: TargetFiles, settings: watch::Receiver<Arc<Settings>>) -> Self {
-        let TargetFiles { files, material } = read;
-        Self { files, material: ArcSwap::from_pointee(material), settings }
-    }
-
-    /// Follows the files until the stop. What cannot be used leaves the last ones in effect.
-    pub(crate) async fn follow(self: Arc<Self>, stop: CancellationToken) {
-        let mut failing = LogOnce::default();
-        while stop.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_some() {
-            match Material::read(&self.files) {
-                Ok(material) => {
-                    failing.clear();
-                    if material.texts != self.material.load().texts {
-                        self.material.store(Arc::new(material));
-                        tracing::info!("the certificates for TLS to nodes are in effect");
-                    }
-                }
-                Err(error) => {
-                    if failing.is_new(&error) {
-                        tracing::error!(%error, "TLS to nodes goes on with the certificates known so far");
-                    }
-                }
-            }
+    /// Also starts a task that follows the files.
+    pub(crate) fn start(
+        read: TargetFiles,
+        settings: watch::Receiver<Arc<Settings>>,
+        tasks: &TaskTracker,
+        stop: &CancellationToken,
+    ) -> Arc<Self> {
+        let TargetFiles { plain_ports, file, material } = read;
+        let tls = Arc::new(Self { plain_ports, material: ArcSwap::from_pointee(material), settings });
+        if let Some(file) = file {
+            let followed = tls.clone();
+            let apply = move |material| {
+                followed.material.store(Arc::new(material));
+                std::future::ready(Ok(()))
+            };
+            tasks.spawn(file.run(apply, stop.clone()));
         }
+        tls
     }
 
     /// Whether this port of nodes is plain HTTP.
     pub(super) fn is_plain(&self, port: u16) -> bool {
-        self.files.plain_ports.contains(&port)
+        self.plain_ports.contains(&port)
             || self.settings.borrow().internal.get(&port) == Some(&InternalDoor::Http)
     }
 
@@ -128,50 +134,33 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 }
 
 impl Material {
-    fn read(files: &TargetConfig) -> Result<Self, ConfigError> {
-        const CA: &str = "--kubelet-certificate-authority";
-        let read = |key: &'static str, path: &Option<PathBuf>| {
-            path.as_deref().map(|path| read(key, path)).transpose().map(Option::flatten)
-        };
-        let ca = read(CA, &files.ca)?;
-        if let (None, Some(path)) = (&ca, &files.ca) {
-            return Err(ConfigError::new(CA, path.display().to_string(), "there is no such file"));
-        }
-        let chain = read("--kubelet-client-certificate", &files.certificate)?;
-        let key = read("--kubelet-client-key", &files.key)?;
-        if chain.is_none() && files.certificate.is_some() {
-            tracing::warn!("--kubelet-client-certificate is not there yet: kubelets will answer 401");
-        }
-        let wrong = |key: &'static str, path: &Option<PathBuf>, reason: String| {
-            ConfigError::new(key, path.as_deref().unwrap_or(Path::new("")).display().to_string(), reason)
-        };
-        let verifier = match &ca {
-            None => None,
-            Some(pem) => {
-                let fail = |reason: String| wrong(CA, &files.ca, reason);
-                let bundle = TrustBundle::from_pem(pem).map_err(|error| fail(error.to_string()))?;
+    /// Of the CA, the certificate and its key; `texts` are those of the files that are given.
+    fn parse(given: &[Option<NamedFile>; 3], texts: &Texts) -> Result<Self, ConfigError> {
+        let mut texts = texts.iter();
+        let [ca, chain, key] = given.each_ref().map(|file| {
+            let text = file.as_ref().and_then(|_| texts.next()?.as_deref());
+            file.as_ref().map(|file| (file, text))
+        });
+        let verifier = match ca {
+            Some((file, Some(pem))) => {
+                let bundle = TrustBundle::from_pem(pem).map_err(|error| file.error(error.to_string()))?;
                 let roots = Arc::new(bundle.root_store());
                 let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider()).build();
-                Some(verifier.map_err(|error| fail(error.to_string()))?)
-            }
-        };
-        let certificate = match (&chain, &key) {
-            (Some(chain), Some(key)) => {
-                let fail = |reason: String| wrong("--kubelet-client-certificate", &files.certificate, reason);
-                Some(certified(chain, key).map_err(fail)?)
+                Some(verifier.map_err(|error| file.error(error.to_string()))?)
             }
             _ => None,
         };
-        Ok(Self { texts: vec![ca, chain, key], verifier, certificate })
-    }
-}
-
-/// `None`: there is no such file.
-fn read(key: &'static str, path: &Path) -> Result<Option<String>, ConfigError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(ConfigError::new(key, path.display().to_string(), error.to_string())),
+        let certificate = match (chain, key) {
+            (Some((file, Some(chain))), Some((_, Some(key)))) => {
+                Some(certified(chain, key).map_err(|reason| file.error(reason))?)
+            }
+            (Some(_), _) => {
+                tracing::warn!("--kubelet-client-certificate is not there yet: kubelets will answer 401");
+                None
+            }
+            _ => None,
+        };
+        Ok(Self { verifier, certificate })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Reports changes of one file, through any symlinks.
+//! Reports changes of files, through any symlinks.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -53,10 +53,10 @@ impl FileWatch {
         let _ = timeout(LONGEST_WAIT, quiet).await;
     }
 
-    /// Watches the directories that decide what `path` means now. Errors are not fatal: the poll remains.
-    pub(crate) fn follow(&mut self, path: &Path) {
+    /// Watches the directories that decide what these paths mean now. Errors are not fatal: the poll remains.
+    pub(crate) fn follow<'a>(&mut self, paths: impl IntoIterator<Item = &'a Path>) {
         let Some(watcher) = &mut self.watcher else { return };
-        let wanted = directories(path);
+        let wanted: BTreeSet<_> = paths.into_iter().flat_map(directories).collect();
         for gone in self.directories.difference(&wanted) {
             if let Err(error) = watcher.unwatch(gone) {
                 tracing::debug!(directory = %gone.display(), %error, "unwatching");
