@@ -19,7 +19,7 @@ use tunnel_core::identity::{
 };
 use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
-use tunnel_kube::{ApiServer, SIGNER, reason};
+use tunnel_kube::{ApiServer, SIGNER, request};
 
 use crate::EnrollError;
 use crate::attempt::{AttemptError, RETRIES, check_issued};
@@ -123,10 +123,10 @@ impl CsrEnrolment {
 
     /// A new identity for the key. `spread`: the longest random wait before a retry.
     async fn obtain(&self, key: &PrivateKey, spread: Duration) -> Result<AgentIdentity, EnrollError> {
-        let request = request(key, self.holder, &self.node)?;
+        let pem = signing_request(key, self.holder, &self.node)?;
         let mut backoff = RETRIES;
         loop {
-            match self.attempt(key, &request).await {
+            match self.attempt(key, &pem).await {
                 Ok(identity) => {
                     tracing::info!(node = %self.node, "enrolled through the API server");
                     return Ok(identity);
@@ -146,37 +146,40 @@ impl CsrEnrolment {
     }
 
     /// One request, from its creation to its end.
-    async fn attempt(&self, key: &PrivateKey, request: &str) -> Result<AgentIdentity, AttemptError> {
+    async fn attempt(&self, key: &PrivateKey, pem: &str) -> Result<AgentIdentity, AttemptError> {
         let api = || async {
             let client = self.api.client().await.map_err(AttemptError::transient)?;
             Ok::<_, AttemptError>(Api::<CertificateSigningRequest>::all(client))
         };
-        let object = self.object(request);
+        let object = self.object(pem);
         let name = object.metadata.name.clone().unwrap_or_default();
         let requests = api().await?;
-        answered("creating a CertificateSigningRequest", requests.create(&PostParams::default(), &object))
+        let params = PostParams::default();
+        let create = requests.create(&params, &object);
+        request(ANSWER, "creating CertificateSigningRequest", &name, create)
             .await
-            .map_err(|(reason, _)| AttemptError::Transient(reason))?;
+            .map_err(AttemptError::transient)?;
         tracing::info!(csr = name, "waiting for the certificate");
-        let what = format!("CertificateSigningRequest {name}");
         let (mut pause, begin) = (Duration::from_millis(250), Instant::now());
         let (mut reminded, mut failures) = (begin, LogOnce::default());
         loop {
             tokio::time::sleep(jittered(pause, 0.5)).await;
             pause = (pause * 2).min(longest_pause(begin.elapsed()));
-            match answered(&what, api().await?.get(&name)).await {
+            let requests = api().await?;
+            match request(ANSWER, "reading CertificateSigningRequest", &name, requests.get(&name)).await {
                 Ok(csr) => {
                     if let Some(outcome) = self.outcome(&csr, key) {
                         return outcome;
                     }
                 }
-                Err((_, true)) => {
-                    return Err(AttemptError::Transient(format!("{what} is gone; creating another one")));
+                Err(error) if error.is_not_found() => {
+                    let reason = format!("CertificateSigningRequest {name} is gone; creating another one");
+                    return Err(AttemptError::Transient(reason));
                 }
-                Err((reason, false)) => {
+                Err(error) => {
                     self.api.failed();
-                    if failures.is_new(&reason) {
-                        tracing::warn!(reason, "waiting for the certificate");
+                    if failures.is_new(&error) {
+                        tracing::warn!(%error, "waiting for the certificate");
                     }
                 }
             }
@@ -230,21 +233,6 @@ fn longest_pause(waited: Duration) -> Duration {
     if waited < FIRST_POLLS { POLL } else { LATER_POLL }
 }
 
-/// The answer, if it comes in time; else the reason, and whether it is that the object does not exist.
-async fn answered<T>(
-    what: &str,
-    work: impl Future<Output = Result<T, kube::Error>>,
-) -> Result<T, (String, bool)> {
-    match tokio::time::timeout(ANSWER, work).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => {
-            let gone = matches!(&error, kube::Error::Api(status) if status.is_not_found());
-            Err((format!("{what}: {}", reason(&error)), gone))
-        }
-        Err(_) => Err((format!("{what}: no answer within {} s", ANSWER.as_secs()), false)),
-    }
-}
-
 /// `postern-NODE-RANDOM`, within Kubernetes' limit.
 fn request_name(node: &NodeName) -> String {
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
@@ -255,7 +243,7 @@ fn request_name(node: &NodeName) -> String {
 }
 
 /// A PKCS #10 request as PEM that names its holder and asks for nothing else.
-fn request(key: &PrivateKey, holder: Holder, node: &NodeName) -> Result<String, IdentityError> {
+fn signing_request(key: &PrivateKey, holder: Holder, node: &NodeName) -> Result<String, IdentityError> {
     create_named_csr(key, holder, node)?.pem().map_err(|error| IdentityError::Csr(error.to_string()))
 }
 

@@ -13,7 +13,7 @@ use kube::{Api, Client};
 use tunnel_core::doctor::{Finding, Outcome, codes};
 use tunnel_core::text::age;
 
-use crate::client::reason;
+use crate::request::request;
 
 const DEADLINE: Duration = Duration::from_secs(15);
 /// Agents' certificates are backdated by so much.
@@ -83,13 +83,12 @@ pub async fn answers(client: &Client) -> Outcome {
         let fix = "compare `kubectl get --raw /version` from this host, its routes, and a proxy or firewall on the way";
         Finding::new(&codes::API_SERVER_UNREACHABLE, reason, fix).into()
     };
-    let Ok(request) = Request::get("/version").body(Body::empty()) else {
+    let Ok(get) = Request::get("/version").body(Body::empty()) else {
         return unreachable("the request cannot be made".to_owned());
     };
-    let answer = match tokio::time::timeout(DEADLINE, client.send(request)).await {
-        Ok(Ok(answer)) => answer,
-        Ok(Err(error)) => return unreachable(reason(&error)),
-        Err(_) => return unreachable(format!("no answer within {} s", DEADLINE.as_secs())),
+    let answer = match request(DEADLINE, "reading", "/version", client.send(get)).await {
+        Ok(answer) => answer,
+        Err(error) => return unreachable(error.reason),
     };
     if let Some(finding) = clock(&answer, SystemTime::now()) {
         return finding.into();
@@ -119,15 +118,14 @@ fn clock<B>(answer: &Response<B>, now: SystemTime) -> Option<Finding> {
 /// Whether this client has the rights (SelfSubjectAccessReview).
 pub async fn rights(client: &Client, namespace: &str, wanted: &[Right], fix: &str) -> Outcome {
     let api = Api::<SelfSubjectAccessReview>::all(client.clone());
-    let (mut asked, mut faults) = (0, Vec::new());
+    let (params, mut asked, mut faults) = (PostParams::default(), 0, Vec::new());
     for right in wanted {
         for verb in right.verbs {
             let review = right.review(verb, namespace);
-            let create = async { api.create(&PostParams::default(), &review).await };
-            let answer = match tokio::time::timeout(DEADLINE, create).await {
-                Ok(Ok(answer)) => answer,
-                Ok(Err(error)) => return Outcome::Skipped(format!("asking failed: {}", reason(&error))),
-                Err(_) => return Outcome::Skipped("asking takes too long".to_owned()),
+            let create = api.create(&params, &review);
+            let answer = match request(DEADLINE, "creating", "SelfSubjectAccessReview", create).await {
+                Ok(answer) => answer,
+                Err(error) => return Outcome::Skipped(error.to_string()),
             };
             asked += 1;
             if !answer.status.is_some_and(|status| status.allowed) {

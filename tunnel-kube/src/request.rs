@@ -11,11 +11,16 @@ use crate::client::reason;
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(30);
 
-/// Why a request failed: the text of [`reason`].
+/// A request that failed.
 #[derive(Debug, thiserror::Error)]
-#[error("{reason}")]
+#[error("{action} {object}: {reason}")]
 pub struct RequestError {
-    reason: String,
+    /// Such as `reading Secret`.
+    pub action: &'static str,
+    /// Its name, with the namespace where that is not obvious.
+    pub object: String,
+    /// The text of [`reason`].
+    pub reason: String,
     /// The HTTP status, if there was an answer.
     pub code: Option<u16>,
 }
@@ -31,27 +36,25 @@ impl RequestError {
     }
 }
 
-impl From<kube::Error> for RequestError {
-    fn from(error: kube::Error) -> Self {
-        let code = if let kube::Error::Api(status) = &error { Some(status.code) } else { None };
-        Self { reason: reason(&error), code }
-    }
-}
-
 /// One request, given up after `deadline`.
 ///
 /// # Errors
 /// The request's, or that it took too long.
 pub async fn request<T>(
     deadline: Duration,
+    action: &'static str,
+    object: &str,
     request: impl Future<Output = kube::Result<T>>,
 ) -> Result<T, RequestError> {
-    match tokio::time::timeout(deadline, request).await {
-        Ok(result) => result.map_err(RequestError::from),
-        Err(_) => {
-            Err(RequestError { reason: format!("no answer within {} s", deadline.as_secs()), code: None })
+    let (reason, code) = match tokio::time::timeout(deadline, request).await {
+        Ok(Ok(answer)) => return Ok(answer),
+        Ok(Err(error)) => {
+            let code = if let kube::Error::Api(status) = &error { Some(status.code) } else { None };
+            (reason(&error), code)
         }
-    }
+        Err(_) => (format!("no answer within {} s", deadline.as_secs()), None),
+    };
+    Err(RequestError { action, object: object.to_owned(), reason, code })
 }
 
 /// Repeated attempts at one thing: logs an error once until it changes or is over, and spaces the attempts by 0.25 s to
@@ -64,7 +67,7 @@ pub struct Attempts {
 }
 
 impl Attempts {
-    /// `what` completes "… does not work at present".
+    /// `what` names the action in the log.
     pub fn new(what: &'static str) -> Self {
         Self { what, errors: LogOnce::default(), backoff: Backoff::new(FIRST_RETRY, LAST_RETRY) }
     }
@@ -73,7 +76,7 @@ impl Attempts {
     pub fn report(&mut self, error: &dyn Display) -> bool {
         let new = self.errors.is_new(error);
         if new {
-            tracing::warn!(%error, "{} does not work at present; it is tried again", self.what);
+            tracing::warn!(action = self.what, %error, "action failed, retrying");
         }
         new
     }
@@ -86,7 +89,7 @@ impl Attempts {
     pub fn succeeded(&mut self) {
         self.backoff.reset();
         if self.errors.clear() {
-            tracing::info!("{} works again", self.what);
+            tracing::info!(action = self.what, "action works again");
         }
     }
 }
@@ -97,9 +100,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_request_without_an_answer_ends() {
-        let error =
-            request(Duration::from_secs(4), std::future::pending::<kube::Result<()>>()).await.unwrap_err();
-        assert_eq!((error.to_string().as_str(), error.code), ("no answer within 4 s", None));
+        let never = std::future::pending::<kube::Result<()>>();
+        let error = request(Duration::from_secs(4), "reading Node", "edge-1", never).await.unwrap_err();
+        let expected = "reading Node edge-1: no answer within 4 s";
+        assert_eq!((error.to_string().as_str(), error.code), (expected, None));
     }
 
     #[test]

@@ -88,8 +88,8 @@ impl Pauses {
 async fn read(api: &ApiServer, node: &NodeName) -> Result<Vec<IpNet>, String> {
     let client = api.client().await.map_err(|error| error.to_string())?;
     let nodes = Api::<Node>::all(client);
-    let found = request(ANSWER, nodes.get(node.as_str())).await;
-    found.map(|found| ranges(&found)).map_err(|error| format!("Node {node}: {error}"))
+    let found = request(ANSWER, "reading Node", node.as_str(), nodes.get(node.as_str())).await;
+    found.map(|found| ranges(&found)).map_err(|error| error.to_string())
 }
 
 /// `podCIDR` repeats the first of `podCIDRs`. Entries that are no ranges are left out.

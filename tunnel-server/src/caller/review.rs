@@ -224,7 +224,8 @@ impl Reviewer {
             + serde::de::DeserializeOwned,
     {
         let api = Api::<K>::all(self.client.clone());
-        request(DEADLINE, api.create(&PostParams::default(), &review)).await.map_err(|error| {
+        let (params, kind) = (PostParams::default(), K::kind(&()));
+        request(DEADLINE, "creating", &kind, api.create(&params, &review)).await.map_err(|error| {
             Refusal::Unavailable(format!("the API server cannot be asked about the caller: {error}"))
         })
     }

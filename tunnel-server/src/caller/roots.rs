@@ -69,7 +69,8 @@ impl ClientRoots {
 
 async fn published(client: &kube::Client) -> Result<TrustBundle, String> {
     let api = Api::<ConfigMap>::namespaced(client.clone(), ROOTS_NAMESPACE);
-    let object = request(DEADLINE, api.get(ROOTS_CONFIGMAP)).await.map_err(|error| error.to_string())?;
+    let object = request(DEADLINE, "reading ConfigMap", ROOTS_CONFIGMAP, api.get(ROOTS_CONFIGMAP)).await;
+    let object = object.map_err(|error| error.to_string())?;
     let pem = object.data.unwrap_or_default().remove(KEY).ok_or_else(|| {
         format!(
             "ConfigMap {ROOTS_NAMESPACE}/{ROOTS_CONFIGMAP} has no key {KEY}: kube-apiserver runs without --client-ca-file"

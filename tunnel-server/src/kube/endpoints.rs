@@ -41,19 +41,20 @@ impl ServiceEndpoints {
     /// There is no such Service or port, it has no endpoints, or the API server does not answer.
     pub async fn of(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
         let services = Api::<Service>::namespaced(self.client.clone(), namespace);
-        let service = request(DEADLINE, services.get_opt(name)).await;
-        let service = service.map_err(|error| format!("Service {name}.{namespace}: {error}"))?;
+        let full_name = format!("{name}.{namespace}");
+        let service = request(DEADLINE, "reading Service", &full_name, services.get_opt(name)).await;
+        let service = service.map_err(|error| error.to_string())?;
         let spec = service.and_then(|service| service.spec).unwrap_or_default();
         let ports = spec.ports.unwrap_or_default();
         let mut tcp = ports.iter().filter(|known| is_tcp(known.protocol.as_deref()));
         let of_service = tcp.find(|known| known.port == i32::from(port));
         let Some(of_service) = of_service else {
-            return Err(format!("there is no Service {name}.{namespace} with a TCP port {port}"));
+            return Err(format!("there is no Service {full_name} with a TCP port {port}"));
         };
         let wanted = of_service.name.as_deref().unwrap_or_default();
         let found = self.ready(name, namespace, wanted).await?;
         if found.is_empty() {
-            return Err(format!("the Service {name}.{namespace} has no ready endpoint"));
+            return Err(format!("the Service {full_name} has no ready endpoint"));
         }
         Ok(found.into_iter().map(|endpoint| endpoint.address).collect())
     }
@@ -74,8 +75,9 @@ impl ServiceEndpoints {
     pub async fn ready(&self, name: &str, namespace: &str, port: &str) -> Result<Vec<Endpoint>, String> {
         let slices = Api::<EndpointSlice>::namespaced(self.client.clone(), namespace);
         let of_this = ListParams::default().labels(&format!("{SERVICE_NAME}={name}"));
-        let slices = request(DEADLINE, slices.list(&of_this)).await;
-        let slices = slices.map_err(|error| format!("EndpointSlices of {name}.{namespace}: {error}"))?;
+        let full_name = format!("{name}.{namespace}");
+        let slices = request(DEADLINE, "listing EndpointSlices of", &full_name, slices.list(&of_this)).await;
+        let slices = slices.map_err(|error| error.to_string())?;
         let mut found = Vec::new();
         for slice in slices {
             let of_slice = slice.ports.unwrap_or_default().into_iter().find(|known| {

@@ -7,6 +7,7 @@
 
 mod context;
 mod endpoints;
+mod error;
 mod partial;
 pub mod read;
 mod reconcile;
@@ -31,7 +32,8 @@ use tunnel_kube::{Health, KubeError};
 
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
 pub use self::endpoints::{Endpoint, ServiceEndpoints};
-use self::read::authority::{self, AuthorityError};
+pub use self::error::ClusterError;
+use self::read::authority;
 use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
 use self::saved::{Age, Saved};
@@ -139,7 +141,7 @@ impl Kube {
         state_dir: &Path,
         lifetimes: Lifetimes,
         stop: &CancellationToken,
-    ) -> Result<Ca, AuthorityError> {
+    ) -> Result<Ca, ClusterError> {
         let (client, secret) = (self.client.clone(), &self.names.ca_secret);
         authority::obtain(client, &self.namespace, secret, state_dir, lifetimes, stop).await
     }

@@ -1,4 +1,5 @@
-//! The loop of everything that is brought in line with the cluster whenever one of its inputs has changed.
+//! The loop of everything that is brought in line with the cluster whenever one of its inputs has changed, and is tried again
+//! when that fails.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -7,7 +8,9 @@ use futures_util::{Stream, StreamExt as _, stream};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tunnel_kube::{Attempts, RequestError};
+use tunnel_kube::Attempts;
+
+use super::error::ClusterError;
 
 /// Something that is computed from inputs and written when it differs.
 pub(super) trait Reconcile: Send {
@@ -20,9 +23,11 @@ pub(super) trait Reconcile: Send {
         None
     }
 
-    /// Called again after a delay when it fails.
-    fn reconcile(&mut self, attempts: &mut Attempts)
-    -> impl Future<Output = Result<(), RequestError>> + Send;
+    /// Returns when to call it again without any input. When it fails that is after a delay.
+    fn reconcile(
+        &mut self,
+        attempts: &mut Attempts,
+    ) -> impl Future<Output = Result<Option<Instant>, ClusterError>> + Send;
 }
 
 /// Reconciles now and after each input, until `stop`. Inputs within `debounce` count as one.
@@ -34,27 +39,30 @@ pub(super) async fn run<R: Reconcile>(
     stop: CancellationToken,
 ) {
     let mut inputs = pin!(inputs);
-    let mut due = Some(Instant::now());
+    let (mut due, mut retry_at) = (Some(Instant::now()), None);
     let work = async {
         loop {
             tokio::select! {
                 input = inputs.next() => match input {
                     Some(input) => {
                         target.apply(input);
-                        let earliest = target.not_before();
-                        due.get_or_insert_with(|| earliest.into_iter().fold(Instant::now() + debounce, Instant::max));
+                        let earliest = [target.not_before(), retry_at].into_iter().flatten();
+                        let at = earliest.fold(Instant::now() + debounce, Instant::max);
+                        due = Some(due.map_or(at, |due| due.min(at)));
                     }
                     None => return,
                 },
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    retry_at = None;
                     due = match target.reconcile(&mut attempts).await {
-                        Ok(()) => None,
+                        Ok(next) => next,
                         Err(error) => {
                             // A conflict: the watch will bring what another writer wrote.
                             if !error.is_conflict() {
                                 attempts.report(&error);
                             }
-                            Some(Instant::now() + attempts.next_delay())
+                            retry_at = Some(Instant::now() + attempts.next_delay());
+                            retry_at
                         }
                     };
                 }

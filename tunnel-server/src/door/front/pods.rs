@@ -59,7 +59,7 @@ impl Pods {
             return Ok(known);
         }
         let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
-        let pod = request(DEADLINE, api.get_opt(name)).await.map_err(|error| {
+        let pod = request(DEADLINE, "reading Pod", name, api.get_opt(name)).await.map_err(|error| {
             let reason = format!("the API server does not say where {} runs: {error}", shown());
             Failure::new(StatusCode::SERVICE_UNAVAILABLE, reason)
         })?;

@@ -8,7 +8,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use futures_util::StreamExt;
+use futures_util::StreamExt as _;
+use futures_util::stream::select;
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
@@ -16,12 +17,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher::Event;
 use kube::{Api, Client};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::Zeroizing;
-use tunnel_core::log_once::LogOnce;
-use tunnel_kube::{FIELD_MANAGER, named, request};
+use tunnel_kube::{Attempts, FIELD_MANAGER, named};
 
-use crate::kube::context::{KubeContext, becomes};
+use crate::kube::context::KubeContext;
+use crate::kube::error::ClusterError;
+use crate::kube::reconcile::{self, Reconcile, changes};
 use crate::pki::{Ca, CaMaterial, CaState, KEY_SUFFIX, Lifetimes, PkiError, ROOTS};
 
 /// Annotation: when the root that signs was activated, so that `ca retire` knows how long the old one is needed.
@@ -30,46 +33,8 @@ pub const ACTIVATED: &str = "postern.internal/ca-activated";
 /// The API server answers within this, or is away.
 const ANSWER: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(2);
-/// The pause before a copy that could not be written is tried again.
-const REWRITE: Duration = Duration::from_secs(5);
 /// How often to log that the start is waiting.
 const REMIND: Duration = Duration::from_secs(60);
-
-#[derive(Debug, thiserror::Error)]
-pub enum AuthorityError {
-    #[error(transparent)]
-    Pki(#[from] PkiError),
-    /// The Secret is there, and is no CA.
-    #[error(
-        "Secret {secret}: {reason}; restore it from a backup, or delete it: a server that has a good copy in its \
-         --state-dir makes it again"
-    )]
-    Malformed {
-        /// Namespace and name.
-        secret: String,
-        /// What is wrong with it, and under which key.
-        reason: String,
-    },
-    #[error(
-        "there is no Secret {0}; the first tunnel-server to start makes it (or fix --namespace or --ca-secret)"
-    )]
-    Missing(String),
-    /// It has changed since it was read, or another server made it first.
-    #[error("Secret {0} was changed at the same moment; check `tunnel-server ca status` and repeat")]
-    Conflict(String),
-    #[error("{action} Secret {secret}: {reason}")]
-    Api {
-        /// Such as `reading`.
-        action: &'static str,
-        /// Namespace and name.
-        secret: String,
-        /// In the API server's words, or why there are none.
-        reason: String,
-    },
-    /// The wait for the API server ended because the server stops.
-    #[error("stopped before Secret {0} could be read")]
-    Stopped(String),
-}
 
 /// A Secret whose values are wiped from memory when it is dropped.
 struct Wiped(Secret);
@@ -111,24 +76,26 @@ impl CaSecret {
         Self { api, namespace: namespace.to_owned(), name: name.to_owned() }
     }
 
-    async fn within<T>(
+    /// One request about the Secret.
+    async fn request<T>(
         &self,
         action: &'static str,
-        work: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, AuthorityError> {
-        request(ANSWER, work).await.map_err(|error| match error.is_conflict() {
-            true => AuthorityError::Conflict(self.to_string()),
-            false => AuthorityError::Api { action, secret: self.to_string(), reason: error.to_string() },
-        })
+        request: impl Future<Output = kube::Result<T>>,
+    ) -> Result<T, ClusterError> {
+        Ok(tunnel_kube::request(ANSWER, action, &self.to_string(), request).await?)
     }
 
-    async fn get(&self) -> Result<Option<Wiped>, AuthorityError> {
-        Ok(self.within("reading", self.api.get_opt(&self.name)).await?.map(Wiped))
+    async fn get(&self) -> Result<Option<Wiped>, ClusterError> {
+        Ok(self.request("reading Secret", self.api.get_opt(&self.name)).await?.map(Wiped))
     }
 
     /// The CA in a Secret, checked.
-    fn material(&self, Wiped(secret): &Wiped) -> Result<CaMaterial, AuthorityError> {
-        let malformed = |reason: String| AuthorityError::Malformed { secret: self.to_string(), reason };
+    fn material(&self, Wiped(secret): &Wiped) -> Result<CaMaterial, ClusterError> {
+        let malformed = |reason: String| {
+            let object = format!("Secret {self}");
+            let fix = "restore it from a backup, or delete it: a server that has a good copy in its --state-dir makes it again";
+            ClusterError::Malformed { object, reason, fix: fix.to_owned() }
+        };
         let text = |name: &str, bytes: &ByteString| {
             String::from_utf8(bytes.0.clone()).map_err(|_| malformed(format!("{name}: it is not text")))
         };
@@ -153,8 +120,8 @@ impl CaSecret {
     /// attempt that timed out here and arrives late.
     ///
     /// # Errors
-    /// [`AuthorityError::Conflict`] when another server was faster with another CA.
-    async fn create(&self, material: &CaMaterial) -> Result<(), AuthorityError> {
+    /// A conflict when another server was faster with another CA.
+    async fn create(&self, material: &CaMaterial) -> Result<(), ClusterError> {
         let secret = Wiped(Secret {
             metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
             type_: Some("Opaque".to_owned()),
@@ -162,12 +129,13 @@ impl CaSecret {
             ..Secret::default()
         });
         let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
-        self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&secret.0))).await?;
+        self.request("creating Secret", self.api.patch(&self.name, &params, &Patch::Apply(&secret.0)))
+            .await?;
         Ok(())
     }
 
-    pub async fn read(&self) -> Result<Held, AuthorityError> {
-        let secret = self.get().await?.ok_or_else(|| AuthorityError::Missing(self.to_string()))?;
+    pub async fn read(&self) -> Result<Held, ClusterError> {
+        let secret = self.get().await?.ok_or_else(|| ClusterError::Missing(self.to_string()))?;
         let material = self.material(&secret)?;
         let annotations = secret.0.metadata.annotations.as_ref();
         let activated = annotations.and_then(|known| known.get(ACTIVATED)?.parse().ok());
@@ -180,7 +148,7 @@ impl CaSecret {
         mut secret: Wiped,
         material: &CaMaterial,
         activated: Option<Timestamp>,
-    ) -> Result<(), AuthorityError> {
+    ) -> Result<(), ClusterError> {
         secret.clear();
         secret.0.data.get_or_insert_default().extend(data(material));
         let annotations = secret.0.metadata.annotations.get_or_insert_default();
@@ -188,12 +156,12 @@ impl CaSecret {
             Some(at) => annotations.insert(ACTIVATED.to_owned(), format!("{at:.0}")),
             None => annotations.remove(ACTIVATED),
         };
-        self.within("changing", self.api.replace(&self.name, &write(), &secret.0)).await?;
+        self.request("changing Secret", self.api.replace(&self.name, &write(), &secret.0)).await?;
         Ok(())
     }
 
     /// First step of a rotation. Returns the new root's hash.
-    pub async fn introduce(&self) -> Result<String, AuthorityError> {
+    pub async fn introduce(&self) -> Result<String, ClusterError> {
         let held = self.read().await?;
         let (next, hash) = held.material.introduce()?;
         self.replace(held.secret, &next, None).await?;
@@ -201,7 +169,7 @@ impl CaSecret {
     }
 
     /// Second step: the introduced root signs. Returns its hash.
-    pub async fn activate(&self) -> Result<String, AuthorityError> {
+    pub async fn activate(&self) -> Result<String, ClusterError> {
         let held = self.read().await?;
         let (next, hash) = held.material.activate()?;
         self.replace(held.secret, &next, Some(Timestamp::now())).await?;
@@ -212,7 +180,7 @@ impl CaSecret {
     ///
     /// # Errors
     /// [`PkiError::Rotation`] until every certificate of the old root has expired, unless `force`.
-    pub async fn retire(&self, force: bool, lifetimes: Lifetimes) -> Result<String, AuthorityError> {
+    pub async fn retire(&self, force: bool, lifetimes: Lifetimes) -> Result<String, ClusterError> {
         let held = self.read().await?;
         let (next, hash) = held.material.retire()?;
         if !force {
@@ -284,7 +252,7 @@ pub async fn obtain(
     state_dir: &Path,
     lifetimes: Lifetimes,
     stop: &CancellationToken,
-) -> Result<Ca, AuthorityError> {
+) -> Result<Ca, ClusterError> {
     let secret = CaSecret::new(client, namespace, secret);
     let copy = state_dir.join("ca").exists().then(|| Ca::open(state_dir, lifetimes));
     let mut logged: Option<Instant> = None;
@@ -292,8 +260,8 @@ pub async fn obtain(
         let error = match material(&secret, state_dir, lifetimes).await {
             Ok(material) => return Ok(install(state_dir.to_owned(), lifetimes, material, &secret).await?.0),
             // Another server was faster: its CA is read.
-            Err(AuthorityError::Conflict(_)) => continue,
-            Err(AuthorityError::Pki(error)) => return Err(error.into()),
+            Err(error) if error.is_conflict() => continue,
+            Err(ClusterError::Pki(error)) => return Err(error.into()),
             Err(error) => error,
         };
         match &copy {
@@ -302,7 +270,7 @@ pub async fn obtain(
                 return Ok(copy.clone());
             }
             // The files cannot be used either; the Secret's error says how to restore it.
-            Some(Err(_)) | None if matches!(error, AuthorityError::Malformed { .. }) => return Err(error),
+            Some(Err(_)) | None if matches!(error, ClusterError::Malformed { .. }) => return Err(error),
             Some(Err(_)) | None => {}
         }
         if logged.is_none_or(|logged| logged.elapsed() >= REMIND) {
@@ -311,7 +279,7 @@ pub async fn obtain(
         }
         tokio::select! {
             () = tokio::time::sleep(RETRY) => {}
-            () = stop.cancelled() => return Err(AuthorityError::Stopped(secret.to_string())),
+            () = stop.cancelled() => return Err(ClusterError::Stopped(secret.to_string())),
         }
     }
 }
@@ -321,7 +289,7 @@ async fn material(
     secret: &CaSecret,
     state_dir: &Path,
     lifetimes: Lifetimes,
-) -> Result<CaMaterial, AuthorityError> {
+) -> Result<CaMaterial, ClusterError> {
     if let Some(present) = secret.get().await? {
         return secret.material(&present);
     }
@@ -353,106 +321,87 @@ async fn install(
 pub async fn follow(context: KubeContext, state_dir: PathBuf) {
     let secret = CaSecret::new(context.client.clone(), &context.namespace, &context.names.ca_secret);
     let events = context.health.follow(secret.api.clone(), named(&secret.name), "secrets");
-    let mut events = std::pin::pin!(events);
-    let mut leader = context.leader.clone();
-    let errors = LogOnce::default();
-    let mut copy = Copy { secret, state_dir, errors, listed: false, gone: false, unwritten: None };
-    loop {
-        tokio::select! {
-            event = events.next() => match event {
-                Some(event) => copy.take(event).await,
-                None => return,
-            },
-            () = tokio::time::sleep(REWRITE), if copy.unwritten.is_some() => copy.write_again().await,
-            // Never again once this server drains.
-            () = becomes(&mut leader, true), if copy.gone => {}
-            () = context.stop.cancelled() => return,
-        }
-        if copy.gone && *leader.borrow() {
-            tokio::select! {
-                () = copy.restore() => {}
-                () = context.stop.cancelled() => return,
-            }
-        }
-    }
+    let inputs = select(events.map(Some), changes(&context.leader).map(|()| None)).boxed();
+    let (leader, listed, due) = (context.leader, false, Due::Nothing);
+    let copy = Copy { secret, state_dir, leader, listed, due };
+    let attempts = Attempts::new("copying the CA from its Secret");
+    reconcile::run(copy, inputs, Duration::ZERO, attempts, context.stop).await;
 }
 
 struct Copy {
     secret: CaSecret,
     state_dir: PathBuf,
-    errors: LogOnce,
+    leader: watch::Receiver<bool>,
     /// Whether the list that is being read has the Secret.
     listed: bool,
-    gone: bool,
-    /// A CA that the files could not be made a copy of: the disk may be full.
-    unwritten: Option<CaMaterial>,
+    due: Due,
 }
 
-impl Copy {
-    async fn take(&mut self, event: Event<Secret>) {
-        match event {
-            Event::Init => self.listed = false,
-            Event::InitApply(secret) | Event::Apply(secret) => {
-                (self.listed, self.gone, self.unwritten) = (true, false, None);
-                match self.secret.material(&Wiped(secret)) {
-                    Ok(material) => self.install(material).await,
-                    Err(error) => self.failed(&error),
-                }
+enum Due {
+    Nothing,
+    /// The Secret has this, and the files do not.
+    Install(CaMaterial),
+    /// The Secret cannot be used.
+    Report(ClusterError),
+    /// The Secret is gone.
+    Restore,
+}
+
+impl Reconcile for Copy {
+    /// None: the leader may have changed.
+    type Input = Option<Event<Secret>>;
+
+    fn apply(&mut self, input: Self::Input) {
+        match input {
+            None => {}
+            Some(Event::Init) => self.listed = false,
+            Some(Event::InitApply(secret) | Event::Apply(secret)) => {
+                self.listed = true;
+                self.due = match self.secret.material(&Wiped(secret)) {
+                    Ok(material) => Due::Install(material),
+                    Err(error) => Due::Report(error),
+                };
             }
-            Event::InitDone if self.listed => {}
-            Event::InitDone | Event::Delete(_) => {
-                (self.gone, self.unwritten) = (true, None);
+            Some(Event::InitDone) if self.listed => {}
+            Some(Event::InitDone | Event::Delete(_)) => {
+                self.due = Due::Restore;
                 tracing::error!(secret = %self.secret, "the Secret with the CA is gone; the CA in the state directory stays, and the leader makes the Secret again of its own");
             }
         }
     }
 
-    async fn install(&mut self, material: CaMaterial) {
-        let copied = material.clone();
-        match install(self.state_dir.clone(), Lifetimes::default(), copied, &self.secret).await {
-            Ok((_, changed)) => {
-                if self.errors.clear() || changed {
-                    tracing::info!(secret = %self.secret, changed, "the CA is the Secret's");
+    async fn reconcile(
+        &mut self,
+        attempts: &mut Attempts,
+    ) -> Result<Option<tokio::time::Instant>, ClusterError> {
+        match &self.due {
+            Due::Nothing => return Ok(None),
+            Due::Report(error) => {
+                attempts.report(error);
+                self.due = Due::Nothing;
+                return Ok(None);
+            }
+            Due::Install(material) => {
+                let (state_dir, material) = (self.state_dir.clone(), material.clone());
+                let (_, changed) = install(state_dir, Lifetimes::default(), material, &self.secret).await?;
+                if changed {
+                    tracing::info!(secret = %self.secret, "installed the CA of the Secret");
                 }
             }
-            Err(error) => {
-                self.unwritten = Some(material);
-                self.failed(&error.into());
-            }
-        }
-    }
-
-    /// No event would come before the Secret changes.
-    async fn write_again(&mut self) {
-        if let Some(material) = self.unwritten.take() {
-            self.install(material).await;
-        }
-    }
-
-    fn failed(&mut self, error: &AuthorityError) {
-        if self.errors.is_new(error) {
-            tracing::error!(%error, "the CA in the state directory stays as it is");
-        }
-    }
-
-    /// Makes the Secret from the copy; the watch then brings it back.
-    async fn restore(&mut self) {
-        let made = async {
-            let material = Ca::open(&self.state_dir, Lifetimes::default())?.material()?;
-            self.secret.create(&material).await
-        };
-        match made.await {
-            Ok(()) => tracing::warn!(secret = %self.secret, "made the Secret with the CA again"),
-            // Another server, or the operator, was faster.
-            Err(AuthorityError::Conflict(_)) => {}
-            Err(error) => {
-                if self.errors.is_new(&error) {
-                    tracing::warn!(%error, "could not make the Secret with the CA again; it is tried again");
+            // Never again once this server drains.
+            Due::Restore if !*self.leader.borrow() => return Ok(None),
+            Due::Restore => {
+                let material = Ca::open(&self.state_dir, Lifetimes::default())?.material()?;
+                match self.secret.create(&material).await {
+                    Ok(()) => tracing::warn!(secret = %self.secret, "made the Secret with the CA again"),
+                    // Another server, or the operator, was faster.
+                    Err(error) if error.is_conflict() => {}
+                    Err(error) => return Err(error),
                 }
-                tokio::time::sleep(RETRY).await;
-                return;
             }
         }
-        self.gone = false;
+        self.due = Due::Nothing;
+        attempts.succeeded();
+        Ok(None)
     }
 }

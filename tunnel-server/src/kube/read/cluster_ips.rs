@@ -99,7 +99,8 @@ pub async fn ask(
 ) -> Result<Option<Arc<ClusterService>>, RequestError> {
     let api = Api::<PartialService>::all(client.clone());
     let of_this = ListParams::default().fields(&format!("spec.clusterIP={}", address.to_canonical()));
-    let found = request(deadline, api.list(&of_this)).await?;
+    let object = address.to_string();
+    let found = request(deadline, "finding the Service at", &object, api.list(&of_this)).await?;
     let found = found.items.iter().find_map(PartialService::cluster_service);
     Ok(found.filter(|service| service.addresses.contains(&address.to_canonical())).map(Arc::new))
 }

@@ -13,11 +13,13 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::runtime::watcher::{Config, Event};
 use kube::{Api, ResourceExt as _};
 use rustls_pki_types::DnsName;
+use tokio::time::Instant;
 use tunnel_core::text::printable;
-use tunnel_kube::{Attempts, Followed, FollowedSet, RequestError, named};
+use tunnel_kube::{Attempts, Followed, FollowedSet, named};
 
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;
+use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile};
 use crate::pki::{ServerCertificate, ServerNames};
 
@@ -88,7 +90,7 @@ impl Reconcile for Names {
         }
     }
 
-    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<(), RequestError> {
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         let names = &self.context.names;
         let mut found = Found::default();
         for (name, service) in [(&names.service, &self.agents), (&names.internal_service, &self.internal)] {
@@ -119,7 +121,7 @@ impl Reconcile for Names {
                 }
             }
         }
-        Ok(())
+        Ok(None)
     }
 }
 

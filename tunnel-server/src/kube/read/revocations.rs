@@ -4,43 +4,26 @@
 //! Nothing is taken away by a ConfigMap or an entry that is gone: it would let a copied identity in again.
 
 use std::collections::BTreeMap;
-use std::pin::pin;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ConfigMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Patch, PatchParams};
+use kube::runtime::watcher::Event;
 use kube::{Api, Client};
 use serde_json::json;
+use tokio::time::Instant;
 use tunnel_core::identity::NodeName;
-use tunnel_core::log_once::LogOnce;
 use tunnel_core::text::printable;
-use tunnel_kube::{FIELD_MANAGER, Followed, named, request};
+use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named};
 
 use crate::kube::context::KubeContext;
+use crate::kube::error::ClusterError;
+use crate::kube::reconcile::{self, Reconcile};
 use crate::pki::{PkiError, Revocation, RevocationStore};
 
 const ANSWER: Duration = Duration::from_secs(10);
-/// The pause before a copy that could not be written is tried again.
-const RETRY: Duration = Duration::from_secs(5);
-
-#[derive(Debug, thiserror::Error)]
-pub enum RevocationError {
-    #[error(transparent)]
-    Pki(#[from] PkiError),
-    #[error("{action} ConfigMap {configmap}: {reason}")]
-    Api { action: &'static str, configmap: String, reason: String },
-    #[error("ConfigMap {0} was changed at the same moment; repeat the command")]
-    Conflict(String),
-    /// The node counts as revoked.
-    #[error(
-        "ConfigMap {configmap}, key {node}: {reason}; the node counts as revoked: `tunnel-server agent revoke {node}` \
-         writes the entry anew"
-    )]
-    Entry { configmap: String, node: NodeName, reason: String },
-}
 
 /// The ConfigMap, as the command line uses it.
 pub struct RevocationMap {
@@ -55,44 +38,46 @@ impl RevocationMap {
         Self { api, name: name.to_owned(), namespace: namespace.to_owned() }
     }
 
+    /// Namespace and name.
     fn label(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    async fn within<T>(
+    /// One request about the ConfigMap.
+    async fn request<T>(
         &self,
         action: &'static str,
-        work: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, RevocationError> {
-        request(ANSWER, work).await.map_err(|error| match error.is_conflict() {
-            true => RevocationError::Conflict(self.label()),
-            false => RevocationError::Api { action, configmap: self.label(), reason: error.to_string() },
-        })
+        request: impl Future<Output = kube::Result<T>>,
+    ) -> Result<T, ClusterError> {
+        Ok(tunnel_kube::request(ANSWER, action, &self.label(), request).await?)
     }
 
-    async fn get(&self) -> Result<Option<ConfigMap>, RevocationError> {
-        self.within("reading", self.api.get_opt(&self.name)).await
+    async fn get(&self) -> Result<Option<ConfigMap>, ClusterError> {
+        self.request("reading ConfigMap", self.api.get_opt(&self.name)).await
     }
 
     /// The records, and an error for each entry that cannot be used.
-    pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<RevocationError>), RevocationError> {
+    pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<ClusterError>), ClusterError> {
         let (good, bad) = entries(self.get().await?.as_ref());
         let bad = bad.into_iter().map(|(node, reason)| self.unusable(node, reason)).collect();
         Ok((good, bad))
     }
 
     /// Entries that cannot be used are left to [`follow`], which reports them.
-    pub async fn copy_to(&self, store: &RevocationStore) -> Result<(), RevocationError> {
+    pub async fn copy_to(&self, store: &RevocationStore) -> Result<(), ClusterError> {
         let (records, _) = to_copy(self.get().await?.as_ref());
         Ok(store.merge(&records)?)
     }
 
-    fn unusable(&self, node: NodeName, reason: String) -> RevocationError {
-        RevocationError::Entry { configmap: self.label(), node, reason }
+    fn unusable(&self, node: NodeName, reason: String) -> ClusterError {
+        let object = format!("ConfigMap {}, key {node}", self.label());
+        let fix =
+            format!("the node counts as revoked: `tunnel-server agent revoke {node}` writes the entry anew");
+        ClusterError::Malformed { object, reason, fix }
     }
 
     /// See [`RevocationStore::revoke`].
-    pub async fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, RevocationError> {
+    pub async fn revoke(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, ClusterError> {
         let present = self.get().await?;
         let before = entries(present.as_ref()).0.into_iter().find(|record| record.node == *node);
         let record = Revocation::revoke(before.as_ref(), node, now);
@@ -101,7 +86,7 @@ impl RevocationMap {
     }
 
     /// See [`RevocationStore::readmit`].
-    pub async fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, RevocationError> {
+    pub async fn readmit(&self, node: &NodeName, now: Timestamp) -> Result<Revocation, ClusterError> {
         let present = self.get().await?;
         let (good, bad) = entries(present.as_ref());
         if let Some((node, reason)) = bad.into_iter().find(|(name, _)| name == node) {
@@ -116,7 +101,7 @@ impl RevocationMap {
     }
 
     /// Only if the ConfigMap has not changed since it was read.
-    async fn write(&self, present: Option<ConfigMap>, record: &Revocation) -> Result<(), RevocationError> {
+    async fn write(&self, present: Option<ConfigMap>, record: &Revocation) -> Result<(), ClusterError> {
         let text = serde_json::to_string(record)
             .map_err(|error| self.unusable(record.node.clone(), error.to_string()))?;
         let data = BTreeMap::from([(record.node.to_string(), text)]);
@@ -126,7 +111,8 @@ impl RevocationMap {
                 let patch = json!({"metadata": {"resourceVersion": version}, "data": data});
                 let params =
                     PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..Default::default() };
-                self.within("changing", self.api.patch(&self.name, &params, &Patch::Merge(patch))).await?;
+                self.request("changing ConfigMap", self.api.patch(&self.name, &params, &Patch::Merge(patch)))
+                    .await?;
             }
             // An apply carries the name, so that RBAC can narrow it; with a manager of its own, another's value is a
             // conflict.
@@ -134,7 +120,8 @@ impl RevocationMap {
                 let metadata = ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() };
                 let made = ConfigMap { metadata, data: Some(data), ..ConfigMap::default() };
                 let params = PatchParams::apply(&format!("{FIELD_MANAGER}-{:016x}", rand::random::<u64>()));
-                self.within("creating", self.api.patch(&self.name, &params, &Patch::Apply(&made))).await?;
+                self.request("creating ConfigMap", self.api.patch(&self.name, &params, &Patch::Apply(&made)))
+                    .await?;
             }
         }
         Ok(())
@@ -167,46 +154,43 @@ fn to_copy(configmap: Option<&ConfigMap>) -> (Vec<Revocation>, Unusable) {
 
 /// Copies the ConfigMap's records to the state directory until the context's `stop`.
 pub async fn follow(context: KubeContext, store: RevocationStore) {
-    let api = Api::<ConfigMap>::namespaced(context.client.clone(), &context.namespace);
-    let only = named(&context.names.revocations);
-    let mut changes = pin!(context.health.follow(api, only, "configmaps/revocations"));
-    let (mut followed, mut failures) = (Followed::default(), LogOnce::default());
-    let mut retry = false;
-    loop {
-        tokio::select! {
-            () = context.stop.cancelled() => return,
-            event = changes.next() => match event {
-                Some(event) => followed.apply(event),
-                None => return,
-            },
-            () = tokio::time::sleep(RETRY), if retry => {}
+    let map = RevocationMap::new(context.client, &context.namespace, &context.names.revocations);
+    let changes = context.health.follow(map.api.clone(), named(&map.name), "configmaps/revocations");
+    let copy = Copy { map, store, followed: Followed::default() };
+    let attempts = Attempts::new("copying the revocations of the cluster");
+    reconcile::run(copy, changes, Duration::ZERO, attempts, context.stop).await;
+}
+
+struct Copy {
+    map: RevocationMap,
+    store: RevocationStore,
+    followed: Followed<ConfigMap>,
+}
+
+impl Reconcile for Copy {
+    type Input = Event<ConfigMap>;
+
+    fn apply(&mut self, event: Event<ConfigMap>) {
+        self.followed.apply(event);
+    }
+
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
+        if !self.followed.known {
+            return Ok(None);
         }
-        if !followed.known {
-            continue;
-        }
-        retry = false;
-        let (records, bad) = to_copy(followed.object.as_ref());
-        let configmap = format!("{}/{}", context.namespace, context.names.revocations);
-        let problem = |(node, reason)| {
-            let configmap = configmap.clone();
-            RevocationError::Entry { configmap, node, reason }.to_string()
+        let (records, bad) = to_copy(self.followed.object.as_ref());
+        let store = self.store.clone();
+        // The runtime is being shut down where it does not end.
+        let Ok(merged) = tokio::task::spawn_blocking(move || store.merge(&records)).await else {
+            return Ok(None);
         };
-        let mut problems: Vec<String> = bad.into_iter().map(problem).collect();
-        let copy = store.clone();
-        let written = tokio::task::spawn_blocking(move || copy.merge(&records)).await;
-        match written {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                retry = true;
-                problems.push(error.to_string());
-            }
-            // The runtime is being shut down.
-            Err(_) => return,
+        merged?;
+        if bad.is_empty() {
+            attempts.succeeded();
+        } else {
+            let bad = bad.into_iter().map(|(node, reason)| self.map.unusable(node, reason).to_string());
+            attempts.report(&bad.collect::<Vec<_>>().join("; "));
         }
-        if problems.is_empty() {
-            failures.clear();
-        } else if failures.is_new(problems.join("; ")) {
-            tracing::error!(error = problems.join("; "), "a revocation of the cluster is not in order");
-        }
+        Ok(None)
     }
 }

@@ -56,9 +56,9 @@ pub async fn run<F: Future<Output = ()> + Send>(
 async fn are_served(api: &Api<ServiceCIDR>) -> bool {
     let mut attempts = Attempts::new("asking for the ranges of Service addresses");
     loop {
-        match request(REQUEST, api.list(&ListParams::default().limit(1))).await {
+        match request(REQUEST, "listing", "ServiceCIDRs", api.list(&ListParams::default().limit(1))).await {
             Ok(_) => return true,
-            Err(error) if error.code == Some(404) => return false,
+            Err(error) if error.is_not_found() => return false,
             Err(error) => attempts.report(&error),
         };
         tokio::time::sleep(attempts.next_delay()).await;

@@ -1,10 +1,11 @@
 //! The condition `PosternTunnel` of edge nodes, written by the server that leads.
 
-mod leader_term;
-
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::StreamExt as _;
+use futures_util::stream::select_all;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
@@ -13,14 +14,15 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 use tunnel_core::identity::NodeName;
 use tunnel_kube::{Attempts, FIELD_MANAGER, RequestError, request};
 
-use self::leader_term::{LeaderTerm, Want};
+use super::tracker::Tracker;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
+use crate::kube::error::ClusterError;
 use crate::kube::partial::Partial;
-use crate::shared_map::SharedSet;
+use crate::kube::reconcile::{self, Reconcile, changes};
 
 pub const CONDITION: &str = "PosternTunnel";
 
@@ -33,134 +35,156 @@ const PAGE: u32 = 500;
 /// How long one page may take.
 const PAGE_TIME: Duration = Duration::from_secs(30);
 
-/// Keeps the conditions current while this server leads, until `live` ends. `live` has the nodes with a tunnel to any
-/// server.
-pub(super) async fn run(context: KubeContext, live: watch::Receiver<SharedSet<NodeName>>) {
+/// Keeps the conditions current while this server leads, until the stop. `changed` says when `tunnels` has.
+pub(super) async fn run(context: KubeContext, tunnels: Arc<Mutex<Tracker>>, changed: watch::Receiver<()>) {
+    let inputs = select_all([
+        changes(&context.inventory).map(|()| Input::Nodes).boxed(),
+        changes(&context.leader).map(|()| Input::Other).boxed(),
+        changes(&changed).map(|()| Input::Other).boxed(),
+    ]);
+    let (api, stop, now) = (Api::all(context.client.clone()), context.stop.clone(), Instant::now());
     let conditions = Conditions {
-        api: Api::all(context.client.clone()),
         context,
-        live,
-        term: None,
+        api,
+        tunnels,
+        present: None,
+        read_again: now,
+        changed: false,
         queue: VecDeque::new(),
-        next_claim: None,
-        next_read: None,
-        next_write: Instant::now(),
-        reading: Attempts::new("reading the conditions of Nodes"),
-        writing: Attempts::new("writing the condition of Nodes"),
+        next_write: now,
     };
-    conditions.run().await;
+    reconcile::run(conditions, inputs, PACE, Attempts::new("keeping the condition of Nodes"), stop).await;
+}
+
+enum Input {
+    Nodes,
+    /// The tunnels, or who leads.
+    Other,
 }
 
 struct Conditions {
     context: KubeContext,
     api: Api<ConditionNode>,
-    live: watch::Receiver<SharedSet<NodeName>>,
-    /// None while another server leads, or the conditions could not be read yet.
-    term: Option<LeaderTerm>,
+    tunnels: Arc<Mutex<Tracker>>,
+    /// The condition's status on each node that has it, as the API server has it; None: that is to be read.
+    present: Option<HashMap<NodeName, String>>,
+    read_again: Instant,
+    /// Nodes may have to be written that are not in the queue.
+    changed: bool,
     queue: VecDeque<NodeName>,
-    next_claim: Option<Instant>,
-    /// Some while this server leads and knows the nodes.
-    next_read: Option<Instant>,
     next_write: Instant,
-    reading: Attempts,
-    writing: Attempts,
+}
+
+/// A node's condition as it should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Want {
+    Up,
+    /// Since when there is no tunnel.
+    Down(Instant),
+    /// No edge node any more.
+    Gone,
+}
+
+impl Want {
+    /// The condition's status; None for no condition.
+    fn status(self) -> Option<&'static str> {
+        match self {
+            Self::Up => Some("True"),
+            Self::Down(_) => Some("False"),
+            Self::Gone => None,
+        }
+    }
+}
+
+impl Reconcile for Conditions {
+    type Input = Input;
+
+    fn apply(&mut self, input: Input) {
+        self.changed = true;
+        if let (Input::Nodes, Some(present)) = (input, &mut self.present) {
+            // A node that is created again under this name is another one, without a condition.
+            let inventory = self.context.inventory.borrow();
+            present.retain(|node, _| inventory.get(node.as_str()).is_some());
+        }
+    }
+
+    fn not_before(&self) -> Option<Instant> {
+        Some(self.next_write)
+    }
+
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
+        if !*self.context.leader.borrow() {
+            self.present = None;
+            self.queue.clear();
+            return Ok(None);
+        }
+        if self.present.is_none() || Instant::now() >= self.read_again {
+            self.present = Some(list(&self.api).await?);
+            self.read_again = Instant::now() + REREAD;
+            self.changed = true;
+        }
+        // Changes that come meanwhile are behind those that wait.
+        if self.queue.is_empty() && std::mem::take(&mut self.changed) {
+            self.queue = self.due();
+        }
+        let Some(node) = self.queue.pop_front() else {
+            attempts.succeeded();
+            return Ok(Some(self.read_again));
+        };
+        if let Some(want) = self.want(&node) {
+            self.next_write = Instant::now() + PACE;
+            match self.write(&node, want).await {
+                Ok(()) => attempts.succeeded(),
+                // The node is gone, as the inventory will show.
+                Err(error) if error.is_not_found() => {}
+                Err(error) => {
+                    // Behind the others: one node that cannot be written delays no other.
+                    self.queue.push_back(node);
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(Some(self.next_write))
+    }
 }
 
 impl Conditions {
-    async fn run(mut self) {
-        // An inventory that is not known yet is empty.
-        if self.context.inventory.changed().await.is_err() {
-            return;
-        }
-        let mut leader = self.context.leader.clone();
-        leader.mark_changed();
-        let at = |when: Option<Instant>| sleep_until(when.unwrap_or_else(Instant::now));
-        loop {
-            tokio::select! {
-                biased;
-                changed = leader.changed() => match changed {
-                    Ok(()) => self.set_leading(*leader.borrow_and_update()),
-                    Err(_) => return,
-                },
-                changed = self.context.inventory.changed() => match changed {
-                    Ok(()) => self.plan(),
-                    Err(_) => return,
-                },
-                changed = self.live.changed() => match changed {
-                    Ok(()) => self.plan(),
-                    Err(_) => return,
-                },
-                () = at(self.next_read), if self.next_read.is_some() => self.read().await,
-                () = at(self.next_claim), if self.next_claim.is_some() => self.plan(),
-                () = sleep_until(self.next_write), if !self.queue.is_empty() => self.write().await,
+    /// The nodes that are to be written now.
+    fn due(&self) -> VecDeque<NodeName> {
+        let inventory = self.context.inventory.borrow().clone();
+        let nodes = inventory.iter().map(|node| &node.name);
+        nodes.filter(|node| self.want(node).is_some()).cloned().collect()
+    }
+
+    /// The condition to write for `node` now; None if it has it, or that is not known yet.
+    fn want(&self, node: &NodeName) -> Option<Want> {
+        let present = self.present.as_ref()?.get(node).map(String::as_str);
+        let is_edge = self.context.inventory.borrow().get(node.as_str())?.edge;
+        let want = if is_edge {
+            let tunnel = self.tunnels.lock().unwrap_or_else(PoisonError::into_inner).get(node);
+            match tunnel? {
+                (true, _) => Want::Up,
+                (false, since) => Want::Down(since),
             }
-        }
+        } else {
+            Want::Gone
+        };
+        (want.status() != present).then_some(want)
     }
 
-    fn set_leading(&mut self, leads: bool) {
-        self.term = None;
-        self.queue.clear();
-        self.next_claim = None;
-        self.next_read = leads.then(Instant::now);
-    }
-
-    async fn read(&mut self) {
-        let began = Instant::now();
-        match list(&self.api).await {
-            Ok(present) => {
-                self.reading.succeeded();
-                match &mut self.term {
-                    Some(term) => term.set_present(present),
-                    None => self.term = Some(LeaderTerm::new(began, present)),
-                }
-                self.next_read = Some(Instant::now() + REREAD);
-                self.plan();
-            }
-            Err(error) => {
-                self.reading.report(&error);
-                self.next_read = Some(Instant::now() + self.reading.next_delay());
-            }
-        }
-    }
-
-    fn plan(&mut self) {
-        let inventory = self.context.inventory.borrow_and_update().clone();
-        let live = self.live.borrow_and_update().clone();
-        if let Some(term) = &mut self.term {
-            let now = Instant::now();
-            term.update(now, &inventory, &live);
-            let (due, next_claim) = term.plan(now);
-            self.next_claim = next_claim;
-            // Those that wait keep their turn: one that fails is behind the others.
-            self.queue.retain(|node| due.contains(node));
-            let queued: HashSet<NodeName> = self.queue.iter().cloned().collect();
-            self.queue.extend(due.iter().filter(|node| !queued.contains(*node)).cloned());
-        }
-    }
-
-    async fn write(&mut self) {
-        let Some(term) = &mut self.term else { return };
-        let Some(node) = self.queue.pop_front() else { return };
-        let Some(want) = term.want(Instant::now(), &node) else { return };
+    async fn write(&mut self, node: &NodeName, want: Want) -> Result<(), RequestError> {
         let patch = Patch::Strategic(patch(want, &self.context.identity));
         let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-        let patched = request(WRITE_DEADLINE, self.api.patch_status(node.as_str(), &params, &patch)).await;
-        self.next_write = Instant::now() + PACE;
-        match patched {
-            Ok(_) => {
-                term.wrote(&node, want);
-                self.writing.succeeded();
-                tracing::debug!(%node, status = want.status(), "wrote the condition {CONDITION}");
-            }
-            // The node is gone, as the inventory will show.
-            Err(error) if error.is_not_found() => {}
-            Err(error) => {
-                self.writing.report(&error);
-                // Behind the others: one node that cannot be written delays no other.
-                self.queue.push_back(node);
-                self.next_write = Instant::now() + self.writing.next_delay();
-            }
+        let write = self.api.patch_status(node.as_str(), &params, &patch);
+        request(WRITE_DEADLINE, "changing the condition of Node", node.as_str(), write).await?;
+        tracing::debug!(%node, status = want.status(), "wrote the condition {CONDITION}");
+        if let Some(present) = &mut self.present {
+            match want.status() {
+                Some(status) => present.insert(node.clone(), status.to_owned()),
+                None => present.remove(node),
+            };
         }
+        Ok(())
     }
 }
 
@@ -171,6 +195,7 @@ fn patch(want: Want, server: &str) -> Value {
             ("TunnelUp", format!("the agent has a tunnel; reported by server {server}"), Timestamp::now())
         }
         Want::Down(since) => {
+            let since = Timestamp::now() - since.elapsed();
             ("TunnelDown", format!("no tunnel since {since:.0}; reported by server {server}"), since)
         }
         Want::Gone => {
@@ -192,7 +217,7 @@ async fn list(api: &Api<ConditionNode>) -> Result<HashMap<NodeName, String>, Req
     let mut present = HashMap::new();
     let mut params = ListParams::default().limit(PAGE);
     loop {
-        let page = request(PAGE_TIME, api.list(&params)).await?;
+        let page = request(PAGE_TIME, "listing", "Nodes", api.list(&params)).await?;
         for node in page.items {
             let Ok(name) = node.name().parse() else { continue };
             let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();

@@ -15,11 +15,12 @@ use prometheus_client::metrics::gauge::Gauge;
 use serde_json::json;
 use tokio::time::Instant;
 use tunnel_core::identity::NodeName;
-use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, RequestError, named, request};
+use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named, request};
 
 use super::events::{self, Events};
 use crate::inventory::Inventory;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
+use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
 
 pub const KEY: &str = "tunnel-nodes";
@@ -161,12 +162,12 @@ impl Reconcile for Records {
         self.not_before
     }
 
-    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<(), RequestError> {
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         let leads = *self.context.leader.borrow();
         if !(leads && self.nodes_known && self.configmap.known && self.service.known) {
             // The server that leads says it.
             self.left_out.set(0);
-            return Ok(());
+            return Ok(None);
         }
         let inventory = self.context.inventory.borrow().clone();
         let address = self.service.object.as_ref().and_then(cluster_ip);
@@ -186,12 +187,14 @@ impl Reconcile for Records {
             let params = PatchParams::apply(FIELD_MANAGER).force();
             let share = Duration::from_secs_f64(wanted.len() as f64 / BYTES_A_SECOND as f64);
             self.not_before = Some(Instant::now() + share.max(PAUSE));
-            let applied = request(WRITE_DEADLINE, self.api.patch(name, &params, &patch)).await?;
+            let applied =
+                request(WRITE_DEADLINE, "writing ConfigMap", name, self.api.patch(name, &params, &patch))
+                    .await?;
             self.configmap.object = Some(applied);
             tracing::info!(configmap = %name, records, "wrote the DNS records");
         }
         attempts.succeeded();
-        Ok(())
+        Ok(None)
     }
 }
 

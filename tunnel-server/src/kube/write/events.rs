@@ -163,12 +163,17 @@ impl Publisher {
             self.recorders.clear();
         }
         let fresh = || Recorder::new(self.client.clone(), self.reporter.clone());
+        let publish = async |recorder: &Recorder| {
+            let object = queued.regarding.name.as_deref().unwrap_or_default();
+            let publish = recorder.publish(&queued.event, &queued.regarding);
+            request(WRITE_DEADLINE, "publishing an Event about", object, publish).await
+        };
         let recorder = self.recorders.entry(queued.event.note.clone()).or_insert_with(fresh);
-        let published = request(WRITE_DEADLINE, recorder.publish(&queued.event, &queued.regarding)).await;
+        let published = publish(recorder).await;
         // The Event whose repetitions were counted has been deleted: this one is the first again.
-        if published.as_ref().is_err_and(|error| error.code == Some(404)) {
+        if published.as_ref().is_err_and(RequestError::is_not_found) {
             *recorder = fresh();
-            return request(WRITE_DEADLINE, recorder.publish(&queued.event, &queued.regarding)).await;
+            return publish(recorder).await;
         }
         published
     }

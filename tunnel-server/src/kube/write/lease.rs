@@ -141,7 +141,8 @@ impl Candidate {
     /// that want the Lease one gets it.
     async fn acquire_or_renew(&self, seen: &mut Option<Seen>) -> Result<bool, RequestError> {
         let now = Timestamp::now();
-        let Some(lease) = request(WRITE_DEADLINE, self.api.get_opt(&self.lease)).await? else {
+        let read = self.api.get_opt(&self.lease);
+        let Some(lease) = request(WRITE_DEADLINE, "reading Lease", &self.lease, read).await? else {
             let lease = Lease {
                 metadata: ObjectMeta { name: Some(self.lease.clone()), ..ObjectMeta::default() },
                 spec: Some(LeaseSpec {
@@ -155,7 +156,8 @@ impl Candidate {
             };
             let params =
                 PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
-            request(WRITE_DEADLINE, self.api.create(&params, &lease)).await?;
+            let create = self.api.create(&params, &lease);
+            request(WRITE_DEADLINE, "creating Lease", &self.lease, create).await?;
             return Ok(true);
         };
         let known = lease.spec.unwrap_or_default();
@@ -176,7 +178,8 @@ impl Candidate {
     async fn write(&self, version: Option<String>, spec: &Value) -> Result<(), RequestError> {
         let patch = Patch::Merge(json!({"metadata": {"resourceVersion": version}, "spec": spec}));
         let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-        request(WRITE_DEADLINE, self.api.patch(&self.lease, &params, &patch)).await?;
+        let patch = self.api.patch(&self.lease, &params, &patch);
+        request(WRITE_DEADLINE, "changing Lease", &self.lease, patch).await?;
         Ok(())
     }
 
@@ -186,7 +189,8 @@ impl Candidate {
         });
         let work = async {
             loop {
-                let lease = request(WRITE_DEADLINE, self.api.get(&self.lease)).await?;
+                let read = self.api.get(&self.lease);
+                let lease = request(WRITE_DEADLINE, "reading Lease", &self.lease, read).await?;
                 let holder = lease.spec.and_then(|spec| spec.holder_identity);
                 if holder.as_ref() != Some(&self.identity) {
                     return Ok::<_, RequestError>(());

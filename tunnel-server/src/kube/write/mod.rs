@@ -7,7 +7,7 @@ pub mod dns;
 pub mod events;
 pub mod lease;
 pub mod service;
-mod tunnel_events;
+mod tracker;
 pub mod tunnels;
 
 pub use condition::CONDITION;

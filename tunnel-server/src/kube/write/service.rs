@@ -15,10 +15,12 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube::runtime::watcher::Event;
 use serde_json::json;
-use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, RequestError, named, request};
+use tokio::time::Instant;
+use tunnel_kube::{Attempts, FIELD_MANAGER, Followed, named, request};
 
 use crate::inventory::READ_ONLY_KUBELET_PORT;
 use crate::kube::context::{KubeContext, WRITE_DEADLINE};
+use crate::kube::error::ClusterError;
 use crate::kube::reconcile::{self, Reconcile, changes};
 use crate::settings::{Doors, InternalDoor};
 
@@ -131,10 +133,10 @@ impl Reconcile for Ports {
         }
     }
 
-    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<(), RequestError> {
+    async fn reconcile(&mut self, attempts: &mut Attempts) -> Result<Option<Instant>, ClusterError> {
         let leads = *self.context.leader.borrow();
         if !(leads && self.settings_known && self.service.known) {
-            return Ok(());
+            return Ok(None);
         }
         let wanted = self.context.settings.borrow().internal.clone();
         let name = &self.context.names.internal_service;
@@ -144,7 +146,7 @@ impl Reconcile for Ports {
             } else {
                 attempts.report(&format!("there is no Service {}/{name}", self.context.namespace));
             }
-            return Ok(());
+            return Ok(None);
         };
         let present = service.spec.as_ref().and_then(|spec| spec.ports.as_deref()).unwrap_or_default();
         let next = ports(present, &wanted, &self.doors);
@@ -155,12 +157,13 @@ impl Reconcile for Ports {
                 "spec": {"ports": next},
             }));
             let params = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-            let patched = request(WRITE_DEADLINE, self.api.patch(name, &params, &patch)).await?;
+            let patch = self.api.patch(name, &params, &patch);
+            let patched = request(WRITE_DEADLINE, "changing Service", name, patch).await?;
             self.service.object = Some(patched);
             tracing::info!(service = %name, ports = next.len(), "wrote the ports of the internal Service");
         }
         attempts.succeeded();
-        Ok(())
+        Ok(None)
     }
 }
 

@@ -1,13 +1,16 @@
-//! Tunnels, for the Events and the condition of their Nodes.
+//! Tunnels, for the Events and the condition of their Nodes: a node has a tunnel while any server has its session.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use kube::runtime::events::EventType;
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
 use tunnel_core::identity::NodeName;
 
-use super::events::Events;
-use super::{condition, tunnel_events};
+use super::condition;
+use super::events::{self, Events};
+use super::tracker::{Change, Tracker};
 use crate::kube::context::KubeContext;
 use crate::peers::Peers;
 use crate::session::Sessions;
@@ -39,81 +42,67 @@ pub struct Tunnels<F> {
 pub async fn follow(
     context: KubeContext,
     events: Events,
-    mut own: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
-    mut elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
+    own: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
+    elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
     condition: bool,
 ) {
-    let (elsewhere_now, there) = watch::channel(SharedSet::default());
-    let (all_now, anywhere) = watch::channel(SharedSet::default());
-    let update = async {
-        let mut fleet = Fleet::default();
-        loop {
-            fleet.follow((own.nodes)(), (elsewhere.nodes)());
-            elsewhere_now.send_replace(fleet.elsewhere.clone());
-            all_now.send_replace(fleet.anywhere.clone());
-            let changed = tokio::select! {
-                changed = own.changed.changed() => changed,
-                changed = elsewhere.changed.changed() => changed,
-            };
-            if changed.is_err() {
-                return;
-            }
-            tokio::time::sleep(DEBOUNCE).await;
-        }
-    };
-    let (stop, leader) = (context.stop.clone(), context.leader.clone());
-    let reports = tunnel_events::run(leader, events, anywhere.clone(), there);
+    let tracker = Arc::new(Mutex::new(Tracker::new(Instant::now())));
+    let (changed, changes) = watch::channel(());
+    let track = track(&context, events, own, elsewhere, &tracker, changed);
     let conditions = async {
         if condition {
-            condition::run(context, anywhere).await;
+            condition::run(context.clone(), tracker.clone(), changes).await;
         }
     };
-    let all = async { tokio::join!(update, reports, conditions) };
-    let _ = stop.run_until_cancelled(all).await;
+    let all = async { tokio::join!(track, conditions) };
+    let _ = context.stop.run_until_cancelled(all).await;
 }
 
-/// Nodes with a tunnel.
-#[derive(Default)]
-struct Fleet {
-    here: SharedSet<NodeName>,
-    elsewhere: SharedSet<NodeName>,
-    anywhere: SharedSet<NodeName>,
-}
-
-impl Fleet {
-    /// At the cost of what has changed.
-    fn follow(&mut self, here: SharedSet<NodeName>, elsewhere: SharedSet<NodeName>) {
-        let changed =
-            here.changes_since(&self.here).into_iter().chain(elsewhere.changes_since(&self.elsewhere));
-        for (node, _) in changed {
-            if here.contains(node) || elsewhere.contains(node) {
-                self.anywhere.insert(node.clone());
-            } else {
-                self.anywhere.remove(node);
+/// Tells the tracker what happens, and publishes what counts as Events.
+async fn track(
+    context: &KubeContext,
+    events: Events,
+    mut own: Tunnels<impl Fn() -> SharedSet<NodeName>>,
+    mut elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName>>,
+    tracker: &Mutex<Tracker>,
+    changed: watch::Sender<()>,
+) {
+    let (mut leader, mut inventory) = (context.leader.clone(), context.inventory.clone());
+    let (mut here, mut there) = (SharedSet::default(), SharedSet::default());
+    loop {
+        let before =
+            (std::mem::replace(&mut here, (own.nodes)()), std::mem::replace(&mut there, (elsewhere.nodes)()));
+        let (due, next) = {
+            let mut tracker = tracker.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = Instant::now();
+            tracker.set_leading(*leader.borrow_and_update());
+            for (node, _) in here.changes_since(&before.0).into_iter().chain(there.changes_since(&before.1)) {
+                tracker.observe(now, node, here.contains(node) || there.contains(node));
             }
+            if inventory.has_changed().unwrap_or(false) {
+                tracker.expect(now, &inventory.borrow_and_update());
+            }
+            (tracker.take(now, |node| there.contains(node)), tracker.next())
+        };
+        if !due.is_empty() {
+            changed.send_replace(());
         }
-        (self.here, self.elsewhere) = (here, elsewhere);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_node_is_somewhere_while_any_server_has_it() {
-        let set =
-            |nodes: &[&str]| nodes.iter().map(|node| node.parse().unwrap()).collect::<SharedSet<NodeName>>();
-        let mut fleet = Fleet::default();
-        for (here, elsewhere, anywhere) in [
-            (&["a", "b"][..], &["b", "c"][..], &["a", "b", "c"][..]),
-            (&["b"], &["c"], &["b", "c"]),
-            (&[], &["b", "c"], &["b", "c"]),
-            (&["c"], &[], &["c"]),
-            (&[], &[], &[]),
-        ] {
-            fleet.follow(set(here), set(elsewhere));
-            assert_eq!(fleet.anywhere, set(anywhere), "{here:?} {elsewhere:?}");
+        for Change { node, up, .. } in due.into_iter().filter(|change| change.is_news) {
+            let (kind, reason, note) = if up {
+                (EventType::Normal, "TunnelUp", "the agent has a tunnel")
+            } else {
+                (EventType::Warning, "TunnelDown", "the agent has a tunnel to no server any more")
+            };
+            events.publish(events::node(node.as_str()), kind, reason, note.to_owned());
         }
+        tokio::select! {
+            changed = own.changed.changed() => if changed.is_err() { return },
+            changed = elsewhere.changed.changed() => if changed.is_err() { return },
+            Ok(()) = leader.changed() => continue,
+            // It is read above.
+            Ok(()) = inventory.changed() => inventory.mark_changed(),
+            () = sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => continue,
+        }
+        tokio::time::sleep(DEBOUNCE).await;
     }
 }

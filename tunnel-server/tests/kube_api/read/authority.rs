@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use tokio::sync::Barrier;
 use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::{PrivateKey, create_csr, public_key_of_csr};
-use tunnel_server::kube::read::authority::{ACTIVATED, AuthorityError, follow, obtain};
+use tunnel_server::kube::ClusterError;
+use tunnel_server::kube::read::authority::{ACTIVATED, follow, obtain};
 use tunnel_server::pki::{Ca, CaMaterial, Lifetimes};
 
 use crate::fixture::{client, context};
@@ -22,7 +23,7 @@ const SECRETS: &str = "/api/v1/namespaces/kube-system/secrets";
 const SECRET: &str = "/api/v1/namespaces/kube-system/secrets/tunnel-server-ca";
 const NAME: &str = "tunnel-server-ca";
 
-async fn start(server: &ApiServer, state_dir: &Path) -> Result<Ca, AuthorityError> {
+async fn start(server: &ApiServer, state_dir: &Path) -> Result<Ca, ClusterError> {
     let stop = CancellationToken::new();
     obtain(client(server).await, "kube-system", NAME, state_dir, Lifetimes::default(), &stop).await
 }
@@ -127,7 +128,7 @@ async fn without_a_copy_the_start_waits_for_the_api_server() {
     let client = client(&server).await;
     let empty = state_dir(&server, "empty");
     let stopped = obtain(client, "kube-system", NAME, &empty, Lifetimes::default(), &stop).await;
-    assert!(matches!(stopped, Err(AuthorityError::Stopped(_))));
+    assert!(matches!(stopped, Err(ClusterError::Stopped(_))));
     assert!(!empty.join("ca").exists(), "a CA out of nothing");
 }
 

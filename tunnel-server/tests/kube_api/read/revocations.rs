@@ -7,7 +7,8 @@ use postern_fake_kube::{ApiServer, eventually};
 use serde_json::json;
 use tokio_util::sync::DropGuard;
 use tunnel_core::identity::NodeName;
-use tunnel_server::kube::read::revocations::{RevocationError, RevocationMap, follow};
+use tunnel_server::kube::ClusterError;
+use tunnel_server::kube::read::revocations::{RevocationMap, follow};
 use tunnel_server::pki::{PkiError, RevocationStore, Revocations};
 
 use crate::fixture::{Inputs, client, context};
@@ -75,7 +76,7 @@ async fn every_server_keeps_a_copy_that_nothing_takes_away() {
     assert_eq!(again.known().records[&node("edge-1")], revoked);
     assert!(matches!(
         map.readmit(&node("edge-2"), Timestamp::now()).await,
-        Err(RevocationError::Pki(PkiError::NotRevoked(_)))
+        Err(ClusterError::Pki(PkiError::NotRevoked(_)))
     ));
 }
 

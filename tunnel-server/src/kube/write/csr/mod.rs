@@ -18,7 +18,6 @@
 mod judge;
 
 use std::collections::HashSet;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -35,9 +34,10 @@ use tokio::sync::watch;
 use tunnel_core::identity::pem_of_certificates;
 
 use judge::{Accounts, Approved, Verdict, judge};
-use tunnel_kube::{FIELD_MANAGER, SIGNER, reason};
+use tunnel_kube::{FIELD_MANAGER, SIGNER, request};
 
-use crate::kube::context::KubeContext;
+use crate::kube::context::{KubeContext, WRITE_DEADLINE};
+use crate::kube::error::ClusterError;
 use crate::pki::{CaState, PkiError, PkiMetrics, Standing};
 
 const APPROVED: &str = "Approved";
@@ -51,22 +51,6 @@ const CONCURRENT: u16 = 16;
 const RETRY: Duration = Duration::from_secs(5);
 /// The label of enrolments by request in metrics and logs.
 const CALL: &str = "csr";
-
-/// Why a request could not be answered. It is tried again.
-#[derive(Debug, thiserror::Error)]
-enum CsrError {
-    Api(#[from] kube::Error),
-    Pki(#[from] PkiError),
-}
-
-impl fmt::Display for CsrError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Api(error) => f.write_str(&reason(error)),
-            Self::Pki(error) => error.fmt(f),
-        }
-    }
-}
 
 /// Answers requests while this server leads, until the stop. Losing the lead ends work in progress; the next leader
 /// starts it over.
@@ -111,7 +95,7 @@ async fn work(reconciler: Arc<CsrReconciler>) {
             let csr = csr.name_any();
             match error {
                 // The watch reports that the API server is away.
-                CsrError::Api(error) if !matches!(error, kube::Error::Api(_)) => {
+                ClusterError::Request(error) if error.code.is_none() => {
                     tracing::debug!(csr, %error, "a certificate request waits");
                 }
                 error => tracing::warn!(csr, %error, "a certificate request cannot be answered yet"),
@@ -209,7 +193,7 @@ struct CsrReconciler {
 
 impl CsrReconciler {
     /// Every write carries the resourceVersion of what was judged: a request that has changed is judged again.
-    async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, CsrError> {
+    async fn answer(&self, csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
         let uid = csr.uid().unwrap_or_default();
         if self.answered().remove(&uid) && !is_done(&csr) {
             // Older than our answer.
@@ -218,9 +202,7 @@ impl CsrReconciler {
         let done = self.advance(csr).await;
         match done {
             // In both cases the watch will bring something newer.
-            Err(CsrError::Api(kube::Error::Api(status))) if [404, 409].contains(&status.code) => {
-                Ok(Action::requeue(RETRY))
-            }
+            Err(error) if error.is_conflict() || error.is_not_found() => Ok(Action::requeue(RETRY)),
             other => other,
         }
     }
@@ -229,11 +211,10 @@ impl CsrReconciler {
         self.answered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, CsrError> {
+    async fn advance(&self, mut csr: CertificateSigningRequest) -> Result<Action, ClusterError> {
         let name = csr.name_any();
         let user = csr.spec.username.clone().unwrap_or_default();
         let uid = csr.uid().unwrap_or_default();
-        let write = PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
         let names = &self.context.names;
         let accounts = Accounts {
             namespace: &self.context.namespace,
@@ -246,11 +227,11 @@ impl CsrReconciler {
                     let message =
                         format!("the requester is the {} of node {}", approved.holder, approved.node);
                     let approved = with_condition(csr, APPROVED, "RequesterIsNode", message);
-                    csr = self.api.replace_subresource("approval", &name, &write, &approved).await?;
+                    csr = self.write("approving CertificateSigningRequest", "approval", &approved).await?;
                 }
                 Step::Sign(approved) => {
                     let life = self.sign(&mut csr, &approved)?;
-                    csr = self.api.replace_status(&name, &write, &csr).await?;
+                    csr = self.write("signing CertificateSigningRequest", "status", &csr).await?;
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "issued");
                     tracing::info!(call = CALL, holder = %approved.holder, node = %approved.node, csr = name, user, life_s = life.as_secs(), "certificate issued");
@@ -258,7 +239,7 @@ impl CsrReconciler {
                 Step::Deny { reason, message } => {
                     warn(&name, &user, reason, &message, "enrolment refused");
                     let denied = with_condition(csr, DENIED, reason, message);
-                    csr = self.api.replace_subresource("approval", &name, &write, &denied).await?;
+                    csr = self.write("denying CertificateSigningRequest", "approval", &denied).await?;
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "denied");
                 }
@@ -266,13 +247,25 @@ impl CsrReconciler {
                     let what = "a request that must not be signed was approved; marking it as failed";
                     warn(&name, &user, reason, &message, what);
                     let failed = with_condition(csr, FAILED, reason, message);
-                    csr = self.api.replace_status(&name, &write, &failed).await?;
+                    csr = self.write("failing CertificateSigningRequest", "status", &failed).await?;
                     self.answered().insert(uid.clone());
                     self.metrics.count(CALL, "failed");
                 }
                 Step::Ignore => return Ok(Action::await_change()),
             }
         }
+    }
+
+    async fn write(
+        &self,
+        action: &'static str,
+        subresource: &str,
+        csr: &CertificateSigningRequest,
+    ) -> Result<CertificateSigningRequest, ClusterError> {
+        let params = PostParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        let name = csr.name_any();
+        let replace = self.api.replace_subresource(subresource, &name, &params, csr);
+        Ok(request(WRITE_DEADLINE, action, &name, replace).await?)
     }
 
     /// Puts the certificate into the request, and returns its life.

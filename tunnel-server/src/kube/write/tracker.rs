@@ -1,0 +1,338 @@
+//! The nodes that have a tunnel to any server, debounced for the Events and the condition. Pure, with the time as an argument.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tunnel_core::identity::NodeName;
+
+use crate::inventory::Inventory;
+
+/// A tunnel that is away for less than this has not ended: its agent comes back, or goes to another server.
+const AWAY: Duration = Duration::from_secs(5);
+/// Within this time of the end of a node's tunnel the next one may be a link that flaps.
+const FLAP_INTERVAL: Duration = Duration::from_secs(60);
+/// A tunnel that may be flapping counts as ended when it has been away for this long.
+const FLAP_END: Duration = Duration::from_secs(10);
+/// A server that starts learns for this long which nodes the others have. Those have not got their tunnels just now.
+const SETTLED: Duration = Duration::from_secs(5);
+/// An agent that this server has never seen gets this long to connect: agents need a moment to find a server that has
+/// started, or to be started on a new node.
+const CONNECT: Duration = Duration::from_secs(30);
+/// The end of a tunnel that another server should report is kept for this long: that one may have died with the tunnel, and its
+/// Lease ends 15 s later, which is seen within 3 s.
+const HELD: Duration = Duration::from_secs(20);
+
+/// A node's tunnel came or ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Change {
+    pub(super) node: NodeName,
+    pub(super) up: bool,
+    /// This server is to report it.
+    pub(super) is_news: bool,
+}
+
+/// The tunnels of edge nodes. A change costs what it changes, however many nodes there are.
+#[derive(Debug)]
+pub(super) struct Tracker {
+    started: Instant,
+    /// While this server does not lead, changes are for another one to report.
+    leads: bool,
+    of: HashMap<NodeName, Tunnel>,
+    /// The times at which changed states begin to count.
+    due: BTreeSet<(Instant, NodeName)>,
+}
+
+#[derive(Clone, Debug)]
+struct Tunnel {
+    live: bool,
+    /// Since when it is live, or is not.
+    since: Instant,
+    /// The state that counts; None: it is not known yet whether there is a tunnel.
+    counts: Option<bool>,
+    ended: Option<Instant>,
+}
+
+impl Tunnel {
+    /// The time at which the present state begins to count; None if it does.
+    fn due(&self, started: Instant, leads: bool) -> Option<Instant> {
+        let held = if leads { Duration::ZERO } else { HELD };
+        match (self.live, self.counts) {
+            (true, Some(true)) | (false, Some(false)) => None,
+            (true, _) => Some(self.since.max(started + SETTLED)),
+            (false, None) => Some(self.since + CONNECT),
+            (false, Some(true)) => {
+                let (end, flap_end) = (self.since + AWAY, self.since + FLAP_END);
+                let interval = |at: Instant| (at + FLAP_INTERVAL).max(end).min(flap_end);
+                Some(self.ended.map_or(end, interval) + held)
+            }
+        }
+    }
+}
+
+impl Tracker {
+    /// Of a server that starts now.
+    pub(super) fn new(started: Instant) -> Self {
+        Self { started, leads: false, of: HashMap::new(), due: BTreeSet::new() }
+    }
+
+    /// True if the node has a tunnel, and since when that is so, as far as it counts already.
+    pub(super) fn get(&self, node: &NodeName) -> Option<(bool, Instant)> {
+        let tunnel = self.of.get(node)?;
+        Some((tunnel.counts?, tunnel.since))
+    }
+
+    /// The node has a tunnel now, or has none.
+    pub(super) fn observe(&mut self, now: Instant, node: &NodeName, live: bool) {
+        let unknown = Tunnel { live, since: now, counts: None, ended: None };
+        self.change(node, unknown, |tunnel| {
+            if tunnel.live != live {
+                (tunnel.live, tunnel.since) = (live, now);
+            }
+        });
+    }
+
+    /// Edge nodes are expected to have a tunnel; others that have none are forgotten.
+    pub(super) fn expect(&mut self, now: Instant, inventory: &Inventory) {
+        let is_edge = |node: &NodeName| inventory.get(node.as_str()).is_some_and(|node| node.edge);
+        for node in inventory.iter().filter(|node| node.edge) {
+            if !self.of.contains_key(&node.name) {
+                self.observe(now, &node.name, false);
+            }
+        }
+        self.of.retain(|node, tunnel| tunnel.live || tunnel.counts == Some(true) || is_edge(node));
+        self.due.retain(|(_, node)| self.of.contains_key(node));
+    }
+
+    pub(super) fn set_leading(&mut self, leads: bool) {
+        if std::mem::replace(&mut self.leads, leads) != leads {
+            let due = self.of.iter().map(|(node, tunnel)| (tunnel.due(self.started, leads), node));
+            self.due = due.filter_map(|(due, node)| Some((due?, node.clone()))).collect();
+        }
+    }
+
+    /// The time at which [`Self::take`] has something to do without any further change.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.due.first().map(|(due, _)| *due)
+    }
+
+    /// The states that count from now on, each once. `elsewhere` says which nodes have a tunnel to another server: of a server that has
+    /// just started these are no news.
+    pub(super) fn take(&mut self, now: Instant, elsewhere: impl Fn(&NodeName) -> bool) -> Vec<Change> {
+        let mut changes = Vec::new();
+        while let Some((_, node)) = self.due.first().filter(|(due, _)| *due <= now).cloned() {
+            self.due.pop_first();
+            let Some(tunnel) = self.of.get(&node).cloned() else { continue };
+            let (up, settled) = (tunnel.live, self.started + SETTLED);
+            let known_before = up && tunnel.since < settled && elsewhere(&node);
+            // A node whose agent has never come has lost nothing.
+            let lost = tunnel.counts == Some(true);
+            self.change(&node, tunnel, |tunnel| {
+                tunnel.counts = Some(up);
+                if !up && lost {
+                    tunnel.ended = Some(now);
+                }
+            });
+            let is_news = self.leads && if up { !known_before } else { lost };
+            changes.push(Change { node, up, is_news });
+        }
+        changes
+    }
+
+    /// `unknown` is what there is of a node that was not known.
+    fn change(&mut self, node: &NodeName, unknown: Tunnel, change: impl FnOnce(&mut Tunnel)) {
+        let tunnel = self.of.entry(node.clone()).or_insert(unknown);
+        if let Some(due) = tunnel.due(self.started, self.leads) {
+            self.due.remove(&(due, node.clone()));
+        }
+        change(tunnel);
+        if let Some(due) = tunnel.due(self.started, self.leads) {
+            self.due.insert((due, node.clone()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::InventoryNode;
+
+    fn edge() -> NodeName {
+        "edge-1".parse().unwrap()
+    }
+
+    fn inventory(edge: bool) -> Inventory {
+        [InventoryNode { edge, ..InventoryNode::without_addresses("edge-1") }].into_iter().collect()
+    }
+
+    /// A node that is up or down, second by second, and the seconds at which something was reported.
+    struct Reports {
+        tracker: Tracker,
+        elsewhere: bool,
+        start: Instant,
+        now: Instant,
+        reported: Vec<(u64, bool)>,
+    }
+
+    impl Reports {
+        /// Of a server that has been running for a while.
+        fn new() -> Self {
+            let start = Instant::now();
+            Self { start, now: start, ..Self::of_start(start - SETTLED) }
+        }
+
+        fn of_start(start: Instant) -> Self {
+            let mut tracker = Tracker::new(start);
+            tracker.set_leading(true);
+            Self { tracker, elsewhere: false, start, now: start, reported: Vec::new() }
+        }
+
+        fn at(&mut self, second: u64, up: bool) {
+            let now = self.start + Duration::from_secs(second);
+            while let Some(next) = self.tracker.next().filter(|next| *next < now) {
+                self.collect(next.max(self.now));
+            }
+            self.tracker.observe(now, &edge(), up);
+            self.collect(now);
+        }
+
+        fn collect(&mut self, now: Instant) {
+            self.now = now;
+            let second = (now - self.start).as_secs();
+            let taken = self.tracker.take(now, |_| self.elsewhere);
+            self.reported
+                .extend(taken.iter().filter(|change| change.is_news).map(|change| (second, change.up)));
+        }
+    }
+
+    #[test]
+    fn a_tunnel_is_reported_at_once_and_its_end_when_it_is_one() {
+        let mut reports = Reports::new();
+        reports.at(0, true);
+        reports.at(5, true);
+        reports.at(100, false);
+        reports.at(200, false);
+        reports.at(300, true);
+        assert_eq!(reports.reported, [(0, true), (105, false), (300, true)]);
+    }
+
+    #[test]
+    fn an_agent_that_goes_from_server_to_server_is_not_reported() {
+        let mut reports = Reports::new();
+        reports.at(0, true);
+        for second in (10..310).step_by(10) {
+            reports.at(second, false);
+            reports.at(second + 4, true);
+        }
+        reports.at(1000, true);
+        assert_eq!(reports.reported, [(0, true)]);
+    }
+
+    #[test]
+    fn a_flapping_link_is_reported_once_a_minute() {
+        let mut reports = Reports::new();
+        reports.at(0, true);
+        for second in (10..310).step_by(10) {
+            reports.at(second, false);
+            reports.at(second + 7, true);
+        }
+        let downs: Vec<_> =
+            reports.reported.iter().filter(|(_, up)| !up).map(|(second, _)| *second).collect();
+        assert_eq!(downs, [15, 75, 135, 195, 255]);
+        assert_eq!(reports.reported.len(), 1 + 2 * downs.len(), "{:?}", reports.reported);
+    }
+
+    #[test]
+    fn a_flapping_link_that_stays_away_is_reported() {
+        let mut reports = Reports::new();
+        reports.at(0, true);
+        reports.at(10, false);
+        reports.at(17, true);
+        reports.at(20, false);
+        reports.at(500, false);
+        assert_eq!(reports.reported, [(0, true), (15, false), (17, true), (30, false)]);
+    }
+
+    #[test]
+    fn a_node_that_is_gone_is_forgotten_once_the_end_of_its_tunnel_counts() {
+        for leads in [true, false] {
+            let mut reports = Reports::new();
+            reports.tracker.set_leading(leads);
+            reports.at(0, true);
+            reports.at(10, false);
+            reports.tracker.expect(reports.now, &inventory(false));
+            assert!(reports.tracker.get(&edge()).is_some(), "that is still to be reported");
+            reports.at(10 + HELD.as_secs() + 10, false);
+            reports.tracker.expect(reports.now, &inventory(false));
+            assert!(reports.tracker.of.is_empty() && reports.tracker.next().is_none());
+            assert_eq!(reports.reported.len(), if leads { 2 } else { 0 });
+        }
+    }
+
+    #[test]
+    fn an_agent_that_never_comes_counts_after_a_while_and_is_no_news() {
+        let mut reports = Reports::of_start(Instant::now());
+        let came = reports.start + Duration::from_secs(100);
+        reports.tracker.expect(came, &inventory(true));
+        // Another change of the inventory does not restart the time.
+        reports.tracker.expect(came + CONNECT / 2, &inventory(true));
+        reports.collect(came + CONNECT - Duration::from_secs(1));
+        assert_eq!(reports.tracker.get(&edge()), None);
+        reports.collect(came + CONNECT);
+        assert_eq!(reports.tracker.get(&edge()), Some((false, came)));
+        assert_eq!(reports.reported, []);
+        reports.at(200, true);
+        assert_eq!(reports.tracker.get(&edge()), Some((true, came + Duration::from_secs(100))));
+        assert_eq!(reports.reported, [(200, true)]);
+    }
+
+    #[test]
+    fn a_restart_after_which_all_agents_return_ends_no_tunnel() {
+        let mut reports = Reports::of_start(Instant::now());
+        reports.tracker.expect(reports.start, &inventory(true));
+        reports.at(20, true);
+        assert_eq!(reports.tracker.get(&edge()).map(|(up, _)| up), Some(true));
+        reports.at(100, false);
+        assert_eq!(reports.tracker.get(&edge()).map(|(up, _)| up), Some(true), "it may be back soon");
+        reports.at(103, true);
+        reports.at(200, true);
+        assert_eq!(reports.reported, [(20, true)]);
+    }
+
+    #[test]
+    fn who_leads_reports_and_who_begins_to_lead_what_nobody_may_have_reported() {
+        let mut reports = Reports::new();
+        reports.tracker.set_leading(false);
+        reports.at(0, true);
+        reports.at(100, false);
+        reports.at(124, false);
+        assert_eq!(reports.reported, []);
+        reports.tracker.set_leading(true);
+        reports.at(124, false);
+        assert_eq!(reports.reported, [(124, false)]);
+        reports.at(200, true);
+        // This one another server has had the time to report, and that one leads again.
+        reports.tracker.set_leading(false);
+        reports.at(300, false);
+        reports.at(326, false);
+        reports.tracker.set_leading(true);
+        reports.at(327, false);
+        reports.at(400, true);
+        assert_eq!(reports.reported, [(124, false), (200, true), (400, true)]);
+    }
+
+    #[test]
+    fn what_the_others_have_when_a_server_starts_is_no_news() {
+        for (elsewhere, reported) in [(true, vec![]), (false, vec![(SETTLED.as_secs(), true)])] {
+            let mut reports = Reports::of_start(Instant::now());
+            reports.at(1, true);
+            reports.elsewhere = elsewhere;
+            reports.at(20, true);
+            assert_eq!(reports.reported, reported);
+            reports.reported.clear();
+            reports.at(30, false);
+            reports.at(50, true);
+            assert_eq!(reports.reported, [(35, false), (50, true)]);
+        }
+    }
+}
