@@ -28,7 +28,7 @@ pub mod memory;
 pub mod net;
 pub mod outcome;
 pub mod proto;
-pub mod remembered;
+pub mod state_file;
 pub mod takeover;
 mod tcp_info;
 pub mod text;

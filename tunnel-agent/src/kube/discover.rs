@@ -18,7 +18,7 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_core::config::HostPort;
 use tunnel_core::log_once::LogOnce;
-use tunnel_core::remembered::Remembered;
+use tunnel_core::state_file::StateFile;
 use tunnel_kube::{ApiServer, FollowSettings, Followed, FollowedSet, Signal, follow, named};
 
 use super::servers::{Found, of_service, of_slices};
@@ -69,15 +69,15 @@ impl Trouble {
 impl Discovery {
     /// Starts with the servers of the state directory's file.
     pub fn start(api: Arc<ApiServer>, service: &str, state_dir: &Path) -> Self {
-        let remembered = Remembered::new(state_dir, "servers");
-        let known = remembered.read();
+        let file = StateFile::<Vec<HostPort>>::new(state_dir.join("servers.json"));
+        let known = file.load().unwrap_or_default();
         if !known.is_empty() {
             tracing::info!(servers = list(&known), "servers as of the last run");
         }
         let (publish, servers) = watch::channel(Arc::new(known));
         let trouble = Trouble::default();
         let task = tokio::spawn(
-            Finder { api, service: service.to_owned(), remembered, publish, trouble: trouble.clone() }.run(),
+            Finder { api, service: service.to_owned(), file, publish, trouble: trouble.clone() }.run(),
         );
         Self { servers, trouble, _task: AbortOnDropHandle::new(task) }
     }
@@ -101,7 +101,7 @@ struct Finder {
     api: Arc<ApiServer>,
     /// The name of the Service.
     service: String,
-    remembered: Remembered<HostPort>,
+    file: Arc<StateFile<Vec<HostPort>>>,
     publish: watch::Sender<Arc<Vec<HostPort>>>,
     trouble: Trouble,
 }
@@ -213,13 +213,7 @@ impl Finder {
             return;
         }
         tracing::info!(servers = list(&servers), "servers found through the API server");
-        let servers = Arc::new(servers);
-        self.publish.send_replace(Arc::clone(&servers));
-        let remembered = self.remembered.clone();
-        // An edge's disk may be slow to sync.
-        let written = tokio::task::spawn_blocking(move || remembered.write(&servers)).await;
-        if let Ok(Err(error)) = written {
-            tracing::warn!(%error, "a restart while the API server is away will not know the servers");
-        }
+        self.publish.send_replace(Arc::new(servers.clone()));
+        self.file.save(servers).await;
     }
 }

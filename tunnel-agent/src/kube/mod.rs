@@ -1,7 +1,7 @@
 //! The Kubernetes side of the agent: its servers, its certificate and its pods, from the API server.
 //!
 //! No connection needs it: while the API server is away, the servers and the pods are the last known ones, and the
-//! certificate is renewed at a server. The files `servers` and `pod-ranges` of the state directory keep them for a
+//! certificate is renewed at a server. The files `servers.json` and `pod-ranges.json` of the state directory keep them for a
 //! restart in the meantime.
 //!
 //! | verb | resource | for |

@@ -11,7 +11,7 @@ use kube::Api;
 use tunnel_core::backoff::{Backoff, jittered};
 use tunnel_core::identity::NodeName;
 use tunnel_core::log_once::LogOnce;
-use tunnel_core::remembered::Remembered;
+use tunnel_core::state_file::StateFile;
 use tunnel_kube::{ApiServer, request};
 
 /// A new node gets its range within seconds, and keeps it for good; in some clusters no node gets any. So the pauses begin
@@ -24,8 +24,8 @@ const ANSWER: Duration = Duration::from_secs(15);
 
 /// Keeps `pods` in sync with the Node. While the API server is away it stays as it is, also over a restart.
 pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<IpNet>>>, state_dir: PathBuf) {
-    let remembered = Remembered::<IpNet>::new(&state_dir, "pod-ranges");
-    let known = usable(remembered.read());
+    let file = StateFile::<Vec<IpNet>>::new(state_dir.join("pod-ranges.json"));
+    let known = usable(file.load().unwrap_or_default());
     if !known.is_empty() {
         tracing::info!(ranges = ?known, "the ranges of this node's pods as of the last run");
         pods.store(Arc::new(known));
@@ -40,12 +40,7 @@ pub async fn follow(api: Arc<ApiServer>, node: NodeName, pods: Arc<ArcSwap<Vec<I
                 if **pods.load() != ranges {
                     tracing::info!(?ranges, "the ranges of this node's pods");
                     pods.store(Arc::new(ranges.clone()));
-                    let remembered = remembered.clone();
-                    // An edge's disk may be slow to sync.
-                    let written = tokio::task::spawn_blocking(move || remembered.write(&ranges)).await;
-                    if let Ok(Err(error)) = written {
-                        tracing::warn!(%error, "a restart while the API server is away will not know them");
-                    }
+                    file.save(ranges).await;
                 }
             }
             Err(reason) => {

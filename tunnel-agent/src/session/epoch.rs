@@ -1,7 +1,7 @@
 //! Session epochs, which only grow: across restarts, and across a clock that was set back.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -9,9 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
-use tunnel_core::identity::write_atomically;
-use tunnel_core::log_once::LogOnce;
-use tunnel_core::text::printable;
+use tunnel_core::state_file::StateFile;
 
 /// How long the disk may take. The server waits for ten seconds, and flash that is written to by others may take longer.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -25,10 +23,9 @@ pub struct EpochSource(Arc<Source>);
 
 #[derive(Debug)]
 struct Source {
-    path: PathBuf,
+    /// Without it only a clock that is set back before a restart does harm.
+    file: Arc<StateFile<u64>>,
     last: Mutex<u64>,
-    /// Why the last one is not on disk.
-    unsaved: Mutex<LogOnce>,
     /// One thread at most waits for the disk.
     storing: Arc<Semaphore>,
 }
@@ -37,12 +34,9 @@ impl EpochSource {
     /// Reads the last epoch. A file that cannot be used is replaced with the next: no more is lost than with a new state
     /// directory.
     pub fn open(path: PathBuf) -> Self {
-        let last = read(&path).unwrap_or_else(|reason| {
-            tracing::warn!(path = %path.display(), "{reason}; the clock gives the next one");
-            0
-        });
-        let storing = Arc::new(Semaphore::new(1));
-        Self(Arc::new(Source { path, last: Mutex::new(last), unsaved: Mutex::default(), storing }))
+        let file = StateFile::new(path);
+        let (last, storing) = (Mutex::new(file.load().unwrap_or_default()), Arc::new(Semaphore::new(1)));
+        Self(Arc::new(Source { file, last, storing }))
     }
 
     /// The next epoch, on disk before it is used; a disk that is full, read-only or slow does not keep the agent away.
@@ -68,7 +62,10 @@ impl EpochSource {
         };
         match timeout_at(until, storing).await {
             Ok(stored) => stored?,
-            Err(_) => self.0.note_slow(),
+            Err(_) => {
+                let file = self.0.file.path().display();
+                tracing::warn!(%file, epoch, "failed to store the session's number in time, using it all the same");
+            }
         }
         Ok(epoch)
     }
@@ -79,7 +76,7 @@ impl Source {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let mut last = self.last.lock();
         // Another agent of this node, from which this one takes over, may have used higher ones meanwhile.
-        *last = read(&self.path).unwrap_or_default().max(*last);
+        *last = self.file.read().ok().flatten().unwrap_or_default().max(*last);
         *last = u64::try_from(now).unwrap_or(u64::MAX - 1).max(last.saturating_add(1));
         *last
     }
@@ -87,45 +84,7 @@ impl Source {
     /// Stores the last one: others may have been chosen while the disk was waited for.
     fn store(&self) {
         let epoch = *self.last.lock();
-        let stored = write_atomically(&self.path, format!("{epoch}\n").as_bytes(), 0o600);
-        let mut unsaved = self.unsaved.lock();
-        match stored {
-            Ok(()) => {
-                if unsaved.clear() {
-                    tracing::info!(path = %self.path.display(), "the session's number is stored again");
-                }
-            }
-            // By its kind: the text names a temporary file, another one each time.
-            Err(error) if unsaved.is_new(error.kind()) => {
-                tracing::error!(
-                    path = %self.path.display(), %error,
-                    "the session's number is not stored, which does harm only if this node's clock is set back before a \
-                     restart: make the state directory writable (disk full or read-only?)"
-                );
-            }
-            Err(_) => {}
-        }
-    }
-
-    fn note_slow(&self) {
-        if self.unsaved.lock().is_new("slow") {
-            tracing::warn!(
-                path = %self.path.display(),
-                "the disk takes long to store the session's number, which is used before it is there"
-            );
-        }
-    }
-}
-
-/// The number in the file; 0 without one.
-fn read(path: &Path) -> Result<u64, String> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => {
-            let text = text.trim();
-            text.parse().map_err(|_| format!("{:?} is not a session number", printable(text, 40)))
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
-        Err(error) => Err(format!("the last session's number is not known ({error})")),
+        self.file.write(&epoch);
     }
 }
 
@@ -173,9 +132,10 @@ mod tests {
             std::fs::write(&path, content).unwrap();
             let epoch = next(&EpochSource::open(path.clone()));
             assert!(epoch > 1_700_000_000_000, "{epoch}");
-            assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{epoch}\n"));
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), epoch.to_string());
         }
-        let source = EpochSource::open(dir.path().join("gone/epoch"));
+        // Its directory cannot be made.
+        let source = EpochSource::open(path.join("epoch"));
         let first = next(&source);
         assert!(next(&source) > first);
     }
@@ -188,19 +148,19 @@ mod tests {
         let source = EpochSource::open(path.clone());
         let patient = async || source.next_within(Duration::from_secs(600)).await.unwrap();
         let first = patient().await;
-        assert_eq!(stored(), format!("{first}\n"));
+        assert_eq!(stored(), first.to_string());
         // It is being written when the patience is at its end.
         let second = source.next_within(Duration::ZERO).await.unwrap();
         assert!(second > first);
         let turn = source.0.storing.clone().acquire_owned().await.unwrap();
-        assert_eq!(stored(), format!("{second}\n"));
+        assert_eq!(stored(), second.to_string());
         // Another thread waits for the disk still.
         let third = source.next_within(Duration::ZERO).await.unwrap();
         assert!(third > second);
-        assert_eq!(stored(), format!("{second}\n"));
+        assert_eq!(stored(), second.to_string());
         drop(turn);
         let fourth = patient().await;
         assert!(fourth > third);
-        assert_eq!(stored(), format!("{fourth}\n"));
+        assert_eq!(stored(), fourth.to_string());
     }
 }

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 
@@ -164,7 +165,8 @@ pub fn parse_duration(key: &str, value: &str) -> Result<Duration, ConfigError> {
 }
 
 /// `HOST:PORT`, where HOST is a name or an address (IPv6 in brackets).
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct HostPort {
     /// Without brackets.
     pub host: String,
@@ -203,6 +205,20 @@ fn is_host(host: &str) -> bool {
                 && !label.starts_with('-')
                 && !label.ends_with('-')
         })
+}
+
+impl TryFrom<String> for HostPort {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<HostPort> for String {
+    fn from(address: HostPort) -> Self {
+        address.to_string()
+    }
 }
 
 impl fmt::Display for HostPort {

@@ -5,19 +5,19 @@
 //! Every part lives through outages of the API server by itself; none of them can end a tunnel or take a route away
 //! because the API server is silent.
 
+mod apply;
+pub mod cache;
 mod context;
 mod endpoints;
 mod error;
 mod partial;
 pub mod read;
 mod reconcile;
-pub mod saved;
 pub mod write;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
@@ -30,13 +30,14 @@ use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::{Health, KubeError};
 
+pub use self::apply::{Apply, Said};
+use self::cache::{Age, ClusterCache};
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
 pub use self::endpoints::{Endpoint, ServiceEndpoints};
 pub use self::error::ClusterError;
 use self::read::authority;
 use self::read::revocations::RevocationMap;
 use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
-use self::saved::{Age, Saved};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, NodeCount, Selector, SourceStatus};
@@ -48,10 +49,6 @@ use crate::route::Router;
 use crate::session::Sessions;
 use crate::settings::{Doors, Settings};
 use crate::status::SourceReport;
-
-/// How long a start waits for the ports of the ConfigMap. They matter less than the nodes: a server that may not read them
-/// serves all others.
-const PORTS_WAIT: Duration = Duration::from_secs(10);
 
 /// The Kubernetes side before its CA is known.
 pub struct Kube {
@@ -180,9 +177,10 @@ impl Kube {
     /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when `draining` does, the rest with `stop`.
     pub fn start(self, parts: Parts<'_>) {
         let Parts { router, tasks, stop, draining, doors, .. } = parts;
-        let (inventory, nodes) = watch::channel(Arc::new(Inventory::default()));
         // What writes to the cluster goes by what the cluster says, not by the state directory.
-        let (ports, ports_now) = watch::channel(Arc::<Settings>::default());
+        let (inventory, nodes) = watch::channel(Arc::new(Inventory::default()));
+        let (say_ranges, ranges) = watch::channel(Vec::new());
+        let (say_ports, ports) = watch::channel(Arc::<Settings>::default());
         let (client, id) = (self.client, parts.server_id);
         let (leader, events) = match &parts.certificate {
             Some(_) => {
@@ -201,38 +199,35 @@ impl Kube {
             names: self.names,
             identity: id.into(),
             leader,
-            inventory: nodes,
-            settings: ports_now.clone(),
+            inventory: nodes.clone(),
+            settings: ports.clone(),
             health: self.health,
             stop: stop.clone(),
         };
         let writers = KubeContext { stop: draining, ..context.clone() };
-        let saved = Arc::new(Saved::new(&parts.state_dir, router.clone(), self.age, parts.nodes_known));
-        tasks.spawn(saved.clone().use_file(ports_now.clone(), parts.settings.clone(), stop.clone()));
-        let health = context.health.clone();
-        tasks.spawn(saved.clone().keep(context.inventory.clone(), ports_now.clone(), health, stop.clone()));
-        let last_known = {
-            let saved = saved.clone();
-            move || {
-                let saved = saved.clone();
-                async move { saved.last_known().await }
-            }
+        let (cache, health) = (ClusterCache::new(&parts.state_dir), context.health.clone());
+        let last_known = last_known(cache.clone(), router.clone());
+        let apply = Apply {
+            said: Said { nodes, ranges, ports },
+            router,
+            settings: parts.settings,
+            known_nodes: parts.known_nodes,
+            count: self.nodes,
+            cache,
+            age: self.age,
+            health: health.clone(),
+            nodes_known: Some(parts.nodes_known),
+            ports_known: Some(parts.ports_known),
         };
-        let use_ranges = {
-            let saved = saved.clone();
-            move |ranges| {
-                let saved = saved.clone();
-                async move { saved.use_ranges(ranges).await }
-            }
+        tasks.spawn(apply.run(stop.clone()));
+        let publish = move |nodes| {
+            inventory.send_replace(Arc::new(nodes));
+            std::future::ready(())
         };
-        let publish = publish_nodes(saved, inventory, parts.known_nodes, self.nodes);
-        let (client, health) = (context.client.clone(), context.health.clone());
-        let (selector, allow_empty) = (parts.selector, parts.allow_empty);
-        tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop.clone()));
-        tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), ports));
-        tasks.spawn(service_ranges::run(context.clone(), use_ranges));
-        tasks.spawn(follow_ports(router, parts.settings.subscribe(), parts.ports_known, stop.clone()));
-        tasks.spawn(pass_on(ports_now, parts.settings, stop));
+        let (client, selector, allow_empty) = (context.client.clone(), parts.selector, parts.allow_empty);
+        tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
+        tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), say_ports));
+        tasks.spawn(service_ranges::run(context.clone(), say_ranges));
         let (given, state_dir) = (parts.given_peers, parts.state_dir.clone());
         tasks.spawn(peers::run(context.clone(), given, state_dir, parts.peers));
         let (Some(certificate), Some(events)) = (parts.certificate, events) else { return };
@@ -248,100 +243,20 @@ impl Kube {
     }
 }
 
-/// Gives each inventory to the router, to the writers and to the metrics.
-fn publish_nodes(
-    saved: Arc<Saved>,
-    inventory: watch::Sender<Arc<Inventory>>,
-    known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
-    count: NodeCount,
-) -> impl FnMut(Inventory) -> BoxFuture<'static, ()> + Send {
-    move |nodes| {
-        count.set(&nodes);
-        let (saved, inventory, known_nodes) = (saved.clone(), inventory.clone(), known_nodes.clone());
+/// The nodes in effect, else those of the state directory: against these an API server that has none is not believed.
+pub fn last_known(
+    cache: ClusterCache,
+    router: Arc<Router>,
+) -> impl FnMut() -> BoxFuture<'static, Inventory> + Send {
+    move || {
+        let (cache, router) = (cache.clone(), router.clone());
         async move {
-            saved.use_current(nodes.clone()).await;
-            let nodes = Arc::new(nodes);
-            known_nodes.send_replace(Some(nodes.clone()));
-            inventory.send_replace(nodes);
+            let known = router.snapshot().inventory().clone();
+            if known.is_empty() {
+                return cache.load().await.map(|content| content.nodes).unwrap_or_default();
+            }
+            known
         }
         .boxed()
-    }
-}
-
-/// The ports of the ConfigMap are those in effect, once they are known.
-async fn pass_on(
-    mut known: watch::Receiver<Arc<Settings>>,
-    settings: watch::Sender<Arc<Settings>>,
-    stop: CancellationToken,
-) {
-    while let Some(Ok(())) = stop.run_until_cancelled(known.changed()).await {
-        let now = known.borrow_and_update().clone();
-        settings.send_replace(now);
-    }
-}
-
-/// Gives the router each change of the ports. `known` ends with the first one.
-async fn follow_ports(
-    router: Arc<Router>,
-    mut settings: watch::Receiver<Arc<Settings>>,
-    known: ReadyGuard,
-    stop: CancellationToken,
-) {
-    let mut known = Some(known);
-    let mut patience = std::pin::pin!(tokio::time::sleep(PORTS_WAIT));
-    loop {
-        tokio::select! {
-            changed = settings.changed() => {
-                if changed.is_err() {
-                    return;
-                }
-                let now = settings.borrow_and_update().clone();
-                router.set_ports(&now.tunnelled, &now.loopback);
-            }
-            () = &mut patience, if known.is_some() => {
-                tracing::warn!("the ports of the ConfigMap are not known yet: those of --redirect-ports are tunnelled");
-            }
-            () = stop.cancelled() => return,
-        }
-        known.take();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tunnel_core::lifecycle::Readiness;
-
-    use super::*;
-    use crate::route::RouterConfig;
-
-    fn router() -> Arc<Router> {
-        let config = RouterConfig::new(
-            "198.18.0.0/15".parse().unwrap(),
-            "fd9e:706f:7374:6572::/64".parse().unwrap(),
-            [10250],
-        );
-        Arc::new(Router::new(config, &mut Registry::default()))
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_start_waits_for_the_ports_but_not_for_ever() {
-        for told in [true, false] {
-            let (router, readiness, stop) = (router(), Readiness::new(), CancellationToken::new());
-            let (settings, now) = watch::channel(Arc::<Settings>::default());
-            let pending = readiness.pending("ports");
-            let following = tokio::spawn(follow_ports(router.clone(), now, pending, stop.clone()));
-            tokio::time::sleep(PORTS_WAIT / 2).await;
-            assert!(!readiness.is_ready());
-            if told {
-                let ports = Settings { tunnelled: [9100].into(), ..Settings::default() };
-                settings.send_replace(Arc::new(ports));
-            }
-            tokio::time::sleep(if told { PORTS_WAIT / 4 } else { PORTS_WAIT }).await;
-            assert!(readiness.is_ready());
-            assert!(router.tunnels(10250));
-            assert_eq!(router.tunnels(9100), told);
-            stop.cancel();
-            following.await.unwrap();
-        }
     }
 }

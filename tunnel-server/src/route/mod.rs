@@ -20,7 +20,6 @@ mod tokens;
 
 pub(crate) use awaited::RETURN;
 pub use claims::CLOUD_CLAIM_DELAY;
-pub(crate) use claims_file::read_bounded;
 pub use claims_file::{keep_claims, load_claims};
 pub use config::{RouterConfig, host_addresses};
 pub use conflict::{Conflict, ConflictKind};

@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_core::identity::NodeName;
 
 use super::awaited::Awaited;
-use super::claims::Claims;
+use super::claims::{Claims, StoredClaims};
 use super::config::RouterConfig;
 use super::planner::{Planned, Planner, Route};
 use super::snapshot::Snapshot;
@@ -358,20 +358,17 @@ impl Router {
     /// Takes over the claims of an earlier run, before the first inventory.
     ///
     /// # Errors
-    /// The text is not what [`Self::stored_claims`] gave.
-    pub fn restore_claims(&self, text: &[u8]) -> Result<(), String> {
-        self.lock_planner().set_claims(Claims::restore(text, Instant::now(), SystemTime::now())?);
+    /// They are of another version.
+    pub fn restore_claims(&self, stored: StoredClaims) -> Result<(), String> {
+        self.lock_planner().set_claims(Claims::restore(stored, Instant::now(), SystemTime::now())?);
         Ok(())
     }
 
     /// Which node had an address first, for [`Self::restore_claims`]; None before the first nodes. It may wait for a
     /// computation.
-    ///
-    /// # Errors
-    /// Those of the format.
-    pub fn stored_claims(&self) -> Result<Option<Vec<u8>>, serde_json::Error> {
+    pub fn stored_claims(&self) -> Option<StoredClaims> {
         let claims = self.lock_planner().claims().clone();
-        claims.known.then(|| claims.store(Instant::now(), SystemTime::now())).transpose()
+        claims.known.then(|| claims.store(Instant::now(), SystemTime::now()))
     }
 
     /// Increases whenever [`Self::stored_claims`] differs from before.

@@ -396,7 +396,7 @@ async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server()
     );
     let pods = Arc::<ArcSwap<Vec<_>>>::default();
     let following = start(&pods).await;
-    let file = state_dir.join("pod-ranges");
+    let file = state_dir.join("pod-ranges.json");
     eventually("it is written", || file.exists().then_some(())).await;
     let expected = pods.load().clone();
     assert_eq!(expected.len(), 2);
@@ -404,7 +404,7 @@ async fn the_ranges_of_the_nodes_pods_survive_a_restart_without_the_api_server()
     api.down();
     // The file cannot grant more than the API server could.
     let text = std::fs::read_to_string(&file).unwrap();
-    std::fs::write(&file, format!("{text}0.0.0.0/0\nnonsense\n")).unwrap();
+    std::fs::write(&file, text.replace(']', ",\"0.0.0.0/0\"]")).unwrap();
     let pods = Arc::<ArcSwap<Vec<_>>>::default();
     let following = start(&pods).await;
     eventually("they are known", || (!pods.load().is_empty()).then_some(())).await;

@@ -11,23 +11,23 @@ use kube::Api;
 use kube::runtime::watcher::Config;
 use tokio::sync::watch;
 use tunnel_core::config::HostPort;
-use tunnel_core::remembered::Remembered;
+use tunnel_core::state_file::StateFile;
 use tunnel_kube::FollowedSet;
 
 use super::SERVICE_NAME;
 use crate::kube::context::KubeContext;
 
 /// Keeps `peers` current until the context's `stop`: those that were `given`, and the endpoints, ready or not, since a
-/// server that fails a check for a moment still has its nodes. They are remembered in the state directory for a restart
-/// while the API server is away.
+/// server that fails a check for a moment still has its nodes. The state directory has them for a restart while the API
+/// server is away.
 pub async fn run(
     context: KubeContext,
     given: BTreeSet<HostPort>,
     state_dir: PathBuf,
     peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
 ) {
-    let remembered = Remembered::<HostPort>::new(&state_dir, "peers");
-    peers.send_replace(Arc::new(given.iter().cloned().chain(remembered.read()).collect()));
+    let file = StateFile::<BTreeSet<HostPort>>::new(state_dir.join("peers.json"));
+    peers.send_replace(Arc::new(given.iter().cloned().chain(file.load().unwrap_or_default()).collect()));
     let slices = Api::<EndpointSlice>::namespaced(context.client.clone(), &context.namespace);
     let of_service = Config::default().labels(&format!("{SERVICE_NAME}={}", context.names.service));
     let mut changes = pin!(context.health.follow(slices, of_service, "endpointslices/peers"));
@@ -47,13 +47,7 @@ pub async fn run(
             changed
         });
         if changed {
-            let (remembered, found) = (remembered.clone(), found.into_iter().collect::<Vec<_>>());
-            // Without the file, a restart while the API server is away begins without them.
-            match tokio::task::spawn_blocking(move || remembered.write(&found)).await {
-                Ok(Err(error)) => tracing::warn!(%error, "the other servers are not remembered"),
-                Err(error) => tracing::error!(%error, "writing down the other servers"),
-                Ok(Ok(())) => {}
-            }
+            file.save(found).await;
         }
     }
 }

@@ -11,6 +11,7 @@ use k8s_openapi::api::networking::v1::ServiceCIDR;
 use kube::Api;
 use kube::api::ListParams;
 use kube::runtime::watcher::Config;
+use tokio::sync::watch;
 use tunnel_core::text::printable;
 use tunnel_kube::{Attempts, FollowedSet, request};
 
@@ -21,10 +22,7 @@ const REQUEST: Duration = Duration::from_secs(10);
 
 /// Follows the ranges and publishes them when they have changed, until the context's `stop`. An API server that does not
 /// have them is asked once.
-pub async fn run<F: Future<Output = ()> + Send>(
-    context: KubeContext,
-    mut publish: impl FnMut(Vec<IpNet>) -> F + Send,
-) {
+pub async fn run(context: KubeContext, publish: watch::Sender<Vec<IpNet>>) {
     let api = Api::<ServiceCIDR>::all(context.client.clone());
     match context.stop.run_until_cancelled(are_served(&api)).await {
         Some(true) => {}
@@ -47,7 +45,7 @@ pub async fn run<F: Future<Output = ()> + Send>(
         }
         let ranges: BTreeSet<IpNet> = followed.objects.values().flat_map(ranges).collect();
         if published.as_ref() != Some(&ranges) {
-            publish(ranges.iter().copied().collect()).await;
+            publish.send_replace(ranges.iter().copied().collect());
             published = Some(ranges);
         }
     }

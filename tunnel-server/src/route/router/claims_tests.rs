@@ -168,12 +168,12 @@ fn without_history_the_older_node_has_the_address() {
 #[test]
 fn who_was_first_survives_a_restart() {
     let (before, _) = router();
-    assert_eq!(before.stored_claims().unwrap(), None, "nothing is known yet");
+    assert_eq!(before.stored_claims(), None, "nothing is known yet");
     before.set_inventory(inventory(everybody()));
-    let stored = before.stored_claims().unwrap().unwrap();
+    let stored = before.stored_claims().unwrap();
 
     let (router, _) = router();
-    router.restore_claims(&stored).unwrap();
+    router.restore_claims(stored).unwrap();
     let mut nodes = everybody();
     nodes.insert(0, of_age(1, node("edge-0", true, &["10.8.0.2"])));
     // edge-1 has become a cloud node meanwhile.

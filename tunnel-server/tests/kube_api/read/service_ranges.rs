@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
+use tokio::sync::watch;
 use tunnel_server::inventory::{Inventory, InventoryNode};
 use tunnel_server::kube::read::service_ranges::run;
 use tunnel_server::route::{Router, update_services};
@@ -37,8 +38,15 @@ async fn a_services_address_is_nobodys() {
     let (router, stop) = (Arc::new(router()), context.stop.clone().drop_guard());
     router.set_inventory(claims(&["192.168.50.2", "10.96.0.10", "10.200.0.1", "fd00:96::a"]));
     assert_eq!(routed(&router).len(), 4, "nothing is known yet");
+    let (say, mut said) = watch::channel(Vec::new());
+    tokio::spawn(run(context, say));
     let kept = router.clone();
-    tokio::spawn(run(context, move |ranges| update_services(kept.clone(), ranges)));
+    tokio::spawn(async move {
+        while said.changed().await.is_ok() {
+            let ranges = said.borrow_and_update().clone();
+            update_services(kept.clone(), ranges).await;
+        }
+    });
     let until = async |what: &str, expected: &[&str]| {
         eventually(what, || (routed(&router) == expected).then_some(())).await;
     };
@@ -61,7 +69,7 @@ async fn an_api_server_without_them_is_asked_once() {
     server.inject("list", "servicecidrs", Fault::Status(404), usize::MAX);
     let (context, _inputs): (_, Inputs) = context(&server, false).await;
     let health = context.health.clone();
-    run(context, |_| std::future::ready(())).await;
+    run(context, watch::Sender::default()).await;
     assert_eq!(server.requests("list", RANGES), 1);
     assert!(health.report().is_empty(), "nothing is followed that cannot be");
 }

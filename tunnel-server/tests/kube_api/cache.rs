@@ -5,16 +5,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use ipnet::IpNet;
 use postern_fake_kube::{ApiServer, eventually};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use tunnel_core::lifecycle::Readiness;
-use tunnel_server::inventory::Inventory;
-use tunnel_server::kube::KubeContext;
+use tunnel_server::inventory::{Inventory, NodeCount};
+use tunnel_server::kube::cache::{Age, ClusterCache};
 use tunnel_server::kube::read::nodes;
-use tunnel_server::kube::saved::{Age, Saved};
+use tunnel_server::kube::{Apply, KubeContext, Said, last_known};
 use tunnel_server::route::Router;
 use tunnel_server::settings::Settings;
 
@@ -25,11 +26,12 @@ const NODES: &str = "/api/v1/nodes";
 /// The part of a server that follows the nodes.
 struct Following {
     router: Arc<Router>,
-    saved: Arc<Saved>,
     age: Age,
     readiness: Readiness,
-    /// Those of the ConfigMap.
-    known: watch::Sender<Arc<Settings>>,
+    /// What the API server says of Service addresses.
+    ranges: watch::Sender<Vec<IpNet>>,
+    /// The ports of the ConfigMap.
+    ports: watch::Sender<Arc<Settings>>,
     /// Those in effect.
     settings: watch::Receiver<Arc<Settings>>,
     tasks: TaskTracker,
@@ -40,34 +42,35 @@ impl Following {
     async fn start(api: &ApiServer, state_dir: &Path) -> Self {
         let (KubeContext { client, health, .. }, _inputs) = context(api, false).await;
         let (router, age, readiness) = (Arc::new(router()), Age::default(), Readiness::new());
-        let pending = readiness.pending("nodes");
-        let saved = Arc::new(Saved::new(state_dir, router.clone(), age.clone(), pending));
+        let cache = ClusterCache::new(state_dir);
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
-        let (known, known_now) = watch::channel(Arc::<Settings>::default());
-        let (settings, settings_now) = watch::channel(Arc::<Settings>::default());
-        let (inventory, inventory_now) = watch::channel(Arc::<Inventory>::default());
-        tasks.spawn(saved.clone().use_file(known_now.clone(), settings, stop.clone()));
-        tasks.spawn(saved.clone().keep(inventory_now, known_now, health.clone(), stop.clone()));
-        let last_known = {
-            let saved = saved.clone();
-            move || {
-                let saved = saved.clone();
-                async move { saved.last_known().await }
-            }
+        let (ports, ports_said) = watch::channel(Arc::<Settings>::default());
+        let (settings, in_effect) = watch::channel(Arc::<Settings>::default());
+        let (ranges, ranges_said) = watch::channel(Vec::new());
+        let (inventory, nodes) = watch::channel(Arc::<Inventory>::default());
+        let last_known = last_known(cache.clone(), router.clone());
+        let apply = Apply {
+            said: Said { nodes, ranges: ranges_said, ports: ports_said },
+            router: router.clone(),
+            settings,
+            known_nodes: watch::Sender::default(),
+            count: NodeCount::default(),
+            cache,
+            age: age.clone(),
+            health: health.clone(),
+            nodes_known: Some(readiness.pending("nodes")),
+            ports_known: Some(Readiness::new().pending("ports")),
         };
-        let kept = saved.clone();
+        tasks.spawn(apply.run(stop.clone()));
         let publish = move |nodes: Inventory| {
-            let (saved, inventory) = (saved.clone(), inventory.clone());
-            async move {
-                saved.use_current(nodes.clone()).await;
-                inventory.send_replace(Arc::new(nodes));
-            }
+            inventory.send_replace(Arc::new(nodes));
+            std::future::ready(())
         };
         let selector = "node-role.kubernetes.io/edge".parse().unwrap();
         tasks.spawn(nodes::run(client, selector, health, false, last_known, publish, stop.clone()));
         tasks.close();
         let stop = stop.drop_guard();
-        Self { router, saved: kept, age, readiness, known, settings: settings_now, tasks, stop }
+        Self { router, age, readiness, ranges, ports, settings: in_effect, tasks, stop }
     }
 
     async fn until_routed(&self, expected: &[&str]) {
@@ -109,8 +112,11 @@ async fn the_nodes_last_known_are_used_until_the_api_server_answers() {
     until_saved(&file).await;
     assert!(first.readiness.is_ready());
     let settings = Settings { tunnelled: [9100].into(), loopback: [10266].into(), ..Settings::default() };
-    first.known.send_replace(Arc::new(settings.clone()));
-    first.router.set_services(vec!["10.96.0.0/12".parse().unwrap()]);
+    first.ports.send_replace(Arc::new(settings.clone()));
+    let mut in_effect = first.settings.clone();
+    in_effect.wait_for(|now| **now == settings).await.unwrap();
+    first.ranges.send_replace(vec!["10.96.0.0/12".parse().unwrap()]);
+    first.until_routed(&["192.168.50.2/32"]).await;
     first.stop().await;
     assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     let mut content: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
@@ -153,7 +159,7 @@ async fn ranges_that_the_api_server_has_said_are_not_those_of_the_file() {
 
     api.down();
     let second = Following::start(&api, state.path()).await;
-    second.saved.use_ranges(vec!["10.96.0.0/12".parse().unwrap()]).await;
+    second.ranges.send_replace(vec!["10.96.0.0/12".parse().unwrap()]);
     eventually("the file to be used", || second.age.seconds()).await;
     second.until_routed(&["192.168.50.2/32"]).await;
     second.stop().await;
@@ -207,33 +213,19 @@ async fn an_api_server_without_nodes_takes_none_from_a_server_that_starts() {
 async fn a_file_that_cannot_be_used_is_as_none() {
     let api = ApiServer::start();
     api.put(NODES, node("edge-1", "192.168.50.2"));
-    for content in ["", "{", "{\"version\":2}", "{\"version\":1,\"at\":1}", "[]"] {
-        let state = tempfile::tempdir().unwrap();
-        std::fs::write(state.path().join("cluster.json"), content).unwrap();
-        api.down();
-        let following = Following::start(&api, state.path()).await;
-        let used = following.tasks.len();
-        // The task that reads the file ends.
-        eventually("the file to be read", || (following.tasks.len() < used).then_some(())).await;
-        assert!(following.age.seconds().is_none() && !following.readiness.is_ready(), "{content:?}");
-        api.up();
-        following.until_routed(&["192.168.50.2/32"]).await;
-        following.stop().await;
-    }
-}
-
-#[tokio::test]
-async fn the_file_is_not_asked_where_the_api_server_answers() {
-    let api = ApiServer::start();
-    api.put(NODES, node("edge-1", "192.168.50.2"));
     let state = tempfile::tempdir().unwrap();
+    let file = state.path().join("cluster.json");
     let first = Following::start(&api, state.path()).await;
     first.until_routed(&["192.168.50.2/32"]).await;
+    until_saved(&file).await;
     first.stop().await;
-    let second = Following::start(&api, state.path()).await;
-    second.until_routed(&["192.168.50.2/32"]).await;
-    let used = second.tasks.len();
-    eventually("the wait to be over", || (second.tasks.len() < used).then_some(())).await;
-    assert!(second.age.seconds().is_none());
-    second.stop().await;
+    let cache = ClusterCache::new(state.path());
+    assert!(cache.load().await.is_some());
+    let good = std::fs::read_to_string(&file).unwrap();
+    let other = good.replace("\"version\":1", "\"version\":2");
+    assert_ne!(good, other);
+    for content in ["", "{", "{\"version\":2}", "{\"version\":1,\"at\":1}", "[]", &other] {
+        std::fs::write(&file, content).unwrap();
+        assert!(cache.load().await.is_none(), "{content:?}");
+    }
 }

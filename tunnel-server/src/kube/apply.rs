@@ -1,0 +1,239 @@
+//! Brings into effect what the API server says: nodes, ranges of Service addresses and ports. Until it answers a start, what it
+//! said before is in effect, as far as the state directory has it.
+//!
+//! The state directory decides about the routes and the agents' ports only: nothing is written to the cluster by it, and no
+//! agent is refused.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::lifecycle::ReadyGuard;
+use tunnel_kube::Health;
+
+use super::cache::{Age, ClusterCache};
+use crate::inventory::{Inventory, NodeCount};
+use crate::pki::KnownNodes;
+use crate::route::{Router, update, update_services};
+use crate::settings::Settings;
+
+/// The API server may take this long before the state directory is used.
+const GRACE: Duration = Duration::from_secs(3);
+/// A start waits this long for the ports of the ConfigMap. They matter less than the nodes: a server that may not read them
+/// serves all others.
+const PORTS_WAIT: Duration = Duration::from_secs(10);
+/// Without any change the time at which all is current is stored this often, so that after a crash it is nearly right.
+const REFRESH: Duration = Duration::from_secs(600);
+
+/// The words of the API server; each is unknown before its first change.
+#[derive(Clone)]
+pub struct Said {
+    pub nodes: watch::Receiver<Arc<Inventory>>,
+    pub ranges: watch::Receiver<Vec<IpNet>>,
+    pub ports: watch::Receiver<Arc<Settings>>,
+}
+
+pub struct Apply {
+    pub said: Said,
+    pub router: Arc<Router>,
+    /// Gets the ports.
+    pub settings: watch::Sender<Arc<Settings>>,
+    /// Gets the API server's nodes.
+    pub known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
+    pub count: NodeCount,
+    pub cache: ClusterCache,
+    pub age: Age,
+    /// Of the watch of the nodes.
+    pub health: Health,
+    /// Done once any nodes are known.
+    pub nodes_known: Option<ReadyGuard>,
+    /// Done once the ports are known, or are not waited for any more.
+    pub ports_known: Option<ReadyGuard>,
+}
+
+impl Apply {
+    /// Until `stop`. The cache is kept meanwhile.
+    pub async fn run(mut self, stop: CancellationToken) {
+        let (changed, changes) = watch::channel(0);
+        let (nodes, settings, health) =
+            (self.said.nodes.clone(), self.settings.subscribe(), self.health.clone());
+        let keep =
+            self.cache.clone().keep(changes, nodes, settings, self.router.clone(), health, stop.clone());
+        tokio::join!(keep, stop.run_until_cancelled(self.follow(changed)));
+    }
+
+    /// `changed` increases with each change that the cache is to have.
+    async fn follow(&mut self, changed: watch::Sender<u64>) {
+        let (mut grace, mut patience) = (pin!(sleep(GRACE)), pin!(sleep(PORTS_WAIT)));
+        let (mut grace_over, mut ranges_known, mut current) = (false, false, false);
+        loop {
+            tokio::select! {
+                Ok(()) = self.said.nodes.changed() => {
+                    self.use_nodes().await;
+                    (grace_over, current) = (true, true);
+                }
+                Ok(()) = self.said.ranges.changed() => {
+                    let ranges = self.said.ranges.borrow_and_update().clone();
+                    update_services(self.router.clone(), ranges).await;
+                    ranges_known = true;
+                }
+                Ok(()) = self.said.ports.changed() => {
+                    let ports = self.said.ports.borrow_and_update().clone();
+                    self.use_ports(ports);
+                }
+                () = &mut grace, if !grace_over => {
+                    self.use_cache(ranges_known).await;
+                    grace_over = true;
+                }
+                () = &mut patience, if self.ports_known.is_some() => {
+                    tracing::warn!("the ports of the ConfigMap are not known yet: those of --redirect-ports are tunnelled");
+                    self.ports_known.take();
+                }
+                () = sleep(REFRESH), if current => {}
+                else => return,
+            }
+            // Before the API server has said which nodes there are, the cache stays as it is.
+            if current {
+                changed.send_modify(|changes| *changes += 1);
+            }
+        }
+    }
+
+    async fn use_nodes(&mut self) {
+        let nodes = self.said.nodes.borrow_and_update().clone();
+        self.count.set(&nodes);
+        update(self.router.clone(), Inventory::clone(&nodes)).await;
+        self.known_nodes.send_replace(Some(nodes));
+        if let Some(old_s) = self.age.seconds() {
+            tracing::info!(old_s, "the nodes are those of the API server again");
+        }
+        self.age.set_current();
+        self.nodes_known.take();
+    }
+
+    fn use_ports(&mut self, ports: Arc<Settings>) {
+        self.router.set_ports(&ports.tunnelled, &ports.loopback);
+        self.settings.send_replace(ports);
+        self.ports_known.take();
+    }
+
+    async fn use_cache(&mut self, ranges_known: bool) {
+        let Some(content) = self.cache.load().await.filter(|content| !content.nodes.is_empty()) else {
+            return;
+        };
+        // A channel is closed when this server stops.
+        let unknown = |changed: Result<bool, _>| changed.is_ok_and(|changed| !changed);
+        if !unknown(self.said.nodes.has_changed()) {
+            return;
+        }
+        if self.ports_known.is_some() && unknown(self.said.ports.has_changed()) {
+            self.use_ports(Arc::new(content.settings));
+        }
+        // The API server may have said which ranges there are, and not which nodes.
+        if !ranges_known && unknown(self.said.ranges.has_changed()) {
+            update_services(self.router.clone(), content.services).await;
+        }
+        let nodes = content.nodes.len();
+        update(self.router.clone(), content.nodes).await;
+        self.age.set(content.at);
+        self.nodes_known.take();
+        let old_s = self.age.seconds();
+        tracing::warn!(nodes, old_s, "API server unavailable, using the nodes of the state directory");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use prometheus_client::registry::Registry;
+    use tunnel_core::lifecycle::Readiness;
+
+    use super::*;
+    use crate::inventory::InventoryNode;
+    use crate::route::RouterConfig;
+
+    fn router() -> Arc<Router> {
+        let config = RouterConfig::new(
+            "198.18.0.0/15".parse().unwrap(),
+            "fd9e:706f:7374:6572::/64".parse().unwrap(),
+            [10250],
+        );
+        Arc::new(Router::new(config, &mut Registry::default()))
+    }
+
+    /// The inputs and outputs of an [`Apply`].
+    struct Parts {
+        nodes: watch::Sender<Arc<Inventory>>,
+        ports: watch::Sender<Arc<Settings>>,
+        _ranges: watch::Sender<Vec<IpNet>>,
+        router: Arc<Router>,
+        age: Age,
+        readiness: Readiness,
+        stop: CancellationToken,
+    }
+
+    fn start(state_dir: &Path) -> Parts {
+        let (router, age, readiness) = (router(), Age::default(), Readiness::new());
+        let (nodes, nodes_said) = watch::channel(Arc::default());
+        let (_ranges, ranges) = watch::channel(Vec::new());
+        let (ports, ports_said) = watch::channel(Arc::default());
+        let stop = CancellationToken::new();
+        let apply = Apply {
+            said: Said { nodes: nodes_said, ranges, ports: ports_said },
+            router: router.clone(),
+            settings: watch::Sender::default(),
+            known_nodes: watch::Sender::default(),
+            count: NodeCount::default(),
+            cache: ClusterCache::new(state_dir),
+            age: age.clone(),
+            health: Health::default(),
+            nodes_known: None,
+            ports_known: Some(readiness.pending("ports")),
+        };
+        tokio::spawn(apply.run(stop.clone()));
+        Parts { nodes, ports, _ranges, router, age, readiness, stop }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_start_waits_for_the_ports_but_not_for_ever() {
+        for told in [true, false] {
+            let directory = tempfile::tempdir().unwrap();
+            let parts = start(directory.path());
+            sleep(PORTS_WAIT / 2).await;
+            assert!(!parts.readiness.is_ready());
+            if told {
+                let ports = Settings { tunnelled: [9100].into(), ..Settings::default() };
+                parts.ports.send_replace(Arc::new(ports));
+            }
+            sleep(if told { PORTS_WAIT / 4 } else { PORTS_WAIT }).await;
+            assert!(parts.readiness.is_ready());
+            assert!(parts.router.tunnels(10250));
+            assert_eq!(parts.router.tunnels(9100), told);
+            parts.stop.cancel();
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_file_is_used_only_where_the_api_server_does_not_answer() {
+        let directory = tempfile::tempdir().unwrap();
+        let node =
+            |name| Arc::new([InventoryNode::without_addresses(name)].into_iter().collect::<Inventory>());
+        for (answers, expected) in [(true, "edge-1"), (false, "edge-1"), (true, "edge-2")] {
+            let parts = start(directory.path());
+            if answers {
+                parts.nodes.send_replace(node(expected));
+            }
+            // The file is written meanwhile.
+            sleep(2 * GRACE).await;
+            let inventory = parts.router.snapshot().inventory().clone();
+            assert!(inventory.get(expected).is_some() && inventory.len() == 1, "{inventory:?}");
+            assert_eq!(parts.age.seconds().is_none(), answers);
+            parts.stop.cancel();
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! A copy of the cluster in the state directory, for a start while the API server is away.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ipnet::IpNet;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_core::state_file::StateFile;
+use tunnel_kube::Health;
+
+use crate::inventory::Inventory;
+use crate::route::Router;
+use crate::settings::Settings;
+
+/// Of what the file holds. One of another version is not used.
+const VERSION: u32 = 1;
+/// Changes within this time are written as one.
+const PERIOD: Duration = Duration::from_secs(30);
+
+/// Since when what is in effect may have changed: seconds since 1970, 0 while it is current. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Age(Gauge<u64, AtomicU64>);
+
+impl Age {
+    /// Goes into `registry`, which has the prefix `postern`.
+    pub fn register(registry: &mut Registry) -> Self {
+        let age = Self::default();
+        let help = "When the nodes in effect were current, if they are those of the state directory because the API server \
+                    has not answered since the start; 0 otherwise";
+        registry.register("inventory_saved_timestamp_seconds", help, age.0.clone());
+        age
+    }
+
+    /// None: it is current.
+    pub fn seconds(&self) -> Option<u64> {
+        Some(self.0.get()).filter(|at| *at > 0).map(|at| seconds(SystemTime::now()).saturating_sub(at))
+    }
+
+    /// `at`: seconds since 1970.
+    pub(super) fn set(&self, at: u64) {
+        self.0.set(at.max(1));
+    }
+
+    pub(super) fn set_current(&self) {
+        self.0.set(0);
+    }
+}
+
+/// The nodes, ports and ranges of a cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Content {
+    version: u32,
+    /// The time at which it was current, in seconds since 1970.
+    pub at: u64,
+    pub nodes: Inventory,
+    /// The ranges of Service addresses.
+    pub services: Vec<IpNet>,
+    pub settings: Settings,
+}
+
+/// The file `cluster.json`; clones share it.
+#[derive(Clone, Debug)]
+pub struct ClusterCache(Arc<StateFile<Content>>);
+
+impl ClusterCache {
+    pub fn new(state_dir: &Path) -> Self {
+        Self(StateFile::new(state_dir.join("cluster.json")))
+    }
+
+    /// None without a file that can be used; why it cannot is logged.
+    pub async fn load(&self) -> Option<Content> {
+        let file = self.0.clone();
+        let content = tokio::task::spawn_blocking(move || file.load()).await.ok().flatten()?;
+        if content.version != VERSION {
+            let (file, version) = (self.0.path().display(), content.version);
+            tracing::warn!(%file, version, "failed to use the state file: unknown version");
+            return None;
+        }
+        Some(content)
+    }
+
+    /// Writes what is in effect after each change until `stop`. `nodes` are those of the API server.
+    pub async fn keep(
+        self,
+        changed: watch::Receiver<u64>,
+        nodes: watch::Receiver<Arc<Inventory>>,
+        settings: watch::Receiver<Arc<Settings>>,
+        router: Arc<Router>,
+        health: Health,
+        stop: CancellationToken,
+    ) {
+        let content = move || {
+            Some(Content {
+                version: VERSION,
+                at: seconds(current_at(&health)),
+                nodes: Inventory::clone(&nodes.borrow()),
+                services: router.services(),
+                settings: Settings::clone(&settings.borrow()),
+            })
+        };
+        self.0.keep(changed, content, PERIOD, stop).await;
+    }
+}
+
+/// The time at which the nodes were current: now, or when their watch was lost.
+fn current_at(health: &Health) -> SystemTime {
+    let watches = health.report();
+    let lost = watches.iter().find(|watch| watch.resource == "nodes" && !watch.synced);
+    lost.map_or_else(SystemTime::now, |watch| watch.since.into())
+}
+
+fn seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}
