@@ -19,7 +19,7 @@ pub(crate) async fn end_moved(router: Arc<Router>, metrics: Metrics, stop: Cance
     while let Some(Ok(())) = stop.run_until_cancelled(changed.changed()).await {
         let now = router.snapshot();
         // Most changes are of sessions that come and go.
-        if now.holders_differ(&before) {
+        if !Arc::ptr_eq(&now, &before) && now.holders_differ(&before) {
             for connection in metrics.connections().iter().filter(|connection| has_moved(connection, &now)) {
                 if let Some(carried) = connection.carried.get() {
                     let reason = "the address of the target is another node's now";

@@ -79,6 +79,7 @@ const GROUPS: [Group; 6] = [
         files: &[
             "tunnel-server/src/route/claims.rs",
             "tunnel-server/src/route/conflict.rs",
+            "tunnel-server/src/route/desired.rs",
             "tunnel-server/src/route/plan.rs",
             "tunnel-server/src/route/planner.rs",
             "tunnel-server/src/route/router.rs",

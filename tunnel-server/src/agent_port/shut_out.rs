@@ -62,9 +62,7 @@ fn changed((revoked, nodes): &Known, (revoked_now, nodes_now): &Known) -> Option
     }
     match (nodes, nodes_now) {
         (None, None) => Some(HashSet::new()),
-        (Some(nodes), Some(nodes_now)) => {
-            Some(nodes_now.changes_since(nodes).into_iter().map(|change| change.key.clone()).collect())
-        }
+        (Some(nodes), Some(nodes_now)) => Some(nodes_now.changed_since(nodes).into_iter().collect()),
         _ => None,
     }
 }

@@ -11,7 +11,7 @@ use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes};
 use super::rules::{Hook, Rules, Suspect};
 use super::trial::{self, Failure};
 use crate::config::Config;
-use crate::redirect::{reserved_tokens, reserved_tokens_v6};
+use crate::route::{reserved_tokens, reserved_tokens_v6};
 use crate::status::StatusReport;
 
 /// The door whose listeners tell which families are redirected.

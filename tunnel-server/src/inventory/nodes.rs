@@ -1,20 +1,21 @@
-//! All nodes. Copies share what they have in common, so that one node's change does not copy the others.
+//! All nodes.
 
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+use std::ops::Index;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize, Serializer};
 use tunnel_core::identity::NodeName;
 
 use super::InventoryNode;
-use crate::shared_map::{Difference, SharedMap};
 
-/// Every node, edge or cloud, by name.
+/// Every node, edge or cloud. A clone shares the nodes; the first change of one of the two copies the list.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(from = "Vec<InventoryNode>")]
 pub struct Inventory {
-    nodes: SharedMap<NodeName, Arc<InventoryNode>>,
-    /// How many of them are edge nodes.
-    edge: usize,
+    /// In the order of their names.
+    nodes: Arc<Vec<Arc<InventoryNode>>>,
 }
 
 impl Inventory {
@@ -28,42 +29,67 @@ impl Inventory {
 
     /// In the order of their names.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<InventoryNode>> {
-        self.nodes.values()
+        self.nodes.iter()
     }
 
     pub fn get(&self, name: &str) -> Option<&Arc<InventoryNode>> {
-        self.nodes.get(name)
+        self.nodes.get(self.find(name).ok()?)
+    }
+
+    /// The node's place in the order of names, or the one that it would have.
+    fn find(&self, name: &str) -> Result<usize, usize> {
+        self.nodes.binary_search_by(|node| node.name.as_str().cmp(name))
     }
 
     /// Numbers of edge and of cloud nodes.
     pub fn counts(&self) -> (usize, usize) {
-        (self.edge, self.nodes.len() - self.edge)
+        let edge = self.iter().filter(|node| node.edge).count();
+        (edge, self.len() - edge)
     }
 
     /// Adds a node, or replaces the one of its name. Whether that is a change.
     pub fn insert(&mut self, node: InventoryNode) -> bool {
-        if self.get(node.name.as_str()).is_some_and(|before| **before == node) {
-            return false;
+        match self.find(node.name.as_str()) {
+            Ok(place) if *self.nodes[place] == node => return false,
+            Ok(place) => Arc::make_mut(&mut self.nodes)[place] = Arc::new(node),
+            Err(place) => Arc::make_mut(&mut self.nodes).insert(place, Arc::new(node)),
         }
-        self.edge += usize::from(node.edge);
-        let before = self.nodes.insert(node.name.clone(), Arc::new(node));
-        self.edge -= usize::from(before.is_some_and(|before| before.edge));
         true
     }
 
     /// Whether the node was there.
     pub fn remove(&mut self, name: &str) -> bool {
-        let Some(before) = self.nodes.remove(name) else { return false };
-        self.edge -= usize::from(before.edge);
+        let Ok(place) = self.find(name) else { return false };
+        Arc::make_mut(&mut self.nodes).remove(place);
         true
     }
 
-    /// The nodes that differ from `before`.
-    pub fn changes_since<'a>(
-        &'a self,
-        before: &'a Self,
-    ) -> Vec<Difference<'a, NodeName, Arc<InventoryNode>>> {
-        self.nodes.changes_since(&before.nodes)
+    /// The names of the nodes that came, went or differ since `before`, in their order.
+    pub fn changed_since(&self, before: &Self) -> Vec<NodeName> {
+        let (mut old, mut new) = (before.iter().peekable(), self.iter().peekable());
+        let mut changed = Vec::new();
+        loop {
+            let order = match (old.peek(), new.peek()) {
+                (Some(old), Some(new)) => old.name.cmp(&new.name),
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (None, None) => return changed,
+            };
+            let was = if order.is_le() { old.next() } else { None };
+            let is = if order.is_ge() { new.next() } else { None };
+            if was != is {
+                changed.extend(is.or(was).map(|node| node.name.clone()));
+            }
+        }
+    }
+}
+
+/// By its place in the order of names.
+impl Index<usize> for Inventory {
+    type Output = Arc<InventoryNode>;
+
+    fn index(&self, place: usize) -> &Self::Output {
+        &self.nodes[place]
     }
 }
 
@@ -75,10 +101,9 @@ impl Serialize for Inventory {
 
 impl FromIterator<InventoryNode> for Inventory {
     fn from_iter<I: IntoIterator<Item = InventoryNode>>(nodes: I) -> Self {
-        let nodes: SharedMap<NodeName, Arc<InventoryNode>> =
+        let nodes: BTreeMap<NodeName, Arc<InventoryNode>> =
             nodes.into_iter().map(|node| (node.name.clone(), Arc::new(node))).collect();
-        let edge = nodes.values().filter(|node| node.edge).count();
-        Self { nodes, edge }
+        Self { nodes: Arc::new(nodes.into_values().collect()) }
     }
 }
 
@@ -93,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn edge_and_cloud_nodes_are_counted() {
+    fn nodes_come_and_go_in_the_order_of_their_names() {
         let node = |name: &str, edge: bool| InventoryNode { edge, ..InventoryNode::without_addresses(name) };
         let mut nodes = Inventory::from(vec![node("b", true), node("a", false), node("c", true)]);
         let before = nodes.clone();
@@ -103,9 +128,10 @@ mod tests {
         );
         assert!(nodes.remove("c") && !nodes.remove("c"));
         assert_eq!((nodes.counts(), nodes.len()), ((1, 2), 3));
-        let changed: Vec<_> =
-            nodes.changes_since(&before).iter().map(|change| change.key.to_string()).collect();
+        let changed: Vec<_> = nodes.changed_since(&before).iter().map(ToString::to_string).collect();
         assert_eq!(changed, ["b", "c", "d"]);
+        assert_eq!(nodes.changed_since(&nodes), []);
         assert_eq!(nodes.iter().map(|node| node.name.as_str()).collect::<Vec<_>>(), ["a", "b", "d"]);
+        assert_eq!(before.counts(), (2, 1), "the copy stays as it was");
     }
 }

@@ -2,7 +2,7 @@
 
 use ipnet::IpNet;
 
-use super::desired::RouteTarget;
+use crate::route::RouteTarget;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {

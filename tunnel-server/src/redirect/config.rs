@@ -15,7 +15,7 @@ pub struct RedirectConfig {
     pub token_range: Ipv4Net,
     /// Token addresses for IPv6 destinations.
     pub token_range_v6: Ipv6Net,
-    /// Sources that may use the token range, besides this host and [`Desired::clients`](super::Desired::clients).
+    /// Sources that may use the token range, besides this host and [`Table::clients`](crate::route::Table::clients).
     pub clients: Vec<IpNet>,
     /// Whether a connect to a node without a tunnel fails immediately where the kernel can do that (6.1).
     /// False behaves as an older kernel does: it is accepted, and the server must reset it.

@@ -8,7 +8,8 @@ use tokio_util::sync::CancellationToken;
 use tunnel_core::lifecycle::{Readiness, ReadyGuard};
 use tunnel_core::log_once::LogOnce;
 
-use super::{Desired, Redirect};
+use super::Redirect;
+use crate::route::Desired;
 
 /// Changes of routes within this time are applied as one.
 const DEBOUNCE: Duration = Duration::from_millis(20);

@@ -8,9 +8,9 @@ use tunnel_abi::{LIST_CAPACITY, ROUTE_CAPACITY};
 
 use super::change::Change;
 use super::config::RedirectConfig;
-use super::desired::{Desired, RouteTarget};
 use super::error::RedirectError;
-use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses, reserved_tokens, reserved_tokens_v6};
+use super::self_test_addresses::{SELF_TEST_PORT, SelfTestAddresses};
+use crate::route::{Desired, RouteTarget, reserved_tokens, reserved_tokens_v6};
 
 /// Contents of all maps that change while running.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,12 +23,6 @@ pub(super) struct MapContents {
     pub(super) origins: BTreeMap<IpNet, IpNet>,
     /// Whether there are routes that take every port; without any, the programs skip that lookup.
     pub(super) any_port: bool,
-    /// The routes by their token blocks. Routes that are down may share one; the last of them is its origin.
-    pub(super) blocks: BTreeSet<(IpNet, IpNet)>,
-    /// How many routes take every port.
-    pub(super) any_ports: usize,
-    /// How many routes of each family there are, IPv4 first.
-    pub(super) counts: [usize; 2],
     /// Excluded addresses for which the kernel's list has no room, and which are direct all the same: no route has them.
     pub(super) left_out: usize,
 }
@@ -57,16 +51,16 @@ impl MapContents {
             contents.ports.insert(SELF_TEST_PORT);
         } else {
             contents.ports.clone_from(&desired.ports);
-            for (net, target) in desired.routes.iter() {
-                let net = normalize(net);
+            for (net, target) in desired.routes() {
+                let net = normalize(&net);
                 if !wanted(&net) {
                     continue;
                 }
-                check_route(net, *target, host.config)?;
-                contents.add_route(net, *target)?;
+                check_route(net, target, host.config)?;
+                contents.add_route(net, target)?;
             }
         }
-        contents.any_port = contents.any_ports > 0;
+        contents.any_port = contents.routes.values().any(|target| target.any_port);
         contents.leave_out(host);
         contents.check_sizes()?;
         contents.check_origins()?;
@@ -83,28 +77,10 @@ impl MapContents {
                 return Err(refuse(format!("{other} has the same token")));
             }
         }
-        if self.routes.contains_key(&net) {
+        if self.routes.insert(net, target).is_some() {
             return Err(refuse("given twice (as IPv4 and as IPv4-mapped IPv6)".into()));
         }
-        self.set_route(net, target);
         Ok(())
-    }
-
-    fn set_route(&mut self, net: IpNet, target: RouteTarget) {
-        self.remove_route(net);
-        self.blocks.extend(block(net, target).map(|block| (block, net)));
-        self.any_ports += usize::from(target.any_port);
-        self.counts[usize::from(net.network().is_ipv6())] += 1;
-        self.routes.insert(net, target);
-    }
-
-    fn remove_route(&mut self, net: IpNet) {
-        let Some(target) = self.routes.remove(&net) else { return };
-        if let Some(block) = block(net, target) {
-            self.blocks.remove(&(block, net));
-        }
-        self.any_ports -= usize::from(target.any_port);
-        self.counts[usize::from(net.network().is_ipv6())] -= 1;
     }
 
     /// Leaves out excluded addresses for which there is no room. Only those are kept that matter: this host's, ranges, and
@@ -186,8 +162,8 @@ impl MapContents {
             Change::Dismiss(net) => self.clients.remove(&net),
             Change::OpenPort(port) => self.ports.insert(port),
             Change::ClosePort(port) => self.ports.remove(&port),
-            Change::Route(net, target) => return self.set_route(net, target),
-            Change::Unroute(net) => return self.remove_route(net),
+            Change::Route(net, target) => self.routes.insert(net, target).is_some(),
+            Change::Unroute(net) => self.routes.remove(&net).is_some(),
             Change::Origin(block, net) => self.origins.insert(block, net).is_some(),
             Change::Forget(block) => self.origins.remove(&block).is_some(),
             Change::AnyPort(any) => std::mem::replace(&mut self.any_port, any),
@@ -196,7 +172,7 @@ impl MapContents {
 }
 
 /// What is excluded and who may use the tokens, with what this host adds.
-pub(super) fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>) {
+fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNet>, BTreeSet<IpNet>) {
     let loopback = [
         IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
         IpNet::from(IpAddr::V6(Ipv6Addr::LOCALHOST)),
@@ -208,9 +184,9 @@ pub(super) fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNe
         own.map(|address| IpNet::from(*address)).chain(loopback)
     };
     let wanted = |net: &IpNet| host.ipv6 || matches!(net, IpNet::V4(_));
-    let excluded = own().chain(desired.excluded.iter().map(normalize)).filter(wanted).collect();
+    let excluded = own().chain(desired.table.excluded.iter().map(normalize)).filter(wanted).collect();
     let clients = own()
-        .chain(desired.clients.iter().map(normalize))
+        .chain(desired.table.clients.iter().map(normalize))
         .chain(host.config.clients.iter().map(normalize))
         .filter(wanted)
         .collect();
@@ -219,11 +195,6 @@ pub(super) fn lists(desired: &Desired, host: &HostContext<'_>) -> (BTreeSet<IpNe
 
 fn token_ranges(config: &RedirectConfig) -> [IpNet; 2] {
     [IpNet::V4(config.token_range.trunc()), IpNet::V6(config.token_range_v6.trunc())]
-}
-
-/// The tokens of a network; None if they cannot be.
-pub(super) fn block(net: IpNet, target: RouteTarget) -> Option<IpNet> {
-    IpNet::new(target.token, net.prefix_len()).ok()
 }
 
 /// Without host bits, and IPv4-mapped networks as IPv4: the form in which the programs search for them.
@@ -239,11 +210,7 @@ pub(super) fn normalize(net: &IpNet) -> IpNet {
     net
 }
 
-pub(super) fn check_route(
-    net: IpNet,
-    target: RouteTarget,
-    config: &RedirectConfig,
-) -> Result<(), RedirectError> {
+fn check_route(net: IpNet, target: RouteTarget, config: &RedirectConfig) -> Result<(), RedirectError> {
     let ranges = token_ranges(config);
     let refuse = |reason: &str| RedirectError::Route { net, token: target.token, reason: reason.to_owned() };
     let block = IpNet::new(target.token, net.prefix_len())

@@ -11,10 +11,10 @@ use tunnel_abi::{ANY_PORT, ANY_PORT_ROUTES, DOWN, Mapping, SERVING, V4, V6, coun
 use tunnel_core::error::chain;
 
 use super::change::Change;
-use super::desired::RouteTarget;
 use super::error::RedirectError;
 use super::map_contents::MapContents;
 use super::pins::monotonic_nanos;
+use crate::route::RouteTarget;
 
 /// Every map that user space writes or reads.
 pub(super) struct Maps {

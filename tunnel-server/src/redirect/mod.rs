@@ -11,7 +11,6 @@ mod change;
 mod checks;
 mod claim;
 mod config;
-mod desired;
 mod error;
 mod feed;
 mod listen;
@@ -42,7 +41,6 @@ pub use checks::{
     missing_token_routes,
 };
 pub use config::{LEAST_ORPHAN_TIMEOUT, ORPHAN_TIMEOUT, PinConfig, RedirectConfig};
-pub use desired::{Desired, RouteTarget};
 pub use error::{RedirectError, SelfTestError};
 pub use feed::Feeder;
 pub use listen::listen;
@@ -50,5 +48,4 @@ pub use load::ProgramInfo;
 pub use metrics::RedirectMetrics;
 pub use pins::{Orphans, Others};
 pub use running::{Applied, Health, Redirect};
-pub use self_test_addresses::{MAX_ROUTES, reserved_tokens, reserved_tokens_v6};
 pub use withdraw::{Cleaned, cleanup};

@@ -15,7 +15,6 @@ use super::cgroup::Cgroup;
 use super::change::Change;
 use super::claim::Claim;
 use super::config::RedirectConfig;
-use super::desired::Desired;
 use super::error::RedirectError;
 use super::load::{ProgramInfo, Programs};
 use super::map_contents::{HostContext, MapContents};
@@ -23,7 +22,8 @@ use super::maps::Maps;
 use super::netlink;
 use super::preflight::Features;
 use super::program_log::ProgramLog;
-use super::self_test_addresses::{SelfTestAddresses, reserved_tokens, reserved_tokens_v6};
+use super::self_test_addresses::SelfTestAddresses;
+use crate::route::{Desired, reserved_tokens, reserved_tokens_v6};
 
 /// What one [`Redirect::apply`] wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -116,17 +116,14 @@ impl Redirect {
             return Err(RedirectError::Stopped);
         }
         let desired = desired();
-        let known = match inner.current {
-            true => inner.contents.changes_by(&inner.desired, &desired, &self.host(inner))?,
-            false => None,
-        };
-        let Some(changes) = known else {
-            let want = MapContents::complete(&desired, &self.host(inner))?;
+        if let Some(flips) = desired.flips_since(&inner.desired).filter(|_| inner.current) {
             inner.desired = desired;
-            return inner.bring_to(&want);
-        };
+            let changes = inner.contents.changes_of(flips);
+            return inner.write(changes);
+        }
+        let want = MapContents::complete(&desired, &self.host(inner))?;
         inner.desired = desired;
-        inner.write(changes)
+        inner.bring_to(&want)
     }
 
     /// Brings the maps to what follows from the desired state, this host's addresses and those of the self-test.
@@ -171,7 +168,7 @@ impl Redirect {
     /// The addresses that are redirected, and the first token of each.
     pub fn tokens(&self) -> Vec<(IpNet, IpAddr)> {
         let inner = self.lock();
-        inner.desired.routes.iter().map(|(net, target)| (*net, target.token)).collect()
+        inner.desired.table.routes.iter().map(|(net, route)| (*net, route.token)).collect()
     }
 
     /// Whether a connect to a node without a tunnel fails immediately with EHOSTUNREACH (kernel 6.1 or newer). If not,
@@ -256,11 +253,7 @@ impl Redirect {
             return Ok(Applied::default());
         }
         inner.own = own;
-        let changes = inner.contents.changes_of_host(&inner.desired, &self.host(&inner));
-        match changes.filter(|_| inner.current) {
-            Some(changes) => inner.write(changes),
-            None => self.rewrite(&mut inner),
-        }
+        self.rewrite(&mut inner)
     }
 
     /// Runs `work` on a thread that may block.

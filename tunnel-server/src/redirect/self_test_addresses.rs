@@ -6,14 +6,11 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use ipnet::IpNet;
 
 use super::config::RedirectConfig;
-use super::desired::RouteTarget;
 use super::error::RedirectError;
-
-/// How many routes of one family fit into the kernel next to that of the self-test.
-pub const MAX_ROUTES: usize = tunnel_abi::ROUTE_CAPACITY as usize - 1;
+use crate::route::{RouteTarget, reserved_tokens, reserved_tokens_v6};
 
 /// Tunnelled port used while no other is.
 pub(super) const SELF_TEST_PORT: u16 = 10250;
@@ -21,18 +18,6 @@ pub(super) const SELF_TEST_PORT: u16 = 10250;
 /// Longest prefix of an IPv4 token range: 256 addresses, of which 16 are reserved.
 const LONGEST_PREFIX: u8 = 24;
 const LONGEST_PREFIX_V6: u8 = 112;
-
-/// The last 16th of an IPv4 token range, 256 addresses at most: never given to a node.
-pub fn reserved_tokens(range: Ipv4Net) -> Ipv4Net {
-    let prefix_len = (range.prefix_len() + 4).clamp(24, 32);
-    Ipv4Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
-}
-
-/// The last 256 addresses of an IPv6 token range: never given to a node.
-pub fn reserved_tokens_v6(range: Ipv6Net) -> Ipv6Net {
-    let prefix_len = (range.prefix_len() + 4).clamp(120, 128);
-    Ipv6Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
-}
 
 /// One pair per family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

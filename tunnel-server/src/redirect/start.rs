@@ -13,7 +13,6 @@ use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 use super::cgroup::Cgroup;
 use super::claim::Claim;
 use super::config::RedirectConfig;
-use super::desired::Desired;
 use super::error::RedirectError;
 use super::load::{self, Programs};
 use super::map_contents::MapContents;
@@ -25,6 +24,7 @@ use super::program_log::{self, ProgramLog};
 use super::range_use;
 use super::running::{Health, Inner, Redirect};
 use super::self_test_addresses::SelfTestAddresses;
+use crate::route::Desired;
 
 /// Pairs of self-test addresses that are tried: another server may have taken the same one.
 const SELF_TEST_ATTEMPTS: usize = 4;

@@ -1,301 +1,48 @@
-//! Decides what the inventory routes, by the rules and by who had an address first. Of a changed node only its own addresses
-//! and ranges, and those that others share with it, are decided again.
+//! Decides what an inventory routes, by the rules and by who had an address first: a function without side effects.
 
-#[cfg(test)]
-pub(super) mod scratch;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::Instant;
 
 use ipnet::IpNet;
-use tunnel_core::identity::NodeName;
 
 use super::claims::Claims;
 use super::conflict::{Conflict, ConflictKind};
-use super::conflicts::{Conflicts, Subject};
-use super::key::Key;
-use super::pods::{PodRanges, PodRoute, counts};
-use super::rules::{Rules, is_host};
-use super::tokens::Owner;
-use crate::inventory::{Inventory, InventoryNode};
-use crate::shared_map::{Difference, SharedMap, SharedSet};
+use crate::inventory::Inventory;
 
-/// Which node an address leads to.
+/// Pod ranges of cloud nodes that are wider than these prefixes keep no address from the edge nodes: no node's pods need
+/// so many, and a kubelet reports its own.
+const WIDEST_CLOUD_PODS: (u8, u8) = (16, 64);
+
+/// What may be an edge node's address, besides what the cloud nodes have.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules<'a> {
+    /// Empty: any address of a host.
+    pub(super) edge_addresses: &'a [IpNet],
+    /// What the operator excluded: never redirected.
+    pub(super) exclude: &'a [IpNet],
+    pub(super) token_ranges: &'a [IpNet],
+    /// The API server and the Services.
+    pub(super) foreign: &'a [IpNet],
+    /// Where edge nodes' pods are redirected too.
+    pub(super) pods: &'a [IpNet],
+    /// This host's addresses.
+    pub(super) host: &'a HashSet<IpAddr>,
+}
+
+/// Which nodes an address leads to, by their places in the inventory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Holder {
-    One(NodeName),
-    /// Sorted.
-    Several(Vec<NodeName>),
-}
-
-/// To whom a network leads; None for nobody.
-pub(super) type Wanted = (Key, Option<Owner>);
-
-/// What follows from the inventory.
-#[derive(Debug, Default)]
-pub(super) struct Plan {
-    /// What the next inventory follows.
-    pub(super) claims: Claims,
-    /// The operator's ranges and the cloud nodes' addresses.
-    pub(super) excluded: SharedSet<IpNet>,
-    /// Addresses of edge nodes; clients of the name doors may use any of them.
-    pub(super) holders: SharedMap<IpAddr, Holder>,
-    pub(super) conflicts: Conflicts,
-    /// The edge nodes that name an address, sorted.
-    named: BTreeMap<IpAddr, Vec<NodeName>>,
-    pods: PodRanges,
-    /// Whether there are nodes.
-    filled: bool,
-}
-
-/// What is to be decided again.
-#[derive(Debug, Default)]
-struct Dirty {
-    addresses: BTreeSet<IpAddr>,
-    pods: BTreeSet<IpNet>,
-}
-
-/// What was decided about an address.
-#[derive(Debug, Default)]
-struct Decision {
-    holder: Option<Holder>,
-    routed: bool,
-    conflicts: Vec<Conflict>,
-}
-
-impl Plan {
-    /// Forgets what follows from the nodes; what the next inventory follows stays.
-    pub(super) fn clear(&mut self, rules: &Rules<'_>) {
-        let claims = std::mem::take(&mut self.claims);
-        *self = Self { claims, excluded: rules.exclude.iter().copied().collect(), ..Self::default() };
-    }
-
-    /// Follows the changes that lead to `inventory`, which is not empty. Returns what may have changed for the redirect.
-    /// `all`: decide everything again, for the rules are others.
-    pub(super) fn update(
-        &mut self,
-        inventory: &Inventory,
-        changes: &[Difference<'_, NodeName, Arc<InventoryNode>>],
-        rules: &Rules<'_>,
-        all: bool,
-        now: Instant,
-    ) -> Vec<Wanted> {
-        let mut dirty = Dirty::default();
-        if !self.filled {
-            self.claims.follow_anew(inventory);
-            dirty.addresses.extend(self.claims.addresses());
-        }
-        for change in changes {
-            let (before, now_is) = (change.before.map(Arc::as_ref), change.now.map(Arc::as_ref));
-            self.follow(before, now_is, rules, now, &mut dirty);
-        }
-        self.filled = true;
-        self.claims.known = true;
-        if all {
-            dirty.addresses.extend(self.named.keys().copied().chain(self.claims.addresses()));
-            dirty.pods.extend(self.pods.ranges());
-        }
-        dirty.addresses.extend(self.claims.ripe(now));
-
-        let mut wanted = Vec::new();
-        for address in dirty.addresses {
-            let decision = self.decide(address, inventory, rules);
-            wanted.push((Key { pods: false, net: address.into() }, decision.owner(address)));
-            self.apply(address, decision);
-            if self.exclude(address, rules, now) {
-                dirty.pods.insert(IpNet::from(address));
-            }
-        }
-        // Without such ranges nothing is said about any.
-        if !rules.pods.is_empty() {
-            for range in dirty.pods {
-                wanted.push((Key { pods: true, net: range }, self.route_pods(range, rules)));
-            }
-        }
-        wanted
-    }
-
-    /// Whether something follows from this host's having the address: a node names it, or an edge node's pod may have it. Of all
-    /// others there are many, and they change often: kube-proxy in its IPVS mode gives every Service's address to an interface.
-    pub(super) fn concerns(&self, address: IpAddr, pods: &[IpNet]) -> bool {
-        self.named.contains_key(&address)
-            || self.claims.cloud_nodes(address).next().is_some()
-            || self.pods.of_edge(address, pods)
-    }
-
-    /// Takes over what a node says.
-    fn follow(
-        &mut self,
-        before: Option<&InventoryNode>,
-        after: Option<&InventoryNode>,
-        rules: &Rules<'_>,
-        now: Instant,
-        dirty: &mut Dirty,
-    ) {
-        let Some(name) = after.or(before).map(|node| &node.name) else { return };
-        let addresses = |node: Option<&InventoryNode>, edge: bool| {
-            let node = node.filter(|node| node.edge == edge);
-            node.map(|node| node.addresses.iter().copied().collect::<BTreeSet<_>>()).unwrap_or_default()
-        };
-        for edge in [true, false] {
-            let (old, new) = (addresses(before, edge), addresses(after, edge));
-            for address in old.difference(&new) {
-                match edge {
-                    true => self.forget(*address, name),
-                    false => self.claims.unname(*address, name),
-                }
-            }
-            for address in new.difference(&old) {
-                match edge {
-                    true => self.remember(*address, name),
-                    false => self.claims.name(*address, name, now),
-                }
-            }
-            dirty.addresses.extend(old.into_iter().chain(new));
-        }
-        for range in self.pods.replace(before, after) {
-            if [true, false].into_iter().any(|edge| counts(range, edge, rules)) {
-                let within = self.named.range(range.network()..=range.broadcast());
-                dirty.addresses.extend(within.map(|(address, _)| *address));
-            }
-            dirty.pods.insert(range);
-            dirty.pods.extend(self.pods.overlapping(range));
-        }
-        let mut conflicts = Vec::new();
-        let conflict = |kind| Conflict { kind, address: None, nodes: vec![name.clone()], holder: None };
-        if let Some(node) = after {
-            conflicts.extend((node.left_out > 0).then(|| conflict(ConflictKind::TooMany)));
-            let none = node.edge && node.addresses.is_empty();
-            conflicts.extend(none.then(|| conflict(ConflictKind::NoAddress)));
-        }
-        self.conflicts.replace(Subject::Node(name.clone()), conflicts);
-    }
-
-    fn remember(&mut self, address: IpAddr, node: &NodeName) {
-        let names = self.named.entry(address).or_default();
-        if let Err(at) = names.binary_search(node) {
-            names.insert(at, node.clone());
-        }
-    }
-
-    fn forget(&mut self, address: IpAddr, node: &NodeName) {
-        let Some(names) = self.named.get_mut(&address) else { return };
-        if let Ok(at) = names.binary_search(node) {
-            names.remove(at);
-        }
-        if names.is_empty() {
-            self.named.remove(&address);
-        }
-    }
-
-    /// Decides about an address.
-    fn decide(&self, address: IpAddr, inventory: &Inventory, rules: &Rules<'_>) -> Decision {
-        let Some(nodes) = self.named.get(&address) else { return Decision::default() };
-        let within = |ranges: &[IpNet]| ranges.iter().any(|range| range.contains(&address));
-        let conflict = |kind, nodes: &[NodeName]| Conflict {
-            kind,
-            address: Some(address),
-            nodes: nodes.to_vec(),
-            holder: None,
-        };
-        let holder = self.claims.holder(address).filter(|holder| nodes.contains(holder));
-        let refused = if !is_host(address) || within(rules.token_ranges) {
-            Some(ConflictKind::Unroutable)
-        } else if !rules.edge_addresses.is_empty() && !within(rules.edge_addresses) {
-            Some(ConflictKind::NotEdge)
-        } else if rules.host.contains(&address) || within(rules.foreign) {
-            Some(ConflictKind::Foreign)
-        } else if holder.is_some() {
-            // What cloud nodes say takes nothing from the node that has the address.
-            None
-        } else if self.claims.cloud_nodes(address).next().is_some() {
-            Some(ConflictKind::CloudAndEdge)
-        } else if self.pods.of_another(address, nodes, rules) {
-            Some(ConflictKind::Foreign)
-        } else {
-            None
-        };
-        if let Some(kind) = refused {
-            return Decision { conflicts: vec![conflict(kind, nodes)], ..Decision::default() };
-        }
-        let excluded = within(rules.exclude);
-        let mut conflicts = Vec::new();
-        let Some(holder) = holder.or_else(|| oldest(inventory, nodes)) else {
-            conflicts.push(conflict(ConflictKind::Ambiguous, nodes));
-            conflicts.extend(excluded.then(|| conflict(ConflictKind::Excluded, nodes)));
-            return Decision { holder: Some(Holder::Several(nodes.clone())), routed: !excluded, conflicts };
-        };
-        let late = nodes.iter().filter(|node| *node != holder);
-        let mut late: Vec<_> = late.chain(self.claims.cloud_nodes(address)).cloned().collect();
-        if !late.is_empty() {
-            late.sort_unstable();
-            let taken = conflict(ConflictKind::Taken, &late);
-            conflicts.push(Conflict { holder: Some(holder.clone()), ..taken });
-        }
-        conflicts.extend(excluded.then(|| conflict(ConflictKind::Excluded, std::slice::from_ref(holder))));
-        Decision { holder: Some(Holder::One(holder.clone())), routed: !excluded, conflicts }
-    }
-
-    fn apply(&mut self, address: IpAddr, decision: Decision) {
-        let Decision { holder, conflicts, .. } = decision;
-        self.claims.set_holder(address, holder.as_ref().and_then(Holder::one));
-        if self.holders.get(&address) != holder.as_ref() {
-            match holder {
-                Some(holder) => self.holders.insert(address, holder),
-                None => self.holders.remove(&address),
-            };
-        }
-        self.conflicts.replace(Subject::Address(address), conflicts);
-    }
-
-    /// Excludes the address, or no longer; whether that is a change. What an edge node has is not excluded.
-    fn exclude(&mut self, address: IpAddr, rules: &Rules<'_>, now: Instant) -> bool {
-        let net = IpNet::from(address);
-        let cloud = self.claims.holder(address).is_none() && self.claims.is_excluded(address, now);
-        if cloud || rules.exclude.contains(&net) {
-            self.excluded.insert(net)
-        } else {
-            self.excluded.remove(&net)
-        }
-    }
-
-    fn route_pods(&mut self, range: IpNet, rules: &Rules<'_>) -> Option<Owner> {
-        let excluded = &self.excluded;
-        let (owner, refused) = match self.pods.route(range, rules, |net| excluded.contains(&net)) {
-            PodRoute::To(node) => (Some(Owner::Pods(node, range)), Vec::new()),
-            PodRoute::Refused(nodes) => (None, nodes),
-            PodRoute::Nobody => (None, Vec::new()),
-        };
-        let address = Some(range.network());
-        let conflict =
-            |node| Conflict { kind: ConflictKind::PodRange, address, nodes: vec![node], holder: None };
-        self.conflicts.replace(Subject::Pods(range), refused.into_iter().map(conflict).collect());
-        owner
-    }
-}
-
-impl Decision {
-    fn owner(&self, address: IpAddr) -> Option<Owner> {
-        match self.holder.as_ref().filter(|_| self.routed)? {
-            Holder::One(node) => Some(Owner::Node(node.clone(), address)),
-            Holder::Several(_) => Some(Owner::Contested(address)),
-        }
-    }
+    One(usize),
+    /// Ascending.
+    Several(Vec<usize>),
 }
 
 impl Holder {
-    fn one(&self) -> Option<&NodeName> {
-        match self {
-            Self::One(node) => Some(node),
-            Self::Several(_) => None,
-        }
-    }
-
-    pub(super) fn nodes(&self) -> &[NodeName] {
+    pub(super) fn nodes(&self) -> &[usize] {
         match self {
             Self::One(node) => std::slice::from_ref(node),
             Self::Several(nodes) => nodes,
@@ -303,18 +50,266 @@ impl Holder {
     }
 }
 
+/// What follows from an inventory. Nodes are given by their places in it.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    /// The operator's ranges and the cloud nodes' addresses.
+    pub(super) excluded: BTreeSet<IpNet>,
+    /// Addresses of edge nodes; clients of the name doors may use any of them.
+    pub(super) holders: BTreeMap<IpAddr, Holder>,
+    /// Those of `holders` that are redirected.
+    pub(super) routed: BTreeSet<IpAddr>,
+    /// Ranges of edge nodes' pods that are redirected. They do not overlap.
+    pub(super) pods: BTreeMap<IpNet, usize>,
+    pub(super) conflicts: BTreeSet<Conflict>,
+    /// What the next inventory follows.
+    pub(super) claims: Claims,
+}
+
+impl Plan {
+    /// `before` are the claims of the inventory before this one.
+    pub(super) fn new(inventory: &Inventory, rules: &Rules<'_>, before: &Claims, now: Instant) -> Self {
+        if inventory.is_empty() {
+            // It says nothing about who had an address first.
+            let excluded = rules.exclude.iter().copied().collect();
+            return Self { excluded, claims: before.clone(), ..Self::default() };
+        }
+        let mut plan = Self { claims: before.followed_by(inventory, now), ..Self::default() };
+        let mut named: Vec<(IpAddr, usize)> = Vec::with_capacity(inventory.len());
+        for (place, node) in inventory.iter().enumerate() {
+            if node.left_out > 0 {
+                plan.conflict(ConflictKind::TooMany, None, inventory, &[place]);
+            }
+            if node.edge && node.addresses.is_empty() {
+                plan.conflict(ConflictKind::NoAddress, None, inventory, &[place]);
+            }
+            if node.edge {
+                named.extend(node.addresses.iter().map(|address| (*address, place)));
+            }
+        }
+        named.sort_unstable();
+        // A node that lists an address twice is not two nodes.
+        named.dedup();
+        let pods = PodRanges::new(inventory, rules);
+        for same in named.chunk_by(|(one, _), (other, _)| one == other) {
+            let nodes = same.iter().map(|(_, place)| *place).collect();
+            plan.decide(same[0].0, nodes, inventory, rules, before, &pods);
+        }
+        let cloud = plan.claims.excluded(now).filter(|address| !plan.claims.edge.contains_key(address));
+        plan.excluded = rules.exclude.iter().copied().chain(cloud.map(IpNet::from)).collect();
+        // Without ranges where pods are redirected nothing is said about any.
+        if !rules.pods.is_empty() {
+            plan.route_pods(inventory, rules);
+        }
+        plan
+    }
+
+    /// Decides about an address that edge nodes name, in the order of their names.
+    fn decide(
+        &mut self,
+        address: IpAddr,
+        nodes: Vec<usize>,
+        inventory: &Inventory,
+        rules: &Rules<'_>,
+        before: &Claims,
+        pods: &PodRanges,
+    ) {
+        let within = |ranges: &[IpNet]| ranges.iter().any(|range| range.contains(&address));
+        let first = before.edge.get(&address);
+        let first =
+            first.and_then(|first| nodes.iter().copied().find(|node| inventory[*node].name == *first));
+        let refused = if !is_host(address) || within(rules.token_ranges) {
+            Some(ConflictKind::Unroutable)
+        } else if !rules.edge_addresses.is_empty() && !within(rules.edge_addresses) {
+            Some(ConflictKind::NotEdge)
+        } else if rules.host.contains(&address) || within(rules.foreign) {
+            Some(ConflictKind::Foreign)
+        } else if first.is_some() {
+            // What cloud nodes say takes nothing from the node that has the address.
+            None
+        } else if self.claims.cloud_nodes(address).next().is_some() {
+            Some(ConflictKind::CloudAndEdge)
+        } else if pods.of_another(address, &nodes) {
+            Some(ConflictKind::Foreign)
+        } else {
+            None
+        };
+        if let Some(kind) = refused {
+            return self.conflict(kind, Some(address), inventory, &nodes);
+        }
+        let holder = match first.or_else(|| oldest(inventory, &nodes)) {
+            Some(holder) => {
+                self.hold(address, holder, &nodes, inventory);
+                Holder::One(holder)
+            }
+            None => {
+                self.conflict(ConflictKind::Ambiguous, Some(address), inventory, &nodes);
+                Holder::Several(nodes)
+            }
+        };
+        if within(rules.exclude) {
+            self.conflict(ConflictKind::Excluded, Some(address), inventory, holder.nodes());
+        } else {
+            self.routed.insert(address);
+        }
+        self.holders.insert(address, holder);
+    }
+
+    /// The address is `holder`'s, and not that of others which name it too.
+    fn hold(&mut self, address: IpAddr, holder: usize, nodes: &[usize], inventory: &Inventory) {
+        let name = inventory[holder].name.clone();
+        let late = nodes.iter().filter(|node| **node != holder).map(|node| &inventory[*node].name);
+        let mut late: Vec<_> = late.chain(self.claims.cloud_nodes(address)).cloned().collect();
+        if !late.is_empty() {
+            late.sort_unstable();
+            let (kind, holder) = (ConflictKind::Taken, Some(name.clone()));
+            self.conflicts.insert(Conflict { kind, address: Some(address), nodes: late, holder });
+        }
+        self.claims.edge.insert(address, name);
+    }
+
+    /// Routes the pods of edge nodes. Ranges that overlap are not routed: it cannot be known which pod was meant. Nor are
+    /// ranges outside those that the operator gave to pods, nor what is this host's, the API server's or the Services': a
+    /// kubelet can choose its own range, and must not take that over.
+    fn route_pods(&mut self, inventory: &Inventory, rules: &Rules<'_>) {
+        let taken = rules.token_ranges.iter().chain(rules.foreign).copied();
+        let taken = taken.chain(rules.host.iter().map(|address| IpNet::from(*address)));
+        let mut claims: Vec<(IpNet, Claim)> = taken.map(|net| (net, Claim::Taken)).collect();
+        claims.extend(self.excluded.iter().map(|net| (*net, Claim::Excluded)));
+        for (place, node) in inventory.iter().enumerate() {
+            for range in node.pod_cidrs.iter().map(IpNet::trunc) {
+                match node.edge {
+                    true if within_pods(range, rules) => claims.push((range, Claim::Pods(place))),
+                    // It harms its own node only, even if it is 0.0.0.0/0.
+                    true => {
+                        self.conflict(ConflictKind::PodRange, Some(range.network()), inventory, &[place]);
+                    }
+                    // With --edge-addresses too: those are about nodes.
+                    false if is_one_nodes(range) => claims.push((range, Claim::Taken)),
+                    false => {}
+                }
+            }
+        }
+        // In this order a range comes right after those that contain it.
+        claims.sort_by_key(|(net, _)| (net.network(), net.prefix_len()));
+        let overlapping = overlapping(&claims);
+        for ((net, claim), overlaps) in claims.into_iter().zip(overlapping) {
+            let Claim::Pods(place) = claim else { continue };
+            if overlaps || !is_host(net.network()) {
+                self.conflict(ConflictKind::PodRange, Some(net.network()), inventory, &[place]);
+            } else {
+                self.pods.insert(net, place);
+            }
+        }
+    }
+
+    pub(super) fn conflict(
+        &mut self,
+        kind: ConflictKind,
+        address: Option<IpAddr>,
+        inventory: &Inventory,
+        nodes: &[usize],
+    ) {
+        let nodes = nodes.iter().map(|node| inventory[*node].name.clone()).collect();
+        self.conflicts.insert(Conflict { kind, address, nodes, holder: None });
+    }
+}
+
+/// What a range of addresses belongs to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Claim {
+    Excluded,
+    /// Tokens, this host, the Services, or the pods of a cloud node.
+    Taken,
+    /// The pods of the edge node with this place.
+    Pods(usize),
+}
+
+/// Which of these ranges overlap another one, given in the order in which a range comes right after those that contain it.
+fn overlapping(claims: &[(IpNet, Claim)]) -> Vec<bool> {
+    let mut overlaps = vec![false; claims.len()];
+    // Those that contain the present one, the widest first, and how many of them are known to overlap.
+    let (mut around, mut known): (Vec<usize>, usize) = (Vec::new(), 0);
+    for (place, (net, claim)) in claims.iter().enumerate() {
+        while around.pop_if(|outer| !claims[*outer].0.contains(net)).is_some() {}
+        known = known.min(around.len());
+        // An excluded part leaves the rest of a range usable: exclusion wins at connect().
+        if *claim != Claim::Excluded && !around.is_empty() {
+            around[known..].iter().for_each(|outer| overlaps[*outer] = true);
+            overlaps[place] = true;
+            known = around.len() + 1;
+        }
+        around.push(place);
+    }
+    overlaps
+}
+
 /// The node that was created before the others; None when that is not known. The only one needs no age.
-fn oldest<'a>(inventory: &Inventory, nodes: &'a [NodeName]) -> Option<&'a NodeName> {
+fn oldest(inventory: &Inventory, nodes: &[usize]) -> Option<usize> {
     if let [node] = nodes {
-        return Some(node);
+        return Some(*node);
     }
     let mut ages = Vec::with_capacity(nodes.len());
     for node in nodes {
-        ages.push((inventory.get(node.as_str())?.created?, node));
+        ages.push((inventory[*node].created?, *node));
     }
     ages.sort_unstable();
     match ages[..] {
         [first, second, ..] if first.0 < second.0 => Some(first.1),
         _ => None,
+    }
+}
+
+/// The ranges of pods that keep addresses from other nodes: those of edge nodes as far as they may be redirected, and those
+/// of cloud nodes, which do not count with --edge-addresses: the operator said what is the edge nodes'.
+struct PodRanges {
+    /// The first node that has the range.
+    ranges: HashMap<IpNet, usize>,
+    prefixes: BTreeSet<u8>,
+}
+
+impl PodRanges {
+    fn new(inventory: &Inventory, rules: &Rules<'_>) -> Self {
+        let counts = |edge: bool, range: IpNet| match edge {
+            true => within_pods(range, rules),
+            false => rules.edge_addresses.is_empty() && is_one_nodes(range),
+        };
+        let mut ranges = HashMap::new();
+        for (place, node) in inventory.iter().enumerate() {
+            for range in node.pod_cidrs.iter().map(IpNet::trunc).filter(|range| counts(node.edge, *range)) {
+                ranges.entry(range).or_insert(place);
+            }
+        }
+        let prefixes = ranges.keys().map(IpNet::prefix_len).collect();
+        Self { ranges, prefixes }
+    }
+
+    /// Whether the address is a pod's of another node than the only one that names it.
+    fn of_another(&self, address: IpAddr, nodes: &[usize]) -> bool {
+        self.prefixes.iter().any(|prefix| {
+            let around = IpNet::new(address, *prefix).ok().and_then(|net| self.ranges.get(&net.trunc()));
+            around.is_some_and(|owner| nodes != [*owner])
+        })
+    }
+}
+
+fn within_pods(range: IpNet, rules: &Rules<'_>) -> bool {
+    rules.pods.iter().any(|pods| pods.contains(&range))
+}
+
+/// Whether a cloud node can have so many pods.
+fn is_one_nodes(range: IpNet) -> bool {
+    let widest = if range.addr().is_ipv4() { WIDEST_CLOUD_PODS.0 } else { WIDEST_CLOUD_PODS.1 };
+    range.prefix_len() >= widest
+}
+
+/// Whether an address can be that of one host on a network that others reach.
+pub(super) fn is_host(address: IpAddr) -> bool {
+    if address.is_unspecified() || address.is_loopback() || address.is_multicast() {
+        return false;
+    }
+    match address {
+        IpAddr::V4(v4) => !v4.is_link_local() && !v4.is_broadcast(),
+        IpAddr::V6(v6) => !v6.is_unicast_link_local() && v6.to_ipv4_mapped().is_none(),
     }
 }

@@ -1,32 +1,22 @@
-//! From changes of the inventory to changes of the routes, with what has to be remembered from one to the next. Knows nothing
-//! of tunnels.
+//! From an inventory to routes, with what has to be remembered from one inventory to the next. Knows nothing of tunnels.
 
-#[cfg(test)]
-mod tests;
-
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
-use tunnel_core::identity::NodeName;
 
-use super::capacity::{Capacity, Shortage};
 use super::claims::Claims;
 use super::config::RouterConfig;
-use super::conflict::{Conflict, ConflictKind};
-use super::conflicts::Subject;
-use super::key::Key;
-use super::plan::Plan;
-use super::report::Reports;
-use super::rules::Rules;
-use super::snapshot::{PodBlock, PodRange, Snapshot};
+use super::conflict::ConflictKind;
+use super::desired::{MAX_ROUTES, Route, Table};
+use super::plan::{Holder, Plan, Rules};
+use super::report::{Reports, Shortage};
+use super::snapshot::{PodBlock, Snapshot};
 use super::tokens::{Lack, Owner, Tokens};
-use crate::inventory::{Inventory, InventoryNode};
-use crate::redirect::MAX_ROUTES;
-use crate::shared_map::{SharedMap, SharedSet};
+use crate::inventory::Inventory;
 
 /// The widest range of this host's pods that may use the redirect. A Node may name 0.0.0.0/0, in which every neighbour is.
 fn widest_clients(range: IpNet) -> u8 {
@@ -39,58 +29,23 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Planner {
     pub(super) tokens: Tokens,
-    plan: Plan,
+    pub(super) claims: Claims,
     /// This host's addresses as last known.
-    host: Arc<HashSet<IpAddr>>,
+    pub(super) host: Arc<HashSet<IpAddr>>,
     /// The API server and the Services.
     foreign: Vec<IpNet>,
-    /// What the plan follows from.
-    inventory: Arc<Inventory>,
-    entries: BTreeMap<Key, Entry>,
-    table: Capacity,
-    /// Those of `entries` without a token.
-    lacking: BTreeMap<Key, Lack>,
-    by_token: SharedMap<IpAddr, (NodeName, IpAddr)>,
-    blocks: SharedMap<IpAddr, PodBlock>,
-    pods: SharedMap<IpAddr, PodRange>,
-    clients: BTreeSet<IpNet>,
-    /// The node that a route follows, and the routes that follow a node.
-    follower: HashMap<IpNet, NodeName>,
-    following: HashMap<NodeName, BTreeSet<IpNet>>,
+    /// Of the last plan: its routes keep their places in the kernel.
+    table: Arc<Table>,
+    /// How many routes of each family fit into the kernel.
+    room: usize,
     reports: Reports,
-    /// The last plan is not in effect, or is half of one: there was a panic, and the next begins anew. Owners get their tokens
-    /// back.
-    broken: bool,
 }
 
-/// A network that leads to somebody.
-#[derive(Debug)]
-struct Entry {
-    owner: Owner,
-    token: Option<IpAddr>,
-}
-
-/// The route of a network.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Route {
-    pub(super) token: IpAddr,
-    pub(super) any_port: bool,
-    /// It is up while the node has a tunnel; None: never.
-    pub(super) node: Option<NodeName>,
-}
-
-/// What follows from a change.
+/// What follows from an inventory.
 #[derive(Debug)]
 pub(super) struct Planned {
     pub(super) snapshot: Arc<Snapshot>,
-    pub(super) excluded: SharedSet<IpNet>,
-    pub(super) clients: BTreeSet<IpNet>,
-    /// Each network whose route may be another now.
-    pub(super) routes: BTreeMap<IpNet, Option<Route>>,
-    /// Of each node that others follow now, all of them.
-    pub(super) following: Vec<(NodeName, Vec<IpNet>)>,
-    /// Every route that is not in `routes` has gone.
-    pub(super) anew: bool,
+    pub(super) table: Arc<Table>,
     /// When the same inventory yields something else.
     pub(super) due: Option<Instant>,
     /// Whether [`Planner::claims`] are others than before.
@@ -101,40 +56,13 @@ impl Planner {
     pub(super) fn new(config: &RouterConfig, registry: &mut Registry) -> Self {
         Self {
             tokens: Tokens::new(config.token_range, config.token_range_v6),
-            plan: Plan::default(),
+            claims: Claims::default(),
             host: Arc::default(),
             foreign: config.foreign.clone(),
-            inventory: Arc::default(),
-            entries: BTreeMap::new(),
-            table: Capacity::new(MAX_ROUTES),
-            lacking: BTreeMap::new(),
-            by_token: SharedMap::new(),
-            blocks: SharedMap::new(),
-            pods: SharedMap::new(),
-            clients: BTreeSet::new(),
-            follower: HashMap::new(),
-            following: HashMap::new(),
+            table: Arc::default(),
+            room: MAX_ROUTES,
             reports: Reports::register(registry),
-            broken: true,
         }
-    }
-
-    pub(super) fn claims(&self) -> &Claims {
-        &self.plan.claims
-    }
-
-    pub(super) fn set_claims(&mut self, claims: Claims) {
-        self.plan.claims = claims;
-    }
-
-    /// The last plan is in effect.
-    pub(super) fn done(&mut self) {
-        self.broken = false;
-    }
-
-    #[cfg(test)]
-    pub(super) fn distrust(&mut self) {
-        self.broken = true;
     }
 
     /// True when the ranges are others than before.
@@ -150,30 +78,18 @@ impl Planner {
         self.foreign.get(config.foreign.len()..).unwrap_or_default().to_vec()
     }
 
-    /// Reads this host's addresses again; true when something follows from what has changed.
+    /// Reads this host's addresses again; true when they have changed.
     pub(super) fn refresh_host(&mut self, config: &RouterConfig) -> bool {
-        let Some(addresses) = (config.host_addresses)() else { return false };
-        let mut changed = self.host.symmetric_difference(&addresses);
-        let matters = changed.any(|address| self.plan.concerns(*address, &config.pods));
-        if *self.host != addresses {
-            self.host = Arc::new(addresses);
+        match (config.host_addresses)() {
+            Some(addresses) if addresses != *self.host => {
+                self.host = Arc::new(addresses);
+                true
+            }
+            _ => false,
         }
-        matters
     }
 
-    /// This host's addresses as last known.
-    pub(super) fn host(&self) -> &Arc<HashSet<IpAddr>> {
-        &self.host
-    }
-
-    /// Call [`Self::done`] once it is in effect. `all`: the rules are others than before.
-    pub(super) fn plan(
-        &mut self,
-        config: &RouterConfig,
-        inventory: Arc<Inventory>,
-        all: bool,
-        now: Instant,
-    ) -> Planned {
+    pub(super) fn plan(&mut self, config: &RouterConfig, inventory: Arc<Inventory>, now: Instant) -> Planned {
         let token_ranges = config.token_ranges();
         let rules = Rules {
             edge_addresses: &config.edge_addresses,
@@ -183,247 +99,207 @@ impl Planner {
             pods: &config.pods,
             host: &self.host,
         };
-        let freed = self.tokens.advance(now);
-        // An empty inventory says nothing about who had an address first.
-        let anew = self.broken || inventory.is_empty();
-        if anew {
-            self.plan.clear(&rules);
-            self.inventory = Arc::default();
-            self.lacking.clear();
-            self.table.clear();
-            (self.by_token, self.blocks) = (SharedMap::new(), SharedMap::new());
-            self.pods = SharedMap::new();
-            self.follower.clear();
-            self.following.clear();
-            for entry in std::mem::take(&mut self.entries).into_values() {
-                self.tokens.release(&entry.owner, now);
+        let mut plan = Plan::new(&inventory, &rules, &self.claims, now);
+        let left_out = self.fit(&mut plan, &inventory);
+        let given = self.assign(&mut plan, &inventory, now);
+        let clients = config.clients.iter().copied().chain(self.pods_here(config, &inventory, &plan.claims));
+        let nodes = inventory.iter().map(|node| (node.name.clone(), Vec::new())).collect();
+        let (excluded, clients) = (std::mem::take(&mut plan.excluded), clients.collect());
+        let mut table = Table { excluded, clients, routes: given.routes, nodes };
+        for (net, route) in &table.routes {
+            if let Some(node) = route.node {
+                table.nodes[node].1.push(*net);
             }
         }
-        self.broken = true;
-        let before = std::mem::replace(&mut self.inventory, inventory.clone());
-        let changes = inventory.changes_since(&before);
-        let wanted = match inventory.is_empty() {
-            true => Vec::new(),
-            false => self.plan.update(&inventory, &changes, &rules, all, now),
-        };
-        let cloud = |node: Option<&Arc<InventoryNode>>| node.is_some_and(|node| !node.edge);
-        if anew || all || changes.iter().any(|change| cloud(change.before) || cloud(change.now)) {
-            self.clients = config.clients.iter().copied().chain(self.pods_here(config)).collect();
+        if *self.table != table {
+            self.table = Arc::new(table);
         }
-        let changed = self.route(wanted, freed, now);
-        let routes: BTreeMap<_, _> = changed.into_iter().map(|net| (net, self.route_of(net))).collect();
-        let following = self.follow(&routes);
 
-        let free = if self.lacking.is_empty() { None } else { self.tokens.due(now) };
-        let due = self.plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
-        let conflicts = self.plan.conflicts.all().clone();
+        let free = if given.lacking { self.tokens.due(now) } else { None };
+        let due = plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
+        let conflicts = Arc::new(plan.conflicts);
         self.reports.report(conflicts.clone(), now);
-        self.reports.shortage(self.shortage(), &token_ranges);
-        let snapshot = Snapshot {
-            inventory,
-            holders: self.plan.holders.clone(),
-            tokens: self.by_token.clone(),
-            blocks: self.blocks.clone(),
-            pods: self.pods.clone(),
-            conflicts,
-        };
-        Planned {
-            snapshot: Arc::new(snapshot),
-            excluded: self.plan.excluded.clone(),
-            clients: self.clients.clone(),
-            routes,
-            following,
-            anew,
-            due,
-            claims_changed: self.plan.claims.take_changed(),
-        }
+        self.reports.shortage(Shortage { routes: left_out, tokens: given.used_up }, &token_ranges);
+        let claims_changed = self.claims != plan.claims;
+        self.claims = plan.claims;
+        let Given { tokens, blocks, pods, .. } = given;
+        let snapshot = Snapshot { inventory, holders: plan.holders, tokens, blocks, pods, conflicts };
+        Planned { snapshot: Arc::new(snapshot), table: self.table.clone(), due, claims_changed }
     }
 
-    /// Gives networks their places in the kernel's table, and their tokens. Returns those whose routes may have changed.
-    fn route(&mut self, wanted: Vec<(Key, Option<Owner>)>, freed: bool, now: Instant) -> BTreeSet<IpNet> {
-        let mut changed = BTreeSet::new();
-        let (mut bare, mut without_place) = (BTreeSet::new(), Vec::new());
-        for (key, owner) in wanted {
-            if self.entries.get(&key).map(|entry| &entry.owner) == owner.as_ref() {
-                continue;
+    /// Leaves out the routes for which the kernel has no room; those that are there already stay. Returns how many those are,
+    /// IPv4 first.
+    fn fit(&self, plan: &mut Plan, inventory: &Inventory) -> [usize; 2] {
+        [true, false].map(|ipv4| {
+            let addresses = plan.routed.iter().map(|address| (IpNet::from(*address), false));
+            let pods = plan.pods.keys().map(|range| (*range, true));
+            let of_family = addresses.chain(pods).filter(|(net, _)| net.network().is_ipv4() == ipv4);
+            let mut wanted: Vec<_> = of_family.collect();
+            if wanted.len() <= self.room {
+                return 0;
             }
-            changed.insert(key.net);
-            self.forget(key, now);
-            match owner {
-                Some(owner) => {
-                    self.entries.insert(key, Entry { owner, token: None });
-                    if self.table.enter(key) {
-                        bare.insert(key);
-                    } else {
-                        without_place.push(key);
+            wanted.sort_by_key(|(net, any_port)| {
+                self.table.routes.get(net).is_none_or(|route| route.any_port != *any_port)
+            });
+            let left_out = wanted.split_off(self.room);
+            for (net, any_port) in &left_out {
+                let address = net.network();
+                let nodes = if *any_port {
+                    plan.pods.remove(net).into_iter().collect()
+                } else {
+                    plan.routed.remove(&address);
+                    plan.holders[&address].nodes().to_vec()
+                };
+                plan.conflict(ConflictKind::NoRoom, Some(address), inventory, &nodes);
+            }
+            left_out.len()
+        })
+    }
+
+    /// Gives the routes of the plan their tokens.
+    fn assign(&mut self, plan: &mut Plan, inventory: &Inventory, now: Instant) -> Given {
+        let name = |node: &usize| inventory[*node].name.clone();
+        let addresses = plan.routed.iter().map(|address| match &plan.holders[address] {
+            Holder::One(node) => Owner::Node(name(node), *address),
+            Holder::Several(_) => Owner::Contested(*address),
+        });
+        let pods = plan.pods.iter().map(|(range, node)| Owner::Pods(name(node), *range));
+        let owners: Vec<_> = addresses.chain(pods).collect();
+        let assigned = self.tokens.assign(&owners, now);
+        let (of_addresses, of_pods) = assigned.split_at(plan.routed.len());
+        let mut given = Given { tokens: HashMap::with_capacity(of_addresses.len()), ..Given::default() };
+        let mut routes = Vec::with_capacity(assigned.len());
+        for (address, token) in std::mem::take(&mut plan.routed).into_iter().zip(of_addresses) {
+            let holder = &plan.holders[&address];
+            let node = match (token, holder) {
+                (Ok(token), Holder::One(node)) => {
+                    given.tokens.insert(*token, (*node, address));
+                    Some(*node)
+                }
+                // Always down: a connect that fails is better than one that reaches the wrong site.
+                (Ok(_), Holder::Several(_)) | (Err(_), _) => None,
+            };
+            if let Err(lack) = token {
+                let nodes = holder.nodes().to_vec();
+                plan.conflict(ConflictKind::NoToken, Some(address), inventory, &nodes);
+                given.lacks(*lack, address, false);
+            }
+            let token = token.unwrap_or_else(|_| self.tokens.unassigned(address));
+            routes.push((IpNet::from(address), Route { token, any_port: false, node }));
+        }
+        for ((range, node), token) in std::mem::take(&mut plan.pods).into_iter().zip(of_pods) {
+            let first = range.network();
+            match token {
+                Ok(token) => {
+                    // Where it is a node's address too, the pod counts.
+                    routes.push((range, Route { token: *token, any_port: true, node: Some(node) }));
+                    if let Ok(block) = IpNet::new(*token, range.prefix_len()) {
+                        given.blocks.insert(*token, (block, node, range));
+                        given.pods.insert(first, (range, node));
                     }
                 }
-                None => self.table.leave(key),
-            }
-        }
-        bare.extend(self.table.admit());
-        for key in without_place.into_iter().filter(|key| self.table.waits(*key)) {
-            let left_out = self.conflict(ConflictKind::NoRoom, key);
-            self.plan.conflicts.replace(Subject::Route(key), left_out.into_iter().collect());
-        }
-        // Those that get theirs back come before those that need others.
-        let mut needy = if freed { self.lacking.keys().copied().collect() } else { BTreeSet::new() };
-        for key in bare {
-            changed.insert(key.net);
-            let Some(entry) = self.entries.get(&key) else { continue };
-            match self.tokens.restore(&entry.owner) {
-                Some(token) => self.give(key, Ok(token)),
-                None => _ = needy.insert(key),
-            }
-        }
-        let mut used_up = HashSet::new();
-        for key in needy {
-            let size = (key.is_ipv4(), key.net.prefix_len());
-            if used_up.contains(&size) && self.lacking.get(&key) == Some(&Lack::Range) {
-                continue;
-            }
-            let Some(entry) = self.entries.get(&key) else { continue };
-            let token = self.tokens.acquire(&entry.owner);
-            if token == Err(Lack::Range) {
-                used_up.insert(size);
-            }
-            if token.is_ok() || !self.lacking.contains_key(&key) {
-                changed.insert(key.net);
-            }
-            self.give(key, token);
-        }
-        changed
-    }
-
-    /// Takes back what an entry has, but for its place in the table.
-    fn forget(&mut self, key: Key, now: Instant) {
-        let Some(entry) = self.entries.remove(&key) else { return };
-        self.lacking.remove(&key);
-        self.tokens.release(&entry.owner, now);
-        if let Some(token) = entry.token {
-            self.by_token.remove(&token);
-            self.blocks.remove(&token);
-        }
-        if let Owner::Pods(_, range) = &entry.owner {
-            self.pods.remove(&range.network());
-        }
-        self.plan.conflicts.replace(Subject::Route(key), Vec::new());
-    }
-
-    fn give(&mut self, key: Key, token: Result<IpAddr, Lack>) {
-        let Some(entry) = self.entries.get_mut(&key) else { return };
-        entry.token = token.ok();
-        let kind = if key.pods { ConflictKind::NoTokenBlock } else { ConflictKind::NoToken };
-        let mut conflict = None;
-        match (token, &entry.owner) {
-            (Ok(token), Owner::Node(node, address)) => {
-                self.by_token.insert(token, (node.clone(), *address));
-            }
-            (Ok(token), Owner::Pods(node, range)) => {
-                if let Ok(block) = IpNet::new(token, range.prefix_len()) {
-                    self.blocks.insert(token, (block, node.clone(), *range));
-                    self.pods.insert(range.network(), (*range, node.clone()));
+                Err(lack) => {
+                    plan.conflict(ConflictKind::NoTokenBlock, Some(first), inventory, &[node]);
+                    given.lacks(*lack, first, true);
                 }
             }
-            // Always down: a connect that fails is better than one that reaches the wrong site.
-            (Ok(_), Owner::Contested(_)) => {}
-            (Err(_), _) => conflict = self.conflict(kind, key),
         }
-        match token {
-            Ok(_) => self.lacking.remove(&key),
-            Err(lack) => self.lacking.insert(key, lack),
-        };
-        self.plan.conflicts.replace(Subject::Route(key), conflict.into_iter().collect());
-    }
-
-    /// A conflict about a route.
-    fn conflict(&self, kind: ConflictKind, key: Key) -> Option<Conflict> {
-        let address = key.net.network();
-        let nodes = match &self.entries.get(&key)?.owner {
-            Owner::Pods(node, _) => vec![node.clone()],
-            Owner::Node(..) | Owner::Contested(_) => self.plan.holders.get(&address)?.nodes().to_vec(),
-        };
-        Some(Conflict { kind, address: Some(address), nodes, holder: None })
-    }
-
-    /// The route of a network, if it has one.
-    fn route_of(&self, net: IpNet) -> Option<Route> {
-        let of = |pods: bool| {
-            let key = Key { pods, net };
-            let entry = self.entries.get(&key).filter(|_| !self.table.waits(key))?;
-            let node = match &entry.owner {
-                Owner::Node(node, _) | Owner::Pods(node, _) => entry.token.map(|_| node.clone()),
-                Owner::Contested(_) => None,
-            };
-            // A connect fails for want of a token; to a pod it goes where it went before.
-            let token = entry.token.or_else(|| (!pods).then(|| self.tokens.unassigned(net.network())))?;
-            Some(Route { token, any_port: pods, node })
-        };
-        of(true).or_else(|| of(false))
-    }
-
-    /// Takes over which node each of these routes follows; returns the nodes for which that changes something.
-    fn follow(&mut self, routes: &BTreeMap<IpNet, Option<Route>>) -> Vec<(NodeName, Vec<IpNet>)> {
-        let mut touched = BTreeSet::new();
-        for (net, route) in routes {
-            let node = route.as_ref().and_then(|route| route.node.clone());
-            let before = match node.clone() {
-                Some(node) => self.follower.insert(*net, node),
-                None => self.follower.remove(net),
-            };
-            if before == node {
-                continue;
-            }
-            if let Some(before) = before {
-                if let Some(nets) = self.following.get_mut(&before) {
-                    nets.remove(net);
-                }
-                touched.insert(before);
-            }
-            if let Some(node) = node {
-                self.following.entry(node.clone()).or_default().insert(*net);
-                touched.insert(node);
-            }
-        }
-        let of = |node: NodeName| {
-            let nets: Vec<_> = self.following.get(&node).into_iter().flatten().copied().collect();
-            if nets.is_empty() {
-                self.following.remove(&node);
-            }
-            (node, nets)
-        };
-        touched.into_iter().map(of).collect()
+        given.routes = routes.into_iter().collect();
+        given
     }
 
     /// The pods of the node that this host is. An edge node is never this host, whatever addresses it reports: its pods
     /// must not reach the other sites. For the same reason a node that names this host's address after another is not.
-    fn pods_here(&self, config: &RouterConfig) -> Vec<IpNet> {
-        let here: BTreeSet<&NodeName> = match &config.host {
-            Some(name) => std::iter::once(name).collect(),
+    fn pods_here<'a>(
+        &'a self,
+        config: &'a RouterConfig,
+        inventory: &'a Inventory,
+        claims: &'a Claims,
+    ) -> impl Iterator<Item = IpNet> + 'a {
+        let here = inventory.iter().filter(|node| !node.edge).filter(move |node| match &config.host {
+            Some(name) => node.name == *name,
             None => {
-                let claims = &self.plan.claims;
-                let named = self.host.iter().flat_map(|address| {
-                    claims.cloud_nodes(*address).filter(move |node| claims.was_first(node, *address))
-                });
-                named.collect()
+                let mut shared = node.addresses.iter().filter(|address| self.host.contains(address));
+                shared.any(|address| claims.was_first(&node.name, *address))
             }
-        };
-        let nodes = here.into_iter().filter_map(|name| self.inventory.get(name.as_str()));
-        let ranges = nodes.filter(|node| !node.edge).flat_map(|node| node.pod_cidrs.iter().copied());
-        ranges.filter(|range| range.prefix_len() >= widest_clients(*range)).collect()
+        });
+        let ranges = here.flat_map(|node| node.pod_cidrs.iter().copied());
+        ranges.filter(|range| range.prefix_len() >= widest_clients(*range))
     }
+}
 
-    /// What there is too little of.
-    fn shortage(&self) -> Shortage {
-        let mut tokens = [[0; 2]; 2];
-        for (key, _) in self.lacking.iter().filter(|(_, lack)| **lack == Lack::Range) {
-            tokens[usize::from(!key.is_ipv4())][usize::from(key.pods)] += 1;
+/// The routes of a plan with their tokens, and what the tokens stand for.
+#[derive(Debug, Default)]
+struct Given {
+    routes: BTreeMap<IpNet, Route>,
+    /// These and the next two: see [`Snapshot`].
+    tokens: HashMap<IpAddr, (usize, IpAddr)>,
+    blocks: BTreeMap<IpAddr, PodBlock>,
+    pods: BTreeMap<IpAddr, (IpNet, usize)>,
+    /// Whether anything is without a token.
+    lacking: bool,
+    /// See [`Shortage::tokens`].
+    used_up: [[usize; 2]; 2],
+}
+
+impl Given {
+    fn lacks(&mut self, lack: Lack, address: IpAddr, pods: bool) {
+        self.lacking = true;
+        if lack == Lack::Range {
+            self.used_up[usize::from(address.is_ipv6())][usize::from(pods)] += 1;
         }
-        Shortage { routes: self.table.waiting(), tokens }
     }
+}
 
-    #[cfg(test)]
-    pub(super) fn set_room(&mut self, most: usize) {
-        self.table = Capacity::new(most);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::InventoryNode;
+    use crate::route::Conflict;
+
+    #[test]
+    fn addresses_and_pods_share_a_table_and_what_is_there_stays() {
+        let node = |name: &str, addresses: &[&str], pods: &[&str]| InventoryNode {
+            edge: true,
+            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+            pod_cidrs: pods.iter().map(|range| range.parse().unwrap()).collect(),
+            ..InventoryNode::without_addresses(name)
+        };
+        let nodes = [
+            node("edge-1", &["10.8.0.1", "fd00:8::1"], &["10.244.1.0/24"]),
+            node("edge-2", &["10.8.0.2"], &[]),
+            node("edge-3", &["10.8.0.3"], &[]),
+        ];
+        let config = RouterConfig {
+            pods: vec!["10.244.0.0/16".parse().unwrap()],
+            ..RouterConfig::new("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap(), [10250])
+        };
+        let left = |address: &str, node: &str| Conflict {
+            kind: ConflictKind::NoRoom,
+            address: Some(address.parse().unwrap()),
+            nodes: vec![node.parse().unwrap()],
+            holder: None,
+        };
+        let fitted = |room: usize| {
+            let mut planner = Planner { room, ..Planner::new(&config, &mut Registry::default()) };
+            // The second one is there already, and an address that leaves makes room.
+            let rounds = [&nodes[1..2], &nodes[..], &nodes[..2], &nodes[..]].map(|nodes| {
+                let inventory = Arc::new(Inventory::from(nodes.to_vec()));
+                let planned = planner.plan(&config, inventory, Instant::now());
+                planned.snapshot.conflicts().iter().cloned().collect::<Vec<_>>()
+            });
+            let routed: Vec<_> = planner.table.routes.keys().map(ToString::to_string).collect();
+            (routed, rounds)
+        };
+        let all = ["10.8.0.1/32", "10.8.0.2/32", "10.8.0.3/32", "10.244.1.0/24", "fd00:8::1/128"];
+        assert_eq!(fitted(4), (all.map(str::to_owned).to_vec(), [(); 4].map(|()| Vec::new())));
+        let pods = left("10.244.1.0", "edge-1");
+        // The table of IPv6 routes has room. The pods get the place of the address that left, and keep it.
+        let (routed, conflicts) = fitted(3);
+        assert_eq!(routed, [all[0], all[1], all[3], all[4]]);
+        assert_eq!(conflicts, [vec![], vec![pods.clone()], vec![], vec![left("10.8.0.3", "edge-3")]]);
+        let (routed, conflicts) = fitted(1);
+        assert_eq!(routed, [all[1], all[4]]);
+        assert_eq!(conflicts[3], [left("10.8.0.1", "edge-1"), left("10.8.0.3", "edge-3"), pods]);
     }
 }

@@ -1,5 +1,7 @@
 //! Conflicts in the log and in the metrics.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Instant;
 
 use ipnet::IpNet;
@@ -7,20 +9,27 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use super::capacity::Shortage;
 use super::conflict::{Conflict, ConflictKind};
+use super::desired::MAX_ROUTES;
 use crate::inventory::LogBudget;
-use crate::redirect::MAX_ROUTES;
-use crate::shared_map::SharedSet;
 
 /// Conflicts that one reload may log; the rest are counted in one line. `status` lists them all.
 pub(super) const MAX_LOGGED: usize = 20;
+
+/// What there is too little of, IPv4 first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Shortage {
+    /// Routes without a place in the kernel's table.
+    pub(super) routes: [usize; 2],
+    /// Addresses, and ranges of pods, for which the range has no token.
+    pub(super) tokens: [[usize; 2]; 2],
+}
 
 /// Reports what changed.
 #[derive(Debug)]
 pub(super) struct Reports {
     counts: Family<[(&'static str, &'static str); 1], Gauge>,
-    reported: SharedSet<Conflict>,
+    reported: Arc<BTreeSet<Conflict>>,
     shortage: Shortage,
     lines: LogBudget,
 }
@@ -35,24 +44,17 @@ impl Reports {
         registry.register("inventory_conflicts", help, counts.clone());
         Self {
             counts,
-            reported: SharedSet::default(),
+            reported: Arc::default(),
             shortage: Shortage::default(),
             lines: LogBudget::new("conflicts that came and went"),
         }
     }
 
-    pub(super) fn report(&mut self, conflicts: SharedSet<Conflict>, now: Instant) {
-        let before = std::mem::replace(&mut self.reported, conflicts);
-        let reported = self.reported.clone();
-        let (mut new, mut gone) = (0, 0);
-        for (conflict, is) in reported.changes_since(&before) {
-            let label = [("kind", conflict.kind.as_str())];
-            if !is {
-                self.counts.get_or_create(&label).dec();
-                gone += 1;
-                continue;
-            }
-            self.counts.get_or_create(&label).inc();
+    pub(super) fn report(&mut self, conflicts: Arc<BTreeSet<Conflict>>, now: Instant) {
+        let before = std::mem::replace(&mut self.reported, conflicts.clone());
+        let mut new = 0;
+        for conflict in conflicts.difference(&before) {
+            self.counts.get_or_create(&[("kind", conflict.kind.as_str())]).inc();
             // What does not fit is told as a whole.
             let counted = conflict.kind != ConflictKind::NoRoom;
             new += usize::from(counted);
@@ -60,12 +62,17 @@ impl Reports {
                 tracing::warn!(kind = conflict.kind.as_str(), "inventory: {conflict}");
             }
         }
+        let mut gone = 0;
+        for conflict in before.difference(&conflicts) {
+            self.counts.get_or_create(&[("kind", conflict.kind.as_str())]).dec();
+            gone += 1;
+        }
         let more = new.saturating_sub(MAX_LOGGED);
         if more > 0 && self.lines.may_log(now) {
             tracing::warn!("inventory: {more} more conflicts; tunnel-server status -o json lists them");
         }
         if gone > 0 && self.lines.may_log(now) {
-            tracing::info!("inventory: {gone} conflicts are gone, {} remain", self.reported.len());
+            tracing::info!("inventory: {gone} conflicts are gone, {} remain", conflicts.len());
         }
     }
 

@@ -1,27 +1,26 @@
 //! Keeps the routes when nodes, tunnels, ports or this host's addresses change.
 //!
-//! A change costs what it changes, however many nodes there are: versions of the nodes, of the routes and of the [`Snapshot`]
-//! share what they have in common. Readers take a snapshot without a lock. The redirect takes [`Router::desired`] whenever
-//! [`Router::changed`] reports a change; changes in between are coalesced.
+//! A change of the nodes computes everything anew; a session that comes or goes only changes which routes are up. Readers take
+//! a [`Snapshot`] without a lock. The redirect takes [`Router::desired`] whenever [`Router::changed`] reports a change; changes
+//! in between are coalesced.
 
 #[cfg(test)]
 mod change_tests;
 #[cfg(test)]
 mod claims_tests;
 #[cfg(test)]
-mod incremental_tests;
-#[cfg(test)]
 mod model_tests;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use ipnet::IpNet;
+use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -30,11 +29,13 @@ use tunnel_core::identity::NodeName;
 use super::awaited::Awaited;
 use super::claims::{Claims, StoredClaims};
 use super::config::RouterConfig;
-use super::planner::{Planned, Planner, Route};
+use super::desired::{Desired, Table};
+use super::planner::{Planned, Planner};
 use super::snapshot::Snapshot;
 use crate::inventory::Inventory;
-use crate::redirect::{Desired, RouteTarget};
-use crate::shared_map::SharedMap;
+
+/// How many nodes are looked up under one lock: a session that comes or goes waits for no more.
+const CHUNK: usize = 512;
 
 /// The routes, kept up to date.
 #[derive(Debug)]
@@ -44,9 +45,11 @@ pub struct Router {
     /// This host's addresses.
     host: ArcSwap<HashSet<IpAddr>>,
     ports: ArcSwap<Ports>,
-    /// Locked for moments only: a session's thread waits for it.
+    /// Locked for moments only: a session's thread waits for it. Every change is computed before it is stored, so a panic leaves
+    /// nothing half-done.
     state: Mutex<RouterState>,
-    /// Locked during a whole computation, so that an older inventory never replaces a newer one.
+    /// Locked during a whole computation, so that an older inventory never replaces a newer one. After a panic the next one
+    /// follows from its inventory all the same.
     planner: Mutex<Planner>,
     version: watch::Sender<u64>,
     due: watch::Sender<Option<Instant>>,
@@ -86,16 +89,12 @@ impl Held {
 #[derive(Debug, Default)]
 struct RouterState {
     /// Nodes without any tunnel are not in it, unless their agents are awaited.
-    live: SharedMap<NodeName, Held>,
+    live: HashMap<NodeName, Held>,
     awaited: Awaited,
     desired: Desired,
-    routes_of: RoutesOf,
-    /// Nodes whose session came or went during the computation that is under way.
+    /// Nodes whose session came or went while those of a new plan are looked up.
     flipped: Option<HashSet<NodeName>>,
 }
-
-/// The keys in [`Desired::routes`] whose `up` follows the node.
-type RoutesOf = SharedMap<NodeName, Vec<IpNet>>;
 
 impl Router {
     /// Without any node. Metrics go into `registry`, which has the prefix `postern`.
@@ -120,31 +119,31 @@ impl Router {
         router
     }
 
-    /// Replaces the nodes. Tokens of those that stay are kept. The first nodes take long when they are many: see
+    /// Replaces the nodes. Tokens of those that stay are kept. It takes long when they are many: see
     /// [`update`](super::update).
     pub fn set_inventory(&self, inventory: Inventory) {
         self.set_inventory_at(inventory, Instant::now());
     }
 
     fn set_inventory_at(&self, inventory: Inventory, now: Instant) {
-        let mut planner = self.lock_planner();
-        let moved = self.refresh_host(&mut planner);
-        self.compute(Arc::new(inventory), &mut planner, moved, now);
+        let mut planner = self.planner.lock();
+        self.refresh_host(&mut planner);
+        self.compute(Arc::new(inventory), &mut planner, now);
     }
 
     /// Replaces the ranges of Service addresses that the cluster names, in addition to the configured ones: no node gets
     /// an address in them.
     pub fn set_services(&self, ranges: Vec<IpNet>) {
-        let mut planner = self.lock_planner();
+        let mut planner = self.planner.lock();
         if planner.set_services(&self.config, ranges) {
             let inventory = Arc::clone(&self.snapshot.load().inventory);
-            self.compute(inventory, &mut planner, true, Instant::now());
+            self.compute(inventory, &mut planner, Instant::now());
         }
     }
 
     /// The ranges that [`set_services`](Self::set_services) set last. May wait for a computation of the routes.
     pub fn services(&self) -> Vec<IpNet> {
-        self.lock_planner().services(&self.config)
+        self.planner.lock().services(&self.config)
     }
 
     /// Computes what has changed although the inventory has not: this host's addresses, tokens that are free again,
@@ -155,19 +154,20 @@ impl Router {
     }
 
     fn refresh_at(&self, now: Instant) {
-        let mut planner = self.lock_planner();
+        let mut planner = self.planner.lock();
         let moved = self.refresh_host(&mut planner);
         let due = self.due.borrow().is_some_and(|due| due <= now);
         if moved || due {
             let inventory = Arc::clone(&self.snapshot.load().inventory);
-            self.compute(inventory, &mut planner, moved, now);
+            self.compute(inventory, &mut planner, now);
         }
     }
 
+    /// True when this host's addresses have changed.
     fn refresh_host(&self, planner: &mut Planner) -> bool {
         let moved = planner.refresh_host(&self.config);
-        if !Arc::ptr_eq(&self.host.load(), planner.host()) {
-            self.host.store(planner.host().clone());
+        if moved {
+            self.host.store(planner.host.clone());
         }
         moved
     }
@@ -182,61 +182,40 @@ impl Router {
         self.due.subscribe()
     }
 
-    /// `all`: the rules are others than before.
-    fn compute(&self, inventory: Arc<Inventory>, planner: &mut Planner, all: bool, now: Instant) {
-        let planned = planner.plan(&self.config, inventory, all, now);
-        let (before, live, mut routes_of) = {
-            let mut state = self.lock();
-            state.flipped = Some(HashSet::new());
-            (state.desired.clone(), state.live.clone(), state.routes_of.clone())
+    fn compute(&self, inventory: Arc<Inventory>, planner: &mut Planner, now: Instant) {
+        let Planned { snapshot, table, due, claims_changed } = planner.plan(&self.config, inventory, now);
+        let differs = !Arc::ptr_eq(&self.state.lock().desired.table, &table);
+        // Freeing the earlier ones takes long, so nobody waits for it.
+        let _earlier = match differs {
+            true => self.replace(snapshot, table),
+            false => (self.snapshot.swap(snapshot), Arc::default()),
         };
-        let Planned { snapshot, excluded, clients, routes: changed, following, anew, due, claims_changed } =
-            planned;
-        let mut routes = before.routes.clone();
-        if anew {
-            (routes, routes_of) = (SharedMap::new(), SharedMap::new());
-        }
-        for (net, route) in changed {
-            let Some(Route { token, any_port, node }) = route else {
-                routes.remove(&net);
-                continue;
-            };
-            let up = node.is_some_and(|node| live.contains_key(&node));
-            let target = RouteTarget { token, up, any_port };
-            if routes.get(&net) != Some(&target) {
-                routes.insert(net, target);
-            }
-        }
-        for (node, nets) in following {
-            if nets.is_empty() {
-                routes_of.remove(&node);
-            } else {
-                routes_of.insert(node, nets);
-            }
-        }
-        let differs = routes != before.routes || excluded != before.excluded || clients != before.clients;
-
-        let mut state = self.lock();
-        // What the kernel redirects finds its node.
-        let earlier = self.snapshot.swap(snapshot);
-        let ports = state.desired.ports.clone();
-        let replaced = std::mem::replace(&mut state.desired, Desired { ports, excluded, clients, routes });
-        let followed = std::mem::replace(&mut state.routes_of, routes_of);
-        for node in state.flipped.take().unwrap_or_default() {
-            let live = state.live.contains_key(&node);
-            state.set_up(&node, live);
-        }
-        if differs {
-            self.bump();
-        }
-        drop(state);
-        // Freeing that takes long, so nobody waits for it.
-        drop((earlier, replaced, followed, before));
         self.due.send_if_modified(|known| std::mem::replace(known, due) != due);
         if claims_changed {
             self.claims.send_modify(|changes| *changes += 1);
         }
-        planner.done();
+    }
+
+    /// Puts other routes into effect; returns those before.
+    fn replace(&self, snapshot: Arc<Snapshot>, table: Arc<Table>) -> (Arc<Snapshot>, Arc<Table>) {
+        self.state.lock().flipped = Some(HashSet::new());
+        let mut up = Vec::with_capacity(table.nodes.len());
+        for nodes in table.nodes.chunks(CHUNK) {
+            let state = self.state.lock();
+            up.extend(nodes.iter().map(|(node, _)| state.live.contains_key(node)));
+            MutexGuard::unlock_fair(state);
+        }
+        let mut state = self.state.lock();
+        // What the kernel redirects finds its node.
+        let earlier = self.snapshot.swap(snapshot);
+        let replaced = std::mem::replace(&mut state.desired.table, table);
+        state.desired.up = up;
+        for node in state.flipped.take().unwrap_or_default() {
+            let live = state.live.contains_key(&node);
+            state.desired.set_up(&node, live);
+        }
+        self.bump();
+        (earlier, replaced)
     }
 
     /// Sets whether `holder` has a tunnel to the node; its routes are up while anyone has. The cost does not depend on the
@@ -253,7 +232,7 @@ impl Router {
 
     /// `lost_at`: None if the node's agent is not expected back.
     fn hold(&self, node: &NodeName, holder: Holder, live: bool, lost_at: Option<Instant>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let before = state.live.get(node).copied().unwrap_or_default();
         let held = match holder {
             Holder::This => Held { here: live, ..before },
@@ -278,7 +257,7 @@ impl Router {
 
     /// While the node's agent is expected back: what is cancelled once it is there, or not expected any more.
     pub(crate) fn awaited(&self, node: &NodeName) -> Option<CancellationToken> {
-        self.lock().awaited.over(node)
+        self.state.lock().awaited.over(node)
     }
 
     /// When [`Self::give_up`] has something to do; a receiver sees the latest.
@@ -289,14 +268,14 @@ impl Router {
     /// Takes the routes of nodes down whose agents have not come back in time.
     pub(super) fn give_up(&self, now: Instant) {
         let gone = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let gone = state.awaited.expire(now);
             self.gives_up.send_replace(state.awaited.next());
             gone
         };
         // Locked for each: they may be many.
         for node in gone {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let held = state.live.get(&node).copied().unwrap_or_default();
             if state.set_reachable(&node, held) {
                 self.bump();
@@ -308,7 +287,7 @@ impl Router {
     /// node's loopback.
     pub fn set_ports(&self, more: &BTreeSet<u16>, loopback: &BTreeSet<u16>) {
         let tunnelled: BTreeSet<u16> = self.config.ports.union(more).copied().collect();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.ports.store(Arc::new(Ports { tunnelled: tunnelled.clone(), loopback: loopback.clone() }));
         if state.desired.ports != tunnelled {
             state.desired.ports = tunnelled;
@@ -341,7 +320,7 @@ impl Router {
 
     /// What the kernel should hold. A session that comes or goes meanwhile may be in it or not; it is announced either way.
     pub fn desired(&self) -> Desired {
-        self.lock().desired.clone()
+        self.state.lock().desired.clone()
     }
 
     /// Increases whenever [`Router::desired`] differs from before. A receiver sees many changes as one.
@@ -352,7 +331,7 @@ impl Router {
     /// Takes over the tokens of earlier servers of this host, before the first inventory: connections that they redirected
     /// arrive with them. Of two that contradict each other the first counts.
     pub fn take_over_tokens(&self, found: &[(IpNet, IpAddr)]) {
-        self.lock_planner().tokens.take_over(found, Instant::now());
+        self.planner.lock().tokens.take_over(found, Instant::now());
     }
 
     /// Takes over the claims of an earlier run, before the first inventory.
@@ -360,14 +339,14 @@ impl Router {
     /// # Errors
     /// They are of another version.
     pub fn restore_claims(&self, stored: StoredClaims) -> Result<(), String> {
-        self.lock_planner().set_claims(Claims::restore(stored, Instant::now(), SystemTime::now())?);
+        self.planner.lock().claims = Claims::restore(stored, Instant::now(), SystemTime::now())?;
         Ok(())
     }
 
     /// Which node had an address first, for [`Self::restore_claims`]; None before the first nodes. It may wait for a
     /// computation.
     pub fn stored_claims(&self) -> Option<StoredClaims> {
-        let claims = self.lock_planner().claims().clone();
+        let claims = self.planner.lock().claims.clone();
         claims.known.then(|| claims.store(Instant::now(), SystemTime::now()))
     }
 
@@ -378,16 +357,6 @@ impl Router {
 
     fn bump(&self) {
         self.version.send_modify(|version| *version += 1);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, RouterState> {
-        // Every change is computed before it is stored, so a panic leaves nothing half-done.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_planner(&self) -> MutexGuard<'_, Planner> {
-        // After a panic it knows itself that it has to begin anew.
-        self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -416,18 +385,6 @@ impl RouterState {
         if let Some(flipped) = &mut self.flipped {
             flipped.insert(node.clone());
         }
-        self.set_up(node, up)
-    }
-
-    /// Whether the node has any routes.
-    fn set_up(&mut self, node: &NodeName, up: bool) -> bool {
-        let mut any = false;
-        for net in self.routes_of.get(node).into_iter().flatten() {
-            if let Some(target) = self.desired.routes.get_mut(net) {
-                target.up = up;
-                any = true;
-            }
-        }
-        any
+        self.desired.set_up(node, up)
     }
 }

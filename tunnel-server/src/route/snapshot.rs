@@ -1,5 +1,6 @@
-//! The routes as connections read them. A version is only read; the next one shares with it what has not changed.
+//! The routes as connections read them: made as a whole, and then only read.
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -7,10 +8,8 @@ use ipnet::IpNet;
 use tunnel_core::identity::NodeName;
 
 use super::conflict::Conflict;
-use super::plan::Holder;
-use super::rules::is_host;
+use super::plan::{Holder, is_host};
 use crate::inventory::{Inventory, InventoryNode};
-use crate::shared_map::{SharedMap, SharedSet};
 
 /// An address of an edge node, or of a pod on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,48 +31,47 @@ pub enum ByAddress {
 }
 
 /// A block of tokens, the node, and the range of pods that it stands for.
-pub(super) type PodBlock = (IpNet, NodeName, IpNet);
-/// A range of pods, and the node.
-pub(super) type PodRange = (IpNet, NodeName);
+pub(super) type PodBlock = (IpNet, usize, IpNet);
 
+/// Nodes are given by their places in the inventory.
 #[derive(Debug, Default)]
 pub struct Snapshot {
     pub(super) inventory: Arc<Inventory>,
-    pub(super) holders: SharedMap<IpAddr, Holder>,
-    pub(super) tokens: SharedMap<IpAddr, (NodeName, IpAddr)>,
+    pub(super) holders: BTreeMap<IpAddr, Holder>,
+    pub(super) tokens: HashMap<IpAddr, (usize, IpAddr)>,
     /// Blocks of tokens by their first.
-    pub(super) blocks: SharedMap<IpAddr, PodBlock>,
+    pub(super) blocks: BTreeMap<IpAddr, PodBlock>,
     /// The same ranges by their first address; they do not overlap.
-    pub(super) pods: SharedMap<IpAddr, PodRange>,
-    pub(super) conflicts: SharedSet<Conflict>,
+    pub(super) pods: BTreeMap<IpAddr, (IpNet, usize)>,
+    pub(super) conflicts: Arc<BTreeSet<Conflict>>,
 }
 
 impl Snapshot {
     /// The address that a token stands for.
     pub fn by_token(&self, token: IpAddr) -> Option<NodeAddress> {
         if let Some((node, address)) = self.tokens.get(&token) {
-            return self.node_address(node, *address);
+            return Some(self.node_address(&self.inventory[*node], *address));
         }
-        let (_, (block, node, pods)) = self.blocks.floor(&token)?;
+        let (_, (block, node, pods)) = self.blocks.range(..=token).next_back()?;
         let address = block.contains(&token).then(|| translate(token, *pods))??;
-        Some(NodeAddress { pod: true, ..self.node_address(node, address)? })
+        Some(NodeAddress { pod: true, ..self.node_address(&self.inventory[*node], address) })
     }
 
     /// An edge node, at the first of its addresses that others reach, or at its first. None also when it has none.
     pub fn by_name(&self, name: &str) -> Option<NodeAddress> {
         let node = self.inventory.get(name).filter(|node| node.edge)?;
         let reached = node.addresses.iter().find(|address| is_host(**address));
-        self.node_address(&node.name, *reached.or(node.addresses.first())?)
+        Some(self.node_address(node, *reached.or(node.addresses.first())?))
     }
 
     /// The edge node that has the address. An address that a cloud node has too is unknown.
     pub fn by_address(&self, address: IpAddr) -> ByAddress {
         let address = address.to_canonical();
         match self.holders.get(&address) {
-            Some(Holder::One(node)) => {
-                self.node_address(node, address).map_or(ByAddress::Unknown, ByAddress::Unique)
+            Some(Holder::One(node)) => ByAddress::Unique(self.node_address(&self.inventory[*node], address)),
+            Some(holder @ Holder::Several(_)) => {
+                ByAddress::Ambiguous(self.names_of(holder).cloned().collect())
             }
-            Some(Holder::Several(nodes)) => ByAddress::Ambiguous(nodes.clone()),
             None => ByAddress::Unknown,
         }
     }
@@ -81,8 +79,8 @@ impl Snapshot {
     /// The edge node that has the pod with this address, if connections to its pods are redirected.
     pub fn by_pod(&self, address: IpAddr) -> Option<NodeAddress> {
         let address = address.to_canonical();
-        let (_, (range, node)) = self.pods.floor(&address)?;
-        let found = range.contains(&address).then(|| self.node_address(node, address))??;
+        let (_, (range, node)) = self.pods.range(..=address).next_back()?;
+        let found = range.contains(&address).then(|| self.node_address(&self.inventory[*node], address))?;
         Some(NodeAddress { pod: true, ..found })
     }
 
@@ -108,13 +106,25 @@ impl Snapshot {
 
     /// Whether an address, or a range of pods, has got another node than in `before`.
     pub fn holders_differ(&self, before: &Self) -> bool {
-        !self.holders.changes_since(&before.holders).is_empty()
-            || !self.pods.changes_since(&before.pods).is_empty()
+        let name = |of: &Self, node: usize| of.inventory[node].name.clone();
+        let same_pods = |((range, node), (before_range, before_node)): (&(IpNet, usize), &(IpNet, usize))| {
+            range == before_range && name(self, *node) == name(before, *before_node)
+        };
+        let same_holder = |((address, holder), (before_address, before_holder)): (
+            (&IpAddr, &Holder),
+            (&IpAddr, &Holder),
+        )| {
+            address == before_address && self.names_of(holder).eq(before.names_of(before_holder))
+        };
+        self.holders.len() != before.holders.len()
+            || self.pods.len() != before.pods.len()
+            || !self.holders.iter().zip(&before.holders).all(same_holder)
+            || !self.pods.values().zip(before.pods.values()).all(same_pods)
     }
 
     /// The edge nodes, in the order of their names.
     pub fn nodes(&self) -> impl Iterator<Item = &InventoryNode> {
-        self.inventory.iter().map(|node| &**node).filter(|node| node.edge)
+        self.inventory.iter().map(Arc::as_ref).filter(|node| node.edge)
     }
 
     /// Edge and cloud nodes.
@@ -123,13 +133,16 @@ impl Snapshot {
     }
 
     /// What is wrong with the inventory, sorted.
-    pub fn conflicts(&self) -> &SharedSet<Conflict> {
+    pub fn conflicts(&self) -> &BTreeSet<Conflict> {
         &self.conflicts
     }
 
-    fn node_address(&self, node: &NodeName, address: IpAddr) -> Option<NodeAddress> {
-        let kubelet_port = self.inventory.get(node.as_str())?.kubelet_port;
-        Some(NodeAddress { node: node.clone(), address, kubelet_port, pod: false })
+    fn names_of(&self, holder: &Holder) -> impl Iterator<Item = &NodeName> {
+        holder.nodes().iter().map(|node| &self.inventory[*node].name)
+    }
+
+    fn node_address(&self, node: &InventoryNode, address: IpAddr) -> NodeAddress {
+        NodeAddress { node: node.name.clone(), address, kubelet_port: node.kubelet_port, pod: false }
     }
 }
 

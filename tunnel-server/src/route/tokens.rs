@@ -3,15 +3,13 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tunnel_core::identity::NodeName;
-
-use crate::redirect::{reserved_tokens, reserved_tokens_v6};
 
 /// How long the token of a departed owner stays unused: a client may still have a connection to it.
 pub const QUARANTINE: Duration = Duration::from_secs(600);
@@ -24,8 +22,20 @@ const NODE_SHARE_BLOCKS: usize = 8;
 /// The same for all contested addresses together.
 const CONTESTED_SHARE: usize = 4096;
 
+/// The last 16th of an IPv4 token range, 256 addresses at most: kept for the redirect's self-test.
+pub fn reserved_tokens(range: Ipv4Net) -> Ipv4Net {
+    let prefix_len = (range.prefix_len() + 4).clamp(24, 32);
+    Ipv4Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
+}
+
+/// The last 256 addresses of an IPv6 token range, likewise.
+pub fn reserved_tokens_v6(range: Ipv6Net) -> Ipv6Net {
+    let prefix_len = (range.prefix_len() + 4).clamp(120, 128);
+    Ipv6Net::new(range.broadcast(), prefix_len).map_or(range, |net| net.trunc())
+}
+
 /// What a token, or a block of them, stands for.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
     /// A node's address. Another node with the same address has another token.
     Node(NodeName, IpAddr),
@@ -43,6 +53,11 @@ impl Owner {
         }
     }
 
+    /// At any time one owner has it. Addresses come before pods.
+    fn key(&self) -> (bool, IpNet) {
+        (matches!(self, Self::Pods(..)), self.net())
+    }
+
     /// Whose share of the tokens it is, and how large that share is.
     fn share(&self) -> (Share, usize) {
         match self {
@@ -53,7 +68,7 @@ impl Owner {
     }
 
     /// The addresses.
-    fn net(&self) -> IpNet {
+    pub(super) fn net(&self) -> IpNet {
         match self {
             Self::Node(_, address) | Self::Contested(address) => IpNet::from(*address),
             Self::Pods(_, range) => *range,
@@ -121,35 +136,18 @@ impl Tokens {
         self.v6.take_over(of(false), now);
     }
 
-    /// To be called before any change at that time. True when there is more to assign than before.
-    pub(super) fn advance(&mut self, now: Instant) -> bool {
-        // Both have to.
-        self.v4.advance(now) | self.v6.advance(now)
-    }
-
-    /// The owner has gone: nobody else gets its token, or its block, within the quarantine.
-    pub(super) fn release(&mut self, owner: &Owner, now: Instant) {
-        self.pool_mut(owner).release(owner, now);
-    }
-
-    /// The token, or the first of the block, that the owner has or had. Those that get theirs back come before those that
-    /// need another.
-    pub(super) fn restore(&mut self, owner: &Owner) -> Option<IpAddr> {
-        let number = self.pool_mut(owner).restore(owner)?;
-        Some(address(owner, number))
-    }
-
-    /// A token, or the first of a block, for an owner that had none.
-    ///
-    /// # Errors
-    /// Why there is none.
-    pub(super) fn acquire(&mut self, owner: &Owner) -> Result<IpAddr, Lack> {
-        let number = self.pool_mut(owner).acquire(owner)?;
-        Ok(address(owner, number))
-    }
-
-    fn pool_mut(&mut self, owner: &Owner) -> &mut Pool {
-        if owner.is_ipv4() { &mut self.v4 } else { &mut self.v6 }
+    /// The token, or the first of the block, of each of these owners, which come in the order of [`Owner::key`], or why it has
+    /// none. Those that had one keep it or get it back, the others get another one in their order; what others had stays unused
+    /// for the quarantine.
+    pub(super) fn assign(&mut self, owners: &[Owner], now: Instant) -> Vec<Result<IpAddr, Lack>> {
+        let of = |v4: bool| owners.iter().filter(move |owner| owner.is_ipv4() == v4);
+        let mut v4 = self.v4.assign(of(true), now).into_iter();
+        let mut v6 = self.v6.assign(of(false), now).into_iter();
+        let given = owners.iter().filter_map(|owner| {
+            let number = if owner.is_ipv4() { v4.next() } else { v6.next() };
+            number.map(|number| Ok(address(owner, number?)))
+        });
+        given.collect()
     }
 
     /// When the next token leaves its quarantine.
@@ -175,13 +173,11 @@ fn address(owner: &Owner, number: u128) -> IpAddr {
     }
 }
 
-/// What an owner that has gone had.
+/// What an owner that has gone had, until its quarantine ends.
 #[derive(Debug)]
 struct Departed {
     number: u128,
     since: Instant,
-    /// Whether it counts as the node's share: until its quarantine ends.
-    held: bool,
 }
 
 /// The numbers of one range's addresses.
@@ -194,14 +190,17 @@ struct Pool {
     /// Tokens of an earlier server whose owners have not come yet, and since when.
     found: HashMap<IpNet, u128>,
     found_since: Option<Instant>,
-    live: HashMap<Owner, u128>,
+    /// In the order of their keys.
+    live: Vec<(Owner, u128)>,
     departed: HashMap<Owner, Departed>,
     /// Those in quarantine, oldest first. An entry that differs from `departed` is stale.
     quarantined: VecDeque<(Owner, Instant)>,
-    /// Those that left it, by the size of what they had, oldest first; likewise.
-    reusable: HashMap<u128, VecDeque<(Owner, Instant)>>,
+    /// What left it, by its size, oldest first.
+    reusable: HashMap<u128, VecDeque<u128>>,
     /// How many tokens, or blocks, each has, those in quarantine included.
     held: HashMap<Share, usize>,
+    /// Sizes of which there is nothing left at present.
+    used_up: HashSet<u128>,
 }
 
 impl Pool {
@@ -212,11 +211,12 @@ impl Pool {
             free: std::iter::once(first + 2..end).collect(),
             found: HashMap::new(),
             found_since: None,
-            live: HashMap::new(),
+            live: Vec::new(),
             departed: HashMap::new(),
             quarantined: VecDeque::new(),
             reusable: HashMap::new(),
             held: HashMap::new(),
+            used_up: HashSet::new(),
         }
     }
 
@@ -248,49 +248,69 @@ impl Pool {
         self.found_since = (!self.found.is_empty()).then_some(now);
     }
 
+    /// See [`Tokens::assign`]. An owner that stays costs one comparison.
+    fn assign<'a>(
+        &mut self,
+        owners: impl Iterator<Item = &'a Owner>,
+        now: Instant,
+    ) -> Vec<Result<u128, Lack>> {
+        let mut before = std::mem::take(&mut self.live).into_iter().peekable();
+        let mut owners: Vec<(&Owner, Option<u128>)> = owners.map(|owner| (owner, None)).collect();
+        for (owner, kept) in &mut owners {
+            while let Some((gone, number)) = before.next_if(|(other, _)| other.key() < owner.key()) {
+                self.release(gone, number, now);
+            }
+            *kept = before.next_if(|(other, _)| other == *owner).map(|(_, number)| number);
+        }
+        before.for_each(|(gone, number)| self.release(gone, number, now));
+        self.advance(now);
+        for (owner, kept) in owners.iter_mut().filter(|(_, kept)| kept.is_none()) {
+            *kept = self.restore(owner);
+        }
+        let mut given = Vec::with_capacity(owners.len());
+        for (owner, kept) in owners {
+            let number = kept.map_or_else(|| self.acquire(owner), Ok);
+            self.live.extend(number.ok().map(|number| (owner.clone(), number)));
+            given.push(number);
+        }
+        given
+    }
+
+    fn release(&mut self, owner: Owner, number: u128, now: Instant) {
+        self.quarantined.push_back((owner.clone(), now));
+        self.departed.insert(owner, Departed { number, since: now });
+    }
+
     /// Frees what has been in quarantine for long enough, and the tokens whose owners have not come within it.
-    fn advance(&mut self, now: Instant) -> bool {
-        let mut freed = false;
-        if self.found_since.is_some_and(|since| now.saturating_duration_since(since) >= QUARANTINE) {
+    fn advance(&mut self, now: Instant) {
+        let over = |since: Instant| now.saturating_duration_since(since) >= QUARANTINE;
+        if self.found_since.is_some_and(over) {
             self.found_since = None;
             for (net, number) in self.found.drain() {
                 let bits = u32::from(net.max_prefix_len() - net.prefix_len());
                 // It was not larger than the range when it was found.
                 let size = 1_u128.checked_shl(bits).unwrap_or(0);
                 self.free.push_back(number..number + size);
-                freed = true;
             }
         }
-        let over = |since: Instant| now.saturating_duration_since(since) >= QUARANTINE;
         while let Some((owner, since)) = self.quarantined.pop_front_if(|(_, since)| over(*since)) {
-            let Some(departed) = self.departed.get_mut(&owner) else { continue };
-            if departed.since == since && std::mem::take(&mut departed.held) {
+            if self.departed.get(&owner).is_some_and(|departed| departed.since == since)
+                && let Some(departed) = self.departed.remove(&owner)
+            {
                 unhold(&mut self.held, &owner);
-                self.reusable.entry(owner.size().unwrap_or(1)).or_default().push_back((owner, since));
-                freed = true;
+                self.reusable.entry(owner.size().unwrap_or(1)).or_default().push_back(departed.number);
             }
         }
-        freed
+        self.used_up.clear();
     }
 
-    fn release(&mut self, owner: &Owner, now: Instant) {
-        let Some(number) = self.live.remove(owner) else { return };
-        self.departed.insert(owner.clone(), Departed { number, since: now, held: true });
-        self.quarantined.push_back((owner.clone(), now));
-    }
-
+    /// What the owner had.
     fn restore(&mut self, owner: &Owner) -> Option<u128> {
-        if let Some(number) = self.live.get(owner) {
-            return Some(*number);
+        if let Some(departed) = self.departed.remove(owner) {
+            return Some(departed.number);
         }
-        let (number, held) = match self.departed.remove(owner) {
-            Some(departed) => (departed.number, departed.held),
-            None => (self.found.remove(&owner.net())?, false),
-        };
-        if !held {
-            *self.held.entry(owner.share().0).or_default() += 1;
-        }
-        self.live.insert(owner.clone(), number);
+        let number = self.found.remove(&owner.net())?;
+        *self.held.entry(owner.share().0).or_default() += 1;
         Some(number)
     }
 
@@ -300,9 +320,14 @@ impl Pool {
         if self.held.get(&share).is_some_and(|held| *held >= most) {
             return Err(Lack::Share);
         }
-        let number = self.take(size).ok_or(Lack::Range)?;
+        if self.used_up.contains(&size) {
+            return Err(Lack::Range);
+        }
+        let Some(number) = self.take(size) else {
+            self.used_up.insert(size);
+            return Err(Lack::Range);
+        };
         *self.held.entry(share).or_default() += 1;
-        self.live.insert(owner.clone(), number);
         Ok(number)
     }
 
@@ -319,18 +344,8 @@ impl Pool {
 
     /// One that left its quarantine, so that nodes that come and go do not use up the range, else a fresh one.
     fn take(&mut self, size: u128) -> Option<u128> {
-        self.out_of_quarantine(size).or_else(|| if size == 1 { self.fresh() } else { self.fresh_block(size) })
-    }
-
-    fn out_of_quarantine(&mut self, size: u128) -> Option<u128> {
-        let reusable = self.reusable.get_mut(&size)?;
-        while let Some((owner, since)) = reusable.pop_front() {
-            // Else it came back meanwhile; if it left again, that is a later entry.
-            if self.departed.get(&owner).is_some_and(|departed| departed.since == since && !departed.held) {
-                return self.departed.remove(&owner).map(|departed| departed.number);
-            }
-        }
-        None
+        let reusable = self.reusable.get_mut(&size).and_then(VecDeque::pop_front);
+        reusable.or_else(|| if size == 1 { self.fresh() } else { self.fresh_block(size) })
     }
 
     fn fresh(&mut self) -> Option<u128> {

@@ -232,11 +232,11 @@ impl Reporter {
                 .into_iter()
                 .map(|(name, count)| (name.to_owned(), count))
                 .collect(),
-            routes: desired.routes.len(),
-            routes_down: desired.routes.values().filter(|target| !target.up).count(),
-            excluded: desired.excluded.len(),
+            routes: desired.table.routes.len(),
+            routes_down: desired.routes().filter(|(_, target)| !target.up).count(),
+            excluded: desired.table.excluded.len(),
             ports: desired.ports.iter().copied().collect(),
-            clients: desired.clients.iter().copied().collect(),
+            clients: desired.table.clients.iter().copied().collect(),
             programs: redirect
                 .program_info()
                 .into_iter()

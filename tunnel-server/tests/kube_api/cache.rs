@@ -74,7 +74,8 @@ impl Following {
     }
 
     async fn until_routed(&self, expected: &[&str]) {
-        let routed = || self.router.desired().routes.keys().map(ToString::to_string).collect::<Vec<_>>();
+        let routed =
+            || self.router.desired().table.routes.keys().map(ToString::to_string).collect::<Vec<_>>();
         eventually(&format!("routes to {expected:?}"), || (routed() == expected).then_some(())).await;
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::libc;
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, Type};
-use tunnel_server::redirect::RouteTarget;
+use tunnel_server::route::RouteTarget;
 
 use crate::Case;
 use crate::raw;
@@ -90,7 +90,7 @@ fn retried() {
 
     let socket = tcp(Domain::IPV4);
     assert_eq!(socket.connect(&to).unwrap_err().raw_os_error(), Some(libc::EHOSTUNREACH));
-    world.redirect.apply(|| up.clone()).unwrap();
+    world.redirect.apply(|| up.clone().into()).unwrap();
     socket.connect(&to).unwrap();
     arrived(&socket.into(), at(EDGE.0, PORT), EDGE.1);
 
@@ -279,10 +279,10 @@ fn any_port() {
     ask(at(EDGE.0, PORT)).unwrap();
 
     desired.routes.get_mut(&pods).unwrap().up = false;
-    world.redirect.apply(|| desired.clone()).unwrap();
+    world.redirect.apply(|| desired.clone().into()).unwrap();
     fails(at("10.244.3.7", 8080), libc::EHOSTUNREACH);
     desired.routes.remove(&pods);
-    world.redirect.apply(|| desired.clone()).unwrap();
+    world.redirect.apply(|| desired.clone().into()).unwrap();
     let ports = world.counter("connect4/port");
     assert!(ask(at("10.244.3.9", 8080)).is_err());
     assert_eq!(world.counter("connect4/port"), ports + 1, "without such routes no address is looked up");

@@ -265,7 +265,7 @@ fn without_ipv6() {
     sysctl("net.ipv6.conf.all.disable_ipv6", "1");
     let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
     assert!(!redirect.ipv6());
-    redirect.apply(|| desired(&[EDGE, EDGE_V6])).unwrap();
+    redirect.apply(|| desired(&[EDGE, EDGE_V6]).into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     assert_eq!(token_routes().len(), 1);
     drop((redirect, serving));
@@ -276,7 +276,7 @@ fn without_v6_listener() {
     let door = Door::open();
     let serving = door.serve();
     let redirect = Redirect::start(config(), &door.v4, None).unwrap();
-    redirect.apply(|| desired(&[EDGE, EDGE_V6])).unwrap();
+    redirect.apply(|| desired(&[EDGE, EDGE_V6]).into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
     // An IPv6 socket to an IPv4 edge is still redirected.
     ask(at("::ffff:10.8.0.7", PORT)).unwrap();

@@ -68,7 +68,7 @@ fn stop_leaves_nothing() {
     assert_eq!(programs(), (0, 0));
     assert_eq!(token_routes(), Vec::<String>::new());
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
-    assert!(matches!(world.redirect.apply(|| desired(&[EDGE])), Err(RedirectError::Stopped)));
+    assert!(matches!(world.redirect.apply(|| desired(&[EDGE]).into()), Err(RedirectError::Stopped)));
     drop(world);
     eventually("the kernel unloads the programs", || {
         !loaded_programs().filter_map(Result::ok).any(|program| ids.contains(&program.id()))
@@ -186,7 +186,7 @@ fn taken_back() {
 fn late_change() {
     let world = World::start(&desired(&[]));
     let wanted = Mutex::new(desired(&[EDGE]));
-    let current = || wanted.lock().unwrap().clone();
+    let current = || wanted.lock().unwrap().clone().into();
     let (has_asked, asked) = mpsc::channel();
     let (has_written, written) = mpsc::channel();
     thread::scope(|scope| {
@@ -292,7 +292,7 @@ fn verify_while_closed() {
     world.redirect.set_serving(true).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     // With no port tunnelled nothing is redirected, and verification still works.
-    world.redirect.apply(tunnel_server::redirect::Desired::default).unwrap();
+    world.redirect.apply(tunnel_server::route::Desired::default).unwrap();
     runtime().block_on(world.redirect.verify()).unwrap();
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
 }

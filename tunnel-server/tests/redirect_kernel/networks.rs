@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use nix::libc;
 use tokio_util::sync::CancellationToken;
-use tunnel_server::shared_map::SharedSet;
 
 use crate::Case;
 use crate::peer::Peer;
@@ -46,10 +45,10 @@ fn pod_and_neighbour() {
     assert_eq!(world.counter("lookup4/foreign_client"), 1);
     // Its address becomes a client network: --redirect-clients.
     desired.clients.insert(net_of("10.1.0.0/24"));
-    world.redirect.apply(|| desired.clone()).unwrap();
+    world.redirect.apply(|| desired.clone().into()).unwrap();
     neighbour.connect(None, "198.18.0.7:10250").unwrap();
     desired.clients.remove(&net_of("10.1.0.0/24"));
-    world.redirect.apply(|| desired.clone()).unwrap();
+    world.redirect.apply(|| desired.clone().into()).unwrap();
     let error = neighbour.connect(None, "198.18.0.7:10250").unwrap_err();
     assert!(error.starts_with(&refused), "{error}");
 }
@@ -133,10 +132,10 @@ fn excluded_wins() {
     fails(at(EDGE.0, PORT), libc::ENETUNREACH);
     ask(at(EDGE_B.0, PORT)).unwrap();
     desired.excluded.insert(net_of("10.8.0.0/16"));
-    world.redirect.apply(|| desired.clone()).unwrap();
+    world.redirect.apply(|| desired.clone().into()).unwrap();
     fails(at(EDGE_B.0, PORT), libc::ENETUNREACH);
-    desired.excluded = SharedSet::default();
-    world.redirect.apply(|| desired.clone()).unwrap();
+    desired.excluded.clear();
+    world.redirect.apply(|| desired.clone().into()).unwrap();
     ask(at(EDGE.0, PORT)).unwrap();
     ask(at(EDGE_B.0, PORT)).unwrap();
 }
@@ -178,7 +177,7 @@ fn empty_slot() {
     let _kubelet_v6 = crate::support::listen("[::]:10250");
     let door = Door::open();
     let redirect = tunnel_server::redirect::Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
-    redirect.apply(|| desired(&[EDGE, crate::support::EDGE_V6])).unwrap();
+    redirect.apply(|| desired(&[EDGE, crate::support::EDGE_V6]).into()).unwrap();
     // Closing the sockets empties the slots.
     drop(door);
     fails(at(EDGE.0, PORT), libc::ECONNREFUSED);
@@ -195,7 +194,7 @@ fn address_reused() {
     assert_eq!(crate::support::greeting(&old).unwrap().local, at(EDGE.1, PORT));
     let mut reused = desired(&[]);
     route(&mut reused, EDGE.0, "198.18.4.4", true);
-    world.redirect.apply(|| reused.clone()).unwrap();
+    world.redirect.apply(|| reused.clone().into()).unwrap();
     assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at("198.18.4.4", PORT));
     // The departed node's token has no origin any more: getpeername() on an old connection returns the token.
     assert_eq!(old.peer_addr().unwrap(), at(EDGE.1, PORT));

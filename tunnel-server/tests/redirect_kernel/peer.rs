@@ -152,7 +152,7 @@ pub(crate) fn run_role(role: &str) -> ExitCode {
         ["server"] => {
             let door = Door::open();
             let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).expect("start");
-            redirect.apply(|| desired(&[EDGE])).expect("apply");
+            redirect.apply(|| desired(&[EDGE]).into()).expect("apply");
             println!("ready");
             // Until it is killed.
             for _ in std::io::stdin().lines() {}

@@ -2,17 +2,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
 use tunnel_server::inventory::InventoryNode;
-use tunnel_server::redirect::{Applied, Desired, MAX_ROUTES, Redirect, RedirectConfig, RouteTarget};
-use tunnel_server::route::{Holder, Router, RouterConfig};
+use tunnel_server::redirect::{Applied, Redirect, RedirectConfig};
+use tunnel_server::route::{Holder, MAX_ROUTES, RouteTarget, Router, RouterConfig};
 
 use crate::Case;
 use crate::peer::Peer;
-use crate::support::{Door, EDGE, PORT, World, ask, config, counter, desired, sysctl};
+use crate::support::{Door, EDGE, PORT, State, World, ask, config, counter, desired, sysctl};
 
 pub(crate) const CASES: &[Case] = &[
     ("scale::no_change_is_no_write", no_change),
@@ -23,10 +24,10 @@ pub(crate) const CASES: &[Case] = &[
 ];
 
 /// `count` edge nodes, each with a route, and `cloud` excluded cloud nodes.
-fn cluster(count: u32, cloud: u32) -> Desired {
+fn cluster(count: u32, cloud: u32) -> State {
     let edge = |n: u32| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a20_0000 + n)));
     let token = |n: u32| IpAddr::V4(Ipv4Addr::from(0xc612_0002 + n));
-    Desired {
+    State {
         ports: [10250, 10255, 9100].into(),
         excluded: (0..cloud).map(|n| IpNet::from(IpAddr::V4(Ipv4Addr::from(0x0a10_0000 + n)))).collect(),
         clients: BTreeSet::new(),
@@ -39,44 +40,44 @@ fn cluster(count: u32, cloud: u32) -> Desired {
 fn no_change() {
     let world = World::start(&cluster(100, 10));
     let mut state = cluster(100, 10);
-    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
+    assert_eq!(world.redirect.apply(|| state.clone().into()).unwrap(), Applied::default());
     let first = *state.routes.keys().next().unwrap();
     state.routes.get_mut(&first).unwrap().up = false;
-    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied { writes: 1, deletes: 0 });
-    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
+    assert_eq!(world.redirect.apply(|| state.clone().into()).unwrap(), Applied { writes: 1, deletes: 0 });
+    assert_eq!(world.redirect.apply(|| state.clone().into()).unwrap(), Applied::default());
     state.routes.remove(&first);
     assert_eq!(
-        world.redirect.apply(|| state.clone()).unwrap(),
+        world.redirect.apply(|| state.clone().into()).unwrap(),
         Applied { writes: 0, deletes: 2 },
         "the route and its origin"
     );
     state.ports.remove(&9100);
-    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied { writes: 0, deletes: 1 });
-    assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
+    assert_eq!(world.redirect.apply(|| state.clone().into()).unwrap(), Applied { writes: 0, deletes: 1 });
+    assert_eq!(world.redirect.apply(|| state.clone().into()).unwrap(), Applied::default());
 }
 
 fn many_nodes() {
-    let world = World::start(&Desired::default());
+    let world = World::start(&State::default());
     for (count, cloud) in [(5_000, 100), (100_000, 5_000)] {
         let state = cluster(count, cloud);
         let begun = Instant::now();
-        let applied = world.redirect.apply(|| state.clone()).unwrap();
+        let applied = world.redirect.apply(|| state.clone().into()).unwrap();
         let full = begun.elapsed();
         let begun = Instant::now();
-        assert_eq!(world.redirect.apply(|| state.clone()).unwrap(), Applied::default());
+        assert_eq!(world.redirect.apply(|| state.clone().into()).unwrap(), Applied::default());
         let nothing = begun.elapsed();
         let mut down = state.clone();
         let first = *down.routes.keys().next().unwrap();
         down.routes.get_mut(&first).unwrap().up = false;
         let begun = Instant::now();
-        assert_eq!(world.redirect.apply(|| down.clone()).unwrap(), Applied { writes: 1, deletes: 0 });
+        assert_eq!(world.redirect.apply(|| down.clone().into()).unwrap(), Applied { writes: 1, deletes: 0 });
         println!(
             "report {count} nodes x 3 ports, {cloud} cloud nodes: {} writes in {full:?}; no change {nothing:?}; one change {:?}{}",
             applied.writes,
             begun.elapsed(),
             if cfg!(debug_assertions) { " (unoptimised build)" } else { "" }
         );
-        world.redirect.apply(|| state.clone()).unwrap();
+        world.redirect.apply(|| state.clone().into()).unwrap();
         // The first, the last, one in between.
         for n in [0, count / 2, count - 1] {
             let (edge, token) = (Ipv4Addr::from(0x0a20_0000 + n), Ipv4Addr::from(0xc612_0002 + n));
@@ -139,7 +140,7 @@ fn counted(registry: &Registry, kind: &str) -> usize {
 fn too_many() {
     let world = World::with(
         RedirectConfig { token_range: "100.64.0.0/10".parse().unwrap(), ..config() },
-        &Desired::default(),
+        &State::default(),
     );
     let (router, registry) = routed(140_001, "100.64.0.0/10");
     let begun = Instant::now();
@@ -150,7 +151,7 @@ fn too_many() {
     assert_eq!(router.snapshot().conflicts().len(), left_out, "and status lists them");
     // Both ends of those that fit.
     for n in [0, u32::try_from(MAX_ROUTES).unwrap() - 1] {
-        let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(nth(n)))).unwrap().token;
+        let token = router.desired().route(IpAddr::V4(nth(n)).into()).unwrap().token;
         assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
     }
     // An agent that leaves, at once and alone.
@@ -160,20 +161,21 @@ fn too_many() {
     router.set_inventory((0..140_001).filter(|n| *n != 7).map(node).collect());
     assert_eq!(world.redirect.apply(|| router.desired()).unwrap(), Applied { writes: 2, deletes: 2 });
     let next = nth(u32::try_from(MAX_ROUTES).unwrap());
-    let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(next))).unwrap().token;
+    let token = router.desired().route(IpAddr::V4(next).into()).unwrap().token;
     assert_eq!(ask((next, PORT).into()).unwrap().local, (token, PORT).into());
 
     // Exclusions that do not fit change nothing: no route has them. Nor do others in their place.
     for first in [0x0c00_0000_u32, 0x0d00_0000] {
         let mut state = router.desired();
+        let table = Arc::make_mut(&mut state.table);
         for n in 0..131_073_u32 {
-            state.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n))));
+            table.excluded.insert(IpNet::from(IpAddr::V4(Ipv4Addr::from(first + n))));
         }
-        world.redirect.apply(|| state.clone()).unwrap();
+        world.redirect.apply(|| state).unwrap();
         assert!(world.redirect.left_out() > 0);
     }
     println!("report {} exclusions left out", world.redirect.left_out());
-    let token = router.desired().routes.get(&IpNet::from(IpAddr::V4(nth(1)))).unwrap().token;
+    let token = router.desired().route(IpAddr::V4(nth(1)).into()).unwrap().token;
     assert_eq!(ask((nth(1), PORT).into()).unwrap().local, (token, PORT).into());
     world.redirect.apply(|| router.desired()).unwrap();
     assert_eq!(world.redirect.left_out(), 0);
@@ -182,17 +184,17 @@ fn too_many() {
 fn too_few_tokens() {
     let world = World::with(
         RedirectConfig { token_range: "198.18.0.0/24".parse().unwrap(), ..config() },
-        &Desired::default(),
+        &State::default(),
     );
     let (router, registry) = routed(1000, "198.18.0.0/24");
     world.redirect.apply(|| router.desired()).unwrap();
     let desired = router.desired();
     let with: Vec<u32> =
-        (0..1000).filter(|n| desired.routes.get(&IpNet::from(IpAddr::V4(nth(*n)))).unwrap().up).collect();
+        (0..1000).filter(|n| desired.route(IpAddr::V4(nth(*n)).into()).unwrap().up).collect();
     assert_eq!(counted(&registry, "no_token"), 1000 - with.len());
     assert_eq!(with.len(), 238, "256 without the network's, the unassigned one and the reserved 16");
     for n in [with[0], with[237]] {
-        let token = desired.routes.get(&IpNet::from(IpAddr::V4(nth(n)))).unwrap().token;
+        let token = desired.route(IpAddr::V4(nth(n)).into()).unwrap().token;
         assert_eq!(ask((nth(n), PORT).into()).unwrap().local, (token, PORT).into());
     }
     // Who has no token is not reached by another way, where the kernel can say so.
@@ -207,7 +209,7 @@ fn many_connections() {
     sysctl("net.ipv4.ip_local_port_range", "1024 65535");
     let door = Door::open();
     let redirect = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap();
-    redirect.apply(|| desired(&[EDGE])).unwrap();
+    redirect.apply(|| desired(&[EDGE]).into()).unwrap();
     // As many processes on either side as the descriptor limit makes necessary.
     let each = (crate::peer::raise_descriptor_limit() - 100).min(COUNT);
     let processes = COUNT.div_ceil(each);

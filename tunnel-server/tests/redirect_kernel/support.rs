@@ -1,6 +1,6 @@
 //! Shared by the cases: the door behind the redirect, clients, and small tools.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use socket2::{Domain, SockRef, Socket, Type};
-use tunnel_server::redirect::{Desired, Redirect, RedirectConfig, RouteTarget};
+use tunnel_server::redirect::{Redirect, RedirectConfig};
+use tunnel_server::route::{Desired, Route, RouteTarget, Table};
 
 /// An edge node: its address, its token.
 pub(crate) type Edge = (&'static str, &'static str);
@@ -26,21 +27,38 @@ pub(crate) fn config() -> RedirectConfig {
     RedirectConfig { cgroup: Some(crate::harness::own_cgroup()), ..RedirectConfig::default() }
 }
 
-/// The edges' routes, up, on ports 10250 and 10255.
-pub(crate) fn desired(edges: &[Edge]) -> Desired {
-    Desired {
-        ports: [PORT, 10255].into(),
-        routes: edges
-            .iter()
-            .map(|(net, token)| {
-                (net_of(net), RouteTarget { token: address(token), up: true, any_port: false })
-            })
-            .collect(),
-        ..Desired::default()
+/// What the kernel should hold, each route up or down by itself.
+#[derive(Clone, Default)]
+pub(crate) struct State {
+    pub(crate) ports: BTreeSet<u16>,
+    pub(crate) excluded: BTreeSet<IpNet>,
+    pub(crate) clients: BTreeSet<IpNet>,
+    pub(crate) routes: BTreeMap<IpNet, RouteTarget>,
+}
+
+impl From<State> for Desired {
+    fn from(state: State) -> Self {
+        let State { ports, excluded, clients, routes } = state;
+        let up = routes.values().map(|target| target.up).collect();
+        // A node for each.
+        let node = |(n, net): (usize, &IpNet)| (format!("edge-{n:07}").parse().expect("a name"), vec![*net]);
+        let nodes = routes.keys().enumerate().map(node).collect();
+        let routes = routes.into_iter().enumerate().map(|(n, (net, RouteTarget { token, any_port, .. }))| {
+            (net, Route { token, any_port, node: Some(n) })
+        });
+        let table = Table { excluded, clients, routes: routes.collect(), nodes };
+        Self { ports, table: Arc::new(table), up }
     }
 }
 
-pub(crate) fn route(desired: &mut Desired, net: &str, token: &str, up: bool) {
+/// The edges' routes, up, on ports 10250 and 10255.
+pub(crate) fn desired(edges: &[Edge]) -> State {
+    let target = |token| RouteTarget { token: address(token), up: true, any_port: false };
+    let routes = edges.iter().map(|(net, token)| (net_of(net), target(token))).collect();
+    State { ports: [PORT, 10255].into(), routes, ..State::default() }
+}
+
+pub(crate) fn route(desired: &mut State, net: &str, token: &str, up: bool) {
     desired.routes.insert(net_of(net), RouteTarget { token: address(token), up, any_port: false });
 }
 
@@ -139,15 +157,15 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn start(desired: &Desired) -> Self {
+    pub(crate) fn start(desired: &State) -> Self {
         Self::with(config(), desired)
     }
 
-    pub(crate) fn with(config: RedirectConfig, desired: &Desired) -> Self {
+    pub(crate) fn with(config: RedirectConfig, desired: &State) -> Self {
         let door = Door::open();
         let serving = door.serve();
         let redirect = Redirect::start(config, &door.v4, Some(&door.v6)).expect("start");
-        redirect.apply(|| desired.clone()).expect("apply");
+        redirect.apply(|| desired.clone().into()).expect("apply");
         Self { redirect: Arc::new(redirect), _door: door, serving }
     }
 

@@ -130,7 +130,6 @@ impl Nodes {
         !self.complete && self.lists_none() && self.inventory.is_empty()
     }
 
-    /// A copy: it costs nothing.
     fn inventory(&self) -> Inventory {
         self.inventory.clone()
     }
@@ -154,22 +153,17 @@ impl Nodes {
                 false
             }
             Event::InitDone => {
-                let listed = std::mem::take(&mut self.listed);
-                let known = self
-                    .inventory
-                    .iter()
-                    .map(|node| node.name.as_str())
-                    .chain(self.skipped.keys().map(String::as_str));
-                let gone: Vec<_> =
-                    known.filter(|name| !listed.contains_key(*name)).map(str::to_owned).collect();
-                let mut changed = !std::mem::replace(&mut self.complete, true);
-                for name in gone {
-                    changed |= self.forget(&name);
+                let (mut nodes, mut skipped) = (Vec::with_capacity(self.listed.len()), BTreeMap::new());
+                for (name, known) in std::mem::take(&mut self.listed) {
+                    nodes.extend(known.node);
+                    if !known.skipped.is_empty() {
+                        skipped.insert(name, known.skipped);
+                    }
                 }
-                for (name, known) in listed {
-                    changed |= self.set(&name, known);
-                }
-                changed
+                self.skipped = skipped;
+                let first = !std::mem::replace(&mut self.complete, true);
+                let before = std::mem::replace(&mut self.inventory, nodes.into());
+                first || self.inventory != before
             }
             Event::Apply(node) => {
                 let known = self.read(&node);

@@ -152,7 +152,7 @@ proptest! {
             let (desired, snapshot) = (router.desired(), router.snapshot());
             let mut tokens = HashSet::new();
             for address in addresses() {
-                let target = desired.routes.get(&IpNet::from(address));
+                let target = desired.route(IpNet::from(address));
                 match model.expected.get(&address).cloned().unwrap_or(Expect::Direct) {
                     Expect::Direct => prop_assert_eq!(target, None),
                     Expect::Down => {
@@ -170,7 +170,7 @@ proptest! {
                 }
             }
             // Excluded is exactly the operator's ranges and what cloud nodes have had for a while.
-            prop_assert!(desired.excluded.iter().eq(&model.excluded(now)), "{:?}", desired.excluded);
+            prop_assert_eq!(&desired.table.excluded, &model.excluded(now));
         }
     }
 }

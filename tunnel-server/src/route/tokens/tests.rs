@@ -6,29 +6,20 @@ use proptest::prelude::*;
 
 use super::*;
 
-impl Pool {
-    /// For each owner the token that it has or had, else another. Owners that are not listed lose theirs.
-    fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> Vec<(Owner, Option<u128>)> {
-        self.advance(now);
-        let gone: Vec<_> = self.live.keys().filter(|owner| !owners.contains(owner)).cloned().collect();
-        gone.iter().for_each(|owner| self.release(owner, now));
-        let kept: Vec<_> = owners.iter().map(|owner| self.restore(owner)).collect();
-        let each = owners.into_iter().zip(kept);
-        each.map(|(owner, kept)| (owner.clone(), kept.or_else(|| self.acquire(&owner).ok()))).collect()
-    }
+/// Each owner's token.
+fn assign(tokens: &mut Tokens, mut owners: Vec<Owner>, now: Instant) -> HashMap<Owner, Option<IpAddr>> {
+    owners.sort_by_key(Owner::key);
+    let assigned = tokens.assign(&owners, now);
+    assert_eq!(assigned.len(), owners.len());
+    owners.into_iter().zip(assigned).map(|(owner, token)| (owner, token.ok())).collect()
 }
 
-impl Tokens {
-    fn assign(&mut self, owners: Vec<Owner>, now: Instant) -> HashMap<Owner, Option<IpAddr>> {
-        let (v4, v6): (Vec<_>, Vec<_>) = owners.into_iter().partition(Owner::is_ipv4);
-        let assigned = self.v4.assign(v4, now).into_iter().chain(self.v6.assign(v6, now));
-        assigned
-            .map(|(owner, number)| {
-                let token = number.map(|number| address(&owner, number));
-                (owner, token)
-            })
-            .collect()
-    }
+/// The same of one pool, in the order of the owners.
+fn of_pool(pool: &mut Pool, mut owners: Vec<Owner>, now: Instant) -> Vec<(Owner, Option<u128>)> {
+    owners.sort_by_key(Owner::key);
+    let assigned = pool.assign(owners.iter(), now);
+    assert_eq!(assigned.len(), owners.len());
+    owners.into_iter().zip(assigned).map(|(owner, token)| (owner, token.ok())).collect()
 }
 
 /// `size` addresses from 198.18.0.0; one is the network's and one is never assigned.
@@ -42,7 +33,7 @@ fn owner(number: u8) -> Owner {
 }
 
 fn one(pool: &mut Pool, number: u8, now: Instant) -> Option<String> {
-    let assigned = pool.assign(vec![owner(number)], now);
+    let assigned = of_pool(pool, vec![owner(number)], now);
     assigned[0].1.map(|token| Ipv4Addr::from(token as u32).to_string())
 }
 
@@ -75,7 +66,7 @@ fn an_owner_that_returns_in_time_gets_its_token_back() {
 fn a_used_up_range_is_reported_and_recovers() {
     let mut pool = pool(7);
     let start = Instant::now();
-    let assigned = pool.assign((0..6).map(owner).collect(), start);
+    let assigned = of_pool(&mut pool, (0..6).map(owner).collect(), start);
     assert_eq!(assigned.iter().filter_map(|(_, token)| *token).collect::<HashSet<_>>().len(), 5);
     assert_eq!(assigned.iter().filter(|(_, token)| token.is_none()).count(), 1);
     assert!(assigned.iter().all(|(_, token)| *token != Some(pool.unassigned)));
@@ -98,7 +89,7 @@ fn blocks_are_aligned_and_do_not_overlap() {
         owner(1),
         owner(2),
     ];
-    let given = tokens.assign(wanted.to_vec(), Instant::now());
+    let given = assign(&mut tokens, wanted.to_vec(), Instant::now());
     let text = |owner: &Owner| given[owner].map(|token| token.to_string());
     // The last addresses are the redirect's own; below them they are packed, each aligned to its size.
     assert_eq!(text(&wanted[0]).as_deref(), Some("198.18.2.0"));
@@ -115,15 +106,15 @@ fn a_departed_block_is_reused_for_the_same_size() {
     let (first, second, half) =
         (pods(1, "10.244.1.0/25"), pods(2, "10.244.2.0/25"), pods(3, "10.244.3.0/26"));
     let block = |given: HashMap<Owner, Option<IpAddr>>, owner: &Owner| given[owner];
-    let one = block(tokens.assign(vec![first.clone()], start), &first);
+    let one = block(assign(&mut tokens, vec![first.clone()], start), &first);
     assert!(one.is_some());
-    let two = block(tokens.assign(vec![second.clone()], start), &second);
+    let two = block(assign(&mut tokens, vec![second.clone()], start), &second);
     assert!(two.is_some() && two != one);
     let later = start + QUARANTINE;
-    let other = block(tokens.assign(vec![second.clone(), half.clone()], later), &half);
+    let other = block(assign(&mut tokens, vec![second.clone(), half.clone()], later), &half);
     assert!(other.is_some() && other != one, "another size does not take it");
     let third = pods(4, "10.244.4.0/25");
-    assert_eq!(block(tokens.assign(vec![second, half, third.clone()], later), &third), one);
+    assert_eq!(block(assign(&mut tokens, vec![second, half, third.clone()], later), &third), one);
 }
 
 #[test]
@@ -131,7 +122,7 @@ fn what_an_earlier_server_assigned_stays() {
     let tokens = || Tokens::new("198.18.0.0/22".parse().unwrap(), "fd00::/112".parse().unwrap());
     let (mut before, start) = (tokens(), Instant::now());
     let wanted = vec![owner(1), owner(2), owner(3), pods(1, "10.244.1.0/24"), pods(2, "10.244.2.0/25")];
-    let mut given = before.assign(wanted.clone(), start);
+    let mut given = assign(&mut before, wanted.clone(), start);
     // The first has left in the meantime.
     let gone = given.remove(&wanted[0]).flatten().unwrap();
     let mut found: Vec<_> = wanted[1..].iter().map(|owner| (owner.net(), given[owner].unwrap())).collect();
@@ -150,13 +141,13 @@ fn what_an_earlier_server_assigned_stays() {
     after.take_over(&[], start);
     let late = wanted[4].clone();
     let others = [wanted[1..4].to_vec(), vec![owner(4), pods(4, "10.244.4.0/25")]].concat();
-    let again = after.assign(others.clone(), start);
+    let again = assign(&mut after, others.clone(), start);
     assert!(wanted[1..4].iter().all(|owner| again[owner] == given[owner]), "{again:?}");
     assert_eq!(again[&owner(4)], Some(gone), "a hole is filled");
     let block = again[&others[4]];
     assert!(block.is_some() && block != given[&late], "{block:?}");
     let with_late = [others, vec![late.clone()]].concat();
-    assert_eq!(after.assign(with_late, start)[&late], given[&late], "it was kept for its owner");
+    assert_eq!(assign(&mut after, with_late, start)[&late], given[&late], "it was kept for its owner");
 }
 
 /// A server that was killed has left tokens, and the one that runs now has given others.
@@ -186,7 +177,7 @@ fn of_what_two_servers_assigned_the_first_counts() {
             tokens.take_over(&left, start);
         }
         let wanted = [owner(1), owner(2), owner(3), owner(4), owner(6), owner(7), pods(5, "10.244.5.0/24")];
-        let assigned = tokens.assign(wanted.to_vec(), start);
+        let assigned = assign(&mut tokens, wanted.to_vec(), start);
         let of = |number: u8| assigned[&owner(number)].map(|token| token.to_string());
         assert_eq!(of(1).as_deref(), Some("198.18.0.9"));
         assert_eq!(of(2).as_deref(), Some("198.18.0.4"));
@@ -204,7 +195,7 @@ fn found_tokens_without_an_owner_become_free_after_the_quarantine() {
     let found = u128::from(u32::from(Ipv4Addr::new(198, 18, 0, 2)));
     pool.take_over(vec![(owner(1).net(), found)], start);
     assert_eq!(one(&mut pool, 2, start).as_deref(), Some("198.18.0.3"));
-    let both = |pool: &mut Pool, now| pool.assign(vec![owner(2), owner(3)], now)[1].1;
+    let both = |pool: &mut Pool, now| of_pool(pool, vec![owner(2), owner(3)], now)[1].1;
     assert_eq!(both(&mut pool, start + QUARANTINE - Duration::from_millis(1)), None);
     assert_eq!(both(&mut pool, start + QUARANTINE), Some(found));
 }
@@ -213,7 +204,7 @@ fn found_tokens_without_an_owner_become_free_after_the_quarantine() {
 fn a_range_larger_than_the_tokens_gets_none() {
     let mut tokens = Tokens::new("198.18.0.0/24".parse().unwrap(), "fd00::/112".parse().unwrap());
     let wanted = [pods(1, "10.0.0.0/8"), pods(2, "fd01::/64"), pods(3, "::/0"), pods(4, "0.0.0.0/0")];
-    let given = tokens.assign(wanted.to_vec(), Instant::now());
+    let given = assign(&mut tokens, wanted.to_vec(), Instant::now());
     assert!(given.values().all(Option::is_none), "{given:?}");
 }
 
@@ -239,16 +230,16 @@ fn a_share_is_the_same_for_all_at_once_and_one_by_one() {
         }
         counts
     };
-    assert_eq!(without(tokens.assign(owners.clone(), now)), [2, 2, 2]);
-    assert_eq!(without(tokens.assign(owners, now)), [2, 2, 2]);
+    assert_eq!(without(assign(&mut tokens, owners.clone(), now)), [2, 2, 2]);
+    assert_eq!(without(assign(&mut tokens, owners, now)), [2, 2, 2]);
     // Those that it had count until their quarantine ends.
     let other = vec![Owner::Node(node, address(1 << 20))];
     let almost = now + QUARANTINE - Duration::from_millis(1);
-    assert_eq!(without(tokens.assign(other.clone(), now)), [1, 0, 0]);
+    assert_eq!(without(assign(&mut tokens, other.clone(), now)), [1, 0, 0]);
     assert_eq!(tokens.due(now), Some(now + QUARANTINE));
     assert_eq!(tokens.due(now + QUARANTINE), None);
-    assert_eq!(without(tokens.assign(other.clone(), almost)), [1, 0, 0]);
-    assert_eq!(without(tokens.assign(other, now + QUARANTINE)), [0, 0, 0]);
+    assert_eq!(without(assign(&mut tokens, other.clone(), almost)), [1, 0, 0]);
+    assert_eq!(without(assign(&mut tokens, other, now + QUARANTINE)), [0, 0, 0]);
 }
 
 #[test]
@@ -262,7 +253,7 @@ fn the_second_token_of_a_range_is_never_assigned() {
 fn whole_address_spaces_do_not_overflow() {
     let mut tokens = Tokens::new("128.0.0.0/1".parse().unwrap(), "::/0".parse().unwrap());
     let v6 = Owner::Contested("fd00::1".parse().unwrap());
-    let assigned = tokens.assign(vec![owner(1), v6.clone()], Instant::now());
+    let assigned = assign(&mut tokens, vec![owner(1), v6.clone()], Instant::now());
     assert_eq!(assigned[&v6], Some("::2".parse().unwrap()));
     assert_eq!(assigned[&owner(1)], Some("128.0.0.2".parse().unwrap()));
 }
@@ -270,7 +261,7 @@ fn whole_address_spaces_do_not_overflow() {
 #[test]
 fn reserved_tokens_are_never_assigned() {
     let mut tokens = Tokens::new("198.18.0.0/24".parse().unwrap(), "fd00::/112".parse().unwrap());
-    let assigned = tokens.assign((0..=255).map(owner).collect(), Instant::now());
+    let assigned = assign(&mut tokens, (0..=255).map(owner).collect(), Instant::now());
     let given: HashSet<_> = assigned.values().flatten().collect();
     assert_eq!(given.len(), 256 - 16 - 2);
     assert!(!given.iter().any(|token| reserved_tokens("198.18.0.0/24".parse().unwrap()).contains(
@@ -295,7 +286,7 @@ proptest! {
             for (owner, token) in &before {
                 last_use.insert(*token, (owner.clone(), now));
             }
-            let assigned = pool.assign(present.iter().map(|n| owner(*n)).collect(), now);
+            let assigned = of_pool(&mut pool, present.iter().map(|n| owner(*n)).collect(), now);
             prop_assert_eq!(assigned.len(), present.len());
             let mut seen = HashSet::new();
             for (owner, token) in &assigned {
@@ -312,4 +303,15 @@ proptest! {
             before = assigned.into_iter().map(|(owner, token)| (owner, token.unwrap())).collect();
         }
     }
+}
+
+#[test]
+fn the_reserved_block_is_the_end_of_the_range() {
+    let reserved = |range: &str| reserved_tokens(range.parse::<Ipv4Net>().unwrap()).to_string();
+    assert_eq!(reserved("198.18.0.0/15"), "198.19.255.0/24");
+    assert_eq!(reserved("10.0.0.0/8"), "10.255.255.0/24");
+    assert_eq!(reserved("198.18.0.0/24"), "198.18.0.240/28");
+    let reserved = |range: &str| reserved_tokens_v6(range.parse().unwrap()).to_string();
+    assert_eq!(reserved("fd00::/64"), "fd00::ffff:ffff:ffff:ff00/120");
+    assert_eq!(reserved("fd00::/112"), "fd00::ff00/120");
 }

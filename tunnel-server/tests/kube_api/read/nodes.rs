@@ -310,7 +310,7 @@ async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
     let last = || following.published.lock().unwrap().last().unwrap().1.clone();
     router.set_inventory(last());
     let before = router.desired();
-    assert_eq!(before.routes.len(), 3);
+    assert_eq!(before.table.routes.len(), 3);
 
     let address =
         |n: u32| json!({"type": "InternalIP", "address": std::net::Ipv4Addr::from(0x0a08_0001 + n)});
@@ -326,11 +326,12 @@ async fn a_node_that_names_50_000_addresses_changes_nobody_elses_routes() {
     println!("50,000 addresses: published after {took:?}");
     router.set_inventory(last());
     let (after, snapshot) = (router.desired(), router.snapshot());
-    assert_eq!(after.excluded, before.excluded);
-    for (net, target) in before.routes.iter() {
-        assert_eq!(after.routes.get(net), Some(target), "{net}");
+    assert_eq!(after.table.excluded, before.table.excluded);
+    for (net, target) in before.routes() {
+        assert_eq!(after.route(net), Some(target), "{net}");
     }
-    assert!(after.routes.len() <= before.routes.len() + 12, "{} routes", after.routes.len());
+    let (fewer, more) = (before.table.routes.len(), after.table.routes.len());
+    assert!(more <= fewer + 12, "{more} routes");
     let kinds: Vec<_> = snapshot.conflicts().iter().map(|conflict| conflict.kind.as_str()).collect();
     assert_eq!(kinds, ["taken", "taken", "cloud_and_edge", "too_many"]);
 }

@@ -27,7 +27,7 @@ fn claims(addresses: &[&str]) -> Inventory {
 }
 
 fn routed(router: &Router) -> Vec<String> {
-    router.desired().routes.keys().map(ToString::to_string).collect()
+    router.desired().table.routes.keys().map(ToString::to_string).collect()
 }
 
 #[tokio::test]
