@@ -37,7 +37,6 @@ mod server_id;
 mod serving;
 pub mod session;
 pub mod settings;
-pub mod shared_map;
 mod source;
 pub mod status;
 mod takeover;

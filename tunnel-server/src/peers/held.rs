@@ -1,6 +1,6 @@
 //! Which of the other servers has which node.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
@@ -9,14 +9,11 @@ use tunnel_core::identity::NodeName;
 
 use super::peer::Peer;
 use crate::route::{Holder, Router};
-use crate::shared_map::SharedSet;
 
 /// The other servers, and which of them has which node.
 pub struct Peers {
     up: RwLock<Vec<Arc<Peer>>>,
     held: RwLock<HashMap<NodeName, Vec<Arc<Peer>>>>,
-    /// The keys of `held`, to be handed on.
-    nodes: Mutex<SharedSet<NodeName>>,
     router: Arc<Router>,
     changed: watch::Sender<u64>,
 }
@@ -24,8 +21,7 @@ pub struct Peers {
 impl Peers {
     /// Without any. `router` is kept up to date with which nodes they have.
     pub fn new(router: Arc<Router>) -> Self {
-        let (up, held, nodes) = (RwLock::default(), RwLock::default(), Mutex::default());
-        Self { up, held, nodes, router, changed: watch::Sender::new(0) }
+        Self { up: RwLock::default(), held: RwLock::default(), router, changed: watch::Sender::new(0) }
     }
 
     /// Those that have the node, the best one first. One that stops soon is asked after the others, and one that has not
@@ -40,8 +36,8 @@ impl Peers {
     }
 
     /// The nodes that any of them has.
-    pub fn nodes(&self) -> SharedSet<NodeName> {
-        self.nodes.lock().clone()
+    pub fn nodes(&self) -> BTreeSet<NodeName> {
+        self.held.read().keys().cloned().collect()
     }
 
     /// Grows whenever a node is the first time, or no more, with any of them. A receiver sees many changes as one.
@@ -55,14 +51,6 @@ impl Peers {
             self.router.set_live(node, Holder::Peers, true);
         } else {
             self.router.lose(node, Holder::Peers);
-        }
-        {
-            let mut nodes = self.nodes.lock();
-            if held {
-                nodes.insert(node.clone())
-            } else {
-                nodes.remove(node)
-            };
         }
         self.changed.send_modify(|changes| *changes += 1);
     }

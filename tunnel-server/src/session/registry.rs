@@ -1,6 +1,6 @@
 //! The live sessions by node.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,6 @@ use tunnel_core::identity::NodeName;
 use super::Session;
 use crate::metrics::Metrics;
 use crate::route::{Holder, Router};
-use crate::shared_map::SharedSet;
 
 /// Moves that a follower may be behind before it has to begin anew.
 const MOVES: usize = 1 << 12;
@@ -71,8 +70,6 @@ pub struct LastEnd {
 /// The live sessions by node.
 pub struct Sessions {
     live: RwLock<HashMap<NodeName, Arc<Session>>>,
-    /// The keys of `live`, to be handed on.
-    nodes: Mutex<SharedSet<NodeName>>,
     ended: Mutex<HashMap<NodeName, LastEnd>>,
     /// Sessions whose agents are leaving: they carry what they have, but get nothing new. Each node's oldest is the first.
     leaving: Mutex<HashMap<NodeName, VecDeque<Arc<Session>>>>,
@@ -88,7 +85,6 @@ impl Sessions {
     pub fn new(router: Arc<Router>, metrics: Metrics) -> Self {
         Self {
             live: RwLock::default(),
-            nodes: Mutex::default(),
             ended: Mutex::default(),
             leaving: Mutex::default(),
             ids: AtomicU64::new(1),
@@ -135,8 +131,8 @@ impl Sessions {
     }
 
     /// The nodes with a live session.
-    pub fn live(&self) -> SharedSet<NodeName> {
-        self.nodes.lock().clone()
+    pub fn live(&self) -> BTreeSet<NodeName> {
+        self.live.read().keys().cloned().collect()
     }
 
     /// Grows whenever a node gets or loses its session. A receiver sees many changes as one.
@@ -152,11 +148,6 @@ impl Sessions {
 
     /// To be called under the lock, so that followers see changes in their order.
     fn moved(&self, node: &NodeName, here: bool) {
-        if here {
-            self.nodes.lock().insert(node.clone())
-        } else {
-            self.nodes.lock().remove(node)
-        };
         self.changed.send_modify(|changes| *changes += 1);
         // Nobody may be following.
         let _ = self.moves.send(Move { node: node.clone(), here });

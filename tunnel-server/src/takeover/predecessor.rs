@@ -194,8 +194,8 @@ impl TakeOver {
         let mut missing = before.fleet();
         let found = async {
             loop {
-                let held = self.peers.nodes();
-                missing.retain(|node| !held.contains(node) && self.sessions.get(node).is_none());
+                missing
+                    .retain(|node| self.peers.holders(node).is_empty() && self.sessions.get(node).is_none());
                 if missing.is_empty() {
                     return;
                 }

@@ -1,5 +1,6 @@
 //! Tunnels, for the Events and the condition of their Nodes: a node has a tunnel while any server has its session.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +15,6 @@ use super::tracker::{Change, Tracker};
 use crate::kube::context::KubeContext;
 use crate::peers::Peers;
 use crate::session::Sessions;
-use crate::shared_map::SharedSet;
 
 /// An agent that is replaced by another one within this time has not been away.
 const DEBOUNCE: Duration = Duration::from_millis(200);
@@ -42,8 +42,8 @@ pub struct Tunnels<F> {
 pub async fn follow(
     context: KubeContext,
     events: Events,
-    own: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
-    elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName> + Send>,
+    own: Tunnels<impl Fn() -> BTreeSet<NodeName> + Send>,
+    elsewhere: Tunnels<impl Fn() -> BTreeSet<NodeName> + Send>,
     condition: bool,
 ) {
     let tracker = Arc::new(Mutex::new(Tracker::new(Instant::now())));
@@ -62,13 +62,13 @@ pub async fn follow(
 async fn track(
     context: &KubeContext,
     events: Events,
-    mut own: Tunnels<impl Fn() -> SharedSet<NodeName>>,
-    mut elsewhere: Tunnels<impl Fn() -> SharedSet<NodeName>>,
+    mut own: Tunnels<impl Fn() -> BTreeSet<NodeName>>,
+    mut elsewhere: Tunnels<impl Fn() -> BTreeSet<NodeName>>,
     tracker: &Mutex<Tracker>,
     changed: watch::Sender<()>,
 ) {
     let (mut leader, mut inventory) = (context.leader.clone(), context.inventory.clone());
-    let (mut here, mut there) = (SharedSet::default(), SharedSet::default());
+    let (mut here, mut there) = (BTreeSet::new(), BTreeSet::new());
     loop {
         let before =
             (std::mem::replace(&mut here, (own.nodes)()), std::mem::replace(&mut there, (elsewhere.nodes)()));
@@ -76,7 +76,7 @@ async fn track(
             let mut tracker = tracker.lock().unwrap_or_else(PoisonError::into_inner);
             let now = Instant::now();
             tracker.set_leading(*leader.borrow_and_update());
-            for (node, _) in here.changes_since(&before.0).into_iter().chain(there.changes_since(&before.1)) {
+            for node in here.symmetric_difference(&before.0).chain(there.symmetric_difference(&before.1)) {
                 tracker.observe(now, node, here.contains(node) || there.contains(node));
             }
             if inventory.has_changed().unwrap_or(false) {
