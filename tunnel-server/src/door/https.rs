@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use tokio::net::TcpStream;
 
 use super::client_hello::{HelloError, Parsed, parse_client_hello};
@@ -14,8 +14,7 @@ use super::context::{OpenError, OpenRequest};
 use super::front::Front;
 use super::open::{Door, Opened};
 use super::preface::{PrefaceError, answer, read_preface, timed_out};
-use super::resolve::resolve;
-use crate::route::Router;
+use crate::route::{Resolved, Router};
 
 /// A TLS alert (RFC 8446 §6) without its description: record header, fatal.
 const ALERT: [u8; 6] = [21, 3, 3, 0, 2, 2];
@@ -29,6 +28,24 @@ pub(crate) struct Https {
 }
 
 impl Https {
+    /// Where a ClientHello with this name leads.
+    ///
+    /// # Errors
+    /// Nowhere: it is no edge node's. A pod has no kubelet.
+    pub(super) fn request(&self, name: Option<&str>, router: &Router) -> Result<OpenRequest, String> {
+        let name = name.ok_or("the ClientHello names no server: send the node's name as SNI")?;
+        match router.resolve(name) {
+            Resolved::Edge(node) => {
+                let target = match self.port {
+                    Some(port) => router.dialled(&node, port),
+                    None => SocketAddr::new(node.address, node.kubelet_port),
+                };
+                Ok(OpenRequest::new(node.node, target, Bytes::new()))
+            }
+            other => Err(other.to_string()),
+        }
+    }
+
     /// Whether a client that names no node wants this server.
     fn is_meant(&self, name: Option<&str>) -> Option<&Arc<Front>> {
         let front = self.front.as_ref()?;
@@ -58,18 +75,8 @@ impl Door for Https {
                 return Err(OpenError::Client(error.to_string()));
             }
         };
-        let node = match &name {
-            Some(name) => resolve(name, router),
-            None => Err("the ClientHello names no server: send the node's name as SNI".to_owned()),
-        };
-        match (node, self.is_meant(name.as_deref())) {
-            (Ok(node), _) => {
-                let target = match self.port {
-                    Some(port) => router.target(node.address, port),
-                    None => SocketAddr::new(node.address, node.kubelet_port),
-                };
-                Ok(Opened::Carried(OpenRequest::new(node.node, target, read.freeze())))
-            }
+        match (self.request(name.as_deref(), router), self.is_meant(name.as_deref())) {
+            (Ok(request), _) => Ok(Opened::Carried(OpenRequest { prefix: read.freeze(), ..request })),
             (Err(_), Some(front)) => Ok(Opened::Served { front: front.clone(), prefix: read.freeze() }),
             (Err(reason), None) => {
                 alert(socket, UNRECOGNIZED_NAME).await;

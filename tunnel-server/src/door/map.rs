@@ -16,11 +16,10 @@ use tunnel_core::takeover::Copies;
 
 use super::context::{DoorContext, OpenError, OpenRequest};
 use super::open::{Door, Opened};
-use super::resolve::{Host, resolve};
 use crate::accept::Gate;
 use crate::admission::Shares;
 use crate::maps::{Map, Target, check, overlap};
-use crate::route::Router;
+use crate::route::{Resolved, Router};
 
 /// The door's name.
 pub(crate) const MAP: &str = "map";
@@ -39,24 +38,34 @@ impl Door for Mapped {
         if !map.permits(client) {
             return Err(OpenError::Client(format!("{} is not for {}", map.listen, client.to_canonical())));
         }
-        let found = resolve(map.node.as_str(), router).map_err(|_| {
-            let (listen, node) = (map.listen, &map.node);
-            OpenError::Client(format!("{listen} leads to {node}, which is no edge node with an address"))
-        });
-        let (node, target) = match map.target {
-            Target::Address(target) => match Host::of(map.node.as_str()) {
-                Host::Address(_) => (found?.node, target),
-                // A node without an address has a tunnel too.
-                Host::Name(_) => (map.node.clone(), target),
-            },
-            Target::Port(port) => {
-                let found = found?;
-                let target = router.target(found.address, port);
-                (found.node, target)
-            }
-        };
-        Ok(Opened::Carried(OpenRequest::new(node, target, Bytes::new())))
+        request(&map, router).map(Opened::Carried).map_err(OpenError::Client)
     }
+}
+
+/// Where a map leads.
+///
+/// # Errors
+/// Nowhere at present, and why.
+pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String> {
+    let (node, target) = match (map.target, router.resolve(map.node.as_str())) {
+        // A node without an address has a tunnel too.
+        (
+            Target::Address(target),
+            Resolved::WithoutAddress(_) | Resolved::Service { .. } | Resolved::Unknown(_),
+        ) => (map.node.clone(), target),
+        (target, resolved) => {
+            let found = resolved.on_edge().map_err(|_| {
+                let (listen, node) = (map.listen, &map.node);
+                format!("{listen} leads to {node}, which is no edge node with an address")
+            })?;
+            let target = match target {
+                Target::Address(target) => target,
+                Target::Port(port) => router.dialled(&found, port),
+            };
+            (found.node, target)
+        }
+    };
+    Ok(OpenRequest::new(node, target, Bytes::new()))
 }
 
 /// A map whose listener is open.

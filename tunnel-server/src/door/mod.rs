@@ -13,6 +13,8 @@ mod direct;
 mod egress;
 mod first_request;
 mod front;
+#[cfg(test)]
+mod hosts_tests;
 mod http;
 mod https;
 mod map;
@@ -21,7 +23,6 @@ mod open;
 mod plain;
 mod preface;
 mod redirect;
-mod resolve;
 mod way;
 
 use std::net::SocketAddr;

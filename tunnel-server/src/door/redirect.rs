@@ -58,11 +58,7 @@ impl Door for Redirected {
         if !node.pod && !router.tunnels(local.port()) {
             return Err(OpenError::Client(format!("port {} of {token} is not tunnelled", local.port())));
         }
-        let target = if node.pod {
-            SocketAddr::new(node.address, local.port())
-        } else {
-            router.target(node.address, local.port())
-        };
+        let target = router.dialled(&node, local.port());
         Ok(Opened::Carried(OpenRequest::new(node.node, target, Bytes::new())))
     }
 }

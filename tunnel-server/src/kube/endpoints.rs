@@ -39,7 +39,7 @@ impl ServiceEndpoints {
     ///
     /// # Errors
     /// There is no such Service or port, it has no endpoints, or the API server does not answer.
-    pub async fn of(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
+    pub async fn of(&self, name: &str, namespace: &str, port: u16) -> Result<Vec<Endpoint>, String> {
         let services = Api::<Service>::namespaced(self.client.clone(), namespace);
         let full_name = format!("{name}.{namespace}");
         let service = request(DEADLINE, "reading Service", &full_name, services.get_opt(name)).await;
@@ -56,7 +56,7 @@ impl ServiceEndpoints {
         if found.is_empty() {
             return Err(format!("the Service {full_name} has no ready endpoint"));
         }
-        Ok(found.into_iter().map(|endpoint| endpoint.address).collect())
+        Ok(found)
     }
 
     /// The Service that has this address now.

@@ -34,7 +34,8 @@ async fn a_services_ready_endpoints_are_found() {
     api.put(SLICES, slice("grafana-1", "grafana", 3000, endpoints));
     api.put(SLICES, slice("other-1", "other", 3000, json!([{"addresses": ["10.244.7.12"]}])));
     let found = services.of("grafana", "monitoring", 80).await.unwrap();
-    assert_eq!(found, ["10.244.7.9:3000".parse().unwrap(), "10.244.7.11:3000".parse().unwrap()]);
+    let found: Vec<_> = found.iter().map(|endpoint| endpoint.address.to_string()).collect();
+    assert_eq!(found, ["10.244.7.9:3000", "10.244.7.11:3000"]);
 
     for (name, port, reason) in [
         ("grafana", 53, "no Service grafana.monitoring with a TCP port 53"),

@@ -7,7 +7,8 @@ use http::uri::Scheme;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header};
 use tunnel_core::text::printable;
 
-use crate::door::front::{split, target_head, wanted_upgrade};
+use crate::door::front::{target_head, wanted_upgrade};
+use crate::route::split_host;
 
 /// The most bytes of a request's head.
 const MAX_HEAD: usize = 64 << 10;
@@ -63,7 +64,7 @@ pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
     }
     let token = token(&fields)?;
     if method == "CONNECT" {
-        let (host, port) = split(target)?;
+        let (host, port) = split_host(target)?;
         let port = port.ok_or_else(|| format!("CONNECT {}: add the port", printable(target, 100)))?;
         return Ok(Some(Asked { host: host.to_owned(), port, length, token, kind: Kind::Tunnel }));
     }
@@ -72,7 +73,7 @@ pub(super) fn parse(read: &[u8]) -> Result<Option<Asked>, String> {
         let reason = "this is a proxy: send CONNECT HOST:PORT, or a request with a whole http:// URL";
         return Err(reason.to_owned());
     };
-    let (host, port) = split(authority.as_str())?;
+    let (host, port) = split_host(authority.as_str())?;
     let (host, port) = (host.to_owned(), port.unwrap_or(HTTP));
     let coding = framing(&fields, version)?.cloned();
     let (mut head, ()) = Request::new(()).into_parts();

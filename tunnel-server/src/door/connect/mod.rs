@@ -21,6 +21,8 @@ use tokio::time::timeout;
 use tunnel_core::carry::prepare_socket;
 use tunnel_core::outcome::Outcome;
 
+#[cfg(test)]
+pub(super) use gatekeeper::{Denied, Reached};
 pub(crate) use gatekeeper::{Gatekeeper, Services};
 pub(crate) use inner::pair;
 pub(crate) use reception::Reception;

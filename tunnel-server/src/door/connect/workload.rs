@@ -10,10 +10,9 @@ use super::head::{Asked, Kind};
 use super::reception::Reception;
 use crate::door::answer::{refuse, status_of};
 use crate::door::context::OpenError;
-use crate::door::front::split;
 use crate::door::open::{Door, Opened};
 use crate::policy::Identity;
-use crate::route::Router;
+use crate::route::{Router, split_host};
 
 /// The door's name.
 pub(crate) const EDGE: &str = "edge";
@@ -50,7 +49,7 @@ impl Door for WorkloadMap {
 
     async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
         let Workload { reception, node, agent } = &self.workload;
-        let (host, port) = split(&self.target).map_err(OpenError::Client)?;
+        let (host, port) = split_host(&self.target).map_err(OpenError::Client)?;
         let port = port.ok_or_else(|| OpenError::Client(format!("{:?} has no port", self.target)))?;
         let asked = Asked { host: host.to_owned(), port, length: 0, token: None, kind: Kind::Map };
         let decided = reception.decide(&asked, Identity::Node(node.clone()), *agent, true).await;

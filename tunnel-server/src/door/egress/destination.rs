@@ -4,13 +4,12 @@ use std::net::{IpAddr, SocketAddr};
 
 use bytes::Bytes;
 use ipnet::IpNet;
-use tunnel_core::identity::NodeName;
 use tunnel_core::net::may_dial;
 use tunnel_core::text::printable;
 
 use crate::door::context::OpenRequest;
-use crate::door::resolve::Host;
-use crate::route::{ByAddress, Router};
+use crate::kube::Endpoint;
+use crate::route::{NodeAddress, Resolved, Router, split_host};
 
 /// Where a connection goes.
 #[derive(Debug, PartialEq, Eq)]
@@ -37,67 +36,51 @@ impl Direct {
     pub(super) fn allows(&self, address: IpAddr) -> bool {
         may_dial(&self.0, address)
     }
+
+    /// None: this server may not dial it.
+    pub(super) fn destination(&self, address: SocketAddr) -> Option<Destination> {
+        self.allows(address.ip()).then(|| Destination::Direct(address.ip().to_string(), address.port()))
+    }
 }
 
-/// What `HOST:PORT` means, with an IPv6 address in brackets.
+/// What `HOST:PORT` means.
 ///
 /// # Errors
 /// It is none, or a name that is neither an edge node's nor one that this server may look up.
 pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant, String> {
-    let (host, port) = split(text)?;
-    let name = match Host::of(&host) {
-        Host::Address(address) => return of_address(SocketAddr::new(address, port), router),
-        Host::Name(name) => name,
+    let (host, Some(port)) = split_host(text)? else {
+        return Err(format!("{:?} is not a host and a port", printable(text, 100)));
     };
-    if let Some(found) = router.snapshot().by_name(&name) {
-        let target = router.target(found.address, port);
-        return Ok(Meant::Known(through_tunnel(found.node, target)));
-    }
-    if direct.0.is_empty() {
-        return Err(format!(
+    match router.resolve(host) {
+        Resolved::Edge(found) | Resolved::Pod(found) => Ok(Meant::Known(through_tunnel(found, port, router))),
+        Resolved::Here(address) | Resolved::Elsewhere(address) => {
+            Ok(Meant::Elsewhere(SocketAddr::new(address, port)))
+        }
+        Resolved::Token(address) => Err(not_allowed(address)),
+        Resolved::Service { .. } | Resolved::Unknown(_) if direct.0.is_empty() => Err(format!(
             "lookup {}: no such host among the edge nodes, and --egress-direct allows no others",
-            printable(&name, 100)
-        ));
-    }
-    Ok(Meant::Known(Destination::Direct(name, port)))
-}
-
-fn of_address(address: SocketAddr, router: &Router) -> Result<Meant, String> {
-    Ok(on_edge(address, None, router)?.map_or(Meant::Elsewhere(address), Meant::Known))
-}
-
-/// Through which tunnel an address is reached; None: it is not an edge node's or its pod's.
-///
-/// # Errors
-/// Several nodes have it, and `node` is none of them.
-pub(super) fn on_edge(
-    address: SocketAddr,
-    node: Option<&str>,
-    router: &Router,
-) -> Result<Option<Destination>, String> {
-    let (snapshot, port) = (router.snapshot(), address.port());
-    match snapshot.by_address(address.ip()) {
-        ByAddress::Unique(found) => {
-            let target = router.target(found.address, port);
-            return Ok(Some(through_tunnel(found.node, target)));
+            printable(host, 100)
+        )),
+        Resolved::Service { .. } | Resolved::Unknown(_) => {
+            Ok(Meant::Known(Destination::Direct(host.to_owned(), port)))
         }
-        ByAddress::Ambiguous(mut nodes) => {
-            if let Some(at) = nodes.iter().position(|known| Some(known.as_str()) == node) {
-                let target = router.target(address.ip(), port);
-                return Ok(Some(through_tunnel(nodes.swap_remove(at), target)));
-            }
-            let nodes: Vec<_> = nodes.iter().map(ToString::to_string).collect();
-            let nodes = nodes.join(", ");
-            return Err(format!("{} is the address of {nodes}: name the node instead", address.ip()));
-        }
-        ByAddress::Unknown => {}
+        unclear @ (Resolved::Ambiguous { .. } | Resolved::WithoutAddress(_)) => Err(unclear.to_string()),
     }
-    let pod = snapshot.by_pod(address.ip());
-    Ok(pod.map(|pod| through_tunnel(pod.node, SocketAddr::new(pod.address, port))))
 }
 
-fn through_tunnel(node: NodeName, target: SocketAddr) -> Destination {
-    Destination::Edge(OpenRequest::new(node, target, Bytes::new()))
+/// How an endpoint of a Service is reached; None: it is out of reach.
+pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Destination> {
+    let address = endpoint.address;
+    match router.resolve_endpoint(address.ip(), endpoint.node.as_deref()) {
+        Resolved::Edge(found) | Resolved::Pod(found) => Some(through_tunnel(found, address.port(), router)),
+        Resolved::Here(_) | Resolved::Elsewhere(_) => direct.destination(address),
+        _ => None,
+    }
+}
+
+fn through_tunnel(found: NodeAddress, port: u16, router: &Router) -> Destination {
+    let target = router.dialled(&found, port);
+    Destination::Edge(OpenRequest::new(found.node, target, Bytes::new()))
 }
 
 pub(super) fn not_allowed(address: IpAddr) -> String {
@@ -106,67 +89,17 @@ pub(super) fn not_allowed(address: IpAddr) -> String {
     )
 }
 
-fn split(text: &str) -> Result<(String, u16), String> {
-    let wrong = || format!("{:?} is not a host and a port", printable(text, 100));
-    let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
-    let port = match port.parse::<u16>() {
-        Ok(number) if number > 0 && port.bytes().all(|byte| byte.is_ascii_digit()) => number,
-        _ => return Err(wrong()),
-    };
-    let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
-        Some(host) => host,
-        None if host.contains(':') => return Err(wrong()),
-        None => host,
-    };
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
-    if host.is_empty() || host.len() > 255 || !host.bytes().all(plain) {
-        return Err(wrong());
-    }
-    Ok((host.to_owned(), port))
-}
-
+/// Where a host leads if this server may dial everything.
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::door::resolve::tests::{HOSTS, crossed};
-
-    #[test]
-    fn a_destination_is_a_host_and_a_port() {
-        for (text, host, port) in [
-            ("edge-1:10250", "edge-1", 10250),
-            ("10.0.0.1:1", "10.0.0.1", 1),
-            ("[fd00::1]:443", "fd00::1", 443),
-            ("webhook.shop.svc:443", "webhook.shop.svc", 443),
-        ] {
-            assert_eq!(split(text), Ok((host.to_owned(), port)), "{text}");
-        }
-        for text in [
-            "",
-            ":",
-            "edge-1",
-            "edge-1:",
-            "edge-1:0",
-            "edge-1:+1",
-            "edge-1:65536",
-            ":443",
-            "fd00::1:443",
-            "a b:1",
-            "a\r\n:1",
-        ] {
-            assert!(split(text).is_err(), "{text:?}");
-        }
-    }
-
-    #[test]
-    fn an_address_is_an_address_before_it_is_a_name() {
-        let router = crossed();
-        let anything = Direct(vec!["0.0.0.0/0".parse().unwrap()]);
-        for (host, address) in HOSTS {
-            let found = match find(&format!("{host}:9100"), &router, &anything).unwrap() {
-                Meant::Known(Destination::Edge(request)) => Some(request.target.ip().to_string()),
-                Meant::Known(Destination::Direct(..)) | Meant::Elsewhere(_) => None,
-            };
-            assert_eq!(found.as_deref(), address, "{host}");
-        }
+pub(in crate::door) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
+    let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
+    let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
+        Meant::Known(destination) => Some(destination),
+        Meant::Elsewhere(address) => anything.destination(address),
+    });
+    match found {
+        Ok(Some(Destination::Edge(request))) => format!("{} {}", request.node, request.target),
+        Ok(Some(Destination::Direct(host, port))) => format!("direct {host}:{port}"),
+        Ok(None) | Err(_) => "refused".to_owned(),
     }
 }

@@ -13,7 +13,7 @@ use tunnel_core::carry::{Pump, RelayError};
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
-use super::destination::{Destination, Direct, Meant, find, not_allowed, on_edge};
+use super::destination::{Destination, Direct, Meant, find, not_allowed, of_endpoint};
 use super::services::{ClusterServices, Wanted};
 use crate::admission::Shares;
 use crate::door::access_log::AccessLogGuard;
@@ -110,7 +110,7 @@ impl Dialler {
             Meant::Known(destination) => return Ok(Choice::One(destination)),
             Meant::Elsewhere(address) => address,
         };
-        let direct = self.by_itself(address);
+        let direct = self.direct.destination(address);
         if let Some(services) = &self.services {
             let reached = |endpoint: &Endpoint| self.endpoint(endpoint).is_some();
             match services.find(address, direct.is_none(), reached).await {
@@ -142,13 +142,7 @@ impl Dialler {
 
     /// None: it is out of reach.
     fn endpoint(&self, endpoint: &Endpoint) -> Option<Destination> {
-        let edge = on_edge(endpoint.address, endpoint.node.as_deref(), &self.context.router).ok()?;
-        edge.or_else(|| self.by_itself(endpoint.address))
-    }
-
-    fn by_itself(&self, address: SocketAddr) -> Option<Destination> {
-        let allowed = self.direct.allows(address.ip());
-        allowed.then(|| Destination::Direct(address.ip().to_string(), address.port()))
+        of_endpoint(endpoint, &self.context.router, &self.direct)
     }
 
     async fn reach(

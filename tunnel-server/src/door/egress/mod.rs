@@ -42,6 +42,8 @@ use destination::Direct;
 use dial::{Caller, Dialler};
 use halves::{Over, Writer};
 
+#[cfg(test)]
+pub(super) use destination::leads_at_egress;
 pub(crate) use dial::NAME;
 pub(crate) use services::ClusterServices;
 pub(crate) use tls::EgressTls;

@@ -6,6 +6,8 @@ use http::request::Parts;
 use http::{HeaderMap, Method, Version, header};
 use tunnel_core::text::printable;
 
+use crate::route::split_host;
+
 /// Header that names the node instead of Host.
 pub(super) const PROXY_HOST: &str = "x-tunnel-proxy-host";
 /// Header with the target, instead of the node's own address and Host's port.
@@ -53,9 +55,9 @@ pub fn parse_destination(head: &Parts) -> Result<Wanted, String> {
     if authority.is_empty() {
         return Err("the request has no Host".to_owned());
     }
-    let (host, port) = split(&authority)?;
+    let (host, port) = split_host(&authority)?;
     let named = single(&head.headers, PROXY_HOST)?.filter(|name| !name.is_empty());
-    let named = named.map(|named| split(&named).map(|(host, _)| host.to_owned())).transpose()?;
+    let named = named.map(|named| split_host(&named).map(|(host, _)| host.to_owned())).transpose()?;
     let dest = match single(&head.headers, PROXY_DEST)? {
         Some(dest) => {
             Some(dest.parse::<SocketAddr>().ok().filter(|dest| dest.port() != 0).ok_or_else(|| {
@@ -80,31 +82,6 @@ fn single(headers: &HeaderMap, name: &str) -> Result<Option<String>, String> {
         },
         _ => Err(format!("duplicate header {name}")),
     }
-}
-
-/// Host and port. Not by `http::uri::Authority`, which drops user information and takes an unusable port for none.
-pub(crate) fn split(authority: &str) -> Result<(&str, Option<u16>), String> {
-    let wrong = || format!("{:?} is not a host and a port", printable(authority, 100));
-    let (host, port) = match authority.strip_prefix('[') {
-        Some(rest) => {
-            let (host, rest) = rest.split_once(']').ok_or_else(wrong)?;
-            (host, if rest.is_empty() { None } else { Some(rest.strip_prefix(':').ok_or_else(wrong)?) })
-        }
-        None => match authority.split_once(':') {
-            Some((host, port)) => (host, Some(port)),
-            None => (authority, None),
-        },
-    };
-    let port = port.map(|port| number(port).ok_or_else(wrong)).transpose()?;
-    if host.is_empty() || host.contains('@') { Err(wrong()) } else { Ok((host, port)) }
-}
-
-/// A port. `u16::from_str` takes a sign too.
-fn number(port: &str) -> Option<u16> {
-    if !port.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    port.parse().ok().filter(|port| *port != 0)
 }
 
 /// The path as the target will read it. One that could be read as another is refused, because the caller's rights are looked up

@@ -19,10 +19,11 @@ mod target_tls;
 mod tunnel;
 mod upgrade;
 
-pub(super) use destination::split;
 pub use destination::{Wanted, parse_destination};
 pub use headers::target_head;
 pub(super) use headers::wanted_upgrade;
 pub(crate) use kinds::{Admission, Front};
 pub(crate) use pods::Pods;
+#[cfg(test)]
+pub(super) use request::reached_over_http;
 pub(crate) use target_tls::{TargetFiles, TargetTls};

@@ -26,7 +26,6 @@ use crate::admission::{Full, Shares};
 use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
 use crate::door::access_log::AccessLogGuard;
 use crate::door::context::{DoorContext, OpenRequest};
-use crate::door::resolve::resolve;
 use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::route::NodeAddress;
 
@@ -278,8 +277,8 @@ impl Served {
         wanted: &Wanted,
     ) -> Result<Destination, Failure> {
         let named = wanted.named.as_deref();
-        let found = resolve(named.unwrap_or(&wanted.host), &self.context.router);
-        match (found, &wanted.pod, &self.front.pods) {
+        let host = self.context.router.resolve(named.unwrap_or(&wanted.host));
+        match (host.on_edge(), &wanted.pod, &self.front.pods) {
             (Ok(node), ..) => {
                 let destination = self.at(node, wanted, named)?;
                 self.admit(caller, method, wanted, &destination).await?;
@@ -325,9 +324,7 @@ impl Served {
         let router = &self.context.router;
         let (target, host) = match (wanted.dest, wanted.port) {
             (Some(dest), _) => (dest, Some(dest.to_string())),
-            (None, Some(port)) => {
-                (router.target(node.address, port), named.map(|named| host_of(named, port)))
-            }
+            (None, Some(port)) => (router.dialled(&node, port), named.map(|named| host_of(named, port))),
             (None, None) => {
                 let reason = format!("Host {:?} has no port: add the port of the node", wanted.host);
                 return Err(Failure::bad_request(reason));
@@ -340,11 +337,10 @@ impl Served {
                 "port {port} is not tunnelled: name it in --redirect-ports or the ConfigMap"
             )));
         }
-        let snapshot = router.snapshot();
-        let own = snapshot.inventory().get(node.node.as_str());
-        let on_node = wanted.dest.is_none_or(|dest| {
-            dest.ip().is_loopback() || own.is_some_and(|own| own.addresses.contains(&dest.ip()))
-        });
+        let on_node = match wanted.dest {
+            Some(dest) => dest.ip().is_loopback() || router.snapshot().names(&node.node, dest.ip()),
+            None => !node.pod,
+        };
         Ok(Destination { node, target, host, on_node })
     }
 
@@ -434,4 +430,25 @@ impl Served {
 /// A host and a port as Host has them.
 fn host_of(name: &str, port: u16) -> String {
     if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
+}
+
+/// The node and the target of a request with this Host at a door for everyone.
+#[cfg(test)]
+pub(in crate::door) async fn reached_over_http(
+    host: &str,
+    router: Arc<crate::route::Router>,
+) -> Result<(tunnel_core::identity::NodeName, SocketAddr), String> {
+    let front = Front { door: "http", admission: Admission::Everyone, tls: None, targets: None, pods: None };
+    let client = SocketAddr::from(([127, 0, 0, 1], 1));
+    let served = Served {
+        front: Arc::new(front),
+        peer: Peer::new(client, None, None),
+        faults: Faults::default(),
+        context: DoorContext { router, ..DoorContext::without_nodes() },
+        shares: Shares::new(1),
+    };
+    let (head, ()) = Request::get("/").header(header::HOST, host).body(()).unwrap().into_parts();
+    let wanted = parse_destination(&head)?;
+    let found = served.destination(None, &head.method, &wanted).await.map_err(|failure| failure.reason)?;
+    Ok((found.node.node, found.target))
 }

@@ -1,17 +1,12 @@
 //! Services of a fake API server, with endpoints that are this host's.
 
-use std::collections::BTreeMap;
-
 use postern_fake_kube::{ApiServer, Fault, eventually};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
 
-use super::super::destination::{Destination, on_edge};
 use super::*;
-use crate::door::context::OpenRequest;
-use crate::inventory::{DEFAULT_KUBELET_PORT, Inventory, InventoryNode};
 use crate::kube::read::cluster_ips::{self, ClusterIps};
 use crate::kube::{KubeOptions, ObjectNames, ServiceEndpoints};
 
@@ -163,28 +158,4 @@ async fn without_a_list_nobody_waits_for_long() {
     let _first = listener.accept().await.unwrap();
     let error = client.dial("10.96.0.9:443", 2).await.unwrap_err();
     assert!(error.contains("whether 10.96.0.9 is a Service's is not known"), "{error}");
-}
-
-#[test]
-fn a_slice_says_which_of_several_nodes_has_the_address() {
-    let node = |name: &str| InventoryNode {
-        name: name.parse().unwrap(),
-        edge: true,
-        addresses: vec!["192.168.50.2".parse().unwrap()],
-        left_out: 0,
-        kubelet_port: DEFAULT_KUBELET_PORT,
-        pod_cidrs: Vec::new(),
-        created: None,
-        labels: BTreeMap::new(),
-    };
-    let router = DoorContext::without_nodes().router;
-    router.set_inventory(["edge-1", "edge-2"].map(node).into_iter().collect::<Inventory>());
-    let address: SocketAddr = "192.168.50.2:9443".parse().unwrap();
-    let to = OpenRequest::new("edge-2".parse().unwrap(), address, Bytes::new());
-    assert_eq!(on_edge(address, Some("edge-2"), &router), Ok(Some(Destination::Edge(to))));
-    for node in [None, Some("edge-3")] {
-        let error = on_edge(address, node, &router).unwrap_err();
-        assert!(error.contains("edge-1, edge-2"), "{error}");
-    }
-    assert_eq!(on_edge("10.0.0.7:443".parse().unwrap(), Some("edge-1"), &router), Ok(None));
 }

@@ -1,0 +1,213 @@
+//! Where each kind of host leads at each listener.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use prometheus_client::registry::Registry;
+use tunnel_core::identity::NodeName;
+
+use super::connect::{Denied, Gatekeeper, Reached, Services};
+use super::egress::leads_at_egress;
+use super::front::reached_over_http;
+use super::{Https, OpenRequest, map};
+use crate::caller::{Authenticator, Tokens};
+use crate::inventory::{Inventory, InventoryNode};
+use crate::maps::{Map, Target};
+use crate::policy::{Identity, Policy};
+use crate::route::{Resolved, Router, RouterConfig, split_host};
+
+const PORT: u16 = 10250;
+
+/// A caller that may reach every node and every address, and no Service.
+const POLICY: &str = "rules:\n- name: all\n  from: [{clients: [0.0.0.0/0]}]\n  to:\n  \
+    - {nodes: edge, addresses: [0.0.0.0/0, '::/0'], ports: ['*']}\n  \
+    - {addresses: [0.0.0.0/0, '::/0'], ports: ['*']}\n";
+
+/// Nodes that are called like addresses, of each other and of others; two with one address; pods within the range that is
+/// redirected, and outside of it.
+fn router() -> Arc<Router> {
+    let node = |name: &str, addresses: &[&str]| InventoryNode {
+        edge: true,
+        addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+        labels: [("edge".to_owned(), String::new())].into(),
+        ..InventoryNode::without_addresses(name)
+    };
+    let pods = |name: &str, address: &str, range: &str| InventoryNode {
+        pod_cidrs: vec![range.parse().unwrap()],
+        ..node(name, &[address])
+    };
+    let (v4, v6) = ("198.18.0.0/15".parse().unwrap(), "fd00:706f::/64".parse().unwrap());
+    let config =
+        RouterConfig { pods: vec!["10.244.0.0/16".parse().unwrap()], ..RouterConfig::new(v4, v6, [PORT]) };
+    let router = Router::new(config, &mut Registry::default());
+    router.set_inventory(Inventory::from(vec![
+        node("10.8.0.9", &["10.8.0.7"]),
+        node("10.8.0.7", &["10.8.0.9"]),
+        node("10.8.0.5", &["10.8.0.6"]),
+        node("127.0.0.1", &["10.8.0.4"]),
+        node("010.8.0.9", &["10.8.0.8"]),
+        node("edge-1", &["169.254.3.3", "10.8.0.1", "fd00:8::1"]),
+        node("twin-1", &["10.8.0.66"]),
+        node("twin-2", &["10.8.0.66"]),
+        node("nowhere", &[]),
+        pods("edge-2", "10.8.0.2", "10.244.2.0/24"),
+        pods("edge-3", "10.8.0.3", "10.99.3.0/24"),
+    ]));
+    Arc::new(router)
+}
+
+fn to(node: &NodeName, target: SocketAddr) -> String {
+    format!("{node} {target}")
+}
+
+fn of_request(request: Result<OpenRequest, String>) -> String {
+    request.map_or("refused".to_owned(), |request| to(&request.node, request.target))
+}
+
+async fn at_http(host: &str, router: &Arc<Router>) -> String {
+    let reached = reached_over_http(&format!("{host}:{PORT}"), router.clone()).await;
+    reached.map_or("refused".to_owned(), |(node, target)| to(&node, target))
+}
+
+fn at_sni(host: &str, router: &Router) -> String {
+    of_request(Https { front: None, port: None }.request(Some(host), router))
+}
+
+/// None: no map can name it.
+fn at_map(host: &str, router: &Router) -> Option<String> {
+    let map = Map {
+        listen: ([127, 0, 0, 1], 1).into(),
+        node: host.parse().ok()?,
+        target: Target::Port(PORT),
+        clients: Vec::new(),
+    };
+    Some(of_request(map::request(&map, router)))
+}
+
+async fn at_connect(host: &str, router: &Arc<Router>) -> String {
+    let gatekeeper = Gatekeeper {
+        authenticator: Arc::new(Authenticator::new(Tokens::default(), None)),
+        services: Services::Resolver,
+        policy: ArcSwap::from_pointee(Policy::parse(POLICY).unwrap()),
+        router: router.clone(),
+    };
+    let client = "10.0.0.1".parse().unwrap();
+    match gatekeeper.reach(&Identity::None, client, host, PORT).await {
+        Ok((Reached::Edge { node, target }, _)) => to(&node, target),
+        Ok((Reached::Cloud(target), _)) => format!("direct {target}"),
+        Err(Denied::Policy) => "denied".to_owned(),
+        Err(Denied::Unclear(_) | Denied::Unavailable(_)) => "refused".to_owned(),
+    }
+}
+
+#[tokio::test]
+async fn each_kind_of_host_at_each_listener() {
+    const NO: &str = "refused";
+    let router = router();
+    // What leads to a node leads there everywhere.
+    for (host, expected) in [
+        ("edge-1", "edge-1 10.8.0.1:10250"),
+        ("EDGE-1.", "edge-1 10.8.0.1:10250"),
+        ("10.8.0.1", "edge-1 10.8.0.1:10250"),
+        ("[fd00:8::1]", "edge-1 [fd00:8::1]:10250"),
+        ("[FD00:8:0::1]", "edge-1 [fd00:8::1]:10250"),
+        ("[::ffff:10.8.0.9]", "10.8.0.7 10.8.0.9:10250"),
+        ("[10.8.0.9]", "10.8.0.7 10.8.0.9:10250"),
+        // An address is an address before it is a name.
+        ("10.8.0.9", "10.8.0.7 10.8.0.9:10250"),
+        ("10.8.0.9.", "10.8.0.7 10.8.0.9:10250"),
+        ("10.8.0.7", "10.8.0.9 10.8.0.7:10250"),
+        // Not how an address is written.
+        ("010.8.0.9", "010.8.0.9 10.8.0.8:10250"),
+        // An address that two nodes have, by name.
+        ("twin-1", "twin-1 10.8.0.66:10250"),
+    ] {
+        assert_eq!(at_http(host, &router).await, expected, "http: {host}");
+        assert_eq!(at_sni(host, &router), expected, "https: {host}");
+        assert_eq!(at_map(host, &router).as_deref().unwrap_or(expected), expected, "map: {host}");
+        assert_eq!(at_connect(host, &router).await, expected, "connect: {host}");
+        assert_eq!(leads_at_egress(host, PORT, &router), expected, "egress: {host}");
+    }
+    // The rest, at the http and the plain door and maps, at the https door's SNI, the connect door and workloads', and egress.
+    for (host, http, sni, connect, egress) in [
+        // A pod, which has no kubelet, in a range that is redirected, and in one that is not.
+        ("10.244.2.7", "edge-2 10.244.2.7:10250", NO, "edge-2 10.244.2.7:10250", "edge-2 10.244.2.7:10250"),
+        ("10.99.3.7", NO, NO, "direct 10.99.3.7:10250", "direct 10.99.3.7:10250"),
+        ("web.shop", NO, NO, "denied", "direct web.shop:10250"),
+        ("web.shop.svc.cluster.local", NO, NO, "denied", "direct web.shop.svc.cluster.local:10250"),
+        // Loopback, also where a node is called like that; a token; somebody else's address.
+        ("127.0.0.1", NO, NO, "denied", NO),
+        ("[::ffff:127.0.0.1]", NO, NO, "denied", NO),
+        ("[::]", NO, NO, "denied", NO),
+        ("198.18.0.1", NO, NO, "denied", NO),
+        ("10.9.9.9", NO, NO, "direct 10.9.9.9:10250", "direct 10.9.9.9:10250"),
+        // The name of a node, and nobody's address.
+        ("10.8.0.5", NO, NO, "direct 10.8.0.5:10250", "direct 10.8.0.5:10250"),
+        ("10.8.0.66", NO, NO, NO, NO),
+        ("nowhere", NO, NO, NO, NO),
+        ("edge-9", NO, NO, NO, "direct edge-9:10250"),
+    ] {
+        assert_eq!(at_http(host, &router).await, http, "http: {host}");
+        assert_eq!(at_map(host, &router).as_deref().unwrap_or(http), http, "map: {host}");
+        assert_eq!(at_sni(host, &router), sni, "https: {host}");
+        assert_eq!(at_connect(host, &router).await, connect, "connect: {host}");
+        assert_eq!(leads_at_egress(host, PORT, &router), egress, "egress: {host}");
+    }
+}
+
+#[test]
+fn a_port_of_the_nodes_loopback_is_not_the_pods() {
+    let router = router();
+    router.set_ports(&[].into(), &[9100].into());
+    let dialled = |host: &str| router.dialled(&router.resolve(host).on_edge().unwrap(), 9100).to_string();
+    assert_eq!(dialled("edge-2"), "127.0.0.1:9100");
+    assert_eq!(dialled("10.244.2.7"), "10.244.2.7:9100");
+}
+
+#[test]
+fn a_slice_says_which_of_several_nodes_has_the_address() {
+    let router = router();
+    let resolve = |address: &str, node| router.resolve_endpoint(address.parse().unwrap(), node);
+    let Resolved::Edge(found) = resolve("10.8.0.66", Some("twin-2")) else { panic!("it is twin-2's") };
+    assert_eq!((found.node.as_str(), found.address.to_string().as_str()), ("twin-2", "10.8.0.66"));
+    for node in [None, Some("edge-1")] {
+        let unclear = resolve("10.8.0.66", node).on_edge().unwrap_err();
+        assert_eq!(unclear, "10.8.0.66 is the address of twin-1, twin-2: name the node instead");
+    }
+    let elsewhere = "10.9.9.9".parse().unwrap();
+    assert_eq!(resolve("10.9.9.9", Some("edge-1")), Resolved::Elsewhere(elsewhere));
+}
+
+#[test]
+fn a_host_and_a_port() {
+    for (text, host, port) in [
+        ("edge-1:10250", "edge-1", Some(10250)),
+        ("edge-1", "edge-1", None),
+        ("10.0.0.1:1", "10.0.0.1", Some(1)),
+        ("[fd00::1]:443", "fd00::1", Some(443)),
+        ("[fd00::1]", "fd00::1", None),
+        ("web.shop.svc.:443", "web.shop.svc.", Some(443)),
+    ] {
+        assert_eq!(split_host(text), Ok((host, port)), "{text}");
+    }
+    let long = "a".repeat(256);
+    for text in [
+        "",
+        ":",
+        "edge-1:",
+        "edge-1:0",
+        "edge-1:+1",
+        "edge-1:65536",
+        ":443",
+        "fd00::1:443",
+        "[fd00::1]443",
+        "[fd00::1",
+        "user@edge-1:1",
+        "a b:1",
+        "a\r\n:1",
+        &long,
+    ] {
+        assert!(split_host(text).is_err(), "{text:?}");
+    }
+}

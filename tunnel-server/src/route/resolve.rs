@@ -1,0 +1,168 @@
+//! From a host, as a client names it, to where it is. Nothing else says which node has a name, an address or a pod; each
+//! listener decides what of it is permitted.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+
+use tunnel_core::identity::NodeName;
+use tunnel_core::text::printable;
+
+use super::router::Router;
+use super::snapshot::{ByAddress, NodeAddress};
+
+/// Longer hosts are no names of DNS.
+const LONGEST: usize = 255;
+
+/// Where a host is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resolved {
+    /// An edge node, by its name or one of its addresses.
+    Edge(NodeAddress),
+    /// A pod on an edge node, in a range that the redirect leads there too.
+    Pod(NodeAddress),
+    /// `SERVICE.NAMESPACE`.
+    Service { name: String, namespace: String },
+    /// This host, by its loopback, where the listeners trust whoever comes.
+    Here(IpAddr),
+    /// A token, which stands for an edge node at the redirect and nowhere else.
+    Token(IpAddr),
+    /// An address that is none of these.
+    Elsewhere(IpAddr),
+    /// Several edge nodes have the address.
+    Ambiguous { address: IpAddr, nodes: Vec<NodeName> },
+    /// An edge node of which no address is known.
+    WithoutAddress(NodeName),
+    /// A name that is none of these.
+    Unknown(String),
+}
+
+impl Router {
+    /// Resolves a name or an address: in brackets or not, and with a dot behind it or not. An address is an address before it is
+    /// a name: whoever registers a Node may call it like another's address.
+    pub fn resolve(&self, host: &str) -> Resolved {
+        let bare = host.strip_suffix('.').unwrap_or(host);
+        let literal = bare.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(bare);
+        match literal.parse() {
+            Ok(address) => self.resolve_address(address),
+            Err(_) => self.resolve_name(bare.to_ascii_lowercase()),
+        }
+    }
+
+    fn resolve_name(&self, name: String) -> Resolved {
+        let snapshot = self.snapshot();
+        if let Some(found) = snapshot.by_name(&name) {
+            return Resolved::Edge(found);
+        }
+        if let Some(node) = snapshot.inventory().get(&name).filter(|node| node.edge) {
+            return Resolved::WithoutAddress(node.name.clone());
+        }
+        let mut labels = name.split('.');
+        match (labels.next(), labels.next(), labels.next()) {
+            (Some(service), Some(namespace), None | Some("svc"))
+                if !service.is_empty() && !namespace.is_empty() =>
+            {
+                Resolved::Service { name: service.to_owned(), namespace: namespace.to_owned() }
+            }
+            _ => Resolved::Unknown(name),
+        }
+    }
+
+    pub fn resolve_address(&self, address: IpAddr) -> Resolved {
+        let address = address.to_canonical();
+        if address.is_loopback() || address.is_unspecified() {
+            return Resolved::Here(address);
+        }
+        if self.is_token(address) {
+            return Resolved::Token(address);
+        }
+        let snapshot = self.snapshot();
+        match snapshot.by_address(address) {
+            ByAddress::Unique(found) => Resolved::Edge(found),
+            ByAddress::Ambiguous(nodes) => Resolved::Ambiguous { address, nodes },
+            ByAddress::Unknown => {
+                snapshot.by_pod(address).map_or(Resolved::Elsewhere(address), Resolved::Pod)
+            }
+        }
+    }
+
+    /// Resolves an endpoint of a Service. `node`: where its EndpointSlice says that it is.
+    pub fn resolve_endpoint(&self, address: IpAddr, node: Option<&str>) -> Resolved {
+        let resolved = self.resolve_address(address);
+        let Resolved::Ambiguous { address, nodes } = &resolved else { return resolved };
+        let named = nodes.iter().find(|known| Some(known.as_str()) == node);
+        let named = named.and_then(|named| self.snapshot().by_name(named.as_str()));
+        match named {
+            Some(node) => Resolved::Edge(NodeAddress { address: *address, ..node }),
+            None => resolved,
+        }
+    }
+
+    /// What the agent dials for a connection to `port` of what [`Self::resolve`] has found.
+    pub fn dialled(&self, found: &NodeAddress, port: u16) -> SocketAddr {
+        if found.pod { SocketAddr::new(found.address, port) } else { self.target(found.address, port) }
+    }
+}
+
+impl Resolved {
+    /// The edge node or the pod, for a listener that leads nowhere else.
+    ///
+    /// # Errors
+    /// Names the host and the reason.
+    pub fn on_edge(self) -> Result<NodeAddress, String> {
+        match self {
+            Self::Edge(found) | Self::Pod(found) => Ok(found),
+            other => Err(other.to_string()),
+        }
+    }
+}
+
+/// Names the host, and why it is no edge node.
+impl fmt::Display for Resolved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Edge(found) => write!(f, "{} is the address of {}", found.address, found.node),
+            Self::Pod(found) => write!(f, "{} is the address of a pod on {}", found.address, found.node),
+            Self::Service { name, namespace } => no_node(&format!("{name}.{namespace}"), f),
+            Self::Unknown(name) => no_node(name, f),
+            Self::Here(address) | Self::Token(address) | Self::Elsewhere(address) => {
+                write!(f, "{address} is not the address of an edge node")
+            }
+            Self::Ambiguous { address, nodes } => {
+                let nodes: Vec<_> = nodes.iter().map(NodeName::as_str).collect();
+                write!(f, "{address} is the address of {}: name the node instead", nodes.join(", "))
+            }
+            Self::WithoutAddress(node) => write!(f, "node {node} has no address"),
+        }
+    }
+}
+
+fn no_node(name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    write!(f, "{:?} is not the name of an edge node", printable(name, 100))
+}
+
+/// Splits `HOST` or `HOST:PORT`, with an IPv6 address in brackets. Not by `http::uri::Authority`, which drops user information
+/// and takes an unusable port for none.
+///
+/// # Errors
+/// Names the text.
+pub fn split_host(text: &str) -> Result<(&str, Option<u16>), String> {
+    let wrong = || format!("{:?} is not a host and a port", printable(text, 100));
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (host, rest) = rest.split_once(']').ok_or_else(wrong)?;
+            (host, if rest.is_empty() { None } else { Some(rest.strip_prefix(':').ok_or_else(wrong)?) })
+        }
+        None => match text.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (text, None),
+        },
+    };
+    // `u16::from_str` takes a sign too.
+    let number = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()).then(|| port.parse().ok())?;
+    let port = port.map(|port| number(port).filter(|port| *port != 0).ok_or_else(wrong)).transpose()?;
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
+    if host.is_empty() || host.len() > LONGEST || !host.bytes().all(plain) {
+        return Err(wrong());
+    }
+    Ok((host, port))
+}
