@@ -105,14 +105,7 @@ async fn forward(
         });
         let client = (body, &mut respond);
         let mut passing = std::pin::pin!(forward.run(client, &mut send, answer));
-        tokio::select! {
-            biased;
-            ended = &mut passing => ended,
-            () = link.over.cancelled() => {
-                abort.trigger(record.why_over());
-                passing.await
-            }
-        }
+        record.until_over(&link.over, passing.as_mut()).await
     };
     match ended {
         Ok(outcome) => record.end(outcome, &""),

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,10 +13,10 @@ use tunnel_core::lifecycle::DrainGuard;
 use tunnel_core::live::Present;
 use tunnel_core::outcome::Outcome;
 
-use super::context::{DoorContext, OpenRequest};
-use crate::admission::Share;
+use super::context::{DoorContext, Failed, OpenRequest};
+use crate::admission::{Full, Share};
 use crate::connection::{Carried, Connection};
-use crate::failures::Failure;
+use crate::failures;
 use crate::metrics::Metrics;
 use crate::session::Link;
 
@@ -100,14 +101,47 @@ impl AccessLogGuard {
         self.in_flight.shutdown().forced_token()
     }
 
-    /// Keeps the connection's place until its end.
-    pub(crate) fn hold(&mut self, place: Share) {
-        self.place = Some(Box::new(place));
+    /// Keeps the connection's place until its end. `node`: where it leads; None: to no edge node.
+    pub(crate) fn admit(
+        &mut self,
+        place: Result<Share, Full>,
+        node: Option<&NodeName>,
+    ) -> Result<(), Failed> {
+        let admitted = place.and_then(|mut place| {
+            let reached = node.map_or(Ok(()), |node| place.reaches(node));
+            // Kept even if it was refused: the client still gets the reason.
+            self.place = Some(Box::new(place));
+            reached
+        });
+        admitted.map_err(|full| {
+            over_limit(&self.metrics, self.connection.door, self.connection.client, &full);
+            Failed { outcome: Outcome::Busy, reason: full.to_string() }
+        })
     }
 
     /// Why the connection ends when its link's [`crate::session::Link::over`] is cancelled.
     pub(crate) fn why_over(&self) -> Outcome {
         if self.in_flight.shutdown().is_forced() { Outcome::Shutdown } else { Outcome::TunnelLost }
+    }
+
+    /// Carries to the end. Once the link is over, that is aborted.
+    #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
+    pub(crate) fn until_over<T>(
+        &self,
+        over: &CancellationToken,
+        mut carrying: Pin<&mut impl Future<Output = T>>,
+    ) -> impl Future<Output = T> {
+        async move {
+            tokio::select! {
+                biased;
+                ended = &mut carrying => return ended,
+                () = over.cancelled() => {}
+            }
+            if let Some(carried) = self.connection.carried.get() {
+                carried.abort.trigger(self.why_over());
+            }
+            carrying.await
+        }
     }
 
     pub(crate) fn dialled(&self, took: Duration) {
@@ -128,10 +162,24 @@ impl AccessLogGuard {
         (carried.abort.clone(), carried.traffic.clone())
     }
 
+    pub(crate) fn finish(self, ended: &Result<(), Failed>) {
+        match ended {
+            Ok(()) => self.end(Outcome::Ok, &""),
+            Err(failed) => self.end(failed.outcome, &failed.reason),
+        }
+    }
+
     pub(crate) fn end(mut self, outcome: Outcome, detail: &dyn Display) {
         self.outcome = outcome;
         self.detail = detail.to_string();
     }
+}
+
+/// Counts a connection that was refused at a bound.
+pub(super) fn over_limit(metrics: &Metrics, door: &'static str, client: SocketAddr, full: &Full) {
+    metrics.over_limit(door, full);
+    // Not louder: there are as many of these as the client likes. The metric tells the operator.
+    tracing::debug!(door, %client, %full, "connection refused at a bound");
 }
 
 impl Drop for AccessLogGuard {
@@ -156,7 +204,7 @@ impl Drop for AccessLogGuard {
             "connection"
         );
         if self.outcome != Outcome::Ok {
-            self.metrics.failed(Failure {
+            self.metrics.failed(failures::Failure {
                 at: Instant::now(),
                 door: connection.door,
                 client: connection.client,

@@ -4,8 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use tunnel_core::carry::{RelayError, Side};
 use tunnel_core::identity::NodeName;
+use tunnel_core::konnectivity::in_words_of_go;
 use tunnel_core::lifecycle::Drain;
+use tunnel_core::outcome::Outcome;
 
 use crate::metrics::Metrics;
 use crate::peers::Peers;
@@ -58,6 +61,24 @@ impl OpenRequest {
     /// For a client that is not asked who it is.
     pub fn new(node: NodeName, target: SocketAddr, prefix: Bytes) -> Self {
         Self { node, target, prefix, greeting: Bytes::new(), caller: None }
+    }
+}
+
+/// Why a client gets no connection, or lost it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Failed {
+    pub(crate) outcome: Outcome,
+    pub(crate) reason: String,
+}
+
+impl Failed {
+    pub(crate) fn of(error: &RelayError) -> Self {
+        Self { outcome: error.outcome(Side::Server), reason: error.to_string() }
+    }
+
+    /// The reason with the words by which programs written in Go tell errors apart.
+    pub(crate) fn in_words_of_go(self) -> String {
+        in_words_of_go(self.outcome, self.reason)
     }
 }
 

@@ -8,12 +8,12 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
-use tunnel_core::carry::{CopyError, RelayError, Side, Totals, copy, end_on_drop, prepare_socket};
-use tunnel_core::konnectivity::in_words_of_go;
+use tunnel_core::carry::{CopyError, Side, Totals, copy, end_on_drop, prepare_socket};
 use tunnel_core::net::lookup_holding;
 use tunnel_core::outcome::Outcome;
 
 use super::access_log::AccessLogGuard;
+use super::context::Failed;
 
 /// How long this server tries to connect, as agents do.
 pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -21,24 +21,6 @@ pub(super) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Names that are looked up at a time. Two threads wait for each, for half a minute where no name server answers, and other work
 /// needs such threads too: the redirect's programs take this process for dead if its sign of life waits behind callers' names.
 static LOOKUPS: Semaphore = Semaphore::const_new(64);
-
-/// Why a caller gets no connection, or lost it.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Failed {
-    pub(super) outcome: Outcome,
-    pub(super) reason: String,
-}
-
-impl Failed {
-    pub(super) fn of(error: &RelayError) -> Self {
-        Self { outcome: error.outcome(Side::Server), reason: error.to_string() }
-    }
-
-    /// The reason with the words by which programs written in Go tell errors apart.
-    pub(super) fn in_words_of_go(self) -> String {
-        in_words_of_go(self.outcome, self.reason)
-    }
-}
 
 /// The addresses of a host, as this host's resolver says.
 ///

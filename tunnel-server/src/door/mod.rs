@@ -23,6 +23,7 @@ mod open;
 mod plain;
 mod preface;
 mod redirect;
+mod upstream;
 mod way;
 
 use std::net::SocketAddr;
@@ -52,7 +53,9 @@ pub(crate) use plain::Plain;
 pub(crate) use redirect::Redirected;
 
 use crate::accept::Gated;
-use crate::admission::{Full, Share, Shares};
+use crate::admission::{Share, Shares};
+use access_log::over_limit;
+use context::Failed;
 use way::Way;
 
 /// Serves a door until the drain starts. `shares` bounds its connections, for as long as they last.
@@ -68,7 +71,7 @@ pub(crate) async fn serve<D: Door>(door: D, mut listener: Gated, context: DoorCo
         let place = match D::READS.then(|| shares.admit_newcomer(client.ip())).transpose() {
             Ok(place) => place,
             Err(full) => {
-                over_limit::<D>(&context, client, &full);
+                over_limit(&context.metrics, D::NAME, client, &full);
                 context.metrics.turned_away(D::NAME);
                 // A reset: an end of file would look like an answer.
                 reset_on_drop(&socket);
@@ -110,30 +113,14 @@ pub(crate) async fn receive<D: Door>(
         place.known();
     }
     let mut record = AccessLogGuard::new(D::NAME, client, &request, &context);
-    let source = || D::source(&socket, client.ip(), &context.router);
-    let admitted = place.map_or_else(|| shares.admit_as(source()), Ok).and_then(|mut place| {
-        let reached = place.reaches(&request.node);
-        // Kept even if it was refused: the client still gets the reason.
-        record.hold(place);
-        reached
-    });
-    if let Err(full) = admitted {
-        over_limit::<D>(&context, client, &full);
-        D::failed(&mut socket, Outcome::Busy, &full.to_string()).await;
-        record.end(Outcome::Busy, &full);
-        return;
-    }
-    let way = match Way::find(&context, &request, client).await {
+    let place = place.map_or_else(|| shares.admit_as(D::source(&socket, client.ip(), &context.router)), Ok);
+    let way = match upstream::way(&context, &request, client, place, &mut record).await {
         Ok(way) => way,
-        Err(reason) => {
-            D::failed(&mut socket, Outcome::NoTunnel, &reason).await;
-            record.end(Outcome::NoTunnel, &reason);
-            return;
+        Err(failed) => {
+            D::failed(&mut socket, failed.outcome, &failed.reason).await;
+            return record.finish(&Err(failed));
         }
     };
-    if let Some(server_id) = way.server_id() {
-        record.via(server_id);
-    }
     // From the accepting thread to the one that owns the link; both directions are relayed there.
     let worker = way.link().worker.clone();
     match socket.into_std() {
@@ -147,12 +134,6 @@ pub(crate) async fn receive<D: Door>(
 fn turned_away<D: Door>(context: &DoorContext, client: SocketAddr, reason: &dyn std::fmt::Display) {
     context.metrics.turned_away(D::NAME);
     tracing::warn!(door = D::NAME, %client, %reason, "client turned away");
-}
-
-fn over_limit<D: Door>(context: &DoorContext, client: SocketAddr, full: &Full) {
-    context.metrics.over_limit(D::NAME, full);
-    // Not louder: there are as many of these as the client likes. The metric tells the operator.
-    tracing::debug!(door = D::NAME, %client, %full, "connection refused at a bound");
 }
 
 #[expect(clippy::manual_async_fn, reason = "an async fn's future has room for each argument twice")]
@@ -195,26 +176,16 @@ fn carry<D: Door>(
                 .run(&mut socket, request.prefix, &mut send, answer)
                 .await
             });
-            tokio::select! {
-                biased;
-                ended = &mut carrying => ended,
-                () = over.cancelled() => {
-                    abort.trigger(record.why_over());
-                    carrying.await
-                }
-            }
+            record.until_over(&over, carrying.as_mut()).await
         };
-        if let Err(broken) = &ended
+        let ended = ended.map_err(|error| Failed::of(&error));
+        if let Err(failed) = &ended
             && traffic.to_socket() == 0
             && !told
         {
-            D::failed(&mut socket, broken.outcome(Side::Server), &broken.to_string()).await;
+            D::failed(&mut socket, failed.outcome, &failed.reason).await;
         }
-        match ended {
-            Ok(()) => record.end(Outcome::Ok, &""),
-            Err(RelayError::Aborted(outcome, reason)) => record.end(outcome, &reason),
-            Err(broken) => record.end(broken.outcome(Side::Server), &broken),
-        }
+        record.finish(&ended);
     }
 }
 

@@ -17,7 +17,7 @@ use super::head::{Asked, Kind, parse};
 use crate::caller::Refusal;
 use crate::door::access_log::AccessLogGuard;
 use crate::door::answer::{refuse, status_of};
-use crate::door::context::{DoorContext, OpenError, OpenRequest};
+use crate::door::context::{DoorContext, Failed, OpenError, OpenRequest};
 use crate::door::direct;
 use crate::door::open::Opened;
 use crate::door::preface::{PrefaceError, read_preface, timed_out};
@@ -151,12 +151,15 @@ impl Reception {
         let record = AccessLogGuard::direct(door, client, target, &self.context);
         record.called_by(&caller);
         match direct::connect(target).await {
-            Ok(to) => self.carry(socket, to, greeting, prefix, record).await,
+            Ok(to) => {
+                let ended = self.carry(socket, to, greeting, prefix, &record).await;
+                record.finish(&ended);
+            }
             Err(failed) => {
                 if asked.kind != Kind::Map {
                     refuse(socket, status_of(failed.outcome), "", &failed.reason).await;
                 }
-                record.end(failed.outcome, &failed.reason);
+                record.finish(&Err(failed));
             }
         }
         Ok(Opened::Ended)
@@ -168,20 +171,15 @@ impl Reception {
         target: TcpStream,
         greeting: &[u8],
         prefix: Bytes,
-        record: AccessLogGuard,
-    ) {
-        if let Err(error) = client.write_all(greeting).await {
-            return record.end(Outcome::ClientReset, &error);
-        }
+        record: &AccessLogGuard,
+    ) -> Result<(), Failed> {
+        let lost =
+            |error: std::io::Error| Failed { outcome: Outcome::ClientReset, reason: error.to_string() };
+        client.write_all(greeting).await.map_err(lost)?;
         let (read, mut write) = client.split();
         let mut read = Cursor::new(prefix).chain(read);
-        let carried = direct::carry(target, &record, &mut read, &mut write, std::future::pending()).await;
-        match carried {
-            Ok(()) => {
-                end_on_drop(client);
-                record.end(Outcome::Ok, &"");
-            }
-            Err(failed) => record.end(failed.outcome, &failed.reason),
-        }
+        direct::carry(target, record, &mut read, &mut write, std::future::pending()).await?;
+        end_on_drop(client);
+        Ok(())
     }
 }

@@ -4,12 +4,8 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
-use bytes::Bytes;
-use h2::{RecvStream, SendStream};
 use rand::seq::SliceRandom as _;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
-use tunnel_core::carry::{Pump, RelayError};
 use tunnel_core::outcome::Outcome;
 use tunnel_core::text::printable;
 
@@ -17,9 +13,9 @@ use super::destination::{Destination, Direct, Meant, find, not_allowed, of_endpo
 use super::services::{ClusterServices, Wanted};
 use crate::admission::Shares;
 use crate::door::access_log::AccessLogGuard;
-use crate::door::context::{DoorContext, OpenRequest};
-use crate::door::direct::{self, Failed};
-use crate::door::way::Way;
+use crate::door::context::{DoorContext, Failed, OpenRequest};
+use crate::door::direct;
+use crate::door::upstream::{Stream, Upstream};
 use crate::kube::Endpoint;
 
 /// The door's name in logs and metrics.
@@ -57,18 +53,7 @@ enum Choice {
 /// A connection that is up. It is recorded when this is dropped.
 pub(super) struct Connected {
     record: AccessLogGuard,
-    to: Target,
-}
-
-enum Target {
-    Edge(Box<Edge>),
-    Direct(TcpStream),
-}
-
-struct Edge {
-    way: Way,
-    send: SendStream<Bytes>,
-    stream: RecvStream,
+    to: Upstream,
 }
 
 impl Dialler {
@@ -172,53 +157,13 @@ impl Dialler {
     ) -> Result<Connected, Failed> {
         let mut record = AccessLogGuard::new(NAME, caller.address, &request, &self.context);
         record.called_by(&caller.name);
-        let dialled = tokio::select! {
+        let place = self.shares.admit(caller.address.ip());
+        let opened = tokio::select! {
             biased;
-            dialled = self.through_tunnel(&request, caller, &mut record) => dialled,
+            opened = Stream::open(&self.context, &request, caller.address, place, &mut record) => opened,
             () = gone => Err(not_waited()),
         };
-        match dialled {
-            Ok(edge) => Ok(Connected { record, to: Target::Edge(Box::new(edge)) }),
-            Err(failed) => {
-                record.end(failed.outcome, &failed.reason);
-                Err(failed)
-            }
-        }
-    }
-
-    async fn through_tunnel(
-        &self,
-        request: &OpenRequest,
-        caller: &Caller,
-        record: &mut AccessLogGuard,
-    ) -> Result<Edge, Failed> {
-        let admitted = self.shares.admit(caller.address.ip()).and_then(|mut place| {
-            let reached = place.reaches(&request.node);
-            record.hold(place);
-            reached
-        });
-        if let Err(full) = admitted {
-            self.context.metrics.over_limit(NAME, &full);
-            return Err(Failed { outcome: Outcome::Busy, reason: full.to_string() });
-        }
-        let found = Way::find(&self.context, request, caller.address).await;
-        let mut way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
-        if let Some(server_id) = way.server_id() {
-            record.via(server_id);
-        }
-        let over = way.link().over.clone();
-        let asked = async {
-            let asked = way.ask(request.target).await?;
-            let (send, answer) = asked.answer(way.on(), request.target, |took| record.dialled(took));
-            Ok((send, answer.await?))
-        };
-        let answered: Result<_, RelayError> = tokio::select! {
-            biased;
-            answered = asked => answered,
-            () = over.cancelled() => Err(RelayError::Aborted(record.why_over(), "the tunnel was lost")),
-        };
-        let (send, stream) = answered.map_err(|error| Failed::of(&error))?;
-        Ok(Edge { way, send, stream })
+        Connected::of(record, opened.map(|stream| Upstream::Edge(Box::new(stream))))
     }
 
     async fn direct(
@@ -228,50 +173,41 @@ impl Dialler {
         caller: &Caller,
         gone: impl Future<Output = ()>,
     ) -> Result<Connected, Failed> {
-        tokio::select! {
+        let mut gone = pin!(gone);
+        let target = tokio::select! {
             biased;
-            connected = self.by_this_server(&host, port, caller) => connected,
-            () = gone => Err(not_waited()),
-        }
-    }
-
-    async fn by_this_server(&self, host: &str, port: u16, caller: &Caller) -> Result<Connected, Failed> {
-        let denied = |reason| Failed { outcome: Outcome::Denied, reason };
-        let targets = match direct::resolve(host, port).await {
-            Ok(targets) => targets,
-            Err(error) if error.kind() == std::io::ErrorKind::TimedOut => {
-                let reason = format!("lookup {}: i/o timeout", printable(host, 100));
-                return Err(self.turned_away(denied(reason), caller));
-            }
-            Err(error) => {
-                let reason = format!("lookup {}: no such host: {error}", printable(host, 100));
-                return Err(self.turned_away(denied(reason), caller));
-            }
+            target = self.look_up(&host, port) => target,
+            () = gone.as_mut() => return Err(not_waited()),
         };
-        let Some(target) = targets.iter().copied().find(|target| self.direct.allows(target.ip())) else {
-            let reason = targets.first().map_or_else(
-                || format!("lookup {}: no such host", printable(host, 100)),
-                |target| not_allowed(target.ip()),
-            );
-            return Err(self.turned_away(denied(reason), caller));
-        };
+        let target = target.map_err(|failed| self.turned_away(failed, caller))?;
         let mut record = AccessLogGuard::direct(NAME, caller.address, target, &self.context);
         record.called_by(&caller.name);
-        let failed = match self.shares.admit(caller.address.ip()) {
-            Ok(place) => {
-                record.hold(place);
-                match direct::connect(target).await {
-                    Ok(socket) => return Ok(Connected { record, to: Target::Direct(socket) }),
-                    Err(failed) => failed,
-                }
-            }
-            Err(full) => {
-                self.context.metrics.over_limit(NAME, &full);
-                Failed { outcome: Outcome::Busy, reason: full.to_string() }
-            }
+        let place = self.shares.admit(caller.address.ip());
+        let opened = tokio::select! {
+            biased;
+            opened = Upstream::direct(target, place, &mut record) => opened,
+            () = gone => Err(not_waited()),
         };
-        record.end(failed.outcome, &failed.reason);
-        Err(failed)
+        Connected::of(record, opened)
+    }
+
+    /// The first address of the host that this server may dial.
+    async fn look_up(&self, host: &str, port: u16) -> Result<SocketAddr, Failed> {
+        let denied = |reason| Failed { outcome: Outcome::Denied, reason };
+        let shown = printable(host, 100);
+        let targets = direct::resolve(host, port).await.map_err(|error| match error.kind() {
+            std::io::ErrorKind::TimedOut => denied(format!("lookup {shown}: i/o timeout")),
+            _ => denied(format!("lookup {shown}: no such host: {error}")),
+        })?;
+        let allowed = targets.iter().copied().find(|target| self.direct.allows(target.ip()));
+        allowed.ok_or_else(|| {
+            denied(
+                targets.first().map_or_else(
+                    || format!("lookup {shown}: no such host"),
+                    |target| not_allowed(target.ip()),
+                ),
+            )
+        })
     }
 }
 
@@ -280,6 +216,16 @@ fn not_waited() -> Failed {
 }
 
 impl Connected {
+    fn of(record: AccessLogGuard, opened: Result<Upstream, Failed>) -> Result<Self, Failed> {
+        match opened {
+            Ok(to) => Ok(Self { record, to }),
+            Err(failed) => {
+                record.end(failed.outcome, &failed.reason);
+                Err(failed)
+            }
+        }
+    }
+
     /// Carries the connection until both directions have ended, or `gone` ends: then it is reset.
     pub(super) async fn run(
         self,
@@ -288,53 +234,8 @@ impl Connected {
         gone: impl Future<Output = ()>,
     ) -> Result<(), Failed> {
         let Self { record, to } = self;
-        let ended = match to {
-            Target::Edge(edge) => carry(*edge, &record, read, write, gone).await,
-            Target::Direct(socket) => direct::carry(socket, &record, read, write, gone).await,
-        };
-        match &ended {
-            Ok(()) => record.end(Outcome::Ok, &""),
-            Err(failed) => record.end(failed.outcome, &failed.reason),
-        }
+        let ended = to.carry(&record, read, write, gone).await;
+        record.finish(&ended);
         ended
     }
-}
-
-async fn carry(
-    edge: Edge,
-    record: &AccessLogGuard,
-    read: &mut (impl AsyncRead + Unpin),
-    write: &mut (impl AsyncWrite + Unpin),
-    gone: impl Future<Output = ()>,
-) -> Result<(), Failed> {
-    let Edge { way, mut send, stream } = edge;
-    let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
-    let ended = {
-        let on = way.on();
-        let pump = Pump { flow: &on.link.flow, stalls: on.stalls, abort: &abort, traffic: &traffic };
-        let mut carrying = std::pin::pin!(pump.run(read, write, &mut send, stream));
-        tokio::select! {
-            biased;
-            ended = &mut carrying => ended,
-            () = on.link.over.cancelled() => {
-                abort.trigger(record.why_over());
-                carrying.await
-            }
-            () = gone => {
-                abort.trigger(Outcome::ClientReset);
-                carrying.await
-            }
-        }
-    };
-    ended.map_err(|error| match error {
-        RelayError::Aborted(outcome, "") => {
-            let reason = match outcome {
-                Outcome::ClientReset => "the caller has gone",
-                Outcome::Shutdown => "this server stops",
-                _ => "the tunnel was lost",
-            };
-            Failed { outcome, reason: reason.to_owned() }
-        }
-        error => Failed::of(&error),
-    })
 }

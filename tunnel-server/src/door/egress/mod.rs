@@ -31,6 +31,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tunnel_core::carry::{end_on_drop, flushed, prepare_socket, reset_on_drop};
 use tunnel_core::config::ConfigError;
 
+use super::access_log::over_limit;
 use super::context::DoorContext;
 use super::preface::{PrefaceError, read_preface};
 use crate::accept::{Gate, Gated};
@@ -123,9 +124,8 @@ impl Egress {
             let place = match self.callers.admit(client.ip()) {
                 Ok(place) => place,
                 Err(full) => {
-                    context.metrics.over_limit(NAME, &full);
+                    over_limit(&context.metrics, NAME, client, &full);
                     context.metrics.turned_away(NAME);
-                    tracing::debug!(door = NAME, %client, %full, "connection refused at a bound");
                     // A reset: an end of file would look like an answer.
                     reset_on_drop(&socket);
                     continue;

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tunnel_core::outcome::Outcome;
 
 use crate::answer_cache::AnswerCache;
-use crate::door::direct::Failed;
+use crate::door::context::Failed;
 use crate::kube::read::cluster_ips::{ClusterIps, ClusterService};
 use crate::kube::{Endpoint, ServiceEndpoints};
 

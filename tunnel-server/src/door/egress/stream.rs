@@ -7,7 +7,7 @@ use tunnel_core::konnectivity::{Bounds, Dial, Gone, Inbox, Outbox};
 
 use super::dial::{Caller, Connected, Dialler};
 use super::halves::LINGER;
-use crate::door::direct::Failed;
+use crate::door::context::Failed;
 
 /// A stream with one connection, which is all that kube-apiserver has, waits for its target as long as that takes.
 pub(super) const BOUNDS: Bounds = Bounds {

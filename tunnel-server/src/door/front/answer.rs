@@ -9,6 +9,7 @@ use tunnel_core::outcome::{OUTCOME_HEADER, Outcome};
 use super::body::Body;
 use crate::caller::Refusal;
 use crate::door::answer::status_of;
+use crate::door::context::Failed;
 
 /// Why a request is answered here.
 #[derive(Clone, Debug)]
@@ -36,6 +37,12 @@ impl Failure {
     /// Of the tunnel or the target.
     pub(super) fn of_outcome(outcome: Outcome, reason: impl Into<String>) -> Self {
         Self { status: status_of(outcome), reason: reason.into(), outcome }
+    }
+}
+
+impl From<Failed> for Failure {
+    fn from(failed: Failed) -> Self {
+        Self::of_outcome(failed.outcome, failed.reason)
     }
 }
 

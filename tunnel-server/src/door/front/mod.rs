@@ -16,7 +16,6 @@ mod request;
 mod serve;
 mod socket;
 mod target_tls;
-mod tunnel;
 mod upgrade;
 
 pub use destination::{Wanted, parse_destination};

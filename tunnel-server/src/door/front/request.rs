@@ -21,11 +21,12 @@ use super::expect::RequestBody;
 use super::kinds::{Admission, Front, MAX_HEAD, Peer};
 use super::pods::Pods;
 use super::socket::Faults;
-use super::{headers, tunnel, upgrade};
+use super::{headers, upgrade};
 use crate::admission::{Full, Shares};
 use crate::caller::{Asker, Caller, Refusal, Reviewer, bearer_token, kubelet_accesses, other_accesses};
-use crate::door::access_log::AccessLogGuard;
+use crate::door::access_log::{AccessLogGuard, over_limit};
 use crate::door::context::{DoorContext, OpenRequest};
+use crate::door::upstream::Stream;
 use crate::inventory::DEFAULT_KUBELET_PORT;
 use crate::route::NodeAddress;
 
@@ -103,17 +104,10 @@ async fn forward(served: &Arc<Served>, mut request: Request<Incoming>) -> Result
     if let Some(caller) = &caller {
         record.called_by(caller);
     }
-    let admitted = served.shares.admit(client_address.ip()).and_then(|mut place| {
-        let reached = place.reaches(&asked.node);
-        record.hold(place);
-        reached
-    });
-    if let Err(full) = admitted {
-        return Err(failed(record, served.over_limit(&full)));
-    }
-    let stream = match tunnel::open(context, &asked, client_address, &record).await {
-        Ok(opened) => opened,
-        Err(failure) => return Err(failed(record, failure)),
+    let place = served.shares.admit(client_address.ip());
+    let stream = match Stream::open(context, &asked, client_address, place, &mut record).await {
+        Ok(stream) => stream.into_pipe(&record),
+        Err(reason) => return Err(failed(record, reason.into())),
     };
     let pipe = stream.status();
     let to = format!("{} at {}", asked.node, asked.target);
@@ -214,7 +208,7 @@ impl Served {
     }
 
     fn over_limit(&self, full: &Full) -> Failure {
-        self.context.metrics.over_limit(self.front.door, full);
+        over_limit(&self.context.metrics, self.front.door, self.peer.client, full);
         Failure::of_outcome(Outcome::Busy, full.to_string())
     }
 

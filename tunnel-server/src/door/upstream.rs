@@ -1,0 +1,160 @@
+//! The one way to open a connection: it takes its place, finds the way to its node, has the agent dial, and relays. What comes
+//! of it is in the access log's line, which each of these steps is given.
+//!
+//! The redirected path takes these steps one by one, in `mod.rs`: its sockets are relayed while the agent still dials.
+
+use std::net::SocketAddr;
+use std::pin::pin;
+
+use bytes::Bytes;
+use h2::{RecvStream, SendStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tunnel_core::carry::{Pipe, Pump, RelayError, TunnelStream, pipe};
+use tunnel_core::outcome::Outcome;
+
+use super::access_log::AccessLogGuard;
+use super::context::{DoorContext, Failed, OpenRequest};
+use super::direct;
+use super::way::Way;
+use crate::admission::{Full, Share};
+
+/// A connection to a target that is up.
+pub(super) enum Upstream {
+    /// Boxed: most of the time it waits for a socket that this server dials itself.
+    Edge(Box<Stream>),
+    /// This server has dialled it.
+    Direct(TcpStream),
+}
+
+/// A stream to a target that an agent has dialled.
+pub(super) struct Stream {
+    way: Way,
+    send: SendStream<Bytes>,
+    stream: RecvStream,
+}
+
+/// Takes the connection's place, and finds the way to its node.
+pub(super) async fn way(
+    context: &DoorContext,
+    request: &OpenRequest,
+    client: SocketAddr,
+    place: Result<Share, Full>,
+    record: &mut AccessLogGuard,
+) -> Result<Way, Failed> {
+    record.admit(place, Some(&request.node))?;
+    let found = Way::find(context, request, client).await;
+    let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
+    if let Some(server_id) = way.server_id() {
+        record.via(server_id);
+    }
+    Ok(way)
+}
+
+impl Stream {
+    /// Has the node's agent dial the target.
+    pub(super) async fn open(
+        context: &DoorContext,
+        request: &OpenRequest,
+        client: SocketAddr,
+        place: Result<Share, Full>,
+        record: &mut AccessLogGuard,
+    ) -> Result<Self, Failed> {
+        let mut way = way(context, request, client, place, record).await?;
+        let over = way.link().over.clone();
+        let asked = async {
+            let asked = way.ask(request.target).await?;
+            let (send, answer) = asked.answer(way.on(), request.target, |took| record.dialled(took));
+            Ok((send, answer.await?))
+        };
+        let answered: Result<_, RelayError> = tokio::select! {
+            biased;
+            answered = asked => answered,
+            () = over.cancelled() => Err(RelayError::Aborted(record.why_over(), "the tunnel was lost")),
+        };
+        let (send, stream) = answered.map_err(|error| Failed::of(&error))?;
+        Ok(Self { way, send, stream })
+    }
+
+    /// Makes it something to read and write here. It is carried on the thread that owns the link.
+    pub(super) fn into_pipe(self, record: &AccessLogGuard) -> TunnelStream {
+        let Self { way, mut send, stream } = self;
+        let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
+        let forced = record.forced().clone();
+        let (near, far) = pipe();
+        let worker = way.link().worker.clone();
+        worker.spawn(async move {
+            let on = way.on();
+            let over = async {
+                tokio::select! {
+                    (outcome, _) = abort.triggered() => outcome,
+                    () = on.link.over.cancelled() => {
+                        if forced.is_cancelled() { Outcome::Shutdown } else { Outcome::TunnelLost }
+                    }
+                }
+            };
+            let pipe = Pipe { flow: &on.link.flow, stalls: on.stalls, traffic: &traffic };
+            far.run(pipe, &mut send, stream, over).await;
+        });
+        near
+    }
+
+    async fn carry(
+        self,
+        record: &AccessLogGuard,
+        read: &mut (impl AsyncRead + Unpin),
+        write: &mut (impl AsyncWrite + Unpin),
+        gone: impl Future<Output = ()>,
+    ) -> Result<(), Failed> {
+        let Self { way, mut send, stream } = self;
+        let (abort, traffic) = record.carrying(Some(way.link()), way.carried());
+        let on = way.on();
+        let pump = Pump { flow: &on.link.flow, stalls: on.stalls, abort: &abort, traffic: &traffic };
+        let mut carrying = pin!(pump.run(read, write, &mut send, stream));
+        let ended = tokio::select! {
+            biased;
+            ended = record.until_over(&on.link.over, carrying.as_mut()) => ended,
+            () = gone => {
+                abort.trigger(Outcome::ClientReset);
+                carrying.await
+            }
+        };
+        ended.map_err(|error| match error {
+            RelayError::Aborted(outcome, "") => {
+                let reason = match outcome {
+                    Outcome::ClientReset => "the caller has gone",
+                    Outcome::Shutdown => "this server stops",
+                    _ => "the tunnel was lost",
+                };
+                Failed { outcome, reason: reason.to_owned() }
+            }
+            error => Failed::of(&error),
+        })
+    }
+}
+
+impl Upstream {
+    /// Connects to a target that is not on an edge node.
+    pub(super) async fn direct(
+        target: SocketAddr,
+        place: Result<Share, Full>,
+        record: &mut AccessLogGuard,
+    ) -> Result<Self, Failed> {
+        record.admit(place, None)?;
+        direct::connect(target).await.map(Self::Direct)
+    }
+
+    /// Carries the connection until both directions have ended, or `gone` ends: then it is reset.
+    pub(super) async fn carry(
+        self,
+        record: &AccessLogGuard,
+        read: &mut (impl AsyncRead + Unpin),
+        write: &mut (impl AsyncWrite + Unpin),
+        gone: impl Future<Output = ()>,
+    ) -> Result<(), Failed> {
+        match self {
+            Self::Edge(stream) => stream.carry(record, read, write, gone).await,
+            Self::Direct(socket) => direct::carry(socket, record, read, write, gone).await,
+        }
+    }
+}
