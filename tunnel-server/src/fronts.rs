@@ -8,8 +8,22 @@ use tokio_util::task::TaskTracker;
 
 use crate::caller::{CallerTls, Reviewer};
 use crate::config::DoorConfig;
-use crate::door::{Admission, Door as _, Front, Http, Https, Plain, Pods, TargetFiles, TargetTls};
+use crate::door::{
+    Admission, Door as _, Front, Http, Https, MetricsDoor, MetricsPage, Plain, Pods, TargetFiles, TargetTls,
+};
 use crate::settings::Settings;
+
+/// The metrics door's.
+pub(crate) fn metrics_front(page: MetricsPage, tls: Arc<CallerTls>) -> Arc<Front> {
+    Arc::new(Front {
+        door: MetricsDoor::NAME,
+        admission: Admission::Callers(page.reviewer.clone()),
+        tls: Some(tls),
+        targets: None,
+        pods: None,
+        metrics: Some(page),
+    })
+}
 
 /// The doors that speak HTTP; the http door needs nothing but itself.
 pub(crate) struct Fronts {
@@ -45,11 +59,19 @@ impl Fronts {
             tls: None,
             targets: None,
             pods: pods.clone(),
+            metrics: None,
         };
         let plain = config.plain.as_ref().map(|plain| {
             let (clients, ports) = (plain.clients.clone(), plain.ports.iter().copied().collect());
             let admission = Admission::Listed { clients, ports, reviewer: reviewer.clone() };
-            Arc::new(Front { door: Plain::NAME, admission, tls: None, targets: None, pods: pods.clone() })
+            Arc::new(Front {
+                door: Plain::NAME,
+                admission,
+                tls: None,
+                targets: None,
+                pods: pods.clone(),
+                metrics: None,
+            })
         });
         let https = tls.map(|tls| {
             let targets = TargetTls::start(targets, settings, tasks, stop);
@@ -59,6 +81,7 @@ impl Fronts {
                 tls: Some(tls),
                 targets: Some(targets),
                 pods,
+                metrics: None,
             })
         });
         Self { https, http: Arc::new(everyone), plain }

@@ -13,11 +13,11 @@ use crate::agent_port::{FromEdge, Tokens};
 use crate::caller::{CallerTls, ClientRoots, Reviewer};
 use crate::config::{Config, KonnectivityConfig};
 use crate::door::{
-    self, ClusterServices, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, MetricsDoor, Plain,
-    Reception, Redirected, Services, TargetFiles,
+    self, ClusterServices, Connect, DoorContext, Egress, EgressTls, Http, Https, Maps, MetricsDoor,
+    MetricsPage, Plain, Reception, Redirected, Services, TargetFiles,
 };
 use crate::door_files::DoorFiles;
-use crate::fronts::{FrontParts, Fronts};
+use crate::fronts::{FrontParts, Fronts, metrics_front};
 use crate::kube::ServiceEndpoints;
 use crate::listeners::Listeners;
 use crate::pki::ServerCertificate;
@@ -148,9 +148,9 @@ impl<'a> Doors<'a> {
         }
         if let Some((listener, tls)) = metrics.zip(tls.clone()) {
             let authenticator = reception.gatekeeper.authenticator.clone();
-            let (metrics, drain) = (context.metrics.clone(), context.drain.clone());
             let (registry, gate) = (registry.clone(), gates.doors.clone());
-            let door = MetricsDoor { registry, tls, authenticator, reviewer, gate, metrics, drain };
+            let page = MetricsPage { registry, authenticator, reviewer, gate };
+            let door = MetricsDoor(metrics_front(page, tls));
             context.drain.spawn(door::serve(
                 door,
                 gates.door(listener),

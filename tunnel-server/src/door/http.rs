@@ -1,4 +1,4 @@
-//! The http door: on loopback, without authentication. Each request's Host names its node; nothing is added to it.
+//! The doors whose connections `front/` serves from their first byte.
 
 use std::sync::Arc;
 
@@ -10,12 +10,40 @@ use super::front::Front;
 use super::open::{Door, Opened};
 use crate::route::Router;
 
+/// On loopback, without authentication. Each request's Host names its node; nothing is added to it.
 pub(crate) struct Http(pub(crate) Arc<Front>);
+
+/// HTTP by a node's name for clients in the cloud, to which the internal Service leads. Clients in the configured ranges may use
+/// it, others with a token.
+pub(crate) struct Plain(pub(crate) Arc<Front>);
+
+/// `/metrics` with TLS.
+pub(crate) struct MetricsDoor(pub(crate) Arc<Front>);
+
+fn served(front: &Arc<Front>) -> Result<Opened, OpenError> {
+    Ok(Opened::Served { front: front.clone(), prefix: Bytes::new() })
+}
 
 impl Door for Http {
     const NAME: &'static str = "http";
 
-    async fn open(&self, _socket: &mut TcpStream, _router: &Router) -> Result<Opened, OpenError> {
-        Ok(Opened::Served { front: self.0.clone(), prefix: Bytes::new() })
+    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+        served(&self.0)
+    }
+}
+
+impl Door for Plain {
+    const NAME: &'static str = "plain";
+
+    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+        served(&self.0)
+    }
+}
+
+impl Door for MetricsDoor {
+    const NAME: &'static str = "metrics";
+
+    async fn open(&self, _: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
+        served(&self.0)
     }
 }

@@ -18,9 +18,7 @@ mod hosts_tests;
 mod http;
 mod https;
 mod map;
-mod metrics;
 mod open;
-mod plain;
 mod preface;
 mod redirect;
 mod upstream;
@@ -42,14 +40,12 @@ pub use context::{DoorContext, OpenError, OpenRequest};
 pub(crate) use egress::{
     ClusterServices, Egress, EgressTls, NAME as EGRESS, Socket as EgressSocket, check_files as check_egress,
 };
-pub(crate) use front::{Admission, Front, Pods, TargetFiles, TargetTls};
+pub(crate) use front::{Admission, Front, MetricsPage, Pods, TargetFiles, TargetTls};
 pub use front::{Wanted, parse_destination, target_head};
-pub(crate) use http::Http;
+pub(crate) use http::{Http, MetricsDoor, Plain};
 pub(crate) use https::Https;
 pub(crate) use map::{MAP, Maps};
-pub(crate) use metrics::MetricsDoor;
 pub(crate) use open::{Door, Opened};
-pub(crate) use plain::Plain;
 pub(crate) use redirect::Redirected;
 
 use crate::accept::Gated;

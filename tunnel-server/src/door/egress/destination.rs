@@ -89,17 +89,21 @@ pub(super) fn not_allowed(address: IpAddr) -> String {
     )
 }
 
-/// Where a host leads if this server may dial everything.
 #[cfg(test)]
-pub(in crate::door) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
-    let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
-    let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
-        Meant::Known(destination) => Some(destination),
-        Meant::Elsewhere(address) => anything.destination(address),
-    });
-    match found {
-        Ok(Some(Destination::Edge(request))) => format!("{} {}", request.node, request.target),
-        Ok(Some(Destination::Direct(host, port))) => format!("direct {host}:{port}"),
-        Ok(None) | Err(_) => "refused".to_owned(),
+pub(super) mod tests {
+    use super::*;
+
+    /// Where a host leads if this server may dial everything.
+    pub(in crate::door) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
+        let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
+        let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {
+            Meant::Known(destination) => Some(destination),
+            Meant::Elsewhere(address) => anything.destination(address),
+        });
+        match found {
+            Ok(Some(Destination::Edge(request))) => format!("{} {}", request.node, request.target),
+            Ok(Some(Destination::Direct(host, port))) => format!("direct {host}:{port}"),
+            Ok(None) | Err(_) => "refused".to_owned(),
+        }
     }
 }

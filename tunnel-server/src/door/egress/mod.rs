@@ -44,7 +44,7 @@ use dial::{Caller, Dialler};
 use halves::{Over, Writer};
 
 #[cfg(test)]
-pub(super) use destination::leads_at_egress;
+pub(super) use destination::tests::leads_at_egress;
 pub(crate) use dial::NAME;
 pub(crate) use services::ClusterServices;
 pub(crate) use tls::EgressTls;

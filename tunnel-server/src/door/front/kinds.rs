@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ipnet::IpNet;
 
+use super::metrics::MetricsPage;
 use super::pods::Pods;
 use super::target_tls::TargetTls;
 use crate::admission::Share;
@@ -33,6 +34,8 @@ pub(crate) struct Front {
     pub(crate) targets: Option<Arc<TargetTls>>,
     /// Finds pods' nodes; None: paths with a pod mean nothing.
     pub(crate) pods: Option<Arc<Pods>>,
+    /// What it answers itself; None: its requests are for edge nodes.
+    pub(crate) metrics: Option<MetricsPage>,
 }
 
 /// Who is at the other end of a connection.

@@ -11,6 +11,7 @@ mod destination;
 mod expect;
 mod headers;
 mod kinds;
+mod metrics;
 mod pods;
 mod request;
 mod serve;
@@ -22,7 +23,8 @@ pub use destination::{Wanted, parse_destination};
 pub use headers::target_head;
 pub(super) use headers::wanted_upgrade;
 pub(crate) use kinds::{Admission, Front};
+pub(crate) use metrics::MetricsPage;
 pub(crate) use pods::Pods;
 #[cfg(test)]
-pub(super) use request::reached_over_http;
+pub(super) use request::tests::reached_over_http;
 pub(crate) use target_tls::{TargetFiles, TargetTls};

@@ -58,18 +58,25 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
         .any(|root| request.uri().path().starts_with(root));
     let reader = reader(request.headers(), kubelet_path);
     let http1 = request.version() != Version::HTTP_2;
-    match forward(served, request).await {
+    let answered = match &served.front.metrics {
+        Some(page) => {
+            let (peer, head) = (&served.peer, request.into_parts().0);
+            let answered = page.answer(&head, peer.caller.as_ref(), peer.client.ip()).await;
+            answered.inspect_err(|failure| served.turned_away(failure))
+        }
+        None => forward(served, request).await,
+    };
+    match answered {
         Ok(response) => response,
         Err(failure) => {
             let mut response = answer::response(&failure, reader);
-            // Who sends what is wrong may mean what follows otherwise too.
-            if http1
-                && matches!(
-                    failure.status,
-                    StatusCode::BAD_REQUEST | StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
-                )
-            {
+            // Who sends what is wrong may mean what follows otherwise too; who may not read the metrics holds no place.
+            let wrong = [StatusCode::BAD_REQUEST, StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE];
+            if http1 && (wrong.contains(&failure.status) || served.front.metrics.is_some()) {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            if failure.status == StatusCode::METHOD_NOT_ALLOWED && served.front.metrics.is_some() {
+                response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET"));
             }
             response
         }
@@ -426,23 +433,35 @@ fn host_of(name: &str, port: u16) -> String {
     if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
 }
 
-/// The node and the target of a request with this Host at a door for everyone.
 #[cfg(test)]
-pub(in crate::door) async fn reached_over_http(
-    host: &str,
-    router: Arc<crate::route::Router>,
-) -> Result<(tunnel_core::identity::NodeName, SocketAddr), String> {
-    let front = Front { door: "http", admission: Admission::Everyone, tls: None, targets: None, pods: None };
-    let client = SocketAddr::from(([127, 0, 0, 1], 1));
-    let served = Served {
-        front: Arc::new(front),
-        peer: Peer::new(client, None, None),
-        faults: Faults::default(),
-        context: DoorContext { router, ..DoorContext::without_nodes() },
-        shares: Shares::new(1),
-    };
-    let (head, ()) = Request::get("/").header(header::HOST, host).body(()).unwrap().into_parts();
-    let wanted = parse_destination(&head)?;
-    let found = served.destination(None, &head.method, &wanted).await.map_err(|failure| failure.reason)?;
-    Ok((found.node.node, found.target))
+pub(super) mod tests {
+    use super::*;
+
+    /// The node and the target of a request with this Host at a door for everyone.
+    pub(in crate::door) async fn reached_over_http(
+        host: &str,
+        router: Arc<crate::route::Router>,
+    ) -> Result<(tunnel_core::identity::NodeName, SocketAddr), String> {
+        let front = Front {
+            door: "http",
+            admission: Admission::Everyone,
+            tls: None,
+            targets: None,
+            pods: None,
+            metrics: None,
+        };
+        let client = SocketAddr::from(([127, 0, 0, 1], 1));
+        let served = Served {
+            front: Arc::new(front),
+            peer: Peer::new(client, None, None),
+            faults: Faults::default(),
+            context: DoorContext { router, ..DoorContext::without_nodes() },
+            shares: Shares::new(1),
+        };
+        let (head, ()) = Request::get("/").header(header::HOST, host).body(()).unwrap().into_parts();
+        let wanted = parse_destination(&head)?;
+        let found =
+            served.destination(None, &head.method, &wanted).await.map_err(|failure| failure.reason)?;
+        Ok((found.node.node, found.target))
+    }
 }

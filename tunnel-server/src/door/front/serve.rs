@@ -17,17 +17,21 @@ use tunnel_core::carry::lost;
 
 use super::body::Body;
 use super::kinds::{Front, MAX_HEAD, Peer};
+use super::metrics::MetricsPage;
 use super::request::{self, Served};
 use super::socket::{Faults, PrefixedSocket};
 use crate::admission::{Share, Shares};
 use crate::caller::caller_of_certificate;
 use crate::door::context::{DoorContext, OpenError};
 use crate::door::first_request::FirstRequest;
+use crate::metrics::Metrics;
 
 /// How long a client may take for a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long a connection may wait for a whole head, also for the first line of the next request.
-const IDLE: Duration = Duration::from_secs(30);
+///
+/// Longer than Prometheus' usual 30 s from scrape to scrape.
+const IDLE: Duration = Duration::from_secs(45);
 /// More requests at a time wait on their connection.
 const MAX_STREAMS: u32 = 128;
 
@@ -58,7 +62,9 @@ impl Front {
         let Some(tls) = &self.tls else {
             return http(socket, false, &watched, served(None)).await;
         };
-        let accepted = tokio::time::timeout(HANDSHAKE, tls.acceptor().accept(socket)).await;
+        // A connection that ends with its first refusal is one of HTTP/1.1.
+        let acceptor = if self.metrics.is_some() { tls.acceptor_of_http_1() } else { tls.acceptor() };
+        let accepted = tokio::time::timeout(HANDSHAKE, acceptor.accept(socket)).await;
         let stream = match accepted {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => return Err(OpenError::Client(format!("TLS: {error}"))),
@@ -84,15 +90,20 @@ where
 {
     let (door, shutdown) = (served.front.door, served.context.drain.shutdown().clone());
     let served = Arc::new(served);
+    let page = served.front.metrics.as_ref();
+    let _counted = page.map(|_| Counted::new(door, &served.context.metrics));
     let first = FirstRequest::default();
     let asked = first.clone();
-    let answer = move |request| {
+    let answer = |request| {
         asked.came();
         let served = served.clone();
         async move { Ok::<_, Infallible>(request::answer(&served, request).await) }
     };
     let over = async {
-        shutdown.draining().await;
+        tokio::select! {
+            () = shutdown.draining() => {}
+            () = handed_over(page) => {}
+        }
         first.wait().await;
     };
     let ended = if h2 {
@@ -129,6 +140,30 @@ where
             Ok(())
         }
         Ok(()) => Ok(()),
+    }
+}
+
+/// Ends when another server answers scrapers from now on. Other doors' connections go on until the drain.
+async fn handed_over(page: Option<&MetricsPage>) {
+    match page {
+        Some(page) => page.gate.closed().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// A connection, counted until it is dropped.
+struct Counted(&'static str, Metrics);
+
+impl Counted {
+    fn new(door: &'static str, metrics: &Metrics) -> Self {
+        metrics.opened(door);
+        Self(door, metrics.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.1.answered(self.0);
     }
 }
 

@@ -1,163 +1,68 @@
-//! The metrics door: `/metrics` for other hosts, for callers who show who they are. The admin port answers the same on loopback,
-//! where nobody is asked.
+//! `/metrics` for other hosts, for callers who show who they are. The admin port answers the same on loopback, where nobody is
+//! asked.
 
-use std::convert::Infallible;
-use std::net::SocketAddr;
-use std::pin::pin;
+use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{self, HeaderMap};
 use http::request::Parts;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::Full;
-use hyper::body::Incoming;
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use http::{HeaderValue, Method, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full};
 use prometheus_client::registry::Registry;
-use tokio::net::TcpStream;
-use tokio::time::timeout;
 use tunnel_core::admin::exposition;
-use tunnel_core::carry::end_on_drop;
-use tunnel_core::error::chain;
-use tunnel_core::lifecycle::Drain;
 
-use super::context::OpenError;
-use super::first_request::FirstRequest;
-use super::open::{Door, Opened};
+use super::answer::Failure;
+use super::body::Body;
 use crate::accept::Gate;
-use crate::caller::{
-    Authenticator, Caller, CallerTls, Refusal, Reviewer, bearer_token, caller_of_certificate,
-};
-use crate::metrics::Metrics;
-use crate::route::Router;
+use crate::caller::{Authenticator, Caller, Refusal, Reviewer, bearer_token};
 
 /// What a caller may get, by the cluster's rules.
 const PATH: &str = "/metrics";
-/// How long a client may take for its part of the TLS handshake.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long a connection may wait for a whole head, also for the first line of the next request: longer than Prometheus' usual
-/// 30 s from scrape to scrape.
-const IDLE: Duration = Duration::from_secs(45);
-/// The longest head of a request, in bytes: twice the longest token.
-const MAX_HEAD: usize = 32 << 10;
 
-type Answer = Response<Full<Bytes>>;
-
-pub(crate) struct MetricsDoor {
+/// Answers scrapers.
+pub(crate) struct MetricsPage {
     pub(crate) registry: Arc<Registry>,
-    pub(crate) tls: Arc<CallerTls>,
     pub(crate) authenticator: Arc<Authenticator>,
     /// Knows who may read; None without a cluster: whoever is known.
     pub(crate) reviewer: Option<Arc<Reviewer>>,
-    /// Its own, which closes when a successor has taken over.
+    /// That of its door, which closes when a successor has taken over.
     pub(crate) gate: Gate,
-    pub(crate) metrics: Metrics,
-    pub(crate) drain: Drain,
 }
 
-impl Door for MetricsDoor {
-    const NAME: &'static str = "metrics";
-
-    async fn open(&self, socket: &mut TcpStream, _: &Router) -> Result<Opened, OpenError> {
-        self.serve(socket).await?;
-        Ok(Opened::Ended)
-    }
-}
-
-impl MetricsDoor {
-    /// Serves a connection until it ends.
-    async fn serve(&self, socket: &mut TcpStream) -> Result<(), OpenError> {
-        let client = socket.peer_addr()?;
-        let accepted = timeout(HANDSHAKE, self.tls.acceptor_of_http_1().accept(&mut *socket)).await;
-        let stream = accepted
-            .map_err(|_| OpenError::Client(format!("no TLS handshake within {} s", HANDSHAKE.as_secs())))?
-            .map_err(|error| OpenError::Client(format!("TLS: {error}")))?;
-        let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-        let shown = certificate.map(caller_of_certificate).transpose().map_err(OpenError::Client)?;
-        let _counted = Counted::new(&self.metrics);
-        let first = FirstRequest::default();
-        let service = service_fn(|request: Request<Incoming>| {
-            first.came();
-            // No request here has a body that matters.
-            let (head, shown) = (request.into_parts().0, shown.as_ref());
-            async move { Ok::<_, Infallible>(self.answer(&head, shown, client).await) }
-        });
-        let mut builder = http1::Builder::new();
-        builder.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(MAX_HEAD).half_close(true);
-        let ended = {
-            let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
-            tokio::select! {
-                ended = connection.as_mut() => ended,
-                () = self.over(&first) => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
-                }
-            }
-        };
-        match ended {
-            Ok(()) => end_on_drop(socket),
-            // What clients do all the time: they leave idle connections open, or leave.
-            Err(error) if error.is_timeout() => end_on_drop(socket),
-            Err(error) => {
-                tracing::debug!(door = Self::NAME, %client, error = chain(&error), "a client's connection ended");
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends when the connection is to end: another server answers the next ones.
-    async fn over(&self, first: &FirstRequest) {
-        tokio::select! {
-            () = self.drain.shutdown().draining() => {}
-            () = self.gate.closed() => {}
-        }
-        first.wait().await;
-    }
-
-    async fn answer(&self, head: &Parts, shown: Option<&Caller>, client: SocketAddr) -> Answer {
+impl MetricsPage {
+    /// `shown`: by the caller's certificate.
+    pub(super) async fn answer(
+        &self,
+        head: &Parts,
+        shown: Option<&Caller>,
+        client: IpAddr,
+    ) -> Result<Response<Body>, Failure> {
         if head.uri.path() != PATH {
-            return failed(StatusCode::NOT_FOUND, "only /metrics is here");
+            return Err(Failure::new(StatusCode::NOT_FOUND, "only /metrics is here"));
         }
         if head.method != Method::GET {
-            let mut answer = failed(StatusCode::METHOD_NOT_ALLOWED, "use GET");
-            answer.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET"));
-            return answer;
+            return Err(Failure::new(StatusCode::METHOD_NOT_ALLOWED, "use GET"));
         }
-        if let Err(refusal) = self.admit(&head.headers, shown, client).await {
-            self.metrics.turned_away(Self::NAME);
-            tracing::warn!(door = Self::NAME, %client, reason = %refusal, "client turned away");
-            return refused(&refusal);
-        }
+        self.admit(head, shown, client).await?;
         let (registry, headers) = (self.registry.clone(), head.headers.clone());
         // It takes milliseconds, in which no other door should wait.
-        match tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await {
-            Ok(Ok((content_type, text))) => {
-                let mut answer = Response::new(Full::from(text));
-                answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
-                answer
-            }
-            Ok(Err(error)) => {
-                failed(StatusCode::INTERNAL_SERVER_ERROR, &format!("encoding the metrics: {error}"))
-            }
-            Err(error) => {
-                failed(StatusCode::INTERNAL_SERVER_ERROR, &format!("encoding the metrics: {error}"))
-            }
-        }
+        let encoded = tokio::task::spawn_blocking(move || exposition(&registry, &headers)).await;
+        let failed = |error: &dyn std::fmt::Display| {
+            Failure::new(StatusCode::INTERNAL_SERVER_ERROR, format!("failed to encode the metrics: {error}"))
+        };
+        let (content_type, text) =
+            encoded.map_err(|error| failed(&error))?.map_err(|error| failed(&error))?;
+        let mut answer =
+            Response::new(Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync());
+        answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+        Ok(answer)
     }
 
-    /// Whether the caller may read. A certificate says more than a token beside it, as at the https door.
-    async fn admit(
-        &self,
-        headers: &HeaderMap,
-        shown: Option<&Caller>,
-        client: SocketAddr,
-    ) -> Result<(), Refusal> {
-        let caller = match (shown, bearer_token(headers).map_err(Refusal::Unauthenticated)?) {
+    /// Checks that the caller may read. A certificate says more than a token beside it, as at the https door.
+    async fn admit(&self, head: &Parts, shown: Option<&Caller>, client: IpAddr) -> Result<(), Refusal> {
+        let caller = match (shown, bearer_token(&head.headers).map_err(Refusal::Unauthenticated)?) {
             (Some(caller), _) => caller.clone(),
-            (None, Some(token)) => self.authenticator.caller_of_token(token, client.ip()).await?,
+            (None, Some(token)) => self.authenticator.caller_of_token(token, client).await?,
             (None, None) => {
                 let reason = "a client certificate or a bearer token is needed";
                 return Err(Refusal::Unauthenticated(reason.to_owned()));
@@ -170,67 +75,36 @@ impl MetricsDoor {
     }
 }
 
-fn refused(refusal: &Refusal) -> Answer {
-    let status = match refusal {
-        Refusal::Unauthenticated(_) => StatusCode::UNAUTHORIZED,
-        Refusal::Forbidden(_) => StatusCode::FORBIDDEN,
-        Refusal::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
-    };
-    let mut answer = failed(status, &refusal.to_string());
-    if status == StatusCode::UNAUTHORIZED {
-        let challenge = HeaderValue::from_static("Bearer realm=\"postern\"");
-        answer.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
-    }
-    answer
-}
-
-/// The connection ends with it: who may not read holds no place.
-fn failed(status: StatusCode, reason: &str) -> Answer {
-    let mut answer = Response::new(Full::from(format!("{reason}\n")));
-    *answer.status_mut() = status;
-    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
-    answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-    answer
-}
-
-/// A connection, counted until it is dropped.
-struct Counted(Metrics);
-
-impl Counted {
-    fn new(metrics: &Metrics) -> Self {
-        metrics.opened(MetricsDoor::NAME);
-        Self(metrics.clone())
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.answered(MetricsDoor::NAME);
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use rcgen::{
         BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     };
     use rustls::{ClientConfig, RootCertStore};
     use rustls_pki_types::{CertificateDer, PrivateKeyDer};
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
+    use tokio::time::timeout;
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
     use tunnel_core::identity::{ServerTls, TrustBundle};
-    use tunnel_core::lifecycle::Shutdown;
 
+    use super::super::{Admission, Front};
     use super::*;
-    use crate::caller::Tokens;
+    use crate::admission::Shares;
+    use crate::caller::{CallerTls, Tokens};
+    use crate::door::context::DoorContext;
+    use crate::metrics::Metrics;
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
     /// A door whose certificate, and those of its callers, are of one CA.
     struct Site {
-        door: Arc<MetricsDoor>,
+        front: Arc<Front>,
+        context: DoorContext,
+        gate: Gate,
         issuer: Issuer<'static, KeyPair>,
         root: CertificateDer<'static>,
     }
@@ -251,25 +125,34 @@ mod tests {
             let mut registry = Registry::default();
             let metrics = Metrics::new(registry.sub_registry_with_prefix("postern"));
             let tokens = Tokens::parse("alices-token,alice,1\n").unwrap();
-            let door = MetricsDoor {
+            let gate = Gate::new(true);
+            let page = MetricsPage {
                 registry: Arc::new(registry),
-                tls: Arc::new(tls),
                 authenticator: Arc::new(Authenticator::new(tokens, None)),
                 reviewer: None,
-                gate: Gate::new(true),
-                metrics,
-                drain: Drain::new(Shutdown::new()),
+                gate: gate.clone(),
             };
-            Self { door: Arc::new(door), issuer, root }
+            let front = Front {
+                door: "metrics",
+                admission: Admission::Everyone,
+                tls: Some(Arc::new(tls)),
+                targets: None,
+                pods: None,
+                metrics: Some(page),
+            };
+            let context = DoorContext { metrics, ..DoorContext::without_nodes() };
+            Self { front: Arc::new(front), context, gate, issuer, root }
         }
 
         /// A client's connection, which shows a certificate of the CA or none.
         async fn connect(&self, certified: bool) -> TlsStream<TcpStream> {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-            let (mut accepted, _) = listener.accept().await.unwrap();
-            let door = self.door.clone();
-            tokio::spawn(async move { door.serve(&mut accepted).await });
+            let (accepted, client) = listener.accept().await.unwrap();
+            let (front, context) = (self.front.clone(), self.context.clone());
+            tokio::spawn(async move {
+                front.serve(accepted, Bytes::new(), client, &context, &Shares::new(10), None).await
+            });
             let mut roots = RootCertStore::empty();
             roots.add(self.root.clone()).unwrap();
             let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -326,7 +209,8 @@ mod tests {
             assert!(answer.ends_with("# EOF\n"), "{answer}");
         }
         let ended = async {
-            while site.door.metrics.ended_at("metrics") != 2 || site.door.metrics.active_at("metrics") != 0 {
+            let metrics = &site.context.metrics;
+            while metrics.ended_at("metrics") != 2 || metrics.active_at("metrics") != 0 {
                 tokio::task::yield_now().await;
             }
         };
@@ -359,7 +243,9 @@ mod tests {
             let answer = site.ask(false, line, header).await;
             assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{line} {header}: {answer}");
             assert!(answer.contains(reason) && !answer.contains("postern_"), "{line} {header}: {answer}");
-            assert_eq!(answer.contains("www-authenticate: Bearer "), status == 401, "{answer}");
+            assert_eq!(answer.contains("www-authenticate: Bearer\r\n"), status == 401, "{answer}");
+            assert!(answer.contains("connection: close\r\n"), "{answer}");
+            assert_eq!(answer.contains("allow: GET\r\n"), status == 405, "{answer}");
         }
     }
 
@@ -376,11 +262,11 @@ mod tests {
                 let read = timeout(PATIENCE, stream.read_buf(&mut answer)).await.expect("an answer").unwrap();
                 assert_ne!(read, 0, "closed after its first answer");
             }
-            assert_eq!(site.door.metrics.active_at("metrics"), 1);
+            assert_eq!(site.context.metrics.active_at("metrics"), 1);
             if successor {
-                site.door.gate.set(false);
+                site.gate.set(false);
             } else {
-                site.door.drain.shutdown().begin();
+                site.context.drain.shutdown().begin();
             }
             let rest = timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("it ends").unwrap();
             assert_eq!(rest, 0);
@@ -390,25 +276,11 @@ mod tests {
     #[tokio::test]
     async fn a_request_that_comes_with_a_successor_is_answered() {
         let site = Site::new();
-        site.door.gate.set(false);
+        site.gate.set(false);
         let answer = site.ask(true, "GET /metrics", "").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
         let mut silent = site.connect(true).await;
         let read = timeout(PATIENCE, silent.read(&mut [0])).await.expect("it ends");
         assert!(!matches!(read, Ok(1..)), "{read:?}");
-    }
-
-    #[test]
-    fn a_refusal_has_its_status_and_ends_the_connection() {
-        for (refusal, status) in [
-            (Refusal::Unauthenticated("because".to_owned()), 401),
-            (Refusal::Forbidden("because".to_owned()), 403),
-            (Refusal::Unavailable("because".to_owned()), 503),
-        ] {
-            let answer = refused(&refusal);
-            assert_eq!(answer.status(), status);
-            assert_eq!(answer.headers()[header::CONNECTION], "close");
-            assert_eq!(answer.headers().contains_key(header::WWW_AUTHENTICATE), status == 401);
-        }
     }
 }
