@@ -1,4 +1,4 @@
-//! Where each kind of host leads at each listener.
+//! A table: each kind of host at each listener.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

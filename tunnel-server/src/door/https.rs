@@ -28,10 +28,10 @@ pub(crate) struct Https {
 }
 
 impl Https {
-    /// Where a ClientHello with this name leads.
+    /// Resolves the name of a ClientHello.
     ///
     /// # Errors
-    /// Nowhere: it is no edge node's. A pod has no kubelet.
+    /// It is no edge node's. A pod has no kubelet.
     pub(super) fn request(&self, name: Option<&str>, router: &Router) -> Result<OpenRequest, String> {
         let name = name.ok_or("the ClientHello names no server: send the node's name as SNI")?;
         match router.resolve(name) {

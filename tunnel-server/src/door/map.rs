@@ -42,10 +42,10 @@ impl Door for Mapped {
     }
 }
 
-/// Where a map leads.
+/// Resolves the node of a map.
 ///
 /// # Errors
-/// Nowhere at present, and why.
+/// It leads nowhere at present.
 pub(super) fn request(map: &Map, router: &Router) -> Result<OpenRequest, String> {
     let (node, target) = match (map.target, router.resolve(map.node.as_str())) {
         // A node without an address has a tunnel too.

@@ -21,7 +21,7 @@ use crate::admission::{Full, Share};
 
 /// A connection to a target that is up.
 pub(super) enum Upstream {
-    /// Boxed: most of the time it waits for a socket that this server dials itself.
+    /// Boxed: it is much larger than a socket.
     Edge(Box<Stream>),
     /// This server has dialled it.
     Direct(TcpStream),

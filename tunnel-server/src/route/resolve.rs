@@ -1,4 +1,4 @@
-//! From a host, as a client names it, to where it is. Nothing else says which node has a name, an address or a pod; each
+//! Resolves hosts as clients name them. Nothing else says which node has a name, an address or a pod; each
 //! listener decides what of it is permitted.
 
 use std::fmt;
@@ -13,7 +13,7 @@ use super::snapshot::{ByAddress, NodeAddress};
 /// Longer hosts are no names of DNS.
 const LONGEST: usize = 255;
 
-/// Where a host is.
+/// The result for one host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resolved {
     /// An edge node, by its name or one of its addresses.
@@ -85,7 +85,7 @@ impl Router {
         }
     }
 
-    /// Resolves an endpoint of a Service. `node`: where its EndpointSlice says that it is.
+    /// Resolves an endpoint of a Service. `node`: the one that its EndpointSlice names.
     pub fn resolve_endpoint(&self, address: IpAddr, node: Option<&str>) -> Resolved {
         let resolved = self.resolve_address(address);
         let Resolved::Ambiguous { address, nodes } = &resolved else { return resolved };
@@ -97,7 +97,7 @@ impl Router {
         }
     }
 
-    /// What the agent dials for a connection to `port` of what [`Self::resolve`] has found.
+    /// The target that the agent dials for a connection to `port` of a node or pod.
     pub fn dialled(&self, found: &NodeAddress, port: u16) -> SocketAddr {
         if found.pod { SocketAddr::new(found.address, port) } else { self.target(found.address, port) }
     }

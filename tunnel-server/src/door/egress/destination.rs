@@ -43,7 +43,7 @@ impl Direct {
     }
 }
 
-/// What `HOST:PORT` means.
+/// Finds out where `HOST:PORT` leads.
 ///
 /// # Errors
 /// It is none, or a name that is neither an edge node's nor one that this server may look up.
@@ -68,7 +68,7 @@ pub(super) fn find(text: &str, router: &Router, direct: &Direct) -> Result<Meant
     }
 }
 
-/// How an endpoint of a Service is reached; None: it is out of reach.
+/// Finds the way to an endpoint of a Service; None: it is out of reach.
 pub(super) fn of_endpoint(endpoint: &Endpoint, router: &Router, direct: &Direct) -> Option<Destination> {
     let address = endpoint.address;
     match router.resolve_endpoint(address.ip(), endpoint.node.as_deref()) {
@@ -93,7 +93,7 @@ pub(super) fn not_allowed(address: IpAddr) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// Where a host leads if this server may dial everything.
+    /// The destination of a host if this server may dial everything.
     pub(in crate::door) fn leads_at_egress(host: &str, port: u16, router: &Router) -> String {
         let anything = Direct(vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()]);
         let found = find(&format!("{host}:{port}"), router, &anything).map(|meant| match meant {

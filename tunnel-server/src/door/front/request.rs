@@ -70,7 +70,8 @@ pub(super) async fn answer(served: &Arc<Served>, request: Request<Incoming>) -> 
         Ok(response) => response,
         Err(failure) => {
             let mut response = answer::response(&failure, reader);
-            // Who sends what is wrong may mean what follows otherwise too; who may not read the metrics holds no place.
+            // After a malformed request the connection's framing cannot be trusted. A caller that may not read the metrics holds no
+            // place.
             let wrong = [StatusCode::BAD_REQUEST, StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE];
             if http1 && (wrong.contains(&failure.status) || served.front.metrics.is_some()) {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
