@@ -69,7 +69,7 @@ impl Metrics {
         registry.register("connections_active", "Connections carried now, by door", m.active);
         let help = "Clients that a door turned away before a node was known";
         registry.register("callers_refused", help, m.refused);
-        let help = "Connections refused at a bound of a door, by what has too many open: the door, the source or the node";
+        let help = "Connections refused at a bound of a door, by what has too many open: the door, the source, the node, the source at one agent, or newcomers";
         registry.register("connections_over_limit", help, m.busy);
         registry.register_with_unit("carried", "Carried payload", Unit::Bytes, bytes);
         let help = "Time until the agent answered a dial";

@@ -1,4 +1,5 @@
 //! Floods under the memory limit of a container: they end with resets and counters, never with an OOM kill.
+use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
@@ -338,22 +339,38 @@ fn cost(limit: &MemoryLimit, before: u64, connections: usize) -> Result<()> {
     Ok(())
 }
 
-/// The agent refuses what it has no memory for; its other connections, and other nodes, have theirs.
+/// One source gets a third of what an agent has memory for, and the agent refuses what is more than that memory, which only several
+/// servers can bring it to; its other connections, and other nodes, have theirs.
 async fn idle_connections_to_a_small_agent(testbed: &Testbed) -> Result<()> {
     const MOST: usize = 6_000;
-    // Less than a server with 20,000 open files lets one source have, which is 2,292 connections.
+    // For 1,820 connections: a server with 20,000 open files lets one source have more.
     let limit = testbed.limit_on_edge("tunnel-agent", 48 << 20)?;
-    let server = crate::common::server(testbed).await?;
+    let pod = testbed.add_pod()?;
+    let server = server::Builder::new(testbed).flag("--drain-timeout=3m").start().await?;
     let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
     let _other = Agent::enrol(&server, 2).await?;
     let on_first = target(testbed, 1, 9100, Behaviour::Echo)?;
     let on_second = target(testbed, 2, 9100, Behaviour::Echo)?;
     let before = limit.charged()?;
     let mut held = take_all(&testbed.cloud, on_first.address, MOST).await?;
+    ensure!((600..=625).contains(&held.len()), "this host was given {} connections", held.len());
+    server
+        .wait_access("of the refused client", |line| {
+            line.text("outcome") == "busy" && line.text("error").contains("whose agent has room for")
+        })
+        .await?;
+    let refused = server.metrics().await?.sum("postern_connections_over_limit_total", &[("reason", "agent")]);
+    ensure!(refused >= 1.0, "no connection was refused for its source's part of the agent");
+    let mut other = connect_from(&pod, on_first.address, client::PATIENCE).await?;
+    echo(&mut other, b"another client").await.context("another client of the same node")?;
+    drop(other);
+
+    let more = fill_by_successors(&server, &testbed.cloud, on_first.address, MOST).await?;
+    held.extend(more.held);
     cost(&limit, before, held.len())?;
     expect_alive(&mut agent.process, &limit)?;
-    ensure!((1_700..2_100).contains(&held.len()), "the agent has taken {} connections", held.len());
-    expect_busy_agent(&server, &agent).await?;
+    ensure!((1_800..=1_820).contains(&held.len()), "the agent has taken {} connections", held.len());
+    expect_busy_agent(&more.servers[1], &agent).await?;
     visit(on_second.address).await.context("another node")?;
     for stream in &mut held {
         echo(stream, b"still mine").await.context("one of those that it has taken")?;
@@ -364,6 +381,26 @@ async fn idle_connections_to_a_small_agent(testbed: &Testbed) -> Result<()> {
     let visited = async || visit(on_first.address).await;
     wait_until("a place among those given back", client::PATIENCE, visited, |_| true).await?;
     Ok(())
+}
+
+/// Servers that have taken over one after the other, and what clients hold through them.
+struct Filled<'a> {
+    servers: [Server<'a>; 2],
+    held: Vec<TcpStream>,
+}
+
+/// To each server a node's connections of other servers are unknown: two successors bring its agent to its own bound.
+async fn fill_by_successors<'a>(
+    first: &Server<'a>,
+    from: &Namespace,
+    address: SocketAddr,
+    most: usize,
+) -> Result<Filled<'a>> {
+    let second = first.take_over().await?;
+    let mut held = take_all(from, address, most).await?;
+    let third = second.take_over().await?;
+    held.extend(take_all(from, address, most).await?);
+    Ok(Filled { servers: [second, third], held })
 }
 
 /// That clients were refused for the agent's bound, and not for an error.
@@ -383,12 +420,14 @@ async fn expect_busy_agent(server: &Server<'_>, agent: &Agent<'_>) -> Result<()>
 
 async fn idle_connections_to_an_agent_with_few_files(testbed: &Testbed) -> Result<()> {
     const FILES: u32 = 256;
-    let server = crate::common::server(testbed).await?;
+    let server = server::Builder::new(testbed).flag("--drain-timeout=3m").start().await?;
     let agent = agent::Builder::new(&server, 1).open_files(FILES)?.enrol(&server).await?;
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
-    let held = take_all(&testbed.cloud, on_edge.address, FILES as usize).await?;
+    let mut held = take_all(&testbed.cloud, on_edge.address, FILES as usize).await?;
+    let more = fill_by_successors(&server, &testbed.cloud, on_edge.address, FILES as usize).await?;
+    held.extend(more.held);
     ensure!(held.len() == FILES as usize * 3 / 4, "the agent has taken {} connections", held.len());
-    expect_busy_agent(&server, &agent).await?;
+    expect_busy_agent(&more.servers[1], &agent).await?;
     // It has files for what else it does.
     ensure!(agent.get("/readyz").await?.0 == 200, "the agent is not ready");
     Ok(())

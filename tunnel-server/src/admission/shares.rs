@@ -1,4 +1,4 @@
-//! A door's part of the open files, shared by sources and nodes.
+//! A door's part of the open files, shared by sources and nodes; and what one agent accepts, shared by sources.
 //!
 //! A node may have as many connections as places are free, a source half as many: a node that all want gets half of the
 //! door, a source that wants everything a third, two of them a quarter each, and something is left for whoever comes next
@@ -42,6 +42,10 @@ pub(crate) enum Full {
     #[error("{node} has {open} connections open, and this door has only {free} of its {limit} left")]
     Node { node: NodeName, open: u32, free: u32, limit: u32 },
     #[error(
+        "{source_key} has {open} connections open to this node, whose agent has room for {limit}, and {free} of these are left"
+    )]
+    Agent { source_key: IpAddr, open: u32, free: u32, limit: u32 },
+    #[error(
         "{source_key} has its part of the {limit} connections and requests for which there is memory before it is known who \
          sends them and to which node"
     )]
@@ -55,11 +59,12 @@ impl Full {
             Self::Door { .. } => "door",
             Self::Source { .. } => "source",
             Self::Node { .. } => "node",
+            Self::Agent { .. } => "agent",
             Self::Newcomers { .. } => "newcomer",
         }
     }
 
-    pub(crate) const LABELS: [&str; 4] = ["door", "source", "node", "newcomer"];
+    pub(crate) const LABELS: [&str; 5] = ["door", "source", "node", "agent", "newcomer"];
 }
 
 impl Shares {
@@ -81,19 +86,35 @@ impl Shares {
     /// The same for what counts as one source, such as this host at one node's token.
     pub(crate) fn admit_as(&self, source: IpAddr) -> Result<Share, Full> {
         let limit = self.limit;
-        let mut counts = lock(&self.counts);
-        let free = limit.saturating_sub(counts.total);
-        if free == 0 {
-            return Err(Full::Door { limit });
-        }
-        let open = counts.sources.get(&source).copied().unwrap_or(0);
         // All local clients look alike: where they name the node themselves, only its share bounds them.
-        if open >= free.div_ceil(2) && !source.is_loopback() {
-            return Err(Full::Source { source_key: source, open, free, limit });
+        self.take(source, source.is_loopback()).map_err(|(open, free)| match free {
+            0 => Full::Door { limit },
+            _ => Full::Source { source_key: source, open, free, limit },
+        })
+    }
+
+    /// Of as many as an agent accepts, which may change.
+    pub(crate) fn within(&self, limit: u32) -> Self {
+        Self { limit, ..self.clone() }
+    }
+
+    /// Takes a place where these are an agent's, of which all local clients together have one source's part.
+    pub(crate) fn admit_at_agent(&self, source: IpAddr) -> Result<Share, Full> {
+        let limit = self.limit;
+        self.take(source, false).map_err(|(open, free)| Full::Agent { source_key: source, open, free, limit })
+    }
+
+    /// Refused is who has half as many as are free. Returns then how many it has, and how many are free.
+    fn take(&self, source: IpAddr, unbounded: bool) -> Result<Share, (u32, u32)> {
+        let mut counts = lock(&self.counts);
+        let free = self.limit.saturating_sub(counts.total);
+        let open = counts.sources.get(&source).copied().unwrap_or(0);
+        if free == 0 || (open >= free.div_ceil(2) && !unbounded) {
+            return Err((open, free));
         }
         counts.total += 1;
         counts.sources.insert(source, open + 1);
-        Ok(Share { shares: self.clone(), source, node: None, newcomer: None })
+        Ok(Share { shares: self.clone(), source, node: None, agent: None, newcomer: None })
     }
 
     /// Takes a place for a connection from `source` of which nothing is known yet, up to [`Share::known`].
@@ -117,6 +138,7 @@ pub(crate) struct Share {
     shares: Shares,
     source: IpAddr,
     node: Option<NodeName>,
+    agent: Option<Box<Share>>,
     newcomer: Option<Box<Share>>,
 }
 
@@ -126,8 +148,9 @@ impl Share {
         self.newcomer = None;
     }
 
-    /// Counts the connection as one of `node` too.
-    pub(crate) fn reaches(&mut self, node: &NodeName) -> Result<(), Full> {
+    /// Counts the connection as one of `node` too, and takes a place of its agent's if that is attached to this server.
+    pub(crate) fn reaches(&mut self, node: &NodeName, agent: Option<Shares>) -> Result<(), Full> {
+        self.agent = agent.map(|places| places.admit_at_agent(self.source).map(Box::new)).transpose()?;
         let limit = self.shares.limit;
         let mut counts = lock(&self.shares.counts);
         // Its own place is taken already, and counts as free here: else the last one could not be used.
@@ -181,7 +204,7 @@ mod tests {
 
     fn open(shares: &Shares, from: IpAddr, to: &NodeName) -> Result<Share, Full> {
         let mut share = shares.admit(from)?;
-        share.reaches(to)?;
+        share.reaches(to, None)?;
         Ok(share)
     }
 
@@ -234,6 +257,25 @@ mod tests {
         let held =
             tokens.map(|token| (0..200).filter_map(|_| shares.admit_as(token).ok()).collect::<Vec<_>>());
         assert_eq!(held.map(|held| held.len()), [34, 22]);
+    }
+
+    #[test]
+    fn a_greedy_source_gets_a_third_of_what_an_agent_accepts_through_all_doors() {
+        let (doors, places) = ([1000, 1000].map(Shares::new), Shares::new(0).within(60));
+        let reach = |door: &Shares, source| {
+            let mut share = door.admit(source)?;
+            share.reaches(&node(1), Some(places.clone())).map(|()| share)
+        };
+        for local in [source(1), IpAddr::from([127, 0, 0, 1])] {
+            let held: Vec<_> = (0..200).filter_map(|n| reach(&doors[n % 2], local).ok()).collect();
+            assert_eq!(held.len(), 20, "{local}");
+            let full = reach(&doors[0], local).unwrap_err();
+            assert_eq!(full, Full::Agent { source_key: local, open: 20, free: 40, limit: 60 });
+            assert!(reach(&doors[0], source(2)).is_ok());
+            // An agent that accepts less than before.
+            assert!(places.within(10).admit_at_agent(source(3)).is_err());
+        }
+        assert!(lock(&places.counts).total == 0 && lock(&doors[0].counts).total == 0);
     }
 
     #[test]

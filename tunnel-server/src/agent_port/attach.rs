@@ -34,6 +34,7 @@ use super::gate::Certified;
 use super::link::{
     EVENT_SPAN, End, Handover, LinkContext, MAX_EVENTS, Transport, finish, idle, notify, refused,
 };
+use crate::admission::Shares;
 use crate::pki::Refusal;
 use crate::session::{Forgotten, Link, Links, Session, Streams};
 use crate::settings::Settings;
@@ -208,6 +209,7 @@ async fn session(
         agent_version: printable(&hello.agent_version, 64),
         links: Links::new(first, most_links(&hello, &context.congestion)),
         stalls: StallBound::new(link::SERVER_STALL_BYTES, link::STREAM_WINDOW as usize),
+        places: Shares::new(0),
         carried: Totals::default(),
         closed: CancellationToken::new(),
         over,

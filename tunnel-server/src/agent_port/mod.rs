@@ -171,7 +171,7 @@ impl AgentPort {
                     Redirector { node, issued: validity.issued(), standing: self.context.standing.clone() };
                 standing.judge().map_err(|refusal| io::Error::new(denied, refusal.to_string()))?;
                 let mut share = from_edge.shares.admit(peer.ip()).map_err(|_| Error::Busy)?;
-                share.reaches(&standing.node).map_err(|_| Error::Busy)?;
+                share.reaches(&standing.node, None).map_err(|_| Error::Busy)?;
                 drop(place);
                 let agent = from_edge::Agent { standing, peer };
                 let link = from_edge::serve(self.context.clone(), from_edge, Box::new(stream), agent, share);

@@ -16,6 +16,7 @@ use tunnel_core::identity::NodeName;
 use tunnel_core::link::Flow;
 use tunnel_core::outcome::Outcome;
 
+use crate::admission::{Full, source_key};
 use crate::door::{AccessLogGuard, DoorContext, OpenRequest};
 use crate::session::{Asked, Sessions, dialled};
 
@@ -74,17 +75,25 @@ async fn forward(
         let reason = format!("no agent of {} is attached to this server", wanted.node);
         return refuse(&mut respond, Code::FailedPrecondition, reason);
     };
+    let source = match client.ip() {
+        // The other server's host, which is not this one.
+        local if local.is_loopback() || doors.router.is_token(local) => caller.peer.ip(),
+        other => other,
+    };
+    let place = match session.places().admit_at_agent(source_key(source)) {
+        Ok(place) => place,
+        Err(full) => return no_place(&doors, &caller, &wanted, client, respond, &full),
+    };
     let link = session.links.take();
     // Boxed, as the answer below: its memory is freed once that is done.
     let asked = match Box::pin(session.ask(&link, wanted.target)).await {
         Ok(asked) => asked,
         Err(error) => return refuse(&mut respond, Code::FailedPrecondition, error.to_string()),
     };
-    let record = AccessLogGuard::new(DOOR, client, &wanted, &doors);
+    let mut record = AccessLogGuard::new(DOOR, client, &wanted, &doors);
     record.via(&caller.server_id);
-    let mut proceed = Response::new(());
-    *proceed.status_mut() = StatusCode::CONTINUE;
-    if let Err(error) = respond.send_informational(proceed) {
+    record.hold(place);
+    if let Err(error) = respond.send_informational(proceed()) {
         return record.end(Outcome::ClientReset, &error);
     }
 
@@ -116,6 +125,33 @@ async fn forward(
             record.end(ended.outcome(), &ended);
         }
     }
+}
+
+/// To the client, as if the agent had refused: another server has no other of its places.
+fn no_place(
+    doors: &DoorContext,
+    caller: &Caller,
+    wanted: &OpenRequest,
+    client: SocketAddr,
+    mut respond: SendResponse<Bytes>,
+    full: &Full,
+) {
+    let record = AccessLogGuard::new(DOOR, client, wanted, doors);
+    record.via(&caller.server_id);
+    doors.metrics.over_limit(DOOR, full);
+    match respond.send_informational(proceed()) {
+        Ok(()) => {
+            refuse(&mut respond, Outcome::Busy.code(), full.to_string());
+            record.end(Outcome::Busy, full);
+        }
+        Err(error) => record.end(Outcome::ClientReset, &error),
+    }
+}
+
+fn proceed() -> Response<()> {
+    let mut proceed = Response::new(());
+    *proceed.status_mut() = StatusCode::CONTINUE;
+    proceed
 }
 
 /// Answers with a status only.

@@ -14,7 +14,7 @@ use tunnel_core::live::Present;
 use tunnel_core::outcome::Outcome;
 
 use super::context::{DoorContext, Failed, OpenRequest};
-use crate::admission::{Full, Share};
+use crate::admission::{Full, Share, Shares};
 use crate::connection::{Carried, Connection};
 use crate::failures;
 use crate::metrics::Metrics;
@@ -101,14 +101,15 @@ impl AccessLogGuard {
         self.in_flight.shutdown().forced_token()
     }
 
-    /// Keeps the connection's place until its end. `node`: where it leads; None: to no edge node.
+    /// Keeps the connection's place until its end. `node`: where it leads, with the places of its agent if that is attached to
+    /// this server; None: to no edge node.
     pub(crate) fn admit(
         &mut self,
         place: Result<Share, Full>,
-        node: Option<&NodeName>,
+        node: Option<(&NodeName, Option<Shares>)>,
     ) -> Result<(), Failed> {
         let admitted = place.and_then(|mut place| {
-            let reached = node.map_or(Ok(()), |node| place.reaches(node));
+            let reached = node.map_or(Ok(()), |(node, agent)| place.reaches(node, agent));
             // Kept even if it was refused: the client still gets the reason.
             self.place = Some(Box::new(place));
             reached

@@ -42,7 +42,7 @@ pub(super) async fn way(
     place: Result<Share, Full>,
     record: &mut AccessLogGuard,
 ) -> Result<Way, Failed> {
-    record.admit(place, Some(&request.node))?;
+    record.admit(place, Some((&request.node, context.sessions.places(&request.node))))?;
     let found = Way::find(context, request, client).await;
     let way = found.map_err(|reason| Failed { outcome: Outcome::NoTunnel, reason })?;
     if let Some(server_id) = way.server_id() {

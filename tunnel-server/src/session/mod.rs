@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_core::carry::{CARRY_PATH, OF_NODE_HEADER, RelayError, StallBound, Totals};
 use tunnel_core::identity::NodeName;
 
+use crate::admission::Shares;
 use crate::pki::Refusal;
 use crate::route::Router;
 
@@ -59,6 +60,8 @@ pub struct Session {
     pub links: Links,
     /// Bounds what is held for clients that do not read.
     pub stalls: StallBound,
+    /// What the agent accepts, shared by sources.
+    pub(crate) places: Shares,
     /// Bytes carried, from clients to the node and back.
     pub carried: Totals,
     /// Cancelled when the session has to end; see [`Session::close`].
@@ -70,6 +73,11 @@ pub struct Session {
 }
 
 impl Session {
+    /// The connections that the agent accepts at a time, for all links together.
+    pub(crate) fn places(&self) -> Shares {
+        self.places.within(self.links.most_streams())
+    }
+
     /// Ends the session, and tells its agent why.
     pub(crate) fn refuse(&self, refusal: Refusal) {
         // The first reason is as good as the next.
