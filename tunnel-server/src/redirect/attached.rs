@@ -1,16 +1,23 @@
-//! Which programs are attached where. aya has no query for cgroups and network namespaces, hence one raw system call.
-#![expect(unsafe_code, reason = "bpf(2) has no safe wrapper for BPF_PROG_QUERY")]
+//! Which programs are attached where, and attaching to cgroups without a link. aya has neither a query for cgroups and network
+//! namespaces nor BPF_PROG_ATTACH where the kernel has links, hence raw system calls.
+#![expect(
+    unsafe_code,
+    reason = "bpf(2) has no safe wrapper for BPF_PROG_QUERY, BPF_PROG_ATTACH and BPF_PROG_DETACH"
+)]
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::path::Path;
 
 use aya::programs::{ProgramError, loaded_programs};
 use nix::libc;
+use tunnel_abi::names;
 
 use super::error::RedirectError;
 
+const BPF_PROG_ATTACH: libc::c_int = 8;
+const BPF_PROG_DETACH: libc::c_int = 9;
 const BPF_PROG_QUERY: libc::c_int = 16;
 const BPF_F_ALLOW_OVERRIDE: u32 = 1;
 const BPF_F_ALLOW_MULTI: u32 = 2;
@@ -38,6 +45,17 @@ impl AttachType {
             Self::Getpeername4 => 29,
             Self::Getpeername6 => 30,
             Self::SkLookup => 36,
+        }
+    }
+
+    /// The name of our program there.
+    pub(super) fn program(self) -> &'static str {
+        match self {
+            Self::Connect4 => names::CONNECT4,
+            Self::Connect6 => names::CONNECT6,
+            Self::Getpeername4 => names::GETPEERNAME4,
+            Self::Getpeername6 => names::GETPEERNAME6,
+            Self::SkLookup => names::SK_LOOKUP,
         }
     }
 
@@ -76,8 +94,7 @@ const _: () = assert!(size_of::<QueryAttr>() == 128);
 pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> {
     let mut ids = [0_u32; MAX_PROGRAMS];
     let mut attr = QueryAttr {
-        target_fd: u32::try_from(target.as_raw_fd())
-            .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?,
+        target_fd: word(target.as_raw_fd())?,
         attach_type: hook.number(),
         query_flags: 0,
         attach_flags: 0,
@@ -94,6 +111,51 @@ pub(super) fn attached(target: &File, hook: AttachType) -> io::Result<Attached> 
     }
     let count = (attr.prog_cnt as usize).min(MAX_PROGRAMS);
     Ok(Attached { ids: ids[..count].to_vec(), flags: attr.attach_flags })
+}
+
+/// The part of `union bpf_attr` that BPF_PROG_ATTACH and BPF_PROG_DETACH read here; the kernel takes what follows for zeros.
+#[repr(C)]
+struct AttachAttr {
+    target_fd: u32,
+    program_fd: u32,
+    attach_type: u32,
+    flags: u32,
+}
+
+fn call(
+    command: libc::c_int,
+    cgroup: &File,
+    hook: AttachType,
+    program: BorrowedFd<'_>,
+    flags: u32,
+) -> io::Result<()> {
+    let attr = AttachAttr {
+        target_fd: word(cgroup.as_raw_fd())?,
+        program_fd: word(program.as_raw_fd())?,
+        attach_type: hook.number(),
+        flags,
+    };
+    // SAFETY: `attr` is a live bpf_attr of the size passed, and these commands do not write to it.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command, &raw const attr, size_of::<AttachAttr>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn word(fd: RawFd) -> io::Result<u32> {
+    u32::try_from(fd).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+/// Attaches the program behind all others that are there. The attachment lasts longer than this process, and anyone may end it by
+/// BPF_PROG_DETACH.
+pub(super) fn attach(cgroup: &File, hook: AttachType, program: BorrowedFd<'_>) -> io::Result<()> {
+    call(BPF_PROG_ATTACH, cgroup, hook, program, BPF_F_ALLOW_MULTI)
+}
+
+/// Detaches the program if it is there. If it is not, and one without BPF_F_ALLOW_MULTI is, the kernel would detach that one.
+pub(super) fn detach(cgroup: &File, hook: AttachType, program: BorrowedFd<'_>, id: u32) -> io::Result<()> {
+    if !attached(cgroup, hook)?.ids.contains(&id) {
+        return Ok(());
+    }
+    call(BPF_PROG_DETACH, cgroup, hook, program, 0)
 }
 
 /// Searches from `cgroup` upwards for a program that was attached so that ours may not be.
@@ -117,26 +179,6 @@ pub(super) fn foreign(cgroup: &Path, hook: AttachType) -> Option<RedirectError> 
 fn program_name(id: u32) -> Option<String> {
     let program = loaded_programs().filter_map(Result::ok).find(|program| program.id() == id)?;
     program.name_as_str().filter(|name| !name.is_empty()).map(str::to_owned)
-}
-
-/// An sk_lookup program that is, or may be, another Postern server's.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Other {
-    /// Its name was read and is ours. Without CAP_SYS_ADMIN names cannot be read, and any program may be a server's.
-    pub(super) certain: bool,
-}
-
-pub(super) fn other_server(netns: &File, own: Option<u32>) -> io::Result<Option<Other>> {
-    let ids = attached(netns, AttachType::SkLookup)?.ids;
-    let mut others = ids.into_iter().filter(|id| Some(*id) != own).filter_map(|id| match is_server(id) {
-        Some(true) => Some(Other { certain: true }),
-        Some(false) => None,
-        None => Some(Other { certain: false }),
-    });
-    let first = others.next();
-    Ok(first.and_then(|first| {
-        if first.certain { Some(first) } else { others.find(|other| other.certain).or(Some(first)) }
-    }))
 }
 
 /// The sk_lookup programs that are not a server's, with their names and ids. A single one whose name may not be read is
@@ -169,7 +211,7 @@ fn is_server(id: u32) -> Option<bool> {
     for program in loaded_programs() {
         match program {
             Ok(program) if program.id() == id => {
-                return Some(program.name_as_str() == Some(tunnel_abi::names::SK_LOOKUP));
+                return Some(program.name_as_str() == Some(names::SK_LOOKUP));
             }
             Ok(_) => {}
             // Some program of this machine was unloaded meanwhile.

@@ -60,6 +60,21 @@ impl Cgroup {
     }
 }
 
+/// Every cgroup of version 2 that can be seen from here.
+pub(super) fn all() -> Result<Vec<PathBuf>, RedirectError> {
+    let mut found: Vec<PathBuf> = mounts()?.into_iter().map(|mount| mount.point).collect();
+    let mut visited = 0;
+    while let Some(dir) = found.get(visited) {
+        // One that has been removed meanwhile has no children.
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        let children = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        let children: Vec<_> = children.map(|entry| entry.path()).collect();
+        found.extend(children);
+        visited += 1;
+    }
+    Ok(found)
+}
+
 /// Where version 2 is mounted.
 fn mounts() -> Result<Vec<Mount>, RedirectError> {
     let mounts = cgroup::mounts().map_err(|source| RedirectError::Io {

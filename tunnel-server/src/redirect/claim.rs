@@ -1,13 +1,17 @@
 //! Whose the token ranges of a network namespace are.
 //!
 //! Two installations that gave out the same tokens would lead each other's connects to wrong nodes: a program of one rewrites to a
-//! token, and the listener of the other takes it for its own. So a process that redirects holds an abstract Unix socket that is
+//! token, and the listener of the other takes it for its own. So a process that redirects listens on an abstract Unix socket that is
 //! named after its ranges. Everybody in the network namespace can read such names, without a privilege, and the kernel
 //! removes them with the process, however that ends. Servers with the same state directory replace each other and share theirs.
+//!
+//! Any process may listen on such a name. One whose privileges, as the kernel tells them to who connects, are not enough to redirect
+//! is no server, and its names count for nothing.
 
 use std::fmt;
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
@@ -15,9 +19,13 @@ use std::thread;
 use std::time::Duration;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, UnixAddr, UnixCredentials, connect, getsockopt, socket, sockopt,
+};
 
 use super::config::RedirectConfig;
 use super::error::RedirectError;
+use super::preflight::may_redirect;
 
 /// How often ranges are tried that are another's. Two that start at the same moment may see each other, and let go.
 const ATTEMPTS: u32 = 5;
@@ -26,11 +34,11 @@ const PAUSE: u64 = 200;
 /// What the names begin with. A name has room for 107 bytes.
 const PREFIX: &str = "postern";
 
-/// Holds the ranges until it is dropped.
+/// Holds the ranges until it is released or dropped.
 #[derive(Debug)]
 pub(super) struct Claim {
     name: Name,
-    _socket: UnixListener,
+    socket: Option<UnixListener>,
 }
 
 /// The name of a socket, `postern,RANGE,RANGE-V6,STATE-DIRECTORY,NUMBER`; without IPv6 the second range is `-`.
@@ -67,27 +75,70 @@ impl Claim {
     fn hold(name: Name) -> Result<Self, RedirectError> {
         let address = SocketAddr::from_abstract_name(name.to_string());
         let socket = address.and_then(|address| UnixListener::bind_addr(&address));
+        let socket = socket.and_then(|socket| socket.set_nonblocking(true).map(|()| socket));
         let socket = socket
             .map_err(|source| RedirectError::Io { what: format!("cannot listen at @{name}"), source })?;
-        Ok(Self { name, _socket: socket })
+        Ok(Self { name, socket: Some(socket) })
     }
 
     fn taken(&self) -> Result<Option<RedirectError>, RedirectError> {
-        let others = names()?.into_iter().filter(|other| other.state != self.name.state);
-        Ok(others.filter_map(|other| self.name.conflict(&other)).next())
+        conflict_of(&self.name, |other| other.state != self.name.state)
     }
 
-    /// Whether another process with the same state directory has them too.
+    /// Whether another process with the same state directory has them too, or has them after a release.
     pub(super) fn is_shared(&self) -> Result<bool, RedirectError> {
         let same = |other: &Name| other.state == self.name.state && other.number != self.name.number;
-        Ok(names()?.iter().any(|other| same(other) && self.name.conflict(other).is_some()))
+        Ok(conflict_of(&self.name, same)?.is_some())
+    }
+
+    pub(super) fn release(&mut self) {
+        self.socket = None;
+    }
+
+    /// Makes room for the next ones that connect to see who this is: the kernel answers them itself, for as many as may wait.
+    pub(super) fn answer(&self) {
+        while self.socket.as_ref().is_some_and(|socket| socket.accept().is_ok()) {}
     }
 }
 
 /// Who has a range that overlaps, as an error.
 pub(super) fn holder(config: &RedirectConfig, ipv6: bool) -> Result<Option<RedirectError>, RedirectError> {
-    let asked = Name::new(config, ipv6)?;
-    Ok(names()?.iter().find_map(|other| asked.conflict(other)))
+    conflict_of(&Name::new(config, ipv6)?, |_| true)
+}
+
+/// With a server among `others` that has a range which overlaps.
+fn conflict_of(own: &Name, others: impl Fn(&Name) -> bool) -> Result<Option<RedirectError>, RedirectError> {
+    let overlapping = names()?.into_iter().filter(|other| others(other) && own.overlap(other).is_some());
+    for other in overlapping {
+        if let (Some(holder), Some((key, own, range))) = (server_at(&other), own.overlap(&other)) {
+            return Ok(Some(RedirectError::RangeTaken { key, own, range, holder }));
+        }
+    }
+    Ok(None)
+}
+
+/// The process that listens on the name, in words, if it may be a server.
+fn server_at(name: &Name) -> Option<String> {
+    let credentials = listener_at(name).ok()?;
+    let (pid, uid) = (credentials.pid(), credentials.uid());
+    if !may_redirect(pid, uid) {
+        tracing::warn!(pid, uid, socket = %name, "an unprivileged process poses as a server, and is ignored");
+        return None;
+    }
+    // 0: it is in a PID namespace that this process does not see.
+    if pid == 0 {
+        return Some("a process of another PID namespace, as in a pod".to_owned());
+    }
+    let program = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    Some(format!("{}, pid {pid}", program.trim()))
+}
+
+/// Who listens on the name. Does not wait for a place in its backlog.
+fn listener_at(name: &Name) -> nix::Result<UnixCredentials> {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let asking = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(asking.as_raw_fd(), &UnixAddr::new_abstract(name.to_string().as_bytes())?)?;
+    getsockopt(&asking, sockopt::PeerCredentials)
 }
 
 impl Name {
@@ -119,10 +170,10 @@ impl Name {
         Some(Self { v4: v4.parse().ok()?, v6, state: state.to_owned(), number: number.to_owned() })
     }
 
-    fn conflict(&self, other: &Self) -> Option<RedirectError> {
+    /// The flag of the ranges that overlap, and these: its own and the other's.
+    fn overlap(&self, other: &Self) -> Option<(&'static str, IpNet, IpNet)> {
         let taken = |key, own: IpNet, range: IpNet| {
-            let overlap = own.contains(&range) || range.contains(&own);
-            overlap.then(|| RedirectError::RangeTaken { key, own, range, socket: other.to_string() })
+            (own.contains(&range) || range.contains(&own)).then_some((key, own, range))
         };
         let v6 = || {
             self.v6.zip(other.v6).and_then(|(own, other)| taken("--token-range-v6", own.into(), other.into()))
@@ -164,10 +215,7 @@ mod tests {
     }
 
     fn key(one: &Name, other: &Name) -> Option<&'static str> {
-        one.conflict(other).map(|error| match error {
-            RedirectError::RangeTaken { key, .. } => key,
-            other => panic!("{other}"),
-        })
+        one.overlap(other).map(|(key, ..)| key)
     }
 
     #[test]

@@ -125,15 +125,16 @@ pub enum RedirectError {
     #[error("the redirect has been stopped")]
     Stopped,
     #[error(
-        "{key}={own}: a tunnel-server that runs on this host has the range {range} (`ss -xlp` shows its process beside \
-         @{socket}): stop it, or give each cluster a --token-range and --token-range-v6 of its own"
+        "{key}={own}: a tunnel-server that runs on this host has the range {range} ({holder}): stop it, or give each \
+         cluster a --token-range and --token-range-v6 of its own"
     )]
     RangeTaken {
         /// The flag.
         key: &'static str,
         own: IpNet,
         range: IpNet,
-        socket: String,
+        /// Its process.
+        holder: String,
     },
     /// Reading the system's state failed.
     #[error("{what}: {source}")]

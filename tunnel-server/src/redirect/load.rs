@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use aya::programs::links::{FdLink, LinkError};
+use aya::programs::links::FdLink;
 use aya::programs::{CgroupAttachMode, CgroupSockAddr, Program, ProgramError, SkLookup};
 use aya::{Ebpf, EbpfError, EbpfLoader};
 use nix::libc;
@@ -42,23 +43,23 @@ pub struct ProgramInfo {
     pub jited_bytes: u32,
 }
 
-/// The loaded programs and what holds them attached. Dropping it detaches them.
+/// The loaded programs. [`Self::detach`] has to be called before it is dropped.
+///
+/// Those of cgroups are attached by BPF_PROG_ATTACH where they are to outlive this process, and not by links: Cilium 1.14 to 1.18,
+/// without socket load balancing, detaches at its start whatever is attached to the root of the cgroups, and has no datapath as
+/// long as that fails, as it does for links. What others detach is attached again within a second.
 pub(super) struct Programs {
     ebpf: Ebpf,
+    /// Where the programs are to vanish with this process.
     cgroup: [Option<FdLink>; 4],
     lookup: Option<FdLink>,
-    /// Where the links are pinned as well.
+    /// Where the programs and the lookup's link are pinned; none: they vanish with this process.
     pins: Option<Pins>,
 }
 
-/// Object name and hook of each cgroup program, in the order of attachment: peers' names first, so that
-/// no redirected client ever sees a token.
-const CGROUP_PROGRAMS: [(&str, AttachType); 4] = [
-    (names::GETPEERNAME4, AttachType::Getpeername4),
-    (names::GETPEERNAME6, AttachType::Getpeername6),
-    (names::CONNECT4, AttachType::Connect4),
-    (names::CONNECT6, AttachType::Connect6),
-];
+/// Cgroup hooks in the order of attachment: peers' names first, so that no redirected client ever sees a token.
+const CGROUP_HOOKS: [AttachType; 4] =
+    [AttachType::Getpeername4, AttachType::Getpeername6, AttachType::Connect4, AttachType::Connect6];
 
 /// Loads the object, not yet its programs.
 pub(super) fn open(config: &RedirectConfig, features: Features, log: bool) -> Result<Ebpf, RedirectError> {
@@ -106,23 +107,19 @@ fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
 }
 
 impl Programs {
-    /// Loads all programs into the kernel; nothing is attached yet.
-    pub(super) fn load(mut ebpf: Ebpf) -> Result<Self, RedirectError> {
-        for (name, _) in CGROUP_PROGRAMS {
-            program::<CgroupSockAddr>(&mut ebpf, name)?.load().map_err(|error| load_error(name, &error))?;
+    /// Loads all programs into the kernel, and pins those of cgroups: who has no pin of a dead server's program cannot detach it.
+    /// Nothing is attached yet.
+    pub(super) fn load(mut ebpf: Ebpf, pins: Option<Pins>) -> Result<Self, RedirectError> {
+        for hook in CGROUP_HOOKS {
+            let program = program::<CgroupSockAddr>(&mut ebpf, hook)?;
+            program.load().map_err(|error| load_error(hook.program(), &error))?;
+            if let Some(pins) = &pins {
+                pins.pin_program(program, hook)?;
+            }
         }
-        let lookup = program::<SkLookup>(&mut ebpf, names::SK_LOOKUP)?;
+        let lookup = program::<SkLookup>(&mut ebpf, AttachType::SkLookup)?;
         lookup.load().map_err(|error| load_error(names::SK_LOOKUP, &error))?;
-        Ok(Self { ebpf, cgroup: [const { None }; 4], lookup: None, pins: None })
-    }
-
-    /// From now on what is attached stays attached when this process dies.
-    pub(super) fn pin(&mut self, pins: Pins) -> Result<(), RedirectError> {
-        let pins = self.pins.insert(pins);
-        for (link, hook) in self.cgroup.iter_mut().zip(CGROUP_PROGRAMS.map(|(_, hook)| hook)) {
-            pins.pin(link, hook)?;
-        }
-        pins.pin(&mut self.lookup, AttachType::SkLookup)
+        Ok(Self { ebpf, cgroup: [const { None }; 4], lookup: None, pins })
     }
 
     /// Where what is attached is pinned.
@@ -133,8 +130,8 @@ impl Programs {
     /// Attaches the programs that are not: the lookup first, so that no connect is sent to a token that leads nowhere.
     pub(super) fn attach(&mut self, cgroup: &Cgroup, netns: &File) -> Result<(), RedirectError> {
         if !self.is_attached(AttachType::SkLookup, netns)? {
-            self.let_go(AttachType::SkLookup);
-            let program = program::<SkLookup>(&mut self.ebpf, names::SK_LOOKUP)?;
+            self.let_go_of_lookup();
+            let program = program::<SkLookup>(&mut self.ebpf, AttachType::SkLookup)?;
             let attached = program.attach(netns).and_then(|id| program.take_link(id));
             let link = attached.map_err(|error| RedirectError::Attach {
                 program: names::SK_LOOKUP,
@@ -143,56 +140,64 @@ impl Programs {
             })?;
             self.lookup = Some(link.into());
             if let Some(pins) = &self.pins {
-                pins.pin(&mut self.lookup, AttachType::SkLookup)?;
+                pins.pin_lookup(&mut self.lookup)?;
             }
         }
-        for (slot, (name, hook)) in CGROUP_PROGRAMS.into_iter().enumerate() {
+        for (slot, hook) in CGROUP_HOOKS.into_iter().enumerate() {
             if self.is_attached(hook, &cgroup.dir)? {
                 continue;
             }
-            self.let_go(hook);
-            let program = program::<CgroupSockAddr>(&mut self.ebpf, name)?;
-            let attached = program
+            let program = program::<CgroupSockAddr>(&mut self.ebpf, hook)?;
+            if self.pins.is_some() {
+                let fd = program.fd().map_err(|error| attach_error(hook, &cgroup.path, &error))?;
+                attached::attach(&cgroup.dir, hook, fd.as_fd())
+                    .map_err(|error| attach_error(hook, &cgroup.path, &error))?;
+                continue;
+            }
+            // One that somebody has detached.
+            self.cgroup[slot] = None;
+            let link = program
                 // The only mode that link_create accepts here; a link is always "multi" to the kernel.
                 .attach(&cgroup.dir, CgroupAttachMode::Single)
                 .and_then(|id| program.take_link(id))
-                .map_err(|error| attach_error(name, hook, &cgroup.path, &error))?;
-            let link = FdLink::try_from(attached).map_err(|error: LinkError| RedirectError::Attach {
-                program: name,
-                target: cgroup.path.display().to_string(),
-                reason: chain(&error),
-            })?;
+                .map_err(|error| attach_error(hook, &cgroup.path, &error))?;
+            let link = FdLink::try_from(link).map_err(|error| attach_error(hook, &cgroup.path, &error))?;
             self.cgroup[slot] = Some(link);
-            if let Some(pins) = &self.pins {
-                pins.pin(&mut self.cgroup[slot], hook)?;
-            }
         }
         Ok(())
     }
 
-    /// Stops redirecting new connects, and then steering. Peers' names stay until [`Self`] is dropped.
-    pub(super) fn release(&mut self) {
-        for hook in [AttachType::Connect4, AttachType::Connect6, AttachType::SkLookup] {
-            self.let_go(hook);
-        }
+    /// Stops redirecting new connects, and then steering. Peers' names stay until [`Self::detach`].
+    pub(super) fn release(&mut self, cgroup: &Cgroup) {
+        self.let_go(AttachType::Connect4, cgroup);
+        self.let_go(AttachType::Connect6, cgroup);
+        self.let_go_of_lookup();
     }
 
-    pub(super) fn detach(&mut self) {
-        self.release();
-        for hook in [AttachType::Getpeername4, AttachType::Getpeername6] {
-            self.let_go(hook);
-        }
+    pub(super) fn detach(&mut self, cgroup: &Cgroup) {
+        self.release(cgroup);
+        self.let_go(AttachType::Getpeername4, cgroup);
+        self.let_go(AttachType::Getpeername6, cgroup);
         self.pins = None;
     }
 
-    /// Detaches what is attached at `hook`: the kernel does that when nothing refers to the link any more.
-    fn let_go(&mut self, hook: AttachType) {
+    /// The kernel detaches a link's program when nothing refers to the link any more.
+    fn let_go_of_lookup(&mut self) {
         if let Some(pins) = &self.pins {
-            pins.unpin(hook);
+            pins.unpin_lookup();
         }
-        match CGROUP_PROGRAMS.iter().position(|(_, other)| *other == hook) {
-            Some(slot) => self.cgroup[slot] = None,
-            None => self.lookup = None,
+        self.lookup = None;
+    }
+
+    fn let_go(&mut self, hook: AttachType, cgroup: &Cgroup) {
+        if let Some(slot) = CGROUP_HOOKS.iter().position(|other| *other == hook) {
+            self.cgroup[slot] = None;
+        }
+        let Some(Program::CgroupSockAddr(program)) = self.ebpf.program(hook.program()) else { return };
+        if let (Some(id), Ok(fd)) = (self.id(hook), program.fd())
+            && let Err(error) = attached::detach(&cgroup.dir, hook, fd.as_fd(), id)
+        {
+            tracing::warn!(hook = hook.name(), %error, "failed to detach a program");
         }
     }
 
@@ -220,8 +225,7 @@ impl Programs {
 
     /// The kernel's id of the program at `hook`.
     pub(super) fn id(&self, hook: AttachType) -> Option<u32> {
-        let name = program_of(hook);
-        self.ebpf.program(name)?.info().ok().map(|info| info.id())
+        self.ebpf.program(hook.program())?.info().ok().map(|info| info.id())
     }
 
     pub(super) fn info(&self) -> Vec<ProgramInfo> {
@@ -229,7 +233,7 @@ impl Programs {
             .into_iter()
             .chain([AttachType::SkLookup])
             .filter_map(|hook| {
-                let info = self.ebpf.program(program_of(hook))?.info().ok()?;
+                let info = self.ebpf.program(hook.program())?.info().ok()?;
                 Some(ProgramInfo {
                     hook: hook.name(),
                     id: info.id(),
@@ -241,23 +245,13 @@ impl Programs {
     }
 }
 
-fn program_of(hook: AttachType) -> &'static str {
-    match hook {
-        AttachType::Connect4 => names::CONNECT4,
-        AttachType::Connect6 => names::CONNECT6,
-        AttachType::Getpeername4 => names::GETPEERNAME4,
-        AttachType::Getpeername6 => names::GETPEERNAME6,
-        AttachType::SkLookup => names::SK_LOOKUP,
-    }
-}
-
-fn program<'a, P>(ebpf: &'a mut Ebpf, name: &'static str) -> Result<&'a mut P, RedirectError>
+fn program<'a, P>(ebpf: &'a mut Ebpf, hook: AttachType) -> Result<&'a mut P, RedirectError>
 where
     &'a mut P: TryFrom<&'a mut Program>,
 {
-    ebpf.program_mut(name)
-        .and_then(|program| program.try_into().ok())
-        .ok_or_else(|| RedirectError::Load { program: name, reason: "the object has no such program".into() })
+    ebpf.program_mut(hook.program()).and_then(|program| program.try_into().ok()).ok_or_else(|| {
+        RedirectError::Load { program: hook.program(), reason: "the object has no such program".into() }
+    })
 }
 
 fn load_error(program: &'static str, error: &ProgramError) -> RedirectError {
@@ -283,12 +277,8 @@ fn load_error(program: &'static str, error: &ProgramError) -> RedirectError {
     RedirectError::Load { program, reason }
 }
 
-fn attach_error(
-    program: &'static str,
-    hook: AttachType,
-    cgroup: &Path,
-    error: &ProgramError,
-) -> RedirectError {
+fn attach_error(hook: AttachType, cgroup: &Path, error: &(dyn std::error::Error + 'static)) -> RedirectError {
+    let program = hook.program();
     if errno_of(error) == Some(libc::EPERM) {
         if let Some(foreign) = attached::foreign(cgroup, hook) {
             return foreign;

@@ -1,7 +1,7 @@
 //! The eBPF redirect: loads the programs, writes their maps, verifies them and restores what gets lost.
 //!
-//! The programs' links are pinned in a BPF file system, so that connects to edge nodes fail at once while a server that
-//! has died is not back, instead of going where nobody answers. Without a sign of life for
+//! The programs stay attached and are pinned in a BPF file system, so that connects to edge nodes fail at once while a server
+//! that has died is not back, instead of going where nobody answers. Without a sign of life for
 //! [`RedirectConfig::orphan_timeout`] the programs step aside by themselves. A server that stops leaves nothing; one that
 //! starts takes over the tokens of what it finds, and removes the rest ([`Orphans`]).
 

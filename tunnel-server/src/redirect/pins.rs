@@ -1,42 +1,50 @@
-//! Pins of the links and of what a successor reads, in a BPF file system; and what dead servers have left there.
+//! Pins of the programs and of what a successor reads, in a BPF file system; and what dead servers have left there.
 //!
 //! Each server has a folder `postern/NETNS-DEVICE-INODE-RANDOM`: its network namespace and its state directory tell whose
 //! it is. (A name in a BPF file system has no dots.)
 
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aya::Ebpf;
 use aya::maps::lpm_trie::LpmTrie;
-use aya::maps::{Array, Map, MapData, MapError};
+use aya::maps::{Map, MapData, MapError};
 use aya::programs::links::FdLink;
+use aya::programs::{CgroupSockAddr, CgroupSockAddrAttachType};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 use nix::time::{ClockId, clock_gettime};
+use tokio::task::spawn_blocking;
+use tokio::time::sleep;
 use tunnel_abi::{Mapping, V4, V6, names};
 use tunnel_core::error::chain;
 
-use super::attached::AttachType;
+use super::attached::{self, AttachType};
+use super::cgroup;
 use super::config::{PinConfig, RedirectConfig};
 use super::error::RedirectError;
 use super::netns::this_netns;
 
 /// Below the BPF file system.
 const FOLDER: &str = "postern";
-/// A server that has given no sign of life for so long is not alive; it gives one each second. One that is, but is slow,
-/// loses its pins and nothing else.
-const DEAD: Duration = Duration::from_secs(3);
-/// How often to look for one.
+/// In a server's folder.
+const LOOKUP_LINK: &str = "sk_lookup";
+/// How long a process whose connection has ended may take to end.
+const ENDING: Duration = Duration::from_secs(3);
+/// How often to look for that.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// This server's folder. Dropping it removes the folder, and with it what is still pinned there.
 #[derive(Debug)]
 pub(super) struct Pins {
     dir: PathBuf,
+    /// Locked while this process lives.
+    _alive: File,
 }
 
 impl Pins {
@@ -51,19 +59,32 @@ impl Pins {
         }
         let prefix = prefix(config, netns).map_err(|error| error.to_string())?;
         let dir = config.dir.join(FOLDER).join(format!("{prefix}{:016x}", rand::random::<u64>()));
-        fs::create_dir_all(&dir).map_err(|error| not_made(&dir, &error))?;
-        let pins = Self { dir };
-        for name in [names::ROUTES_V4, names::ROUTES_V6, names::ALIVE] {
+        // Nobody else is to lock it.
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(&dir);
+        let locked = made.and_then(|()| File::open(&dir)).and_then(|dir| dir.lock().map(|()| dir));
+        let alive = locked.map_err(|error| not_made(&dir, &error))?;
+        let pins = Self { dir, _alive: alive };
+        for name in [names::ROUTES_V4, names::ROUTES_V6] {
             let map = ebpf.map(name).ok_or_else(|| format!("the object has no map {name}"))?;
             map.pin(pins.dir.join(name)).map_err(|error| format!("map {name}: {}", chain(&error)))?;
         }
         Ok(pins)
     }
 
-    /// Pins the link at `hook`, if there is one. After an error it is detached.
-    pub(super) fn pin(&self, link: &mut Option<FdLink>, hook: AttachType) -> Result<(), RedirectError> {
+    /// Pins a cgroup's program, by which whoever finds the pin can detach it.
+    pub(super) fn pin_program(
+        &self,
+        program: &mut CgroupSockAddr,
+        hook: AttachType,
+    ) -> Result<(), RedirectError> {
+        let path = self.dir.join(hook.program());
+        program.pin(&path).map_err(|error| RedirectError::Pin { path, reason: chain(&error) })
+    }
+
+    /// Pins the lookup's link, if there is one. After an error it is detached.
+    pub(super) fn pin_lookup(&self, link: &mut Option<FdLink>) -> Result<(), RedirectError> {
         let Some(taken) = link.take() else { return Ok(()) };
-        let path = self.dir.join(hook.name());
+        let path = self.dir.join(LOOKUP_LINK);
         match taken.pin(&path) {
             Ok(pinned) => *link = Some(pinned.into()),
             Err(error) => return Err(RedirectError::Pin { path, reason: chain(&error) }),
@@ -71,8 +92,8 @@ impl Pins {
         Ok(())
     }
 
-    pub(super) fn unpin(&self, hook: AttachType) {
-        remove(&self.dir.join(hook.name()));
+    pub(super) fn unpin_lookup(&self) {
+        remove(&self.dir.join(LOOKUP_LINK));
     }
 
     pub(super) fn dir(&self) -> &Path {
@@ -126,10 +147,10 @@ impl Orphans {
         &self.tokens
     }
 
-    /// Ends what they redirect.
+    /// Ends what they redirect. One that lives has passed its redirect on, and finishes what it carries.
     pub fn remove(self) {
-        for folder in self.folders {
-            remove_of_dead(&folder);
+        for folder in self.folders.iter().filter(|folder| !is_alive(folder)) {
+            remove_of_dead(folder);
         }
     }
 }
@@ -149,27 +170,26 @@ impl Others {
         Ok(Self(folders))
     }
 
-    /// Removes what those have pinned that are dead by now. That of one which has just died takes seconds.
+    /// Removes what those have pinned that are dead, or are about to end: a process closes its connections before its locks.
     pub async fn remove_dead(self) {
-        let remove = move || {
-            for folder in self.0 {
-                // One that stopped has removed its own.
-                if folder.exists() && !is_alive(&folder) {
-                    remove_of_dead(&folder);
-                }
+        for folder in self.0 {
+            let since = Instant::now();
+            while is_alive(&folder) && since.elapsed() < ENDING {
+                sleep(LOOK).await;
             }
-        };
-        // It fails only when this process ends.
-        let _ = tokio::task::spawn_blocking(remove).await;
+            // One that stopped has removed its own.
+            if folder.exists() && !is_alive(&folder) {
+                // It fails only when this process ends.
+                let _ = spawn_blocking(move || remove_of_dead(&folder)).await;
+            }
+        }
     }
 }
 
 /// Removes what dead servers of this network namespace have left, and returns their folders.
 pub(super) fn remove_dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
     let dead = dead(bpffs)?;
-    for folder in &dead {
-        remove_folder(folder);
-    }
+    dead.iter().for_each(|folder| remove_of_dead(folder));
     Ok(dead)
 }
 
@@ -183,21 +203,9 @@ pub(super) fn dead(bpffs: &Path) -> Result<Vec<PathBuf>, RedirectError> {
     Ok(dead)
 }
 
-/// Waits for a sign of life if there was one a moment ago.
+/// A server has its folder locked as long as it lives.
 fn is_alive(folder: &Path) -> bool {
-    let read = || -> Result<u64, MapError> {
-        let map = Array::<_, u64>::try_from(Map::Array(MapData::from_pin(folder.join(names::ALIVE))?))?;
-        map.get(&0, 0)
-    };
-    // One that cannot be read was not written by any server that still runs.
-    let Ok(first) = read() else { return false };
-    while u128::from(monotonic_nanos().saturating_sub(first)) < DEAD.as_nanos() {
-        std::thread::sleep(LOOK);
-        if read().is_ok_and(|now| now != first) {
-            return true;
-        }
-    }
-    false
+    File::open(folder).is_ok_and(|dir| matches!(dir.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
 /// The clock that the programs read as well.
@@ -283,14 +291,50 @@ fn read_tokens(folder: &Path) -> Result<Vec<(IpNet, IpAddr)>, MapError> {
 
 fn remove_of_dead(folder: &Path) {
     tracing::info!(folder = %folder.display(), "removing the programs of a server that died");
+    // New connects first: while steering still works, none of them is led to where nobody listens.
+    if let Err(error) = detach(folder) {
+        tracing::warn!(folder = %folder.display(), %error, "failed to detach the programs of a server that died");
+    }
     remove_folder(folder);
 }
 
-/// New connects first: while steering still works, none of them is led to where nobody listens.
-fn remove_folder(folder: &Path) {
-    for hook in [AttachType::Connect4, AttachType::Connect6, AttachType::SkLookup] {
-        remove(&folder.join(hook.name()));
+/// Detaches the programs that are pinned there from the cgroup that they are attached to: that of the server's own
+/// `--redirect-cgroup`, whichever that was.
+fn detach(folder: &Path) -> Result<(), RedirectError> {
+    let mut pinned = Vec::new();
+    for hook in AttachType::CGROUP {
+        // Only aya's own attach() would use the type.
+        let program =
+            CgroupSockAddr::from_pin(folder.join(hook.program()), CgroupSockAddrAttachType::Connect4);
+        if let Ok(program) = program
+            && let Ok(info) = program.info()
+        {
+            pinned.push((hook, program, info.id()));
+        }
     }
+    if pinned.is_empty() {
+        return Ok(());
+    }
+    for cgroup in cgroup::all()? {
+        // One that has just been removed has taken its attachments along.
+        let Ok(dir) = File::open(&cgroup) else { continue };
+        for (hook, program, id) in &pinned {
+            let detached = match program.fd() {
+                Ok(fd) => attached::detach(&dir, *hook, fd.as_fd(), *id),
+                Err(_) => Ok(()),
+            };
+            if let Err(source) = detached
+                && cgroup.exists()
+            {
+                let what = format!("cannot detach {} from {}", hook.program(), cgroup.display());
+                return Err(RedirectError::Io { what, source });
+            }
+        }
+    }
+    Ok(())
+}
+
+fn remove_folder(folder: &Path) {
     let rest = fs::read_dir(folder).into_iter().flatten().flatten();
     rest.for_each(|entry| remove(&entry.path()));
     match fs::remove_dir(folder) {
@@ -344,10 +388,17 @@ mod tests {
         let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (pins, [own, other]) = folders_of_two(&bpffs, &state);
         fs::write(other.join("connect4"), "").unwrap();
-        let others = Others::find(&pins, Some(&own)).unwrap();
-        assert_eq!(others.0, std::slice::from_ref(&other));
-        // It gives no sign of life.
-        others.remove_dead().await;
+        let others = || Others::find(&pins, Some(&own)).unwrap();
+        assert_eq!(others().0, std::slice::from_ref(&other));
+        let alive = File::open(&other).unwrap();
+        alive.lock().unwrap();
+        let orphans = Orphans { folders: vec![other.clone()], tokens: Vec::new() };
+        orphans.remove();
+        let removing = tokio::spawn(others().remove_dead());
+        tokio::time::sleep(2 * LOOK).await;
+        assert!(other.exists() && !removing.is_finished());
+        drop(alive);
+        removing.await.unwrap();
         assert!(!other.exists() && own.exists());
         assert_eq!(fs::read_dir(bpffs.path().join(FOLDER)).unwrap().count(), 2);
     }

@@ -96,13 +96,21 @@ const BPF: u64 = 1 << 39;
 
 /// The names of those of which none of the bits is effective.
 fn lacking(needed: &[(&'static str, u64)]) -> Vec<&'static str> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    // When it is unreadable, the system calls report what they lack.
-    let Some(effective) = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()) else {
-        return Vec::new();
-    };
+    // When they are unreadable, the system calls report what they lack.
+    let Some(effective) = effective("self") else { return Vec::new() };
     needed.iter().filter(|(_, any)| effective & any == 0).map(|(name, _)| *name).collect()
+}
+
+/// Whether a process may have programs attached: root, or one that is seen to have the capabilities.
+pub(super) fn may_redirect(pid: i32, uid: u32) -> bool {
+    uid == 0 || effective(&pid.to_string()).is_some_and(|effective| effective & NET_ADMIN != 0)
+}
+
+/// A process's capabilities that are in effect.
+fn effective(pid: &str) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let hex = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+    u64::from_str_radix(hex.trim(), 16).ok()
 }
 
 /// An error is the reason why IPv6 destinations cannot be redirected.

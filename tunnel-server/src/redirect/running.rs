@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ipnet::IpNet;
+use tokio::sync::Notify;
 use tunnel_abi::LIST_CAPACITY;
 
-use super::attached::{self, AttachType, Other};
 use super::cgroup::Cgroup;
 use super::change::Change;
 use super::claim::Claim;
@@ -54,6 +54,8 @@ pub struct Redirect {
     pub(super) ipv6: bool,
     pub(super) features: Features,
     pub(super) not_pinned: Option<String>,
+    /// Told when programs are found to be missing.
+    pub(super) lost: Notify,
     pub(super) inner: Mutex<Inner>,
     pub(super) health: Mutex<Health>,
 }
@@ -75,8 +77,8 @@ pub(super) struct Inner {
     pub(super) serving: bool,
     /// Another server has taken over; do not attach again.
     pub(super) released: bool,
-    /// The token ranges, unless they were released.
-    pub(super) claim: Option<Claim>,
+    /// On the token ranges.
+    pub(super) claim: Claim,
     pub(super) stopped: bool,
     pub(super) program_log: Option<ProgramLog>,
 }
@@ -213,12 +215,6 @@ impl Redirect {
 
     pub(super) fn note(&self, change: impl FnOnce(&mut Health)) {
         change(&mut self.health.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-
-    pub(super) fn other_server(&self) -> Result<Option<Other>, RedirectError> {
-        let own = self.lock().programs.id(AttachType::SkLookup);
-        attached::other_server(&self.netns, own)
-            .map_err(|source| RedirectError::Io { what: "cannot list the sk_lookup programs".into(), source })
     }
 
     /// Adds missing token routes; true when one was missing.

@@ -8,6 +8,7 @@ use std::sync::Mutex;
 use aya::Ebpf;
 use nix::libc;
 use nix::sys::socket::{setsockopt, sockopt};
+use tokio::sync::Notify;
 use tunnel_abi::{LISTENER_PRIORITY, LISTENER_V4, LISTENER_V6};
 
 use super::cgroup::Cgroup;
@@ -64,7 +65,7 @@ impl Redirect {
         let (pins, not_pinned) = pins(&config, &netns, &ebpf);
         let mut maps = Maps::take(&mut ebpf)?;
         // The maps must be open while the programs that use them are loaded.
-        let programs = Programs::load(ebpf)?;
+        let programs = Programs::load(ebpf, pins)?;
         for (slot, listener) in [(LISTENER_V4, Some(v4)), (LISTENER_V6, v6)] {
             let Some(listener) = listener else { continue };
             setsockopt(listener, sockopt::Priority, &(LISTENER_PRIORITY as libc::c_int)).map_err(
@@ -86,7 +87,7 @@ impl Redirect {
             verified_port: None,
             serving: true,
             released: false,
-            claim: Some(claim),
+            claim,
             stopped: false,
             program_log,
         };
@@ -98,6 +99,7 @@ impl Redirect {
             ipv6: v6.is_some(),
             features,
             not_pinned,
+            lost: Notify::new(),
             inner: Mutex::new(inner),
             health: Mutex::new(Health::default()),
         };
@@ -105,9 +107,6 @@ impl Redirect {
         redirect.refresh_addresses()?;
         redirect.lock().programs.attach(&redirect.cgroup, &redirect.netns)?;
         redirect.first_verification()?;
-        if let Some(pins) = pins {
-            redirect.lock().programs.pin(pins)?;
-        }
         tracing::info!(
             cgroup = %redirect.cgroup.path.display(),
             ipv6 = redirect.ipv6,
@@ -123,8 +122,8 @@ impl Redirect {
         let mut result = self.verify_now();
         for _ in 1..SELF_TEST_ATTEMPTS {
             match result {
-                // Whose programs it is that come first can be told by those who may read programs' names only.
-                Err(RedirectError::SelfTest(_)) if self.other_server()?.is_some() => {
+                // Its programs come first.
+                Err(RedirectError::SelfTest(_)) if self.lock().claim.is_shared()? => {
                     let mut inner = self.lock();
                     tried.push(inner.self_test_addresses);
                     inner.self_test_addresses = SelfTestAddresses::besides(&tried, &self.config)?;

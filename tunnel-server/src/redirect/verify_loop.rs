@@ -1,4 +1,5 @@
-//! While the redirect runs: verifies it every 30 s, and restores what got lost.
+//! While the redirect runs: verifies it every 30 s, looks each second for programs that others have detached, and restores what
+//! got lost.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ const PERIOD: Duration = Duration::from_secs(30);
 const BEAT: Duration = Duration::from_secs(1);
 
 impl Redirect {
-    /// Verifies every 30 s, restores what got lost, follows this host's addresses, and passes on the
+    /// Verifies every 30 s, restores what got lost, programs within a second, follows this host's addresses, and passes on the
     /// programs' log, until `cancel`.
     pub async fn watch(self: Arc<Self>, cancel: CancellationToken) {
         let program_log = self.lock().program_log.take();
@@ -38,15 +39,20 @@ impl Redirect {
         }
     }
 
-    /// Keeps the programs from taking this process for dead.
+    /// Keeps the programs from taking this process for dead, and has those attached again that are not any more.
     async fn beat(self: &Arc<Self>) {
         let mut ticks = tokio::time::interval(BEAT);
         let mut failing = LogOnce::default();
         loop {
             ticks.tick().await;
             // The lock may be held for as long as a large change takes.
-            match self.offload(|redirect| redirect.lock().maps.beat()).await {
-                Ok(()) => _ = failing.clear(),
+            match self.offload(Self::beat_now).await {
+                Ok(lost) => {
+                    failing.clear();
+                    if lost {
+                        self.lost.notify_one();
+                    }
+                }
                 Err(error) if failing.is_new(&error) => {
                     tracing::error!(%error, "the programs get no sign of life");
                 }
@@ -55,12 +61,27 @@ impl Redirect {
         }
     }
 
+    /// Whether a program is missing.
+    fn beat_now(&self) -> Result<bool, RedirectError> {
+        let mut inner = self.lock();
+        inner.maps.beat()?;
+        inner.claim.answer();
+        if inner.released || inner.stopped {
+            return Ok(false);
+        }
+        // That the kernel cannot be asked is the verification's to say.
+        Ok(inner.programs.lost(&self.cgroup, &self.netns).is_ok_and(|lost| !lost.is_empty()))
+    }
+
     async fn verify_periodically(self: &Arc<Self>) {
         let mut ticks = interval_at(tokio::time::Instant::now() + PERIOD, PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         self.note(|health| health.verified = Some(Instant::now()));
         loop {
-            ticks.tick().await;
+            tokio::select! {
+                _ = ticks.tick() => {}
+                () = self.lost.notified() => {}
+            }
             self.verify_and_restore().await;
         }
     }

@@ -27,8 +27,7 @@ impl Redirect {
     /// # Errors
     /// [`RedirectError::Map`], [`RedirectError::Io`]
     pub fn drain(&self) -> Result<(), RedirectError> {
-        let shared = self.lock().claim.as_ref().map_or(Ok(false), Claim::is_shared)?;
-        if !shared || !self.other_server()?.is_some_and(|other| other.certain) {
+        if !self.lock().claim.is_shared()? {
             return self.set_serving(false);
         }
         self.release();
@@ -40,18 +39,19 @@ impl Redirect {
     pub fn release(&self) {
         let mut inner = self.lock();
         inner.released = true;
-        inner.programs.release();
-        inner.claim = None;
+        inner.programs.release(&self.cgroup);
+        inner.claim.release();
     }
 
     /// Whether another server redirects here, which is about to attach its programs if it has not done so.
     pub async fn finds_another(&self) -> bool {
         let since = Instant::now();
         loop {
-            match self.other_server() {
-                Ok(Some(_)) => return true,
-                Ok(None) if since.elapsed() < RESUMED => tokio::time::sleep(RESUMED / 50).await,
-                Ok(None) => return false,
+            let shared = self.lock().claim.is_shared();
+            match shared {
+                Ok(true) => return true,
+                Ok(false) if since.elapsed() < RESUMED => tokio::time::sleep(RESUMED / 50).await,
+                Ok(false) => return false,
                 Err(error) => {
                     tracing::warn!(%error, "cannot tell whether another server redirects here");
                     return false;
@@ -60,8 +60,7 @@ impl Redirect {
         }
     }
 
-    /// The other servers with the same state directory that have pinned something by now. None of them may be starting: it
-    /// gives no sign of life yet.
+    /// The other servers with the same state directory that have pinned something by now.
     pub async fn others(self: &Arc<Self>) -> Others {
         let found = self.offload(|redirect| match &redirect.config.pins {
             Some(pins) => Others::find(pins, redirect.pinned_in().as_deref()),
@@ -82,7 +81,7 @@ impl Redirect {
         if !std::mem::take(&mut inner.released) {
             return Ok(());
         }
-        inner.claim = Some(Claim::take(&self.config, self.ipv6)?);
+        inner.claim = Claim::take(&self.config, self.ipv6)?;
         inner.programs.attach(&self.cgroup, &self.netns)?;
         drop(inner);
         // The successor has removed them if it looked for other programs before these were back.
@@ -97,8 +96,8 @@ impl Redirect {
             return;
         }
         // Those that were released are the successor's.
-        let shared = inner.claim.as_ref().map_or(Ok(true), Claim::is_shared);
-        inner.programs.detach();
+        let shared = if inner.released { Ok(true) } else { inner.claim.is_shared() };
+        inner.programs.detach(&self.cgroup);
         drop(inner);
         match shared {
             Ok(true) => {

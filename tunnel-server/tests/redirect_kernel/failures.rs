@@ -57,7 +57,7 @@ fn message_has(error: &RedirectError, words: &[&str]) {
 
 fn foreign() {
     let cgroup = File::open(own_cgroup()).unwrap();
-    let program = raw::attach_exclusively(&cgroup);
+    let program = raw::attach_exclusively(&cgroup).unwrap();
     let error = start(config()).unwrap_err();
     assert!(matches!(error, RedirectError::Foreign { hook: "connect4", .. }), "{error}");
     message_has(&error, &["EPERM", "old_cilium", "bpftool cgroup detach", "--redirect=off"]);
@@ -77,7 +77,7 @@ fn doctor_finds(code: &str) {
 
 fn foreign_in_parent() {
     let parent = own_cgroup();
-    let program = raw::attach_exclusively(&File::open(&parent).unwrap());
+    let program = raw::attach_exclusively(&File::open(&parent).unwrap()).unwrap();
     let child = parent.join("child");
     fs::create_dir(&child).unwrap();
     fs::write(child.join("cgroup.procs"), std::process::id().to_string()).unwrap();

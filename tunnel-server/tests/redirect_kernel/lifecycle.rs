@@ -10,7 +10,7 @@ use std::time::Duration;
 use aya::programs::loaded_programs;
 use nix::libc;
 use tunnel_core::net::NetChanges;
-use tunnel_server::redirect::{Cleaned, RedirectConfig, RedirectError, cleanup};
+use tunnel_server::redirect::{Cleaned, RedirectError, cleanup};
 
 use crate::Case;
 use crate::peer::Peer;
@@ -32,17 +32,16 @@ pub(crate) const CASES: &[Case] = &[
     ("lifecycle::lost_programs_are_noticed_and_restored", lost_programs),
     ("lifecycle::verification_works_while_closed", verify_while_closed),
     ("lifecycle::beside_programs_of_others", beside_others),
-    ("lifecycle::below_the_root_it_is_not_in_the_way_of_a_detach_of_all_programs_there", beside_a_remover),
     ("lifecycle::what_another_program_takes_is_taken_back", beside_a_taker),
     ("lifecycle::programs_fit_the_instruction_budget", budget),
     ("lifecycle::programs_log_at_debug_level", program_log),
 ];
 
-fn runtime() -> tokio::runtime::Runtime {
+pub(crate) fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-fn cgroup() -> File {
+pub(crate) fn cgroup() -> File {
     File::open(crate::harness::own_cgroup()).unwrap()
 }
 
@@ -51,7 +50,7 @@ fn netns() -> File {
 }
 
 /// Programs attached to this case's cgroup and namespace.
-fn programs() -> (usize, usize) {
+pub(crate) fn programs() -> (usize, usize) {
     (attached(&cgroup(), CONNECT4), attached(&netns(), SK_LOOKUP))
 }
 
@@ -315,21 +314,6 @@ fn beside_others() {
     drop(world);
     assert_eq!(programs(), (2, 1), "the others' stay");
     drop((before, after, lookup));
-}
-
-/// Beside a program that detaches whatever it finds at the cgroup above ours, and takes an error for its own failure: a program
-/// that is attached by a link, as ours are, cannot be detached like that.
-fn beside_a_remover() {
-    let (root, child) = (cgroup(), crate::harness::own_cgroup().join("child"));
-    let world = World::start(&desired(&[EDGE]));
-    assert_eq!(raw::detach_all(&root).unwrap_err().raw_os_error(), Some(libc::ENOENT));
-    drop(world);
-    std::fs::create_dir(&child).unwrap();
-    std::fs::write(child.join("cgroup.procs"), std::process::id().to_string()).unwrap();
-    let world = World::with(RedirectConfig { cgroup: Some(child), ..config() }, &desired(&[EDGE]));
-    raw::detach_all(&root).unwrap();
-    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
-    drop(world);
 }
 
 /// Beside a lookup that gives everything to its own listener, and was attached before.

@@ -12,6 +12,7 @@ mod failures;
 mod harness;
 mod lifecycle;
 mod networks;
+mod others;
 mod peer;
 mod pod;
 mod raw;
@@ -24,7 +25,8 @@ use std::process::ExitCode;
 type Case = (&'static str, fn());
 
 fn cases() -> Vec<Case> {
-    let everywhere = [connects::CASES, networks::CASES, lifecycle::CASES, failures::CASES, scale::CASES];
+    let everywhere =
+        [connects::CASES, networks::CASES, lifecycle::CASES, others::CASES, failures::CASES, scale::CASES];
     let whole_machine = std::env::var_os(harness::WHOLE_MACHINE).map_or(&[][..], |_| pod::CASES);
     [&everywhere[..], &[whole_machine]].concat().concat()
 }

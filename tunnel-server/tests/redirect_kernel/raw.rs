@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use aya::programs::loaded_links;
 use nix::libc;
+use nix::unistd::{ForkResult, Pid, pause};
 
 const BPF_MAP_CREATE: libc::c_int = 0;
 const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;
@@ -23,6 +24,7 @@ const BPF_MAP_TYPE_SOCKMAP: u32 = 15;
 const BPF_PROG_TYPE_CGROUP_SOCK_ADDR: u32 = 18;
 const BPF_PROG_TYPE_SK_LOOKUP: u32 = 30;
 const BPF_F_ALLOW_MULTI: u32 = 2;
+const BPF_F_REPLACE: u32 = 4;
 pub(crate) const CONNECT4: u32 = 10;
 const CONNECT6: u32 = 11;
 const GETPEERNAME4: u32 = 29;
@@ -66,15 +68,36 @@ fn owned(fd: i64) -> OwnedFd {
 }
 
 /// Loads `return 1` for connect4 and attaches it the old way, without flags: no other program may attach.
-pub(crate) fn attach_exclusively(cgroup: &File) -> OwnedFd {
+pub(crate) fn attach_exclusively(cgroup: &File) -> io::Result<OwnedFd> {
     let fd = load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, "old_cilium", &PASS);
     let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, 0];
-    bpf(BPF_PROG_ATTACH, &attach).expect("attach");
-    fd
+    bpf(BPF_PROG_ATTACH, &attach)?;
+    Ok(fd)
+}
+
+/// A process that keeps what `open` returns, until it is killed or the case's cgroup is removed.
+pub(crate) fn fork<T>(open: impl FnOnce() -> T) -> Pid {
+    // SAFETY: this process has no other thread yet, whose locks the child would find taken.
+    match unsafe { nix::unistd::fork() }.expect("fork") {
+        ForkResult::Parent { child } => child,
+        ForkResult::Child => {
+            let _held = open();
+            loop {
+                pause();
+            }
+        }
+    }
 }
 
 /// What balances the load of Services at connect(), as Cilium does: beside other programs, and `service` becomes `backend`.
 pub(crate) fn attach_balancer(cgroup: &File, service: Ipv4Addr, backend: Ipv4Addr) -> OwnedFd {
+    let fd = load_balancer("cil_sock4", service, backend);
+    let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, BPF_F_ALLOW_MULTI];
+    bpf(BPF_PROG_ATTACH, &attach).expect("attach");
+    fd
+}
+
+fn load_balancer(name: &str, service: Ipv4Addr, backend: Ipv4Addr) -> OwnedFd {
     let word = |address: Ipv4Addr| u64::from(u32::from_ne_bytes(address.octets())) << 32;
     let program = [
         0x0004_1261,                 // r2 = ctx->user_ip4
@@ -84,9 +107,22 @@ pub(crate) fn attach_balancer(cgroup: &File, service: Ipv4Addr, backend: Ipv4Add
         PASS[0],
         PASS[1],
     ];
-    let fd = load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, "cil_sock4", &program);
-    let attach = [cgroup.as_raw_fd() as u32, fd.as_raw_fd() as u32, CONNECT4, BPF_F_ALLOW_MULTI];
-    bpf(BPF_PROG_ATTACH, &attach).expect("attach");
+    load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, name, &program)
+}
+
+/// The same by a link, as Cilium since 1.14 and Calico since 3.31 attach theirs; it ends with the descriptor.
+pub(crate) fn link_balancer(cgroup: &File, service: Ipv4Addr, backend: Ipv4Addr) -> OwnedFd {
+    let program = load_balancer("calico_connect4", service, backend);
+    let create = [program.as_raw_fd() as u32, cgroup.as_raw_fd() as u32, CONNECT4, 0];
+    owned(bpf(BPF_LINK_CREATE, &create).expect("link"))
+}
+
+/// Puts a program that lets everything pass in the place of another.
+pub(crate) fn replace(cgroup: &File, id: u32) -> OwnedFd {
+    let old = owned(bpf(BPF_PROG_GET_FD_BY_ID, &[id]).expect("program by id"));
+    let fd = load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, "replacement", &PASS);
+    let [cgroup, new, old] = [cgroup.as_raw_fd(), fd.as_raw_fd(), old.as_raw_fd()].map(|fd| fd as u32);
+    bpf(BPF_PROG_ATTACH, &[cgroup, new, CONNECT4, BPF_F_ALLOW_MULTI | BPF_F_REPLACE, old]).expect("replace");
     fd
 }
 
@@ -148,7 +184,7 @@ pub(crate) fn detach_all(cgroup: &File) -> io::Result<()> {
 }
 
 /// The ids of the programs that are attached to a hook.
-fn programs(target: &File, hook: u32) -> Vec<u32> {
+pub(crate) fn programs(target: &File, hook: u32) -> Vec<u32> {
     let mut ids = [0_u32; 64];
     let [low, high] = split(ids.as_mut_ptr().cast());
     // The kernel answers in the attribute, so this one is built here.

@@ -1,0 +1,182 @@
+//! Beside those who detach, replace or exclude the programs of others, and beside processes that pose as a server.
+
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::sync::Arc;
+
+use nix::libc;
+use nix::mount::{MsFlags, mount};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::{Uid, setresuid};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
+use tunnel_server::redirect::{PinConfig, Redirect, RedirectConfig, RedirectError, cleanup};
+
+use crate::Case;
+use crate::lifecycle::{cgroup, programs};
+use crate::raw::{self, CONNECT4};
+use crate::support::{Door, EDGE, PORT, World, ask, at, config, desired, eventually, fails};
+
+pub(crate) const CASES: &[Case] = &[
+    ("others::what_others_detach_is_attached_again", detached),
+    ("others::without_pins_links_hold_the_programs", not_detachable),
+    ("others::what_others_replace_is_attached_again", replaced),
+    ("others::one_that_excludes_all_others_is_named_and_stays", excluded),
+    ("others::balancers_that_are_attached_by_links", linked),
+    ("others::programs_of_a_dead_server_are_detached_wherever_they_are", left_elsewhere),
+    ("others::unprivileged_processes_cannot_claim_the_ranges", squatted),
+];
+
+/// A redirect with pins, which is watched.
+struct Watched {
+    world: World,
+    cancel: CancellationToken,
+    _runtime: Runtime,
+    _folders: (TempDir, TempDir),
+}
+
+fn pinned() -> (RedirectConfig, (TempDir, TempDir)) {
+    let (bpffs, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    mount(Some("bpf"), bpffs.path(), Some("bpf"), MsFlags::empty(), None::<&str>).unwrap();
+    let pins = PinConfig { dir: bpffs.path().into(), state_dir: state.path().into() };
+    let state_dir = Some(state.path().into());
+    (RedirectConfig { pins: Some(pins), state_dir, ..config() }, (bpffs, state))
+}
+
+impl Watched {
+    fn start() -> Self {
+        let (config, folders) = pinned();
+        let world = World::with(config, &desired(&[EDGE]));
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let cancel = CancellationToken::new();
+        runtime.spawn(Arc::clone(&world.redirect).watch(cancel.clone()));
+        Self { world, cancel, _runtime: runtime, _folders: folders }
+    }
+
+    /// Until it has restored so often, and redirects.
+    fn restored(&self, times: u64) {
+        eventually("the programs are attached again", || self.world.redirect.health().restored >= times);
+        assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    }
+
+    fn stop(self) {
+        self.cancel.cancel();
+        self.world.redirect.stop();
+    }
+}
+
+/// As by Cilium without socket load balancing, before and while the redirect runs: it takes an error for its own failure.
+fn detached() {
+    raw::detach_all(&cgroup()).unwrap();
+    let watched = Watched::start();
+    for times in 1..=2 {
+        raw::detach_all(&cgroup()).unwrap();
+        watched.restored(times);
+    }
+    assert_eq!(programs(), (1, 1));
+    watched.stop();
+    assert_eq!(programs(), (0, 0));
+}
+
+fn not_detachable() {
+    let world = World::start(&desired(&[EDGE]));
+    assert_eq!(raw::detach_all(&cgroup()).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    assert_eq!(ask(at(EDGE.0, PORT)).unwrap().local, at(EDGE.1, PORT));
+    drop(world);
+}
+
+fn replaced() {
+    let watched = Watched::start();
+    let own = raw::programs(&cgroup(), CONNECT4)[0];
+    let other = raw::replace(&cgroup(), own);
+    watched.restored(1);
+    watched.stop();
+    assert_eq!(programs(), (1, 0), "the other one stays");
+    drop(other);
+}
+
+/// Nobody can be beside it: the server says so, and does not detach it when it stops either.
+fn excluded() {
+    let watched = Watched::start();
+    raw::detach_all(&cgroup()).unwrap();
+    let exclusive = loop {
+        // Until it comes before the programs are back.
+        match raw::attach_exclusively(&cgroup()) {
+            Ok(program) => break program,
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{error}"),
+        }
+        raw::detach_all(&cgroup()).unwrap();
+    };
+    let problem = || watched.world.redirect.health().problem.unwrap_or_default();
+    eventually("the program is named", || problem().contains("old_cilium"));
+    fails(at(EDGE.0, PORT), libc::ENETUNREACH);
+    watched.stop();
+    assert_eq!(programs(), (1, 0));
+    drop(exclusive);
+}
+
+fn linked() {
+    let edge = |text: &str| text.parse().unwrap();
+    let before = raw::link_balancer(&cgroup(), edge("10.96.0.1"), edge(EDGE.0));
+    let watched = Watched::start();
+    let after = raw::link_balancer(&cgroup(), edge("10.96.0.2"), edge(EDGE.0));
+    assert_eq!(programs(), (3, 1));
+    for address in [EDGE.0, "10.96.0.1"] {
+        assert_eq!(ask(at(address, PORT)).unwrap().local, at(EDGE.1, PORT));
+    }
+    fails(at("10.96.0.2", PORT), libc::ENETUNREACH);
+    watched.stop();
+    assert_eq!(programs(), (2, 0), "the others' stay");
+    drop((before, after));
+}
+
+/// By `cleanup`, which does not know the cgroup; what others have there stays.
+fn left_elsewhere() {
+    let (given, _folders) = pinned();
+    let child = crate::harness::own_cgroup().join("child");
+    std::fs::create_dir(&child).unwrap();
+    std::fs::write(child.join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    let elsewhere = RedirectConfig { cgroup: Some(child.clone()), ..given.clone() };
+    let server = raw::fork(|| World::with(elsewhere, &desired(&[EDGE])));
+    let child = std::fs::File::open(child).unwrap();
+    // Its ports are written last.
+    eventually("the server redirects", || ask(at(EDGE.0, PORT)).is_ok());
+    let edge = |text: &str| text.parse().unwrap();
+    let other = raw::attach_balancer(&child, edge("10.96.0.1"), edge(EDGE.0));
+    assert!(matches!(cleanup(&given), Err(RedirectError::RangeTaken { .. })));
+    assert_eq!(raw::attached(&child, CONNECT4), 2, "it lives");
+    kill(server, Signal::SIGKILL).unwrap();
+    waitpid(server, None).unwrap();
+    assert_eq!(raw::attached(&child, CONNECT4), 2, "what was attached stays");
+    assert_eq!(cleanup(&given).unwrap().pins.len(), 1);
+    assert_eq!(raw::programs(&child, CONNECT4).len(), 1, "the other one's");
+    assert_eq!(programs(), (0, 0));
+    drop(other);
+}
+
+/// Names of sockets are free for all, so the kernel is asked who listens there.
+fn squatted() {
+    let squat = || {
+        let name = format!("postern,198.18.0.0/15,fd9e:706f:7374:6572::/64,1-2,{}", std::process::id());
+        UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap()
+    };
+    raw::fork(|| {
+        let nobody = Uid::from_raw(65534);
+        setresuid(nobody, nobody, nobody).unwrap();
+        squat()
+    });
+    eventually("the other process listens", || {
+        std::fs::read_to_string("/proc/thread-self/net/unix").unwrap().contains("@postern,")
+    });
+    drop(World::start(&desired(&[EDGE])));
+
+    let _privileged = squat();
+    let door = Door::open();
+    let error = Redirect::start(config(), &door.v4, Some(&door.v6)).unwrap_err();
+    assert!(matches!(error, RedirectError::RangeTaken { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains(&format!("pid {}", std::process::id())), "{text}");
+}
