@@ -21,6 +21,8 @@ pub(crate) enum Need {
     Konnectivity,
     /// The programs of a cluster and of konnectivity, which are built before.
     ClusterAndKonnectivity,
+    /// Cilium's loader.
+    Cilium,
     /// Both programs for arm64, and images for both architectures.
     Arm64,
     /// The fuzz targets.
@@ -29,13 +31,14 @@ pub(crate) enum Need {
 
 impl Need {
     /// In the order in which they are built: what the fewest scenarios wait for comes last.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Cluster,
         Self::Konnectivity,
         Self::ClusterAndKonnectivity,
         Self::Images,
         Self::MetricsServer,
         Self::Rathole,
+        Self::Cilium,
         Self::Arm64,
         Self::Fuzz,
     ];
@@ -48,6 +51,7 @@ impl Need {
             Self::Rathole => "rathole",
             Self::Konnectivity => "konnectivity",
             Self::ClusterAndKonnectivity => "cluster-and-konnectivity",
+            Self::Cilium => "cilium",
             Self::Arm64 => "arm64",
             Self::Fuzz => "fuzz",
         }
@@ -62,6 +66,7 @@ impl Need {
             Self::Rathole => "rathole",
             Self::Konnectivity => "the programs of konnectivity",
             Self::ClusterAndKonnectivity => "the programs of the test cluster and of konnectivity",
+            Self::Cilium => "Cilium's loader",
             Self::Arm64 => "building images for both architectures",
             Self::Fuzz => "building the fuzz targets",
         }
@@ -80,7 +85,7 @@ impl Need {
             Self::Arm64 if Arch::HOST != Arch::Arm64 => &[packages::PIP, packages::QEMU_USER],
             Self::Arm64 => &[packages::PIP],
             Self::Fuzz => &[packages::FUZZ],
-            Self::Rathole | Self::Konnectivity => &[],
+            Self::Rathole | Self::Konnectivity | Self::Cilium => &[],
         }
     }
 
@@ -101,6 +106,7 @@ impl Need {
             Self::MetricsServer => peers::for_top(&mut told)?,
             Self::Rathole => drop(bench::rathole()?),
             Self::Konnectivity | Self::ClusterAndKonnectivity => peers::for_konnectivity(&mut told)?,
+            Self::Cilium => peers::for_cilium(&mut told)?,
             Self::Arm64 => {
                 drop(image::build(Profile::Dev, &Image::ALL.map(|image| (image, Arch::ALL.as_slice())))?);
             }

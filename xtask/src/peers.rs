@@ -1,4 +1,4 @@
-//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity and Helm, built from Go modules once and kept outside of any clone.
+//! `cargo xtask peers`: the real Kubernetes, Prometheus, metrics-server, konnectivity, Helm and Cilium's loader, built from Go modules once and kept outside of any clone.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
@@ -30,6 +30,8 @@ pub(crate) enum Peer {
     MetricsServer,
     Konnectivity,
     Helm,
+    /// What it does to others' programs when it starts.
+    Cilium,
 }
 
 impl Peer {
@@ -40,6 +42,7 @@ impl Peer {
             Self::MetricsServer => "metrics-server",
             Self::Konnectivity => "konnectivity",
             Self::Helm => "helm",
+            Self::Cilium => "cilium",
         }
     }
 
@@ -62,6 +65,7 @@ impl Peer {
                 ("proxy-test-client", "sigs.k8s.io/apiserver-network-proxy/cmd/test-client"),
             ],
             Self::Helm => &[("helm", "helm.sh/helm/v3/cmd/helm")],
+            Self::Cilium => &[("cilium-without-socket-lb", ".")],
         }
     }
 
@@ -69,7 +73,7 @@ impl Peer {
     fn tags(self) -> &'static str {
         match self {
             Self::Prometheus => "remove_all_sd,enable_kubernetes_sd",
-            Self::Kubernetes | Self::MetricsServer | Self::Konnectivity | Self::Helm => "",
+            Self::Kubernetes | Self::MetricsServer | Self::Konnectivity | Self::Helm | Self::Cilium => "",
         }
     }
 
@@ -125,6 +129,12 @@ pub(crate) fn for_top(command: &mut Command) -> Result<()> {
 /// Builds konnectivity's programs, and tells the scenarios where they are.
 pub(crate) fn for_konnectivity(command: &mut Command) -> Result<()> {
     command.env("POSTERN_PEERS_KONNECTIVITY", build(Peer::Konnectivity)?);
+    Ok(())
+}
+
+/// Builds Cilium's loader, and tells the scenarios where it is.
+pub(crate) fn for_cilium(command: &mut Command) -> Result<()> {
+    command.env("POSTERN_PEERS_CILIUM", build(Peer::Cilium)?);
     Ok(())
 }
 

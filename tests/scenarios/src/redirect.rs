@@ -4,6 +4,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use postern_testbed::agent::Agent;
 use postern_testbed::client::{End, PATIENCE, connect, connect_from, echo, end_at_once, visit};
+use postern_testbed::cluster::peers::cilium_without_socket_lb;
 use postern_testbed::inventory::Inventory;
 use postern_testbed::report::figure;
 use postern_testbed::server::{Builder, START};
@@ -22,6 +23,47 @@ scenarios! {
     two_installations_on_one_host(edges = 2),
     token_opens_only_tunnelled_ports,
     clients_of_ranges_that_no_node_names,
+    cilium_without_socket_load_balancing(cilium),
+}
+
+/// Cilium's own code, of a version that detaches whatever is attached to the root of the cgroups and has no datapath as long as that
+/// fails; before the server starts, while it runs, and while none does.
+async fn cilium_without_socket_load_balancing(testbed: &Testbed) -> Result<()> {
+    cilium_starts(testbed)?;
+    let mut server = Builder::new(testbed).start().await?;
+    let _agent = Agent::enrol(&server, 1).await?;
+    let on_edge = target(testbed, 1, 10250, Behaviour::Echo)?;
+    visit(on_edge.address).await?;
+    let visited = async || visit(on_edge.address).await;
+    for round in 1..=3 {
+        cilium_starts(testbed)?;
+        let start = std::time::Instant::now();
+        // Not by a redirect that the round before has left: the repairs are counted.
+        let repairs = async || Ok(server.metrics().await?.sum("postern_redirect_mended_total", &[]));
+        wait_until("the repair", NOTICED, repairs, |repairs| *repairs >= f64::from(round)).await?;
+        wait_until("redirected connects", NOTICED, visited, |_| true).await?;
+        figure(&format!("connects are redirected again {:.1?} after Cilium's start", start.elapsed()));
+    }
+    server.process.crash().await?;
+    cilium_starts(testbed)?;
+    server.start_again().await?;
+    server.wait_connected("edge-1", true, START).await?;
+    visit(on_edge.address).await?;
+    Ok(())
+}
+
+/// With the cloud's cgroup as the root.
+fn cilium_starts(testbed: &Testbed) -> Result<()> {
+    let program = cilium_without_socket_lb()?;
+    let root = testbed.dir().join("cilium");
+    std::fs::create_dir_all(&root)?;
+    let output = std::process::Command::new("unshare")
+        .args(["--mount", "sh", "-c", r#"mount --bind "$1" "$2" && exec "$3" "$2""#, "sh"])
+        .args([testbed.cloud_cgroup.path(), &root, &program])
+        .output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "Cilium: {}: {said}", output.status);
+    Ok(())
 }
 
 /// Far less than the 30 s between two verifications.

@@ -93,6 +93,12 @@ impl Scenario {
         self
     }
 
+    /// It needs Cilium's loader.
+    pub(crate) const fn cilium(mut self) -> Self {
+        self.kind = "cilium";
+        self
+    }
+
     /// It runs the arm64 build of the agent.
     pub(crate) const fn arm64(mut self) -> Self {
         self.kind = "arm64";

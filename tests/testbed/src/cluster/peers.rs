@@ -28,6 +28,11 @@ pub fn konnectivity(name: &str) -> Result<PathBuf> {
     program("konnectivity", name)
 }
 
+/// Does what Cilium does at its start without socket load balancing, to the cgroup that is mounted where it is told.
+pub fn cilium_without_socket_lb() -> Result<PathBuf> {
+    program("cilium", "cilium-without-socket-lb")
+}
+
 fn program(peer: &str, name: &str) -> Result<PathBuf> {
     let variable = format!("POSTERN_PEERS_{}", peer.to_uppercase().replace('-', "_"));
     let folder = std::env::var_os(&variable).with_context(|| {
