@@ -103,14 +103,14 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
         readiness: readiness.clone(),
         status: status.clone().into_endpoint(),
         connections: Some(connections::endpoint(metrics.live.clone(), config.node_name.clone())),
-        flags: config.flags().into(),
+        flags: config.flags.clone().into(),
         bench: None,
         pages: &[],
         log,
     };
-    let mut before = Predecessor::find(&config.state_dir).await;
+    let mut before = Predecessor::find(&config.given.state_dir).await;
     let (mut copies, mut serving) = (Vec::new(), None);
-    if let Some(address) = config.admin_address {
+    if let Some(address) = config.given.admin_address {
         let taken = before.as_mut().and_then(|before| before.listener(ADMIN, |at| at == address));
         let bound = match taken {
             Some(listener) => admin.at(listener)?,
@@ -132,7 +132,7 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
     let ends = (config.when_replaced == WhenReplaced::Exit).then(|| shutdown.clone());
     let accepting = serving.as_ref().map(Serving::accepting);
     let succession =
-        Succession::new(&config.state_dir, Copies::new(copies), accepting, handover.clone(), ends);
+        Succession::new(&config.given.state_dir, Copies::new(copies), accepting, handover.clone(), ends);
     let succession = Arc::new(succession);
     let succeeding = AbortOnDropHandle::new(tokio::spawn(succession.clone().run()));
     if before.is_none() {
@@ -149,8 +149,8 @@ pub async fn build(config: Config, log: logging::Handle, shutdown: &Shutdown) ->
     let identity = Identity::obtain(&config, api.as_ref(), &servers, identity_metrics).await?;
     enrolling.ready();
 
-    let addresses = NodeAddresses::start(config.node_ip, servers.known()).await;
-    let epochs = EpochSource::open(config.state_dir.join("epoch"));
+    let addresses = NodeAddresses::start(config.given.node_ip, servers.known()).await;
+    let epochs = EpochSource::open(config.given.state_dir.join("epoch"));
     Ok(Bound {
         config,
         places,
@@ -180,8 +180,8 @@ impl Bound {
         let live = self.metrics.live.clone();
         let (bundles, announced) = mpsc::channel(BUNDLES);
         let policy =
-            Policy::new(self.config.allow_targets.clone(), self.addresses.shared(), self.pods.clone())
-                .with_admin(self.config.admin_address);
+            Policy::new(self.config.given.targets.allow.clone(), self.addresses.shared(), self.pods.clone())
+                .with_admin(self.config.given.admin_address);
         let shared = Arc::new(Shared {
             node: self.config.node_name.clone(),
             reach: self.config.reach.clone(),
@@ -193,10 +193,10 @@ impl Bound {
             attached: Attached::default(),
             handover: self.handover.clone(),
             resumed: resumed.clone(),
-            spread: self.config.spread,
-            max_links: self.config.max_links,
-            keepalive: self.config.keepalive,
-            bench: BenchPolicy::new(self.config.bench),
+            spread: self.config.given.links.max_servers,
+            max_links: self.config.given.links.max_links,
+            keepalive: self.config.given.links.keepalive,
+            bench: BenchPolicy::new(self.config.given.links.bench),
             metrics: self.metrics,
             draining: own.draining_token().clone(),
             forced: own.forced_token().clone(),
@@ -251,13 +251,13 @@ impl Bound {
         if let Some(enrolment) = enrolment {
             background.spawn(recover(enrolment, keeper, move || links.refused()));
         }
-        if let Some(api) = self.api.filter(|_| self.config.pod_targets) {
-            let (node, state_dir) = (self.config.node_name.clone(), self.config.state_dir.clone());
+        if let Some(api) = self.api.filter(|_| self.config.given.targets.pods) {
+            let (node, state_dir) = (self.config.node_name.clone(), self.config.given.state_dir.clone());
             background.spawn(node::follow(api, node, self.pods, state_dir));
         }
 
         shutdown.draining().await;
-        let timeout = self.config.drain_timeout;
+        let timeout = self.config.given.drain_timeout;
         tokio::select! {
             // What a successor that is half-way does not have yet would fail.
             _ = tokio::time::timeout(timeout, self.handover.settled()) => {}
@@ -306,7 +306,7 @@ impl Identity {
         servers: &Servers,
         metrics: IdentityMetrics,
     ) -> Result<Self, EnrollError> {
-        let (node, state_dir) = (config.node_name.clone(), config.state_dir.clone());
+        let (node, state_dir) = (config.node_name.clone(), config.given.state_dir.clone());
         let enroll = EnrollConfig {
             servers: servers.known().borrow().iter().map(ToString::to_string).collect(),
             holder: Holder::Agent,

@@ -62,10 +62,10 @@ pub async fn build(
     let readiness = Readiness::new();
 
     let (_servers, known) = watch::channel(Arc::new(vec![servers.server.clone()]));
-    let addresses = NodeAddresses::start(config.node_ip, known).await;
+    let addresses = NodeAddresses::start(config.given.node_ip, known).await;
     let pods = Arc::<ArcSwap<Vec<IpNet>>>::default();
-    let policy =
-        Policy::new(config.allow_targets.clone(), addresses.shared(), pods).with_admin(config.admin_address);
+    let policy = Policy::new(config.given.targets.allow.clone(), addresses.shared(), pods)
+        .with_admin(config.given.admin_address);
     let own = Shutdown::new();
     let shared = Shared {
         config: servers,
@@ -82,9 +82,9 @@ pub async fn build(
         forced: own.forced_token().clone(),
     };
     let set = Set::new(Arc::new(shared), readiness.clone());
-    let flags = config.flags();
+    let flags = config.flags.clone();
     let (started, shown) = (Instant::now(), set.clone());
-    let (node, rules) = (config.node_name.clone(), config.allow_targets.clone());
+    let (node, rules) = (config.node_name.clone(), config.given.targets.allow.clone());
     let admin = Admin {
         registry: Arc::new(registry),
         readiness,
@@ -98,11 +98,11 @@ pub async fn build(
         pages: &[],
         log,
     };
-    let admin = match config.admin_address {
+    let admin = match config.given.admin_address {
         Some(address) => Some(admin.bind("--admin-address", address)?.serve()?),
         None => None,
     };
-    Ok(Bound { set, own, drain_timeout: config.drain_timeout, _addresses: addresses, _admin: admin })
+    Ok(Bound { set, own, drain_timeout: config.given.drain_timeout, _addresses: addresses, _admin: admin })
 }
 
 /// So that an agent does not start without them.

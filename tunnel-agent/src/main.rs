@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
-use tunnel_agent::cli::{Cli, Command};
+use tunnel_agent::cli::{Cli, Command, SHORT_HELP};
 use tunnel_agent::{app, konnectivity_app};
 use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
@@ -16,37 +16,35 @@ use tunnel_core::logging;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    let cli = match parse_command_line::<Cli>() {
-        Ok(cli) => cli,
+    let (cli, flags) = match parse_command_line::<Cli>(SHORT_HELP) {
+        Ok(parsed) => parsed,
         Err(code) => return code,
     };
     if let Err(error) = forbid_core_dumps() {
         return ExitCode::from(report_error("tunnel-agent", &error));
     }
     // One thread is enough for an edge node's connections, and leaves the rest to the workload.
-    match block_on(command(cli)) {
+    match block_on(command(cli, flags)) {
         Ok(code) => ExitCode::from(code),
         Err(error) => ExitCode::from(report_error("tunnel-agent", error.as_ref())),
     }
 }
 
 /// Returns the exit code.
-async fn command(cli: Cli) -> anyhow::Result<u8> {
+async fn command(cli: Cli, flags: Vec<String>) -> anyhow::Result<u8> {
     match cli.command {
         Some(Command::Status(command)) => command.run().await?,
         Some(Command::Bundle(command)) => command.run().await?,
         Some(Command::Doctor(command)) => return Ok(command.run().await?),
         None => {
-            let config = cli.run.to_config()?;
-            let (log, _written) = logging::init(config.log_format, config.log_level)?;
+            let config = cli.run.config(flags)?;
+            let (log, _written) = logging::init(config.given.log)?;
             tracing::info!(
                 version = env!("CARGO_PKG_VERSION"),
-                flags = shell_line(&config.flags()),
+                flags = shell_line(&config.flags),
                 "tunnel-agent starts"
             );
-            for (flag, why) in &config.ignored {
-                tracing::warn!(flag, "this flag of YurtTunnel's or konnectivity's is ignored: {why}");
-            }
+            config.ignored.warn();
             let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;
             if let Some(servers) = config.konnectivity.clone() {
                 konnectivity_app::build(config, servers, log).await?.run(shutdown).await;

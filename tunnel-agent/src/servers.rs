@@ -20,7 +20,7 @@ impl Servers {
     pub(crate) fn new(config: &Config, api: Option<&Arc<ApiServer>>) -> Self {
         match (api, &config.kube) {
             (Some(api), Some(kube)) if config.servers.is_empty() => {
-                Self::Found(Discovery::start(api.clone(), &kube.service, &config.state_dir))
+                Self::Found(Discovery::start(api.clone(), &kube.service, &config.given.state_dir))
             }
             _ => Self::Given(watch::Sender::new(Arc::new(config.servers.clone()))),
         }

@@ -192,7 +192,7 @@ impl StatusSource {
 
     fn status(&self) -> AgentStatus {
         let certificate = self.running.get().map(|(_, keeper)| CertificateStatus::of(&keeper.current()));
-        let (node, rules) = (&self.config.node_name, &self.config.allow_targets);
+        let (node, rules) = (&self.config.node_name, &self.config.given.targets.allow);
         let mut status =
             AgentStatus::new(node, self.started, self.links(), certificate, rules, &self.pods.load());
         status.api_server_error = self.servers.get().and_then(|servers| servers.trouble());

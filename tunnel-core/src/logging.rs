@@ -6,6 +6,7 @@ use std::io::IsTerminal;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use clap::Args;
 use parking_lot::Mutex;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
@@ -14,6 +15,17 @@ use tracing_subscriber::{Layer, Registry, fmt as fmt_layer, reload};
 
 use crate::log_queue;
 pub use crate::log_queue::{LogGuard, LostLines};
+
+/// The flags of the log.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct LogConfig {
+    /// text or json, one line per event on standard error.
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: Format,
+    /// off, error, warn, info, debug, trace, or klog's number.
+    #[arg(long, value_name = "LEVEL", alias = "v", short_alias = 'v', default_value = "info")]
+    pub log_level: Level,
+}
 
 /// The format of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -229,9 +241,10 @@ impl Handle {
 ///
 /// # Errors
 /// The process has one already.
-pub fn init(format: Format, level: Level) -> Result<(Handle, LogGuard), LoggingError> {
+pub fn init(config: LogConfig) -> Result<(Handle, LogGuard), LoggingError> {
     let (queue, guard, lost) = log_queue::start(std::io::stderr());
-    let (layer, handle) = layered(format, level, queue, std::io::stderr().is_terminal());
+    let (layer, handle) =
+        layered(config.log_format, config.log_level, queue, std::io::stderr().is_terminal());
     tracing_subscriber::registry().with(layer).try_init().map_err(|_| LoggingError::Installed)?;
     // The default hook writes to standard error itself, from the thread that panicked.
     std::panic::set_hook(Box::new(|panic| {

@@ -34,7 +34,7 @@ mod token;
 pub use bundles::{Announced, install_bundles};
 pub use csr::{CsrEnrolment, Pace};
 pub use error::EnrollError;
-pub use flags::{enrolment, node_of_host};
+pub use flags::EnrolmentFlags;
 pub use metrics::IdentityMetrics;
 pub use recover::{Refused, recover};
 pub use renew::{IdentityKeeper, Recovery};

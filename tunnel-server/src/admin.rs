@@ -39,13 +39,13 @@ impl AdminParts {
         before: &mut Option<Predecessor>,
         copies: &mut Vec<(String, SocketAddr, OwnedFd)>,
     ) -> anyhow::Result<Option<Serving>> {
-        let Some(address) = config.admin_address else { return Ok(None) };
+        let Some(address) = config.process.admin_address else { return Ok(None) };
         let endpoints = Admin {
             registry: self.registry,
             readiness: self.readiness,
             connections: Some(connections_endpoint(self.reporter.metrics.clone())),
             status: self.reporter.into_status(),
-            flags: config.flags().into(),
+            flags: config.flags.clone().into(),
             bench: Some(bench::endpoint(self.sessions)),
             pages: PAGES,
             log: self.log,

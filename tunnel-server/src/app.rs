@@ -111,12 +111,12 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     register_limits(postern);
     register_role(postern, config.role());
     let metrics = Metrics::new(postern);
-    let router = Arc::new(Router::new(config.router(Source::api_server(&config.source).await), postern));
+    let router = Arc::new(Router::new(config.router(Source::api_server(&config.source()).await), postern));
     let lifetimes = Lifetimes::from_environment()?;
     let file_metrics = FileMetrics::register(postern);
     let targets = TargetFiles::read(&config.doors.targets, &file_metrics)?;
     let files = DoorFiles::open(&config, &file_metrics)?;
-    load_claims(&router, &config.state_dir);
+    load_claims(&router, &config.process.state_dir);
     let source = Source::open(&config, lifetimes, &file_metrics, postern).await?;
     let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
     register_links(registry.sub_registry_with_prefix("postern"), sessions.clone());
@@ -126,14 +126,14 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     let starting = readiness.pending("start");
 
     // Pins name it. A disk that is read-only must not keep a server from starting.
-    let _ = std::fs::create_dir_all(&config.state_dir);
-    let mut before = Predecessor::find(&config.state_dir).await;
+    let _ = std::fs::create_dir_all(&config.process.state_dir);
+    let mut before = Predecessor::find(&config.process.state_dir).await;
     check_egress(&config.egress)?;
     // Addresses before the redirect: a foreign server on this host makes this one fail before it touches the kernel.
-    let mut listeners = Listeners::bind(&config, files.maps(&config.maps), &mut before).await?;
+    let mut listeners = Listeners::bind(&config, files.maps(&config.connect.maps), &mut before).await?;
     let mut redirect = None;
     let mut orphans = Orphans::default();
-    if let Some(options) = config.redirect.clone() {
+    if let Some(options) = config.redirect_start() {
         orphans = Orphans::find(&options, before.as_ref().and_then(Predecessor::pins))?;
         // What the predecessor redirects is newer than what a dead server has left.
         let given = before.as_ref().map_or(&[][..], Predecessor::tokens);
@@ -168,7 +168,7 @@ pub async fn build(config: Config, log: logging::Handle) -> anyhow::Result<Bound
     if let Some(listener) = &listeners.agents {
         let agent_addresses = agent_addresses(&config.server_names(), listener.local_addr()?);
         // A disk that is full or read-only must not keep a server that has its CA from starting.
-        if let Err(error) = (ServerFile { agent_addresses }).write(&config.state_dir) {
+        if let Err(error) = (ServerFile { agent_addresses }).write(&config.process.state_dir) {
             tracing::error!(%error, "`token create` will not know this server's addresses");
         }
     }
@@ -208,9 +208,9 @@ impl Bound {
     /// No usable CA or certificate.
     pub async fn run(self, shutdown: Shutdown) -> anyhow::Result<()> {
         let Some(authority) = self.authority(&shutdown).await? else { return Ok(()) };
-        let drain_timeout = self.config.drain_timeout;
+        let drain_timeout = self.config.process.drain_timeout;
         // A kubelet would start it again.
-        let ends_when_passed = matches!(self.config.source, NodeSource::File(_));
+        let ends_when_passed = matches!(self.config.source(), NodeSource::File(_));
         let own = Shutdown::new();
         let egress_tls = authority.egress_tls(&self.config, &self.file_metrics)?;
         let mut serving = self.serve(authority, egress_tls, &own).await;
@@ -250,7 +250,7 @@ impl Bound {
         let names = self.config.server_names();
         let certificate = ServerCertificate::start(ca, names, &self.server_id, self.pki_metrics.clone())?;
         // Known before anyone is let in.
-        let revocations = RevocationStore::new(&self.config.state_dir).open()?;
+        let revocations = RevocationStore::new(&self.config.process.state_dir).open()?;
         Ok(Some(Authority::Server(Arc::new(certificate), revocations)))
     }
 
@@ -285,9 +285,9 @@ impl Bound {
             Authority::Server(certificate, revoked) => (Some(certificate), None, revoked),
             Authority::Redirector(redirector) => (None, Some(redirector), watch::Sender::default()),
         };
-        let standing = Standing::new(revoked.subscribe(), nodes_now, config.refuse_unknown);
-        let (peer_addresses, peers_now) = watch::channel(Arc::new(config.peers.clone()));
-        let revocations = RevocationStore::new(&config.state_dir);
+        let standing = Standing::new(revoked.subscribe(), nodes_now, config.agents.refuse_unknown);
+        let (peer_addresses, peers_now) = watch::channel(Arc::new(config.nodes.peers.clone()));
+        let revocations = RevocationStore::new(&config.process.state_dir);
         let redirector = match redirector {
             Some(redirector) => {
                 let linking = readiness.pending("a server");
@@ -306,13 +306,13 @@ impl Bound {
             certificate: certificate.clone(),
             server_names: config.server_names(),
             server_id: &server_id,
-            selector: config.edge_selector.clone(),
-            allow_empty: config.allow_empty_inventory,
-            node_condition: config.node_condition,
-            dns_records: config.dns_records,
+            selector: config.nodes.edge_selector.clone(),
+            allow_empty: config.nodes.allow_empty_inventory,
+            node_condition: config.writes.node_condition,
+            dns_records: config.writes.dns_records,
             doors: config.internal_doors(),
-            state_dir: config.state_dir.clone(),
-            given_peers: config.peers.clone(),
+            state_dir: config.process.state_dir.clone(),
+            given_peers: config.nodes.peers.clone(),
             peers: peer_addresses.clone(),
             pki_metrics: pki_metrics.clone(),
             settings: settings.clone(),
@@ -332,7 +332,7 @@ impl Bound {
         self.source.start(source_parts, shutdown.clone()).await;
         tasks.spawn(follow(router.clone(), stop.clone()));
         tasks.spawn(end_moved(router.clone(), metrics.clone(), stop.clone()));
-        tasks.spawn(keep_claims(router.clone(), config.state_dir.clone(), stop.clone()));
+        tasks.spawn(keep_claims(router.clone(), config.process.state_dir.clone(), stop.clone()));
         if let Some(redirect) = &redirect {
             let routes = router.clone();
             let mut feeder =
@@ -350,7 +350,7 @@ impl Bound {
             redirector,
             workers: workers.clone(),
             peers: peers.clone(),
-            congestion: config.congestion.clone(),
+            congestion: config.process.congestion_control.clone(),
             most_streams: MOST_STREAMS,
             forced: shutdown.forced_token().clone(),
             stop: stop.clone(),
@@ -390,12 +390,12 @@ impl Bound {
                 handover: handover.subscribe(),
                 forced: shutdown.forced_token().clone(),
                 stop: stop.clone(),
-                congestion: config.congestion.clone(),
+                congestion: config.process.congestion_control.clone(),
                 most_streams: MOST_STREAMS,
-                drain_timeout: config.drain_timeout,
+                drain_timeout: config.process.drain_timeout,
             };
-            let policy = EnrollPolicy { standing, tokens: config.token_enrollment };
-            let enroll = EnrollService::new(certificate.ca(), &config.state_dir, policy, pki_metrics);
+            let policy = EnrollPolicy { standing, tokens: config.token_enrollment() };
+            let enroll = EnrollService::new(certificate.ca(), &config.process.state_dir, policy, pki_metrics);
             AgentPort::new(
                 certificate.tls(),
                 workers,
@@ -410,14 +410,15 @@ impl Bound {
             tasks.spawn(agent_port.clone().serve(gates.agents(listener)));
             tasks.spawn(agent_port.clone().shut_out());
         }
-        let konnectivity = self.listeners.konnectivity.take().zip(config.konnectivity.as_ref());
+        let konnectivity =
+            self.listeners.konnectivity.take().map(|listener| (listener, &config.konnectivity));
         if let (Some((listener, options)), Some(agent_port)) = (konnectivity, &agent_port) {
             let port = agent_port.for_konnectivity(konnectivity_tokens(options, client), peers_now);
             tasks.spawn(port.serve(gates.agents(listener)));
         }
         let sockets = Arc::new(Copies::new(self.copies));
         doors.start(self.listeners, redirect.as_ref(), egress_tls, &sockets);
-        if let Some(redirect) = redirect.as_ref().filter(|_| !config.edge_pod_routes.is_empty()) {
+        if let Some(redirect) = redirect.as_ref().filter(|_| !config.redirect.edge_pod_routes.is_empty()) {
             let (config, ipv6, stop) = (config.clone(), redirect.ipv6(), stop.clone());
             tasks.spawn(async move {
                 stop.run_until_cancelled(warn_of_taken_pod_ports(&config, ipv6)).await;
@@ -438,7 +439,7 @@ impl Bound {
             closed: CancellationToken::new(),
             eligible,
         });
-        let succeeded = succession.clone().run(config.state_dir, shutdown.draining_token().clone());
+        let succeeded = succession.clone().run(config.process.state_dir, shutdown.draining_token().clone());
         tasks.spawn(succeeded);
         let take_over = TakeOver {
             gates,
@@ -449,7 +450,7 @@ impl Bound {
             readiness: readiness.clone(),
             pending: Some(pending),
             handover,
-            drain_timeout: config.drain_timeout,
+            drain_timeout: config.process.drain_timeout,
             stop: stop.clone(),
         };
         let before = take_over.start(self.before, self.orphans, &tasks);

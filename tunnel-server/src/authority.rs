@@ -26,8 +26,8 @@ impl Authority {
         config: &Config,
         metrics: &FileMetrics,
     ) -> anyhow::Result<Option<EgressTls>> {
-        match (self, &config.egress.port) {
-            (Self::Server(certificate, _), Some((_, tls))) => {
+        match (self, &config.egress.tls) {
+            (Self::Server(certificate, _), Some(tls)) => {
                 Ok(Some(EgressTls::new(tls.clone(), certificate.tls(), metrics)?))
             }
             _ => Ok(None),

@@ -32,15 +32,16 @@ impl DoorFiles {
     /// # Errors
     /// A file that cannot be used, or maps that exclude each other.
     pub(crate) fn open(config: &Config, metrics: &FileMetrics) -> Result<Self, ConfigError> {
-        let roots = config.doors.client_ca.as_deref();
-        let tokens = config.token_auth_file.as_deref();
+        let roots = config.process.client_ca_file.as_deref();
+        let tokens = config.process.token_auth_file.as_deref();
         let files = Self {
-            policy: open("--policy", "policy", config.policy.as_deref(), Policy::parse, metrics)?,
+            policy: open("--policy", "policy", config.connect.policy.as_deref(), Policy::parse, metrics)?,
             roots: open("--client-ca-file", "client-ca", roots, parse_roots, metrics)?,
             tokens: open("--token-auth-file", "tokens", tokens, Tokens::parse, metrics)?,
-            maps: open("--maps", "maps", config.maps_file.as_deref(), parse_file, metrics)?,
+            maps: open("--maps", "maps", config.connect.maps_file.as_deref(), parse_file, metrics)?,
         };
-        check(&files.maps(&config.maps)).map_err(|reason| ConfigError::without_value("--map", reason))?;
+        check(&files.maps(&config.connect.maps))
+            .map_err(|reason| ConfigError::without_value("--map", reason))?;
         Ok(files)
     }
 

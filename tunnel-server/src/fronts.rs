@@ -61,7 +61,8 @@ impl Fronts {
             pods: pods.clone(),
             metrics: None,
         };
-        let plain = config.plain.as_ref().map(|plain| {
+        let plain = config.plain.port.map(|_| {
+            let plain = &config.plain;
             let (clients, ports) = (plain.clients.clone(), plain.ports.iter().copied().collect());
             let admission = Admission::Listed { clients, ports, reviewer: reviewer.clone() };
             Arc::new(Front {

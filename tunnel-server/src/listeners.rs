@@ -52,8 +52,7 @@ impl Listeners {
         maps: Vec<Map>,
         before: &mut Option<Predecessor>,
     ) -> anyhow::Result<Self> {
-        let at = |port: Option<u16>| port.map(|port| SocketAddr::new(config.bind_address, port));
-        let egress_port = config.egress.port.as_ref().map(|(port, _)| *port);
+        let at = |port: Option<u16>| port.map(|port| SocketAddr::new(config.process.bind_address, port));
         let egress_socket = egress_socket(&config.egress, before).await?;
         let mut mapped = Vec::new();
         for map in maps {
@@ -68,21 +67,19 @@ impl Listeners {
         }
         Ok(Self {
             secure,
-            agents: bind("--agent-port", AGENTS, at(config.agent_port), before).await?,
-            https: bind("--secure-port", Https::NAME, at(config.secure_port), before).await?,
-            http: bind("--insecure-port", Http::NAME, config.insecure_address, before).await?,
-            plain: {
-                let port = config.doors.plain.as_ref().map(|plain| plain.port);
-                bind("--plain-port", Plain::NAME, at(port), before).await?
-            },
-            egress: bind("--egress-port", EGRESS, at(egress_port), before).await?,
+            agents: bind("--agent-port", AGENTS, at(config.agents.port), before).await?,
+            https: bind("--secure-port", Https::NAME, at(config.doors.secure_port), before).await?,
+            http: bind("--insecure-port", Http::NAME, config.doors.insecure_address(), before).await?,
+            plain: bind("--plain-port", Plain::NAME, at(config.doors.plain.port), before).await?,
+            egress: bind("--egress-port", EGRESS, at(config.egress.port), before).await?,
             egress_socket,
-            connect: bind("--connect-port", Connect::NAME, at(config.connect_port), before).await?,
+            connect: bind("--connect-port", Connect::NAME, at(config.connect.connect_port), before).await?,
             konnectivity: {
-                let port = config.konnectivity.as_ref().map(|options| options.port);
-                bind("--konnectivity-agent-port", KONNECTIVITY, at(port), before).await?
+                let at = at(config.konnectivity.port);
+                bind("--konnectivity-agent-port", KONNECTIVITY, at, before).await?
             },
-            metrics: bind("--metrics-port", MetricsDoor::NAME, at(config.metrics_port), before).await?,
+            metrics: bind("--metrics-port", MetricsDoor::NAME, at(config.process.metrics_port), before)
+                .await?,
             maps: mapped,
             redirected: Vec::new(),
         })

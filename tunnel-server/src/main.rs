@@ -8,7 +8,8 @@ use tunnel_core::config::{exit, parse_command_line, report_error, shell_line};
 use tunnel_core::lifecycle::{Shutdown, block_on, forbid_core_dumps};
 use tunnel_core::logging;
 use tunnel_server::app;
-use tunnel_server::cli::{Cli, Command, RunArgs, redact};
+use tunnel_server::cli::{Cli, Command, SHORT_HELP, redact};
+use tunnel_server::config::Config;
 
 /// musl's own allocator maps and unmaps every large buffer: bulk transfers then take twice the CPU time.
 #[cfg(target_env = "musl")]
@@ -16,15 +17,16 @@ use tunnel_server::cli::{Cli, Command, RunArgs, redact};
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    let cli = match parse_command_line::<Cli>() {
-        Ok(cli) => cli,
+    let (cli, flags) = match parse_command_line::<Cli>(SHORT_HELP) {
+        Ok(parsed) => parsed,
         Err(code) => return code,
     };
     if let Err(error) = forbid_core_dumps() {
         return ExitCode::from(report_error("tunnel-server", &error));
     }
     let done = match cli.command {
-        None => run(&cli.run),
+        None => cli.run.check(flags).map_err(Into::into).and_then(run),
+        Some(Command::Redirector(redirector)) => redirector.config(flags).map_err(Into::into).and_then(run),
         Some(Command::Status(command)) => block_on(command.run()),
         Some(Command::Doctor(command)) => return ended(block_on(async { Ok(command.run().await?) })),
         Some(Command::Test(command)) => return ended(block_on(command.run())),
@@ -48,17 +50,14 @@ fn ended(done: anyhow::Result<u8>) -> ExitCode {
     }
 }
 
-fn run(args: &RunArgs) -> anyhow::Result<()> {
-    let config = args.config()?;
-    let (log, _written) = logging::init(config.log_format, config.log_level)?;
+fn run(config: Config) -> anyhow::Result<()> {
+    let (log, _written) = logging::init(config.log)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
-        flags = shell_line(&config.flags()),
+        flags = shell_line(&config.flags),
         "tunnel-server starts"
     );
-    for (flag, why) in &config.ignored {
-        tracing::warn!(flag, "this flag of another system is ignored: {why}");
-    }
+    config.ignored.warn();
     // The data path has threads of its own; this one accepts connections and runs everything else.
     block_on(async {
         let shutdown = Shutdown::on_signals().context("installing the signal handlers")?;

@@ -60,22 +60,26 @@ impl Redirector {
     ) -> anyhow::Result<Self> {
         let reach = Reach::new(None, Congestion::System);
         let enroll = EnrollConfig {
-            servers: config.peers.iter().map(ToString::to_string).collect(),
+            servers: config.nodes.peers.iter().map(ToString::to_string).collect(),
             holder: Holder::Redirector,
             node: redirector.node.clone(),
-            state_dir: config.state_dir.clone(),
+            state_dir: config.process.state_dir.clone(),
             token: redirector.token.clone(),
             ca_hash: redirector.ca_hash.clone(),
             reach: reach.clone(),
         };
-        let (enrolment, identity, recovery) = match &config.source {
+        let (enrolment, identity, recovery) = match &config.source() {
             NodeSource::File(_) => (None, ensure_identity(&enroll).await?, Recovery::Token),
             NodeSource::Kubernetes(options) => {
                 let (kubeconfig, namespace) = (options.kubeconfig.clone(), options.namespace.clone());
                 let api = ApiServer::open(kubeconfig, namespace, ClientSettings::SERVER).await?;
                 let holder = (Holder::Redirector, redirector.node.clone());
-                let enrolment =
-                    Arc::new(CsrEnrolment::new(api, holder, config.state_dir.clone(), Pace::default()));
+                let enrolment = Arc::new(CsrEnrolment::new(
+                    api,
+                    holder,
+                    config.process.state_dir.clone(),
+                    Pace::default(),
+                ));
                 let identity = enrolment.ensure_identity().await?;
                 (Some(enrolment), identity, Recovery::ApiServer)
             }

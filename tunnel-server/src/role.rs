@@ -1,7 +1,6 @@
 //! What this process is: a server, or a redirector.
 
 use std::fmt;
-use std::str::FromStr;
 
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -16,18 +15,6 @@ pub enum Role {
     Server,
     /// It redirects, and has servers pass connections on.
     Redirector,
-}
-
-impl FromStr for Role {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "server" => Ok(Self::Server),
-            "redirector" => Ok(Self::Redirector),
-            _ => Err("use server or redirector".to_owned()),
-        }
-    }
 }
 
 impl fmt::Display for Role {

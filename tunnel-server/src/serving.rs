@@ -87,7 +87,7 @@ impl<'a> Doors<'a> {
     /// What the links of agents for their nodes' workloads lead to; None: nothing is permitted to them.
     pub(crate) fn workloads(&self) -> Option<FromEdge> {
         let from_edge = FromEdge { reception: self.reception.clone(), shares: self.asked.clone() };
-        self.parts.config.policy.is_some().then_some(from_edge)
+        self.parts.config.connect.policy.is_some().then_some(from_edge)
     }
 
     /// Opens all that have a listener. The drain waits for each to accept no more: it must not be over while what was accepted is
@@ -163,7 +163,7 @@ impl<'a> Doors<'a> {
             context.drain.spawn(door::serve(door, gates.door(listener), context.clone(), asked));
         }
         let (gate, shares) = (gates.doors.clone(), Shares::new(budget.maps));
-        let mapped = Maps::new(config.maps.clone(), gate, context.clone(), shares, sockets.clone());
+        let mapped = Maps::new(config.connect.maps.clone(), gate, context.clone(), shares, sockets.clone());
         files.start_maps(mapped, maps, tasks, stop);
         if let Some(redirect) = redirect {
             let shares = Shares::new(budget.redirect);
@@ -185,7 +185,10 @@ pub(crate) fn konnectivity_tokens(options: &KonnectivityConfig, client: Option<k
 /// of the CA that kube-apiserver accepts.
 fn caller_tls(parts: &DoorParts<'_>, files: &mut DoorFiles) -> Option<Arc<CallerTls>> {
     let DoorParts { config, client, certificate, tasks, stop, .. } = parts;
-    if !config.doors.terminate_tls && config.connect_port.is_none() && config.metrics_port.is_none() {
+    if !config.doors.terminate_tls
+        && config.connect.connect_port.is_none()
+        && config.process.metrics_port.is_none()
+    {
         return None;
     }
     let tls = match (certificate, &config.redirector) {

@@ -44,13 +44,14 @@ impl Source {
         registry: &mut Registry,
     ) -> anyhow::Result<Self> {
         let count = NodeCount::register(registry);
-        match &config.source {
+        match &config.source() {
             NodeSource::File(path) => {
-                let (selector, allow_empty) = (config.edge_selector.clone(), config.allow_empty_inventory);
+                let nodes = &config.nodes;
+                let (selector, allow_empty) = (nodes.edge_selector.clone(), nodes.allow_empty_inventory);
                 let (file, inventory) = inventory::open(path, selector, allow_empty, files)?;
                 let ca = match config.redirector {
                     Some(_) => None,
-                    None => Some(Ca::load_or_create(&config.state_dir, lifetimes)?),
+                    None => Some(Ca::load_or_create(&config.process.state_dir, lifetimes)?),
                 };
                 Ok(Self::File { file, path: path.clone(), inventory, count, ca })
             }
@@ -120,11 +121,11 @@ impl Source {
         };
         let _waiting = readiness.pending("the CA of the cluster");
         let stop = shutdown.draining_token();
-        let ca = match kube.authority(&config.state_dir, lifetimes, stop).await {
+        let ca = match kube.authority(&config.process.state_dir, lifetimes, stop).await {
             Err(_) if stop.is_cancelled() => return Ok(None),
             ca => ca?,
         };
-        kube.revocations(&RevocationStore::new(&config.state_dir)).await;
+        kube.revocations(&RevocationStore::new(&config.process.state_dir)).await;
         Ok(Some(ca))
     }
 

@@ -18,7 +18,10 @@ fn bad_configuration_is_64() {
     for (args, part) in [
         (&[][..], "tunnel-server: --kubeconfig: this is not a pod with a service account: "),
         (&["--kubeconfig=/nowhere"], "tunnel-server: --kubeconfig=/nowhere: "),
-        (&["--inventory=x", "--agent-port=70000"], "tunnel-server: --agent-port=70000: not a port; "),
+        (
+            &["--inventory=x", "--agent-port=70000"],
+            "invalid value '70000' for '--agent-port <PORT>': not a port; ",
+        ),
         (&["--no-such-flag"], "unexpected argument '--no-such-flag'"),
         (&["--inventory=x", "--agent-port"], "--agent-port"),
         (&["no-such-command"], "no-such-command"),
@@ -26,7 +29,7 @@ fn bad_configuration_is_64() {
             &["status", "--admin-address=192.0.2.1:1"],
             "tunnel-server: --admin-address=192.0.2.1:1: not a loopback address",
         ),
-        (&["cleanup", "--token-range=x"], "tunnel-server: --token-range=x: "),
+        (&["cleanup", "--redirect-range=x"], "invalid value 'x' for '--redirect-range <CIDR>': "),
     ] {
         let (code, error) = code_and_error(args);
         assert_eq!(code, Some(64), "{args:?}: {error}");

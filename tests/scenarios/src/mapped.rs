@@ -12,7 +12,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
 /// The agent's flag.
-pub(crate) const MAP: &str = "--map=127.0.0.1:9090=10.70.0.1:9300";
+pub(crate) const MAP: &str = "--forward=127.0.0.1:9090=10.70.0.1:9300";
 const POLICY: &str = "
 rules:
 - name: the map

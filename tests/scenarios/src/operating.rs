@@ -36,7 +36,7 @@ async fn bad_configuration_exits_64(testbed: &Testbed) -> Result<()> {
         ("--redirect-ports=10250,x", &["redirect-ports", "x"]),
         ("--redirect-ports=0", &["redirect-ports", "0"]),
         ("--exclude=10.0.0.0/33", &["exclude", "10.0.0.0/33"]),
-        ("--token-range=198.18.0.0/40", &["token-range", "198.18.0.0/40"]),
+        ("--redirect-range=198.18.0.0/40", &["redirect-range", "198.18.0.0/40"]),
         ("--redirect-clients=everybody", &["redirect-clients", "everybody"]),
         ("--drain-timeout=soon", &["drain-timeout", "soon"]),
         ("--log-level=loud", &["log-level", "loud"]),

@@ -81,7 +81,7 @@ async fn edge<'a>(server: &Server<'a>, n: usize) -> Result<Agent<'a>> {
     let agent = agent::Builder::new(server, n)
         .token(server.token(&name)?)
         .flag(format!("--connect-address=127.0.0.1:{PROXY}"))
-        .flag(format!("--map=127.0.0.1:{MAP}={CLOUD}:9300"))
+        .flag(format!("--forward=127.0.0.1:{MAP}={CLOUD}:9300"))
         .spawn()?;
     server.wait_connected(&name, true, agent::START).await?;
     Ok(agent)

@@ -96,7 +96,7 @@ async fn a_range_that_others_use_is_refused(testbed: &Testbed) -> Result<()> {
         let mut server = Builder::new(testbed).spawn()?;
         let status = server.wait_exit(START).await?;
         let said = server.output()?;
-        let named = said.contains(user) && said.contains("--token-range=198.18.0.0/15");
+        let named = said.contains(user) && said.contains("--redirect-range=198.18.0.0/15");
         ensure!(!status.success() && named, "the server ended with {status}: {said}");
         let routes = testbed.cloud.output("ip", "route show table local type local 198.18.0.0/15")?;
         ensure!(routes.is_empty(), "a server that did not start has left {routes}");
@@ -160,20 +160,20 @@ async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
     let mut ours = Inventory::of(testbed)?;
     ours.nodes.retain(|node| node["metadata"]["name"] != "edge-2");
     ours.write()?;
-    let mut first = Builder::new(testbed).flag("--token-range=198.18.0.0/16").start().await?;
+    let mut first = Builder::new(testbed).flag("--redirect-range=198.18.0.0/16").start().await?;
     let _agent = Agent::enrol(&first, 1).await?;
     let (on_first, on_second) =
         (target(testbed, 1, 9100, Behaviour::Echo)?, target(testbed, 2, 9100, Behaviour::Echo)?);
     visit(on_first.address).await?;
 
     let another = Builder::of_another_installation(testbed, OTHERS);
-    let apart = another.clone().flag("--token-range=198.19.0.0/16");
+    let apart = another.clone().flag("--redirect-range=198.19.0.0/16");
     for (builder, conflict) in [
         (
             &another,
-            "--token-range=198.18.0.0/15: a tunnel-server that runs on this host has the range 198.18.0.0/16",
+            "--redirect-range=198.18.0.0/15: a tunnel-server that runs on this host has the range 198.18.0.0/16",
         ),
-        (&apart, "--token-range-v6=fd9e:706f:7374:6572::/64: a tunnel-server"),
+        (&apart, "--redirect-range-v6=fd9e:706f:7374:6572::/64: a tunnel-server"),
     ] {
         let mut refused = builder.spawn()?;
         let status = refused.wait_exit(START).await?;
@@ -182,7 +182,7 @@ async fn two_installations_on_one_host(testbed: &Testbed) -> Result<()> {
     }
     visit(on_first.address).await?;
 
-    let second = apart.flag("--token-range-v6=fd9e:706f:7374:6573::/64").start().await?;
+    let second = apart.flag("--redirect-range-v6=fd9e:706f:7374:6573::/64").start().await?;
     let _agent = Agent::enrol(&second, 2).await?;
     for (server, node, target) in [(&first, "edge-1", &on_first), (&second, "edge-2", &on_second)] {
         visit(target.address).await?;

@@ -43,9 +43,13 @@ impl<'a> Fleet<'a> {
             "json",
         ])?)
         .context("a redirector's token")?;
-        ensure!(token.command.contains("--role redirector"), "the printed command is {:?}", token.command);
+        ensure!(
+            token.command.contains("tunnel-server redirector "),
+            "the printed command is {:?}",
+            token.command
+        );
         let redirector = Builder::new(testbed)
-            .flag("--role=redirector")
+            .flag("redirector")
             .flag("--node-name=cloud-1")
             .flag(format!("--peers={NEIGHBOUR}:10262"))
             .flag(format!("--token={}", token.token))

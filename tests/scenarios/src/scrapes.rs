@@ -148,7 +148,7 @@ async fn prometheus_reads_a_server_and_a_redirector(testbed: &Testbed) -> Result
     let token = server.run(&["token", "create", "--redirector", "cloud-1", "-o", "json"])?;
     let token: Token = serde_json::from_str(&token).context("a redirector's token")?;
     let _redirector = with_door(testbed, Builder::new(testbed))?
-        .flag("--role=redirector")
+        .flag("redirector")
         .flag("--node-name=cloud-1")
         .flag(format!("--peers={NEIGHBOUR}:10262"))
         .flag(format!("--token={}", token.token))

@@ -153,7 +153,7 @@ async fn a_silent_one_is_passed_by(testbed: &Testbed) -> Result<()> {
     let second = second.flag(format!("--peers={CLOUD}:10262")).start().await?;
     // By the hash of the node's name and the addresses, the second one is the better for edge-1.
     let both = format!("--server={}", first.agent_address());
-    let agent = Agent::enrol_with(&second, 1, &[&both, "--links=1"]).await?;
+    let agent = Agent::enrol_with(&second, 1, &[&both, "--max-servers=1"]).await?;
     ensure!(!first.is_connected("edge-1").await?, "the agent has a second session");
     let on_edge = target(testbed, 1, 9100, Behaviour::Echo)?;
     alongside("a session with the other server", on_edge.address, pause(1)).await?;

@@ -277,7 +277,9 @@ impl<'a> Builder<'a> {
         let (first, rest) = line.split_first().context("an empty command line")?;
         let host = Placement { ns: self.host.ns, cgroup: self.host.cgroup };
         let mut command = host.command_below(self.memory.as_ref(), first);
-        command.args(rest);
+        // The command `redirector`, if there is one, stands before all flags.
+        let (commands, flags): (Vec<_>, Vec<_>) = self.flags.iter().partition(|flag| !flag.starts_with('-'));
+        command.args(rest).args(commands);
         match &self.kubeconfig {
             Some(kubeconfig) => command.arg(format!("--kubeconfig={}", kubeconfig.display())),
             None => command.arg(format!("--inventory={}", dir.join(self.host.inventory).display())),
@@ -290,7 +292,7 @@ impl<'a> Builder<'a> {
             .arg(format!("--redirect-cgroup={}", self.host.cgroup.path().display()))
             .arg(format!("--bpffs={}", self.testbed.bpffs().display()))
             .arg("--log-format=json")
-            .args(&self.flags)
+            .args(flags)
             .envs(self.environment.iter().map(|(name, value)| (name, value)));
         Ok(command)
     }

@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use tunnel_core::doctor::{Asked, Examine, Report, bad_flags, flags_of};
+use tunnel_core::config::value::ListenAddress;
+use tunnel_core::doctor::{Asked, Examine, Report, bad_flags, parse_flags};
 
-use super::args::RunArgs;
+use super::Cli;
+use crate::config::Flags;
 use crate::doctor;
 use crate::status::AgentStatus;
 
@@ -13,32 +15,34 @@ use crate::status::AgentStatus;
 pub struct ExamineFlags {
     // Those of the agent that runs at --admin-address count instead, if one does.
     #[command(flatten, next_help_heading = "The agent's flags, if it does not run")]
-    run: RunArgs,
+    run: Flags,
 }
 
 impl Examine for ExamineFlags {
     type Status = AgentStatus;
     const UNITS: &'static str = "postern-agent@*";
 
-    fn admin_address(&self) -> &str {
-        &self.run.admin_address
+    fn admin_address(&self) -> ListenAddress {
+        self.run.admin_address
     }
 
     async fn examine(&self, running: &Asked<AgentStatus>) -> (Report, PathBuf) {
-        let args = args_of(running).unwrap_or_else(|| self.run.clone());
-        let report = match args.to_config() {
+        let flags = flags_of(running).unwrap_or_else(|| self.run.clone());
+        let state_dir = flags.state_dir.clone();
+        let report = match flags.config(Vec::new()) {
             Ok(config) => doctor::examine(&config, running).await,
             Err(error) => bad_flags("tunnel-agent", env!("CARGO_PKG_VERSION"), &error),
         };
-        (report, args.state_dir)
+        (report, state_dir)
     }
 }
 
 /// A running agent's flags. Its proxy's password is not among them, but this process may have it from the same environment.
-fn args_of(running: &Asked<AgentStatus>) -> Option<RunArgs> {
+fn flags_of(running: &Asked<AgentStatus>) -> Option<Flags> {
     let flags = running.as_ref().ok()?.flags.as_deref()?;
     let from_environment = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"]
         .iter()
         .any(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()));
-    flags_of(flags.iter().filter(|flag| !(from_environment && flag.starts_with("--proxy="))))
+    let flags = flags.iter().filter(|flag| !(from_environment && flag.starts_with("--proxy=")));
+    parse_flags::<Cli>(flags).map(|cli| cli.run)
 }

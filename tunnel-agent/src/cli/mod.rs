@@ -1,21 +1,20 @@
 //! The command line: the flags, what becomes of them, and the commands.
 
-mod args;
 mod doctor;
-mod konnectivity;
-mod konnectivity_args;
-mod outbound;
-mod parse;
 mod status;
 
 use clap::{Parser, Subcommand};
 use tunnel_core::bundle::BundleCommand;
 use tunnel_core::doctor::DoctorCommand;
 
-pub use args::{DEFAULT_ADMIN_ADDRESS, DEFAULT_STATE_DIR, RunArgs};
 pub use doctor::ExamineFlags;
-pub use konnectivity_args::KonnectivityArgs;
 pub use status::StatusCommand;
+
+use crate::config::Flags;
+
+/// The flags and commands that `-h` shows: what most people need.
+pub const SHORT_HELP: &str = "config server node-name token-file ca-hash proxy kubeconfig allow-target state-dir log-level \
+                              status doctor bundle";
 
 /// Runs on an edge node, dials the tunnel-servers, and lets them reach this node.
 #[derive(Debug, Parser)]
@@ -29,7 +28,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Option<Command>,
     #[command(flatten)]
-    pub run: RunArgs,
+    pub run: Flags,
 }
 
 #[derive(Debug, Subcommand)]
@@ -42,6 +41,3 @@ pub enum Command {
     /// Write a support bundle: state, metrics, flags, log, facts of the node, and doctor's report; no keys and no tokens.
     Bundle(Box<BundleCommand<ExamineFlags>>),
 }
-
-#[cfg(test)]
-mod tests;

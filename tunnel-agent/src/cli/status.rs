@@ -5,7 +5,7 @@ use std::time::SystemTime;
 use clap::Args;
 use tunnel_core::admin::{Show, ShowError};
 
-use super::args::DEFAULT_ADMIN_ADDRESS;
+use crate::config::DEFAULT_ADMIN_ADDRESS;
 use crate::connections::ConnectionsReport;
 use crate::status::AgentStatus;
 

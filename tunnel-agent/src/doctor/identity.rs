@@ -16,7 +16,7 @@ const AGAIN: &str =
 /// Returns the identity, if there is a usable one.
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTime) -> Option<AgentIdentity> {
     let mut held = None;
-    let dir = &config.state_dir;
+    let dir = &config.given.state_dir;
     checkup
         .run("certificate", &["state directory"], async || match load(dir) {
             Ok(None) => not_enrolled(config),
@@ -50,7 +50,7 @@ fn not_enrolled(config: &Config) -> Outcome {
     if config.token.is_some() {
         return Outcome::fine("none yet: the token gives one");
     }
-    let found = format!("no certificate in {}, and no --token", config.state_dir.display());
+    let found = format!("no certificate in {}, and no --token", config.given.state_dir.display());
     Finding::new(&codes::NOT_ENROLLED, found, AGAIN.replace("NAME", config.node_name.as_str())).into()
 }
 

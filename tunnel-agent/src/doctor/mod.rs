@@ -35,7 +35,7 @@ pub async fn examine(config: &Config, running: &Asked<AgentStatus>) -> Report {
 
     checkup
         .run("state directory", &[], async || {
-            let dir = &config.state_dir;
+            let dir = &config.given.state_dir;
             Outcome::of(state_directory(dir).into_iter().collect(), dir.display().to_string())
         })
         .await;
@@ -69,7 +69,7 @@ async fn cluster(checkup: &mut Checkup, kube: &KubeOptions, config: &Config) {
         }
     };
     checkup.run("API server", &[], async || answers(&client).await).await;
-    let wanted = wanted(&kube.service, config.pod_targets.then_some(&config.node_name));
+    let wanted = wanted(&kube.service, config.given.targets.pods.then_some(&config.node_name));
     let fix = "kubectl apply -k deploy/base (its Role and ClusterRole tunnel-agent), or with --pod-targets=on an \
                overlay with the component edge-pods";
     checkup

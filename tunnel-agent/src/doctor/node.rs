@@ -19,14 +19,14 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, own: Option<Ip
     let here = |given: &IpAddr| {
         interface_addresses().is_ok_and(|listed| listed.iter().any(|entry| entry.address == *given))
     };
-    let address = config.node_ip.filter(here).or(own);
+    let address = config.given.node_ip.filter(here).or(own);
     let Some(address) = address else {
         checkup
             .add("kubelet", Outcome::Skipped("this node's address is not known; give --node-ip".to_owned()));
         return;
     };
     let target = SocketAddr::new(address, KUBELET);
-    checkup.add("policy", policy(&config.allow_targets, target));
+    checkup.add("policy", policy(&config.given.targets.allow, target));
     checkup.run("kubelet", &[], async || kubelet(target).await).await;
 }
 

@@ -30,20 +30,11 @@ pub struct Listen {
 impl Listen {
     /// The flag that it comes from.
     pub(crate) fn name(&self) -> &'static str {
-        if self.target.is_some() { "--map" } else { "--connect-address" }
+        if self.target.is_some() { "--forward" } else { "--connect-address" }
     }
 
     pub(crate) fn flag(&self) -> String {
         format!("{}={}", self.name(), self.address)
-    }
-
-    /// The flags that give this listener.
-    pub(crate) fn flags(&self) -> Vec<(&'static str, String)> {
-        let clients = self.clients.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-        match &self.target {
-            Some(target) => vec![("map", format!("{}={target},{clients}", self.address))],
-            None => vec![("connect-address", self.address.to_string()), ("connect-clients", clients)],
-        }
     }
 }
 

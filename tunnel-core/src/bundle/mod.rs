@@ -16,7 +16,7 @@ use serde::Serialize;
 use archive::{Part, STANDARD};
 
 use crate::config::host_name;
-use crate::doctor::{CommandError, Examine, Running, ask_at};
+use crate::doctor::{Examine, Running, ask_at};
 
 #[derive(Args, Clone, Debug)]
 pub struct BundleCommand<F: Args> {
@@ -34,9 +34,9 @@ impl<F: Examine> BundleCommand<F> {
     /// Writes the file and prints the list of its parts.
     ///
     /// # Errors
-    /// A bad `--admin-address`, or the file exists or cannot be written.
-    pub async fn run(&self) -> Result<(), CommandError> {
-        let running = ask_at(self.flags.admin_address()).await.map_err(CommandError::Config)?;
+    /// The file exists or cannot be written.
+    pub async fn run(&self) -> io::Result<()> {
+        let running = ask_at(self.flags.admin_address()).await;
         let (report, state_dir) = self.flags.examine(&running).await;
         let part = |part: &dyn Fn(&Running<F::Status>) -> Result<String, String>| part(running.as_ref()?);
         let ready = |running: &Running<_>| Ok(running.pending.clone().unwrap_or("ok".to_owned()) + "\n");

@@ -25,6 +25,22 @@ impl ConfigError {
     }
 }
 
+/// Two flags that need each other, such as a certificate and its key.
+///
+/// # Errors
+/// Names the one that is missing.
+pub fn pair<T: Clone>(
+    (key, value): (&str, &Option<T>),
+    (other_key, other): (&str, &Option<T>),
+) -> Result<Option<(T, T)>, ConfigError> {
+    match (value, other) {
+        (Some(value), Some(other)) => Ok(Some((value.clone(), other.clone()))),
+        (None, None) => Ok(None),
+        (Some(_), None) => Err(ConfigError::without_value(other_key, format!("needed with {key}"))),
+        (None, Some(_)) => Err(ConfigError::without_value(key, format!("needed with {other_key}"))),
+    }
+}
+
 /// An address that cannot be listened on. Not a [`ConfigError`]: the same flags may work a minute later.
 #[derive(Debug, thiserror::Error)]
 #[error("{key}: cannot listen on {address}: {}", bind_reason(.source))]

@@ -1,18 +1,16 @@
-//! Turns flags into typed values, for both programs. Flags reach the parsers as text, so that every error has the form of
-//! [`ConfigError`]: key, value and reason.
+//! Flags, for both programs: each part's flags are a clap `Args` struct, whose fields have the parsers of [`value`].
 
+mod command_line;
 mod error;
 mod ignored;
-mod parse;
 mod target;
+pub mod value;
 
-pub use error::{BindError, ConfigError};
-pub use ignored::{ForeignFlag, ForeignFlags, Ignored, Klog};
-pub use parse::{
-    HostPort, parse_address, parse_cidr, parse_cidrs, parse_door, parse_duration, parse_ip, parse_ips,
-    parse_loopback_door, parse_port, parse_ports, parse_with,
-};
-pub use target::{PortSet, TargetNet, TargetRule, parse_target_rules};
+pub use command_line::{ConfigFile, parse};
+pub use error::{BindError, ConfigError, pair};
+pub use ignored::Ignored;
+pub use target::{PortSet, TargetNet, TargetRule};
+pub use value::{HostPort, parse_loopback_door, parse_with};
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -61,12 +59,12 @@ pub fn duration_text(duration: std::time::Duration) -> String {
     }
 }
 
-/// Parses the command line. On failure, and for `--help` and `--version`, prints clap's message.
+/// [`parse`]s this process's command line. On failure, and for `--help` and `--version`, prints clap's message.
 ///
 /// # Errors
 /// The exit code: [`exit::OK`] for `--help` and `--version`, [`exit::CONFIG`] for a failure.
-pub fn parse_command_line<T: clap::Parser>() -> Result<T, ExitCode> {
-    T::try_parse().map_err(|error| ExitCode::from(report_clap_error(&error)))
+pub fn parse_command_line<T: clap::Parser>(short_help: &str) -> Result<(T, Vec<String>), ExitCode> {
+    parse(std::env::args_os(), short_help).map_err(|error| ExitCode::from(report_clap_error(&error)))
 }
 
 /// Prints clap's message and returns its exit code.

@@ -7,8 +7,7 @@ use std::str::FromStr;
 
 use ipnet::IpNet;
 
-use super::error::ConfigError;
-use super::parse::{cidr, list, parse_with};
+use super::value::{cidr, entries};
 
 /// Ports of a rule: `*`, or comma-separated ports and ranges such as `22,8000-8099`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,7 +31,7 @@ impl FromStr for PortSet {
         if s.trim() == "*" {
             return Ok(Self::all());
         }
-        let ranges = list(s)
+        let ranges = entries(s)
             .map(|entry| {
                 let (low, high) = entry.split_once('-').unwrap_or((entry, entry));
                 match (low.trim().parse::<u16>(), high.trim().parse::<u16>()) {
@@ -116,14 +115,6 @@ impl fmt::Display for TargetRule {
             TargetNet::Net(net @ IpNet::V6(_)) => write!(f, "[{net}]:{}", self.ports),
         }
     }
-}
-
-/// The values of a repeatable flag.
-///
-/// # Errors
-/// Names the bad value.
-pub fn parse_target_rules<S: AsRef<str>>(key: &str, values: &[S]) -> Result<Vec<TargetRule>, ConfigError> {
-    values.iter().map(|value| parse_with(key, value.as_ref())).collect()
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use super::codes;
 use super::output::DoctorOutput;
 use super::running::{Asked, ask_at};
 use crate::config::ConfigError;
+use crate::config::value::ListenAddress;
 
 /// The flags of an examination. Those of the program that runs count instead, if one does.
 pub trait Examine: Args + Clone + Debug {
@@ -20,7 +21,7 @@ pub trait Examine: Args + Clone + Debug {
     /// The systemd units that run the program.
     const UNITS: &'static str;
 
-    fn admin_address(&self) -> &str;
+    fn admin_address(&self) -> ListenAddress;
 
     /// The findings, and the program's state directory.
     fn examine(&self, running: &Asked<Self::Status>) -> impl Future<Output = (Report, PathBuf)>;
@@ -32,15 +33,6 @@ pub struct DoctorCommand<F: Args> {
     output: DoctorOutput,
     #[command(flatten)]
     flags: F,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum CommandError {
-    /// A bad `--admin-address`.
-    #[error("{0}")]
-    Config(#[source] ConfigError),
-    #[error(transparent)]
-    Io(#[from] io::Error),
 }
 
 /// The report when the flags are wrong: nothing else can be examined then.
@@ -55,9 +47,9 @@ impl<F: Examine> DoctorCommand<F> {
     /// Examines and prints. Returns the exit code: 0 fine, 1 warnings, 2 broken.
     ///
     /// # Errors
-    /// A bad `--admin-address`, or standard output fails.
-    pub async fn run(&self) -> Result<u8, CommandError> {
-        let running = ask_at(self.flags.admin_address()).await.map_err(CommandError::Config)?;
+    /// Standard output fails.
+    pub async fn run(&self) -> io::Result<u8> {
+        let running = ask_at(self.flags.admin_address()).await;
         let (report, _) = self.flags.examine(&running).await;
         self.output.print(&report)?;
         Ok(report.exit_code())

@@ -14,10 +14,10 @@ mod tool;
 
 pub use checkup::{Check, Checkup, Finding, Outcome, Report, State};
 pub use code::{Code, Severity};
-pub use command::{CommandError, DoctorCommand, Examine, bad_flags};
+pub use command::{DoctorCommand, Examine, bad_flags};
 pub use files::{private_file, state_directory, validity_of};
 pub use names::resolves;
 pub use output::DoctorOutput;
-pub use running::{Asked, Running, ask_at, check_running, flags_of, metric};
+pub use running::{Asked, Running, ask_at, check_running, metric, parse_flags};
 pub use tls::{Trusted, judge_chain, judge_handshake_error};
 pub use tool::tool_output;

@@ -1,9 +1,8 @@
 //! What a running program says of itself.
 
-use std::ffi::OsString;
 use std::net::SocketAddr;
 
-use clap::Args;
+use clap::Parser;
 use http::{Method, StatusCode};
 use hyper::body::Bytes;
 use serde::de::DeserializeOwned;
@@ -12,7 +11,7 @@ use super::checkup::{Checkup, Finding, Outcome};
 use super::codes;
 use super::limits::judge_limits;
 use crate::admin::client::{ClientError, fetch, request};
-use crate::config::{ConfigError, parse_loopback_door};
+use crate::config::value::ListenAddress;
 use crate::limits::in_pod;
 
 /// The answers of its admin endpoints.
@@ -42,20 +41,17 @@ async fn ask<T: DeserializeOwned>(address: SocketAddr) -> Result<Running<T>, Cli
 pub type Asked<T> = Result<Running<T>, String>;
 
 /// Asks the program at this `--admin-address`.
-///
-/// # Errors
-/// It is no loopback address.
-pub async fn ask_at<T: DeserializeOwned>(admin_address: &str) -> Result<Asked<T>, ConfigError> {
-    match parse_loopback_door("--admin-address", admin_address)? {
-        Some(address) => Ok(ask(address).await.map_err(|error| error.to_string())),
-        None => Ok(Err("--admin-address: port 0 means that there are no admin endpoints".to_owned())),
+pub async fn ask_at<T: DeserializeOwned>(admin_address: ListenAddress) -> Asked<T> {
+    match admin_address {
+        Some(address) => ask(address).await.map_err(|error| error.to_string()),
+        None => Err("--admin-address: port 0 means that there are no admin endpoints".to_owned()),
     }
 }
 
-/// The flags of a running program. Of another version's there may be some that this one does not know: None.
-pub fn flags_of<A: Args>(flags: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Option<A> {
-    let command = A::augment_args(clap::Command::new("flags").no_binary_name(true));
-    A::from_arg_matches(&command.try_get_matches_from(flags).ok()?).ok()
+/// Parses the flags of a running program. Of another version's there may be some that this one does not know: None.
+pub fn parse_flags<'a, C: Parser>(flags: impl IntoIterator<Item = &'a String>) -> Option<C> {
+    let program = "the program".to_owned();
+    C::try_parse_from(std::iter::once(&program).chain(flags)).ok()
 }
 
 /// Adds the checks `running`, `ready` and `limits` of a program, which is started by `start`.
@@ -121,8 +117,8 @@ mod tests {
             log: logging::Handle::detached(),
         };
         let serving = admin.bind("--admin-address", "127.0.0.1:0".parse().unwrap()).unwrap().serve().unwrap();
-        let address = serving.address().to_string();
-        let asked = async || ask_at::<serde_json::Value>(&address).await.unwrap();
+        let address = serving.address();
+        let asked = async || ask_at::<serde_json::Value>(Some(address)).await;
         let judge = |running: &Asked<serde_json::Value>| {
             let mut checkup = Checkup::default();
             let version = |status: &serde_json::Value| status["version"].to_string();

@@ -7,7 +7,6 @@ use std::str::FromStr;
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
-use crate::config::{ConfigError, parse_with};
 use crate::net::refine;
 
 /// Goes by the rate and the delay that it measures, so that a loss on a radio link does not halve the rate.
@@ -32,9 +31,9 @@ impl Congestion {
     ///
     /// # Errors
     /// Not a name, or not to be had on this host.
-    pub fn parse(key: &str, value: &str) -> Result<Self, ConfigError> {
-        let congestion: Self = parse_with(key, value)?;
-        congestion.check().map_err(|reason| ConfigError::new(key, value, reason))?;
+    pub fn parse(value: &str) -> Result<Self, String> {
+        let congestion: Self = value.parse()?;
+        congestion.check()?;
         Ok(congestion)
     }
 

@@ -1,34 +1,29 @@
 //! `tunnel-server cleanup`.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::Path;
 
 use clap::Args;
-use tunnel_core::config::ConfigError;
 
-use crate::config::{self, DEFAULT_BPFFS, DEFAULT_TOKEN_RANGE, DEFAULT_TOKEN_RANGE_V6};
-use crate::redirect::{self, Cleaned, PinConfig, RedirectConfig, RedirectError};
+use crate::config::RedirectRanges;
+use crate::redirect::{self, Cleaned, RedirectError};
 
 #[derive(Args, Clone, Debug)]
 pub struct CleanupCommand {
-    /// Its --token-range.
-    #[arg(long, value_name = "CIDR", default_value = DEFAULT_TOKEN_RANGE)]
-    token_range: String,
-    /// Its --token-range-v6.
-    #[arg(long, value_name = "CIDR", default_value = DEFAULT_TOKEN_RANGE_V6)]
-    token_range_v6: String,
-    /// Its --bpffs.
-    #[arg(long, value_name = "DIR|off", env = "POSTERN_BPFFS", default_value = DEFAULT_BPFFS)]
-    bpffs: String,
+    // The killed server's.
+    #[command(flatten)]
+    ranges: RedirectRanges,
 }
 
 impl CleanupCommand {
     /// Removes programs and routes, and prints each.
     ///
     /// # Errors
-    /// A bad range, missing privileges, or a server that still redirects here.
+    /// Missing privileges, or a server that still redirects here.
     pub fn run(&self) -> anyhow::Result<()> {
-        let Cleaned { pins, routes } = redirect::cleanup(&self.config()?).map_err(explain)?;
+        // Whose they are does not matter, only that nobody is there any more.
+        let config = self.ranges.start_config(Path::new(""));
+        let Cleaned { pins, routes } = redirect::cleanup(&config).map_err(explain)?;
         if pins.is_empty() && routes.is_empty() {
             println!("nothing was left behind");
         }
@@ -39,16 +34,6 @@ impl CleanupCommand {
             println!("removed the route of the token range {range}");
         }
         Ok(())
-    }
-
-    fn config(&self) -> Result<RedirectConfig, ConfigError> {
-        Ok(RedirectConfig {
-            token_range: config::token_range(&self.token_range, &[])?,
-            token_range_v6: config::token_range_v6(&self.token_range_v6, &[])?,
-            // Whose they are does not matter, only that nobody is there any more.
-            pins: config::bpffs(&self.bpffs).map(|dir| PinConfig { dir, state_dir: PathBuf::new() }),
-            ..RedirectConfig::default()
-        })
     }
 }
 

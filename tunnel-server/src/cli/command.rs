@@ -5,7 +5,6 @@ use tunnel_core::bundle::BundleCommand;
 use tunnel_core::doctor::DoctorCommand;
 
 use super::agent::AgentCommand;
-use super::args::RunArgs;
 use super::bench::BenchCommand;
 use super::ca::CaCommand;
 use super::cleanup::CleanupCommand;
@@ -15,6 +14,11 @@ use super::policy::PolicyCommand;
 use super::status::StatusCommand;
 use super::test_node::TestCommand;
 use super::token::TokenCommand;
+use crate::config::{Config, RedirectorFlags};
+
+/// The flags and commands that `-h` shows: what most people need.
+pub const SHORT_HELP: &str = "inventory peers kubeconfig config state-dir bind-address redirect-ports exclude log-level \
+                              status doctor test token redirector";
 
 /// Lets cloud components reach edge nodes that only dial out.
 #[derive(Debug, Parser)]
@@ -23,11 +27,14 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Option<Command>,
     #[command(flatten)]
-    pub run: RunArgs,
+    pub run: Config,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    // Its description is that of its flags.
+    #[command(name = "redirector")]
+    Redirector(Box<RedirectorFlags>),
     /// Show the running server's nodes, tunnels, doors, redirect and inventory.
     Status(StatusCommand),
     /// Examine this server and its host, and say how to fix what is wrong. Exit code: 0 fine, 1 warnings, 2 broken.

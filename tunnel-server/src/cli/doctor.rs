@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use tunnel_core::config::value::ListenAddress;
 use tunnel_core::doctor::{Asked, Examine, Report, bad_flags};
 
-use super::args::RunArgs;
-use super::running::args_of;
+use super::running::config_of;
+use crate::config::Config;
 use crate::doctor;
 use crate::status::StatusReport;
 
@@ -18,23 +19,28 @@ pub struct ExamineFlags {
     rules: Vec<PathBuf>,
     // Those of the server that runs at --admin-address count instead, if one does.
     #[command(flatten, next_help_heading = "The server's flags, if it does not run")]
-    run: RunArgs,
+    run: Config,
 }
 
 impl Examine for ExamineFlags {
     type Status = StatusReport;
     const UNITS: &'static str = "postern-server@*";
 
-    fn admin_address(&self) -> &str {
-        &self.run.admin_address
+    fn admin_address(&self) -> ListenAddress {
+        self.run.process.admin_address
     }
 
     async fn examine(&self, running: &Asked<StatusReport>) -> (Report, PathBuf) {
-        let args = running.as_ref().ok().and_then(args_of).unwrap_or_else(|| self.run.clone());
-        let report = match args.config() {
-            Ok(config) => doctor::examine(&config, running, &self.rules).await,
-            Err(error) => bad_flags("tunnel-server", env!("CARGO_PKG_VERSION"), &error),
-        };
-        (report, args.state_dir)
+        let config = running.as_ref().ok().and_then(config_of);
+        match config.unwrap_or_else(|| self.run.clone().check(Vec::new())) {
+            Ok(config) => {
+                let report = doctor::examine(&config, running, &self.rules).await;
+                (report, config.process.state_dir)
+            }
+            Err(error) => {
+                let report = bad_flags("tunnel-server", env!("CARGO_PKG_VERSION"), &error);
+                (report, self.run.process.state_dir.clone())
+            }
+        }
     }
 }

@@ -1,9 +1,10 @@
 //! Asks the running server for its flags and its state.
 
 use clap::Args;
-use tunnel_core::doctor::{Running, ask_at, flags_of};
+use tunnel_core::config::{ConfigError, parse_loopback_door};
+use tunnel_core::doctor::{Running, ask_at, parse_flags};
 
-use super::args::RunArgs;
+use super::command::{Cli, Command};
 use crate::config::{Config, DEFAULT_ADMIN_ADDRESS};
 use crate::status::StatusReport;
 
@@ -20,14 +21,21 @@ impl AskArgs {
     /// # Errors
     /// It does not run, or is too old to say its flags.
     pub(super) async fn configured(&self) -> anyhow::Result<(Config, Running<StatusReport>)> {
-        let running = ask_at(&self.admin_address).await?.map_err(|reason| anyhow::anyhow!(reason))?;
-        let args = args_of(&running).ok_or_else(|| {
+        let admin_address = parse_loopback_door("--admin-address", &self.admin_address)?;
+        let running = ask_at(admin_address).await.map_err(|reason| anyhow::anyhow!(reason))?;
+        let config = config_of(&running).ok_or_else(|| {
             anyhow::anyhow!("the running server is of another version and does not say its flags; upgrade it")
         })?;
-        Ok((args.config()?, running))
+        Ok((config?, running))
     }
 }
 
-pub(super) fn args_of(running: &Running<StatusReport>) -> Option<RunArgs> {
-    flags_of(running.flags.as_deref()?)
+/// A running server's configuration. Of another version's flags there may be some that this one does not know: None.
+pub(super) fn config_of(running: &Running<StatusReport>) -> Option<Result<Config, ConfigError>> {
+    let flags = running.flags.clone()?;
+    let cli: Cli = parse_flags(&flags)?;
+    Some(match cli.command {
+        Some(Command::Redirector(redirector)) => redirector.config(flags),
+        _ => cli.run.check(flags),
+    })
 }

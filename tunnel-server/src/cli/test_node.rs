@@ -1,7 +1,9 @@
 //! `tunnel-server test NODE`.
 
+use std::collections::BTreeSet;
+
 use clap::Args;
-use tunnel_core::config::{parse_ports, parse_with};
+use tunnel_core::config::value;
 use tunnel_core::doctor::DoctorOutput;
 use tunnel_core::identity::NodeName;
 
@@ -12,14 +14,14 @@ use crate::doctor;
 pub struct TestCommand {
     /// The edge node.
     #[arg(value_name = "NODE")]
-    node: String,
+    node: NodeName,
     #[command(flatten)]
     output: DoctorOutput,
     #[command(flatten)]
     ask: AskArgs,
     /// Ports to test, comma-separated [default: the server's --redirect-ports].
-    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
-    port: String,
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, value_parser = value::ports)]
+    port: BTreeSet<u16>,
 }
 
 impl TestCommand {
@@ -28,10 +30,9 @@ impl TestCommand {
     /// # Errors
     /// The server does not run, or standard output fails.
     pub async fn run(&self) -> anyhow::Result<u8> {
-        let node: NodeName = parse_with("NODE", &self.node)?;
-        let ports: Vec<u16> = parse_ports("--port", &self.port)?.into_iter().collect();
+        let ports: Vec<u16> = self.port.iter().copied().collect();
         let (config, running) = self.ask.configured().await?;
-        let report = doctor::test(&config, &running, node.as_str(), &ports).await;
+        let report = doctor::test(&config, &running, self.node.as_str(), &ports).await;
         self.output.print(&report)?;
         Ok(report.exit_code())
     }

@@ -26,7 +26,7 @@ enum TokenAction {
         /// The node whose agent may enrol with the token.
         #[arg(long, value_name = "NAME", required_unless_present = "redirector")]
         node: Option<NodeName>,
-        /// The host whose redirector (--role redirector) may enrol with it.
+        /// The host whose redirector (tunnel-server redirector) may enrol with it.
         #[arg(long, value_name = "NAME", conflicts_with = "node")]
         redirector: Option<NodeName>,
         /// How long the token can be used, such as 24h, 90m or 2d; at most 366d.
@@ -113,7 +113,7 @@ impl TokenCommand {
         let program = match holder {
             Holder::Agent => format!("tunnel-agent --server {servers}"),
             Holder::Redirector => {
-                format!("tunnel-server --role redirector --inventory nodes.yaml --peers {servers}")
+                format!("tunnel-server redirector --inventory nodes.yaml --peers {servers}")
             }
         };
         let command =

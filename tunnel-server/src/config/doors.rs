@@ -1,149 +1,202 @@
-//! What the doors that speak HTTP are configured with.
+//! The flags of the listeners for callers in the cloud.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use clap::Args;
 use ipnet::IpNet;
-use tunnel_core::config::ConfigError;
+use tunnel_core::config::value::{self, List, OnOff, Port};
+use tunnel_core::config::{ConfigError, pair};
 
-use super::{Config, NodeSource};
+use crate::maps::{Map, parse_flag};
 
-/// The doors that speak HTTP.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The listeners that speak HTTP. The default is that all are off.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Doors that speak HTTP")]
 pub struct DoorConfig {
-    /// Further ports of the https door, each with the port of nodes that it leads to.
+    /// Port of the https door, where TLS names the node by SNI, or a request its Host (--terminate-tls); 0: off.
+    #[arg(long, value_name = "PORT", default_value = "10263", value_parser = value::port)]
+    pub secure_port: Port,
+    /// Further ports of the https door, on --bind-address, for other ports of nodes than the kubelet's: PORT=NODE-PORT,
+    /// comma-separated, such as 10270=9443 [default: none].
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true,
+          value_parser = parse_secure_ports)]
     pub secure_ports: BTreeMap<u16, u16>,
-    /// The https door ends the TLS of callers that address the server itself.
+    /// on or off: --secure-port also ends the TLS of callers that address the server itself, who show a certificate or a bearer
+    /// token [default: on with --client-ca-file, off without; with --client-ca-file and --connect-port or --metrics-port it has to
+    /// be said].
+    #[arg(id = "terminate-tls", long, value_name = "on|off", value_parser = value::on_off)]
+    given_terminate_tls: Option<OnOff>,
+    #[arg(skip)]
     pub terminate_tls: bool,
-    /// Roots of callers' certificates at all doors that ask for one; None: in a cluster those of kube-apiserver.
-    pub client_ca: Option<PathBuf>,
+    /// Address of --insecure-port; only a loopback address.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1", value_parser = value::ip)]
+    pub(super) insecure_bind_address: Option<IpAddr>,
+    /// Port of the http door, where a request's Host names the node; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "10264", value_parser = value::port)]
+    insecure_port: Port,
+    #[command(flatten)]
+    pub plain: PlainConfig,
+    #[command(flatten)]
     pub targets: TargetConfig,
-    /// None: it is off.
-    pub plain: Option<PlainConfig>,
 }
 
 /// How the https door speaks to targets.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, Default, PartialEq, Eq)]
 pub struct TargetConfig {
-    /// Roots of nodes' certificates.
+    /// CA of nodes' serving certificates, for TLS to nodes [default: in a pod, the cluster's].
+    #[arg(id = "kubelet-certificate-authority", long, value_name = "FILE")]
     pub ca: Option<PathBuf>,
-    /// This server's own certificate for kubelets, and its key.
+    /// The server's own certificate for TLS to nodes; the file may come later [default: none, and kubelets answer 401].
+    #[arg(id = "kubelet-client-certificate", long, value_name = "FILE")]
     pub certificate: Option<PathBuf>,
+    /// Key of --kubelet-client-certificate.
+    #[arg(id = "kubelet-client-key", long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Ports of nodes that are plain HTTP, besides those of the ConfigMap.
+    /// Ports of nodes to which the https door speaks plain HTTP, besides http-proxy-ports of the ConfigMap, comma-separated.
+    #[arg(id = "http-ports", long, value_name = "LIST", default_value = "10255", value_parser = value::ports)]
     pub plain_ports: BTreeSet<u16>,
 }
 
 /// The plain door.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct PlainConfig {
-    pub port: u16,
-    /// Who may use it without a token.
-    pub clients: Vec<IpNet>,
-    /// Which ports these reach; none: every tunnelled one.
+    /// Port of the plain door, on --bind-address: HTTP by a node's name for clients in the cloud; 0: off.
+    #[arg(id = "plain-port", long, value_name = "PORT", default_value = "0", value_parser = value::port)]
+    pub port: Port,
+    /// Source addresses that may use --plain-port without a bearer token, comma-separated [default: none].
+    #[arg(id = "plain-clients", long, value_name = "CIDRS", default_value = "", hide_default_value = true,
+          value_parser = value::cidrs)]
+    pub clients: List<IpNet>,
+    /// Ports of nodes that these reach, comma-separated [default: every tunnelled port].
+    #[arg(id = "plain-ports", long, value_name = "LIST", default_value = "", hide_default_value = true,
+          value_parser = value::ports)]
     pub ports: BTreeSet<u16>,
+}
+
+/// The connect door, whose callers are asked who they are, and static maps.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Connect door and static maps")]
+pub struct ConnectConfig {
+    /// Port of the connect door, an HTTP proxy (CONNECT and http:// URLs; TLS or not) for what --policy permits; callers show a
+    /// certificate, a token, or only their address; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "0", value_parser = value::port)]
+    pub connect_port: Port,
+    /// Who may reach what through --connect-port, and again when the file changes; see `policy check` [default: nobody].
+    #[arg(long, value_name = "FILE")]
+    pub policy: Option<PathBuf>,
+    /// LISTEN=NODE/TARGET[,CIDR…]: a listener that leads to a port, or an ADDRESS:PORT, on one node, for clients in these ranges
+    /// (needed unless LISTEN is a loopback address). May be given several times.
+    #[arg(id = "map", long, value_name = "MAP", value_parser = parse_flag)]
+    pub maps: Vec<Map>,
+    /// More of them in a file, and again when it changes.
+    #[arg(id = "maps", long, value_name = "FILE")]
+    pub maps_file: Option<PathBuf>,
 }
 
 /// More listeners are refused: a successor gets them all in one message.
 pub(crate) const MOST_SECURE_PORTS: usize = 32;
 
+/// Where a pod has the cluster's CA.
+const POD_CA: &str = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt";
+
 /// Reads `--secure-ports`.
 ///
 /// # Errors
 /// Names the entry that is not `PORT=NODE-PORT`, or is there twice.
-pub fn parse_secure_ports(value: &str) -> Result<BTreeMap<u16, u16>, ConfigError> {
-    let wrong = |reason| Err(ConfigError::new("--secure-ports", value, reason));
+pub fn parse_secure_ports(value: &str) -> Result<BTreeMap<u16, u16>, String> {
     let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port != 0);
     let mut ports = BTreeMap::new();
     for entry in value.split(',').map(str::trim).filter(|_| !value.trim().is_empty()) {
         let pair = entry.split_once('=').and_then(|(own, of_node)| Some((port(own)?, port(of_node)?)));
         let Some((own, of_node)) = pair else {
-            return wrong(format!("{entry:?} is not PORT=NODE-PORT, such as 10270=9443"));
+            return Err(format!("{entry:?} is not PORT=NODE-PORT, such as 10270=9443"));
         };
         if ports.values().any(|other| *other == of_node) {
-            return wrong(format!("port {of_node} of nodes is there twice"));
+            return Err(format!("port {of_node} of nodes is there twice"));
         }
         if ports.insert(own, of_node).is_some() {
-            return wrong(format!("port {own} is there twice"));
+            return Err(format!("port {own} is there twice"));
         }
     }
     if ports.len() > MOST_SECURE_PORTS {
-        return wrong(format!("{} ports; at most {MOST_SECURE_PORTS} are possible", ports.len()));
+        return Err(format!("{} ports; at most {MOST_SECURE_PORTS} are possible", ports.len()));
     }
     Ok(ports)
 }
 
+/// The flags of others that doors depend on.
+pub(super) struct Others<'a> {
+    /// There is no cluster to ask.
+    pub(super) standalone: bool,
+    /// This is no pod.
+    pub(super) kubeconfig: bool,
+    pub(super) client_ca: Option<&'a PathBuf>,
+    /// Another listener than the https door takes callers' certificates.
+    pub(super) takes_certificates: bool,
+}
+
 impl DoorConfig {
-    /// Refuses what cannot work together. `standalone`: there is no cluster to ask.
-    pub(crate) fn check(&self, standalone: bool, secure_port: bool) -> Result<(), ConfigError> {
+    /// Where the http door listens.
+    pub fn insecure_address(&self) -> Option<SocketAddr> {
+        Some(SocketAddr::new(self.insecure_bind_address?, self.insecure_port?))
+    }
+
+    /// Settles the defaults that depend on other flags, and refuses what cannot work together.
+    pub(super) fn check(&mut self, others: &Others<'_>) -> Result<(), ConfigError> {
         let without = ConfigError::without_value;
-        let TargetConfig { certificate, key, .. } = &self.targets;
-        match (certificate, key) {
-            (Some(_), None) => {
-                return Err(without("--kubelet-client-key", "needed with --kubelet-client-certificate"));
+        let (secure, client_ca) = (self.secure_port.is_some(), others.client_ca.is_some());
+        self.terminate_tls = match self.given_terminate_tls {
+            Some(on) => on,
+            // Whom a policy restricts at one door, or who may read metrics, would reach every kubelet through the other.
+            None if secure && client_ca && others.takes_certificates => {
+                let reason = "with --client-ca-file and --connect-port or --metrics-port say on or off: whether these \
+                              certificates open the https door too";
+                return Err(without("--terminate-tls", reason));
             }
-            (None, Some(_)) => {
-                return Err(without("--kubelet-client-certificate", "needed with --kubelet-client-key"));
-            }
-            _ => {}
+            None => secure && client_ca,
+        };
+        if self.terminate_tls && !secure {
+            let reason = "the https door is off: give --secure-port";
+            return Err(ConfigError::new("--terminate-tls", "on", reason));
         }
-        if self.terminate_tls && !secure_port {
-            return Err(ConfigError::new(
-                "--terminate-tls",
-                "on",
-                "the https door is off: give --secure-port",
-            ));
-        }
-        if !self.secure_ports.is_empty() && !secure_port {
+        if !self.secure_ports.is_empty() && !secure {
             return Err(without("--secure-ports", "the https door is off: give --secure-port"));
         }
-        if self.terminate_tls && standalone && self.client_ca.is_none() {
+        if self.terminate_tls && others.standalone && !client_ca {
             let reason = "with --inventory callers show certificates: give --client-ca-file";
             return Err(ConfigError::new("--terminate-tls", "on", reason));
         }
-        if standalone && self.plain.as_ref().is_some_and(|plain| plain.clients.is_empty()) {
-            let reason = "needed with --plain-port and --inventory: nobody else may use the door";
-            return Err(without("--plain-clients", reason));
+        if let Some(address) = self.insecure_bind_address.filter(|address| !address.is_loopback()) {
+            let reason = "not a loopback address: this door has no authentication; use 127.0.0.1 or ::1";
+            return Err(ConfigError::new("--insecure-bind-address", address.to_string(), reason));
+        }
+        self.plain.check(others.standalone)?;
+        let targets = &mut self.targets;
+        let certificate = ("--kubelet-client-certificate", &targets.certificate);
+        pair(certificate, ("--kubelet-client-key", &targets.key))?;
+        if targets.ca.is_none() && !others.standalone && !others.kubeconfig {
+            targets.ca = Some(PathBuf::from(POD_CA)).filter(|path| path.exists());
         }
         Ok(())
     }
 }
 
-impl Config {
-    /// Refuses a metrics door that nobody could use.
-    pub(crate) fn check_metrics(&self) -> Result<(), ConfigError> {
-        let known = self.token_auth_file.is_some() || self.doors.client_ca.is_some();
-        match self.metrics_port {
-            Some(port) if matches!(self.source, NodeSource::File(_)) && !known => {
-                let reason = "with --inventory callers show a token or a certificate that a file knows: give \
-                              --token-auth-file or --client-ca-file";
-                Err(ConfigError::new("--metrics-port", port.to_string(), reason))
+impl PlainConfig {
+    fn check(&self, standalone: bool) -> Result<(), ConfigError> {
+        let stray =
+            [("--plain-clients", !self.clients.is_empty()), ("--plain-ports", !self.ports.is_empty())];
+        match (self.port, stray.into_iter().find(|(_, given)| *given)) {
+            (None, Some((flag, _))) => {
+                let reason = "the plain door is off; give --plain-port, or leave it out";
+                Err(ConfigError::without_value(flag, reason))
+            }
+            (Some(_), _) if standalone && self.clients.is_empty() => {
+                let reason = "needed with --plain-port and --inventory: nobody else may use the door";
+                Err(ConfigError::without_value("--plain-clients", reason))
             }
             _ => Ok(()),
-        }
-    }
-
-    pub(super) fn add_doors(&self, flags: &mut Vec<(&'static str, String)>) {
-        fn list<T: ToString>(values: impl IntoIterator<Item = T>) -> String {
-            values.into_iter().map(|value| value.to_string()).collect::<Vec<_>>().join(",")
-        }
-        let doors = &self.doors;
-        flags.push(("terminate-tls", if doors.terminate_tls { "on" } else { "off" }.to_owned()));
-        let secure = doors.secure_ports.iter().map(|(port, of_node)| format!("{port}={of_node}"));
-        flags.push(("secure-ports", list(secure)));
-        flags.push(("http-ports", list(&doors.targets.plain_ports)));
-        for (flag, path) in [
-            ("client-ca-file", &doors.client_ca),
-            ("kubelet-certificate-authority", &doors.targets.ca),
-            ("kubelet-client-certificate", &doors.targets.certificate),
-            ("kubelet-client-key", &doors.targets.key),
-        ] {
-            flags.extend(path.as_ref().map(|path| (flag, path.display().to_string())));
-        }
-        if let Some(plain) = &doors.plain {
-            flags.push(("plain-port", plain.port.to_string()));
-            flags.push(("plain-clients", list(&plain.clients)));
-            flags.push(("plain-ports", list(&plain.ports)));
         }
     }
 }

@@ -1,22 +1,28 @@
-//! How konnectivity's agents attach.
+//! The flags for konnectivity's agents, which attach as if they were tunnel-agents.
 
-use tunnel_core::config::ConfigError;
+use clap::Args;
+use tunnel_core::config::value::{self, Port};
 
-use super::Config;
-
-/// Default of `--konnectivity-service-account`: that of konnectivity's own manifests.
-pub const DEFAULT_KONNECTIVITY_ACCOUNT: &str = "kube-system/konnectivity-agent";
-/// Default of `--konnectivity-audience`: likewise.
-pub const DEFAULT_KONNECTIVITY_AUDIENCE: &str = "system:konnectivity-server";
-
-/// The port of konnectivity's agents.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The port of konnectivity's agents. The default is that it is off.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "konnectivity's agents")]
 pub struct KonnectivityConfig {
-    pub port: u16,
-    /// `NAMESPACE/NAME` of the ServiceAccount whose tokens are taken.
+    /// Port for konnectivity's agents (proxy-agent --proxy-server-port), with TLS; 0: off.
+    #[arg(id = "konnectivity-agent-port", long, value_name = "PORT", default_value = "0", value_parser = value::port)]
+    pub port: Port,
+    /// NAMESPACE/NAME of the ServiceAccount whose pods' tokens are taken there in a cluster. A client certificate of this
+    /// server's CA does without.
+    // The default is that of konnectivity's own manifests.
+    #[arg(id = "konnectivity-service-account", long, value_name = "ACCOUNT",
+          default_value = "kube-system/konnectivity-agent", value_parser = service_account)]
     pub account: String,
-    /// Whom these tokens must be for.
+    /// Audience that these tokens must be for.
+    #[arg(id = "konnectivity-audience", long, value_name = "AUDIENCE", alias = "authentication-audience",
+          default_value = "system:konnectivity-server", value_parser = audience)]
     pub audience: String,
+    /// konnectivity's: with it --agent-service-account is the name in --konnectivity-service-account.
+    #[arg(long, hide = true)]
+    pub(super) agent_namespace: Option<String>,
 }
 
 impl KonnectivityConfig {
@@ -26,32 +32,18 @@ impl KonnectivityConfig {
     }
 }
 
-/// Checks the value of `--konnectivity-service-account`.
-///
-/// # Errors
-/// It is not `NAMESPACE/NAME`.
-pub fn service_account(value: &str) -> Result<String, ConfigError> {
+pub(super) fn service_account(value: &str) -> Result<String, String> {
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte))
     };
     match value.split_once('/') {
         Some((namespace, name)) if is_name(namespace) && is_name(name) => Ok(value.to_owned()),
-        _ => {
-            let reason = "not NAMESPACE/NAME of a ServiceAccount";
-            Err(ConfigError::new("--konnectivity-service-account", value, reason))
-        }
+        _ => Err("not NAMESPACE/NAME of a ServiceAccount".to_owned()),
     }
 }
 
-impl Config {
-    pub(super) fn add_konnectivity(&self, flags: &mut Vec<(&'static str, String)>) {
-        let konnectivity = self.konnectivity.as_ref();
-        let port = konnectivity.map_or(0, |konnectivity| konnectivity.port);
-        flags.push(("konnectivity-agent-port", port.to_string()));
-        let Some(konnectivity) = konnectivity else { return };
-        flags.push(("konnectivity-service-account", konnectivity.account.clone()));
-        flags.push(("konnectivity-audience", konnectivity.audience.clone()));
-    }
+fn audience(value: &str) -> Result<String, String> {
+    if value.is_empty() { Err("an audience is needed".to_owned()) } else { Ok(value.to_owned()) }
 }
 
 #[cfg(test)]
@@ -60,9 +52,8 @@ mod tests {
 
     #[test]
     fn a_service_account_has_a_namespace_and_a_name() {
-        let account = service_account(DEFAULT_KONNECTIVITY_ACCOUNT).unwrap();
-        let config =
-            KonnectivityConfig { port: 8091, account, audience: DEFAULT_KONNECTIVITY_AUDIENCE.to_owned() };
+        let account = service_account("kube-system/konnectivity-agent").unwrap();
+        let config = KonnectivityConfig { account, ..KonnectivityConfig::default() };
         assert_eq!(config.user(), "system:serviceaccount:kube-system:konnectivity-agent");
         for value in ["", "konnectivity-agent", "/a", "a/", "a/b/c", "a/b:c"] {
             assert!(service_account(value).is_err(), "{value:?}");

@@ -1,48 +1,45 @@
-//! The server's configuration as typed values. `cli/args.rs` makes them from flags.
+//! The server's flags, which are its configuration: each part has a clap `Args` struct of its own. What depends on several flags is
+//! settled and checked in [`Config::check`].
 
 mod doors;
 mod egress;
+#[cfg(test)]
+mod foreign_tests;
+#[cfg(test)]
+mod help_tests;
 mod konnectivity;
-mod parse;
 mod parts;
-mod role;
+mod redirect;
+mod redirector;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use doors::MOST_SECURE_PORTS;
-pub use doors::{DoorConfig, PlainConfig, TargetConfig, parse_secure_ports};
-pub use egress::{DEFAULT_EGRESS_SOCKET_MODE, EgressConfig, EgressTlsConfig};
-pub use konnectivity::{
-    DEFAULT_KONNECTIVITY_ACCOUNT, DEFAULT_KONNECTIVITY_AUDIENCE, KonnectivityConfig, service_account,
-};
-pub(crate) use parse::{
-    bpffs, dns_names, edge_pod_routes, insecure_address, object_name, on_or_off, orphan_timeout, peers,
-    refuse_or_allow, token_range, token_range_v6,
-};
-pub use role::RedirectorConfig;
-pub(crate) use role::{OF_METRICS, OF_SERVERS};
+pub use doors::{ConnectConfig, DoorConfig, PlainConfig, TargetConfig, parse_secure_ports};
+pub use egress::{EgressConfig, EgressTlsConfig};
+pub use konnectivity::KonnectivityConfig;
+pub use redirect::{RedirectFlags, RedirectRanges};
+pub use redirector::{RedirectorConfig, RedirectorFlags};
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use tunnel_core::config::{ConfigError, HostPort, duration_text};
+use clap::Args;
+use tunnel_core::config::value::{self, List, ListenAddress, OnOff, Port};
+use tunnel_core::config::{ConfigError, ConfigFile, HostPort, Ignored};
 use tunnel_core::link::Congestion;
-use tunnel_core::logging;
+use tunnel_core::logging::LogConfig;
 
-use crate::inventory::Selector;
-use crate::kube::KubeOptions;
-use crate::maps::Map;
+use crate::inventory::{DEFAULT_EDGE_SELECTOR, Selector};
+use crate::kube::{KubeOptions, ObjectNames};
+use crate::pki::DEFAULT_STATE_DIR;
 use crate::redirect::RedirectConfig;
+use crate::role::Role;
+use doors::Others;
 
 pub const DEFAULT_ADMIN_ADDRESS: &str = "127.0.0.1:10265";
-/// Default of `--token-range`: RFC 2544's benchmarking range, never routed on the Internet.
-pub const DEFAULT_TOKEN_RANGE: &str = "198.18.0.0/15";
-/// Default of `--token-range-v6`: a unique local range (RFC 4193); the letters spell "poster".
-pub const DEFAULT_TOKEN_RANGE_V6: &str = "fd9e:706f:7374:6572::/64";
-
-/// Default of `--bpffs`: where systemd mounts it.
-pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf";
 
 /// Where the nodes and the CA come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,200 +50,273 @@ pub enum NodeSource {
     Kubernetes(KubeOptions),
 }
 
-/// What the server runs with. A port or an address that is None is switched off.
-#[derive(Clone, Debug)]
+/// What a server runs with, and a redirector, whose listeners are all off.
+#[derive(Args, Clone, Debug)]
 pub struct Config {
-    pub source: NodeSource,
-    pub edge_selector: Selector,
-    pub state_dir: PathBuf,
-    pub bind_address: IpAddr,
-    pub agent_port: Option<u16>,
-    pub secure_port: Option<u16>,
-    pub insecure_address: Option<SocketAddr>,
-    pub connect_port: Option<u16>,
-    /// None: nobody may reach anything through the connect door.
-    pub policy: Option<PathBuf>,
-    pub token_auth_file: Option<PathBuf>,
-    /// Static maps of the flags, and the file with more.
-    pub maps: Vec<Map>,
-    pub maps_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub nodes: NodesConfig,
+    #[command(flatten)]
+    pub process: ProcessConfig,
+    #[command(flatten)]
+    pub log: LogConfig,
+    /// on or off: redirect connections of this host and its pods to edge nodes, by eBPF; on fails where that is impossible.
+    #[arg(id = "redirect", long, value_name = "on|off", alias = "enable-iptables", default_value = "on",
+          num_args = 0..=1, default_missing_value = "on", value_parser = value::on_off, help_heading = "Redirect")]
+    pub redirects: OnOff,
+    #[command(flatten)]
+    pub redirect: RedirectFlags,
+    #[command(flatten)]
+    pub agents: AgentsConfig,
+    #[command(flatten)]
     pub doors: DoorConfig,
-    pub admin_address: Option<SocketAddr>,
-    pub metrics_port: Option<u16>,
+    #[command(flatten)]
+    pub connect: ConnectConfig,
+    #[command(flatten)]
+    pub kube: KubeOptions,
+    #[command(flatten)]
+    pub writes: WritesConfig,
+    #[command(flatten)]
     pub egress: EgressConfig,
-    /// None: konnectivity's agents do not attach here.
-    pub konnectivity: Option<KonnectivityConfig>,
-    pub redirect: Option<RedirectConfig>,
-    pub redirect_ports: BTreeSet<u16>,
-    pub redirect_clients: Vec<IpNet>,
-    pub exclude: Vec<IpNet>,
-    /// Where edge nodes' addresses are; empty: anywhere.
-    pub edge_addresses: Vec<IpNet>,
-    pub service_cidrs: Vec<IpNet>,
-    /// An inventory without nodes takes effect.
-    pub allow_empty_inventory: bool,
-    /// Ranges in which connections to edge nodes' pods are redirected too.
-    pub edge_pod_routes: Vec<IpNet>,
-    /// In a cluster, edge nodes get the condition `PosternTunnel`.
-    pub node_condition: bool,
-    /// In a cluster, DNS records of the nodes are written.
-    pub dns_records: bool,
-    pub token_range: Ipv4Net,
-    pub token_range_v6: Ipv6Net,
-    /// Agents of nodes that are not in the inventory get no session.
-    pub refuse_unknown: bool,
-    pub token_enrollment: bool,
-    pub cert_dns_names: Vec<String>,
-    pub cert_ips: Vec<IpAddr>,
-    /// The agent ports of the other servers, in addition to those that a cluster names.
-    pub peers: BTreeSet<HostPort>,
-    /// Of the links, for what this server sends.
-    pub congestion: Congestion,
-    pub drain_timeout: Duration,
-    pub log_format: logging::Format,
-    pub log_level: logging::Level,
-    /// The given flags of other systems that have no meaning here, each with the reason.
-    pub ignored: Vec<(&'static str, &'static str)>,
+    #[command(flatten)]
+    pub konnectivity: KonnectivityConfig,
+    #[command(flatten)]
+    pub ignored: Ignored,
     /// None: this is a server.
+    #[arg(skip)]
     pub redirector: Option<RedirectorConfig>,
+    /// The flags that yield this configuration, defaults included, without secrets.
+    #[arg(skip)]
+    pub flags: Vec<String>,
+}
+
+/// Where the nodes and the other servers are.
+#[derive(Args, Clone, Debug)]
+pub struct NodesConfig {
+    /// Run without Kubernetes: read the nodes from this NodeList, and again when it changes.
+    ///
+    /// It has the form of `kubectl get nodes -o yaml`.
+    #[arg(long, value_name = "FILE")]
+    pub inventory: Option<PathBuf>,
+    /// on or off: take an inventory without any node for true; otherwise it is refused and the last one stays in effect.
+    #[arg(long, value_name = "on|off", default_value = "off", num_args = 0..=1, default_missing_value = "on",
+          value_parser = value::on_off)]
+    pub allow_empty_inventory: OnOff,
+    /// Which nodes are edge nodes: a label selector as `kubectl get -l` takes it, or several joined by ||.
+    #[arg(long, value_name = "SELECTOR", default_value = DEFAULT_EDGE_SELECTOR)]
+    pub edge_selector: Selector,
+    /// Agent ports of the other servers, comma-separated HOST:PORT; this server's own may be among them [default: none; in a
+    /// cluster the Service's EndpointSlices name them]. A server passes connections on to the one that has the node.
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true,
+          value_parser = value::list::<HostPort, BTreeSet<_>>)]
+    pub peers: BTreeSet<HostPort>,
+}
+
+/// The process itself, its admin endpoints and its metrics.
+#[derive(Args, Clone, Debug)]
+pub struct ProcessConfig {
+    #[command(flatten)]
+    pub file: ConfigFile,
+    /// Where the CA, keys, tokens and certificates are kept.
+    #[arg(long, value_name = "DIR", alias = "cert-dir", default_value = DEFAULT_STATE_DIR)]
+    pub state_dir: PathBuf,
+    /// Address of every port but --insecure-port and --admin-address; an IPv6 literal such as :: switches the family.
+    #[arg(long, value_name = "IP", default_value = "0.0.0.0", value_parser = value::ip)]
+    pub bind_address: IpAddr,
+    /// Where to serve /metrics, /healthz, /readyz and /status: a loopback address and a port, or a port; port 0: off.
+    // konnectivity has two ports for these, of which the last that is given counts.
+    #[arg(long, value_name = "ADDRESS:PORT", aliases = ["meta-port", "admin-port", "health-port"],
+          overrides_with = "admin_address", env = "POSTERN_ADMIN_ADDRESS", default_value = DEFAULT_ADMIN_ADDRESS,
+          value_parser = value::listen_on_loopback)]
+    pub admin_address: ListenAddress,
+    /// Port of the metrics door, on --bind-address: /metrics over TLS for other hosts. Callers show a certificate or a bearer token,
+    /// and in a cluster may get the nonResourceURL /metrics; 0: off.
+    #[arg(long, value_name = "PORT", default_value = "0", value_parser = value::port)]
+    pub metrics_port: Port,
+    /// CAs (PEM) of callers' certificates, at --connect-port and --metrics-port and with --terminate-tls, and again when the file
+    /// changes [default: in a cluster, the one that kube-apiserver accepts; else none is asked for].
+    #[arg(long, value_name = "FILE")]
+    pub client_ca_file: Option<PathBuf>,
+    /// Callers' tokens, as kube-apiserver's flag of this name reads them (TOKEN,USER,UID,"GROUPS"), and again when the file
+    /// changes; in a cluster besides those that the API server knows [default: none].
+    #[arg(long, value_name = "FILE")]
+    pub token_auth_file: Option<PathBuf>,
+    /// TCP congestion control of the links for what this process sends: auto (BBR where the kernel has it and permits it, else the
+    /// system's), system, or the kernel's name of one.
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = Congestion::parse)]
+    pub congestion_control: Congestion,
+    /// How long connections may take to finish after SIGTERM, with its unit (ms, s, m, h).
+    #[arg(long, value_name = "DURATION", alias = "graceful-shutdown-timeout", default_value = "30s",
+          value_parser = value::duration)]
+    pub drain_timeout: Duration,
+}
+
+/// The agents' port and what they need to attach. The default is that it is off.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Agents")]
+pub struct AgentsConfig {
+    /// Port that the agents dial; 0: off.
+    #[arg(id = "agent-port", long, value_name = "PORT", alias = "tunnel-agent-connect-port", default_value = "10262",
+          value_parser = value::port)]
+    pub port: Port,
+    /// refuse or allow agents of nodes that are not in the inventory; it is asked at each attach and renewal.
+    #[arg(id = "unknown-agents", long, value_name = "refuse|allow", default_value = "refuse",
+          value_parser = refuse_or_allow)]
+    pub refuse_unknown: OnOff,
+    /// on or off: agents enrol with tokens of `tunnel-server token create` [default: on with --inventory, off in a cluster].
+    #[arg(long, value_name = "on|off", value_parser = value::on_off)]
+    token_enrollment: Option<OnOff>,
+    /// Additional DNS names in the server's certificate, comma-separated [default: none].
+    #[arg(long, value_name = "NAMES", default_value = "", hide_default_value = true, value_parser = dns_names)]
+    cert_dns_names: List<String>,
+    /// Additional IP addresses in the server's certificate, comma-separated [default: none; it has this host's].
+    #[arg(long, value_name = "IPS", default_value = "", hide_default_value = true,
+          value_parser = value::list::<IpAddr, List<_>>)]
+    cert_ips: List<IpAddr>,
+}
+
+/// What is written to a cluster. The default is nothing.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Kubernetes")]
+pub struct WritesConfig {
+    /// on or off: keep the nodes' DNS records in --dns-configmap.
+    #[arg(long, value_name = "on|off", alias = "enable-dns-controller", default_value = "on", num_args = 0..=1,
+          default_missing_value = "on", value_parser = value::on_off)]
+    pub dns_records: OnOff,
+    /// on or off: also keep a condition PosternTunnel on each edge node, which takes the right to patch the status of Nodes.
+    #[arg(long, value_name = "on|off", default_value = "off", value_parser = value::on_off)]
+    pub node_condition: OnOff,
 }
 
 impl Config {
-    /// The flags that yield this configuration, defaults included.
-    pub fn flags(&self) -> Vec<String> {
-        fn list<T: ToString>(values: impl IntoIterator<Item = T>) -> String {
-            values.into_iter().map(|value| value.to_string()).collect::<Vec<_>>().join(",")
+    /// Settles what depends on several flags. `flags` are those in effect.
+    ///
+    /// # Errors
+    /// Flags that cannot work together, or of which one is missing: names one of them and the reason.
+    pub fn check(mut self, flags: Vec<String>) -> Result<Self, ConfigError> {
+        self.flags = flags;
+        self.translate()?;
+        self.nodes.edge_selector = self.nodes.edge_selector.keep_labels(self.connect.policy.is_some());
+        if self.redirects {
+            self.redirect.check()?;
         }
-        let on_off = |on: bool| if on { "on" } else { "off" }.to_owned();
-        let door = |port: Option<u16>| port.unwrap_or_default().to_string();
-        let mut flags = vec![
-            ("edge-selector", self.edge_selector.to_string()),
-            ("state-dir", self.state_dir.display().to_string()),
-            ("bind-address", self.bind_address.to_string()),
-            ("agent-port", door(self.agent_port)),
-            ("secure-port", door(self.secure_port)),
-            ("insecure-port", door(self.insecure_address.map(|address| address.port()))),
-            (
-                "admin-address",
-                self.admin_address.map_or_else(|| "0".to_owned(), |address| address.to_string()),
-            ),
-            ("metrics-port", door(self.metrics_port)),
-            ("connect-port", door(self.connect_port)),
-            ("redirect", on_off(self.redirect.is_some())),
-            ("redirect-ports", list(&self.redirect_ports)),
-            ("redirect-clients", list(&self.redirect_clients)),
-            ("exclude", list(&self.exclude)),
-            ("edge-addresses", list(&self.edge_addresses)),
-            ("service-cidrs", list(&self.service_cidrs)),
-            ("allow-empty-inventory", on_off(self.allow_empty_inventory)),
-            (
-                "edge-pod-routes",
-                if self.edge_pod_routes.is_empty() { "off".to_owned() } else { list(&self.edge_pod_routes) },
-            ),
-            ("node-condition", on_off(self.node_condition)),
-            ("dns-records", on_off(self.dns_records)),
-            ("token-range", self.token_range.to_string()),
-            ("token-range-v6", self.token_range_v6.to_string()),
-            ("unknown-agents", if self.refuse_unknown { "refuse" } else { "allow" }.to_owned()),
-            ("token-enrollment", on_off(self.token_enrollment)),
-            ("cert-dns-names", list(&self.cert_dns_names)),
-            ("cert-ips", list(&self.cert_ips)),
-            ("peers", list(&self.peers)),
-            ("congestion-control", self.congestion.to_string()),
-            ("drain-timeout", duration_text(self.drain_timeout)),
-            ("log-format", self.log_format.to_string()),
-            ("log-level", self.log_level.to_string()),
-        ];
-        flags.extend(self.maps.iter().map(|map| ("map", map.to_string())));
-        let files =
-            [("policy", &self.policy), ("token-auth-file", &self.token_auth_file), ("maps", &self.maps_file)];
-        let files = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
-        flags.extend(files.map(|(flag, path)| (flag, path.display().to_string())));
-        if let Some(address) = self.insecure_address {
-            flags.push(("insecure-bind-address", address.ip().to_string()));
+        let (standalone, metrics) = (self.nodes.inventory.is_some(), self.process.metrics_port);
+        self.doors.check(&Others {
+            standalone,
+            kubeconfig: self.kube.kubeconfig.is_some(),
+            client_ca: self.process.client_ca_file.as_ref(),
+            takes_certificates: self.connect.connect_port.is_some() || metrics.is_some(),
+        })?;
+        self.egress.check()?;
+        self.check_ports()?;
+        let known = self.process.token_auth_file.is_some() || self.process.client_ca_file.is_some();
+        match metrics {
+            Some(port) if standalone && !known => {
+                let reason = "with --inventory callers show a token or a certificate that a file knows: give \
+                              --token-auth-file or --client-ca-file";
+                Err(ConfigError::new("--metrics-port", port.to_string(), reason))
+            }
+            _ => Ok(self),
         }
-        match &self.source {
-            NodeSource::File(path) => flags.push(("inventory", path.display().to_string())),
-            NodeSource::Kubernetes(options) => flags.extend(kube_flags(options)),
-        }
-        if let Some(redirect) = &self.redirect {
-            let bpffs =
-                redirect.pins.as_ref().map_or("off".to_owned(), |pins| pins.dir.display().to_string());
-            flags.push(("bpffs", bpffs));
-            flags.push(("orphan-timeout", duration_text(redirect.orphan_timeout)));
-        }
-        if let Some(cgroup) = self.redirect.as_ref().and_then(|redirect| redirect.cgroup.as_ref()) {
-            flags.push(("redirect-cgroup", cgroup.display().to_string()));
-        }
-        self.add_doors(&mut flags);
-        self.add_egress(&mut flags);
-        self.add_konnectivity(&mut flags);
-        self.add_role(&mut flags);
-        flags.into_iter().map(|(flag, value)| format!("--{flag}={value}")).collect()
     }
 
-    /// The addresses of all doors but maps, each with its flag.
+    /// Flags of other systems that mean something else there.
+    fn translate(&mut self) -> Result<(), ConfigError> {
+        // YurtTunnel's manifests open the http door to everybody who reaches the node; here it stays on the loopback.
+        if let Some(address) = self.doors.insecure_bind_address.filter(|address| !address.is_loopback())
+            && !self.ignored.0.is_empty()
+        {
+            let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+            self.doors.insecure_bind_address = Some(loopback[usize::from(address.is_ipv6())]);
+            self.ignored.0.push("--insecure-bind-address".to_owned());
+        }
+        // konnectivity's --agent-service-account is that of its own agents.
+        if let Some(namespace) = &self.konnectivity.agent_namespace {
+            let account = format!("{namespace}/{}", self.kube.names.agent_service_account);
+            self.konnectivity.account = konnectivity::service_account(&account)
+                .map_err(|reason| ConfigError::new("--agent-namespace", namespace, reason))?;
+            self.kube.names.agent_service_account = ObjectNames::default().agent_service_account;
+            if self.konnectivity.port.is_none() {
+                self.ignored.0.push("--agent-namespace".to_owned());
+            }
+        }
+        Ok(())
+    }
+
+    pub fn source(&self) -> NodeSource {
+        match &self.nodes.inventory {
+            Some(path) => NodeSource::File(path.clone()),
+            None => NodeSource::Kubernetes(self.kube.clone()),
+        }
+    }
+
+    /// None: there is no redirect.
+    pub fn redirect_start(&self) -> Option<RedirectConfig> {
+        self.redirects.then(|| self.redirect.start_config(&self.process.state_dir))
+    }
+
+    pub fn role(&self) -> Role {
+        if self.redirector.is_some() { Role::Redirector } else { Role::Server }
+    }
+
+    /// Agents enrol with tokens.
+    pub(crate) fn token_enrollment(&self) -> bool {
+        self.agents.token_enrollment.unwrap_or(self.nodes.inventory.is_some())
+    }
+
+    /// The addresses of all listeners but maps and the redirect's, each with its flag.
     pub(crate) fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
-        let at = |port: Option<u16>| port.map(|port| SocketAddr::new(self.bind_address, port));
-        let doors = [
-            ("--agent-port", at(self.agent_port)),
-            ("--secure-port", at(self.secure_port)),
-            ("--insecure-port", self.insecure_address),
-            ("--connect-port", at(self.connect_port)),
-            ("--plain-port", at(self.doors.plain.as_ref().map(|plain| plain.port))),
-            ("--egress-port", at(self.egress.port.as_ref().map(|(port, _)| *port))),
-            (
-                "--konnectivity-agent-port",
-                at(self.konnectivity.as_ref().map(|konnectivity| konnectivity.port)),
-            ),
-            ("--metrics-port", at(self.metrics_port)),
-            ("--admin-address", self.admin_address),
+        let at = |port: Port| port.map(|port| SocketAddr::new(self.process.bind_address, port));
+        let listeners = [
+            ("--agent-port", at(self.agents.port)),
+            ("--secure-port", at(self.doors.secure_port)),
+            ("--insecure-port", self.doors.insecure_address()),
+            ("--connect-port", at(self.connect.connect_port)),
+            ("--plain-port", at(self.doors.plain.port)),
+            ("--egress-port", at(self.egress.port)),
+            ("--konnectivity-agent-port", at(self.konnectivity.port)),
+            ("--metrics-port", at(self.process.metrics_port)),
+            ("--admin-address", self.process.admin_address),
         ];
         let secure = self.doors.secure_ports.keys().map(|port| ("--secure-ports", at(Some(*port))));
-        doors.into_iter().chain(secure).filter_map(|(key, address)| Some((key, address?))).collect()
+        listeners.into_iter().chain(secure).filter_map(|(key, address)| Some((key, address?))).collect()
     }
 
     /// Refuses two listeners on one address: the second would fail to bind, with an error that does not name the flag
     /// of the first.
-    pub(crate) fn check_ports(&self) -> Result<(), ConfigError> {
-        let doors = self.listeners();
-        for (index, (key, address)) in doors.iter().enumerate() {
-            for (other_key, other) in &doors[..index] {
-                let same_host = address.ip() == other.ip()
-                    || address.ip().is_unspecified()
-                    || other.ip().is_unspecified();
-                if address.port() == other.port() && same_host {
-                    let value = if *key == "--admin-address" {
-                        address.to_string()
-                    } else {
-                        address.port().to_string()
-                    };
-                    return Err(ConfigError::new(
-                        *key,
-                        value,
-                        format!("{other_key} has that port already; choose another"),
-                    ));
-                }
+    fn check_ports(&self) -> Result<(), ConfigError> {
+        let listeners = self.listeners();
+        for (index, (key, address)) in listeners.iter().enumerate() {
+            let same = |(_, other): &&(_, SocketAddr)| {
+                let anywhere = address.ip().is_unspecified() || other.ip().is_unspecified();
+                address.port() == other.port() && (address.ip() == other.ip() || anywhere)
+            };
+            if let Some((other, _)) = listeners[..index].iter().find(same) {
+                let reason = format!("{other} has port {} already; choose another", address.port());
+                return Err(ConfigError::without_value(*key, reason));
             }
         }
         Ok(())
     }
 }
 
-fn kube_flags(options: &KubeOptions) -> Vec<(&'static str, String)> {
-    let names = &options.names;
-    let mut flags = vec![
-        ("configmap", names.configmap.clone()),
-        ("dns-configmap", names.dns_configmap.clone()),
-        ("service", names.service.clone()),
-        ("internal-service", names.internal_service.clone()),
-        ("ca-secret", names.ca_secret.clone()),
-        ("lease", names.lease.clone()),
-        ("revocations-configmap", names.revocations.clone()),
-        ("agent-service-account", names.agent_service_account.clone()),
-        ("redirector-service-account", names.redirector_service_account.clone()),
-    ];
-    flags.extend(options.kubeconfig.as_ref().map(|path| ("kubeconfig", path.display().to_string())));
-    flags.extend(options.namespace.as_ref().map(|namespace| ("namespace", namespace.clone())));
-    flags
+fn refuse_or_allow(value: &str) -> Result<bool, String> {
+    match value {
+        "refuse" => Ok(true),
+        "allow" => Ok(false),
+        _ => Err("use refuse or allow".to_owned()),
+    }
+}
+
+fn dns_names(value: &str) -> Result<List<String>, String> {
+    let names = value.split(',').map(str::trim).filter(|name| !name.is_empty());
+    names
+        .map(|name| {
+            // What a certificate may carry (RFC 5280 §4.2.1.6), or a wildcard in the first label.
+            let plain = name.strip_prefix("*.").unwrap_or(name);
+            match rustls_pki_types::DnsName::try_from(plain) {
+                Ok(_) => Ok(name.to_ascii_lowercase()),
+                Err(_) => Err(format!("{name:?} is not a DNS name")),
+            }
+        })
+        .collect()
 }

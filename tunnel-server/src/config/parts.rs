@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{Config, NodeSource};
+use super::Config;
 use crate::pki::ServerNames;
 use crate::route::{RouterConfig, host_addresses};
 use crate::settings::Doors;
@@ -13,25 +13,24 @@ impl Config {
     /// `api_server` are its addresses, where they are known.
     pub(crate) fn router(&self, api_server: impl IntoIterator<Item = IpAddr>) -> RouterConfig {
         // In a cluster the manifests name the node. A standalone server's environment says nothing about its file.
-        let host = match &self.source {
-            NodeSource::File(_) => None,
-            NodeSource::Kubernetes(_) => std::env::var("NODE_NAME").ok().and_then(|name| name.parse().ok()),
+        let host = match self.nodes.inventory {
+            Some(_) => None,
+            None => std::env::var("NODE_NAME").ok().and_then(|name| name.parse().ok()),
         };
+        let redirect = &self.redirect;
         RouterConfig {
-            token_range: self.token_range,
-            token_range_v6: self.token_range_v6,
-            ports: self.redirect_ports.clone(),
-            pods: self.edge_pod_routes.clone(),
+            token_range: redirect.ranges.redirect_range,
+            token_range_v6: redirect.ranges.redirect_range_v6,
+            ports: redirect.redirect_ports.clone(),
+            pods: redirect.edge_pod_routes.clone(),
             host,
-            edge_addresses: self.edge_addresses.clone(),
-            foreign: self
-                .service_cidrs
-                .iter()
-                .copied()
-                .chain(api_server.into_iter().map(IpNet::from))
-                .collect(),
-            exclude: self.exclude.clone(),
-            clients: self.redirect_clients.clone(),
+            edge_addresses: redirect.edge_addresses.clone(),
+            foreign: {
+                let services = redirect.service_cidrs.iter().copied();
+                services.chain(api_server.into_iter().map(IpNet::from)).collect()
+            },
+            exclude: redirect.exclude.clone(),
+            clients: redirect.redirect_clients.clone(),
             host_addresses,
         }
     }
@@ -39,20 +38,20 @@ impl Config {
     /// What the server's certificate names before a cluster adds to it.
     pub(crate) fn server_names(&self) -> ServerNames {
         ServerNames {
-            dns: self.cert_dns_names.clone(),
-            addresses: self.cert_ips.clone(),
-            local_addresses: self.bind_address.is_unspecified(),
+            dns: self.agents.cert_dns_names.clone(),
+            addresses: self.agents.cert_ips.clone(),
+            local_addresses: self.process.bind_address.is_unspecified(),
         }
     }
 
     /// The ports that the internal Service leads to.
     pub(crate) fn internal_doors(&self) -> Doors {
         Doors {
-            https: self.secure_port.unwrap_or_default(),
+            https: self.doors.secure_port.unwrap_or_default(),
             secure: self.doors.secure_ports.iter().map(|(port, of_node)| (*of_node, *port)).collect(),
             // The http door is on loopback, where no Service leads.
-            http: self.doors.plain.as_ref().map_or(0, |plain| plain.port),
-            pairs: self.insecure_address.map_or(0, |address| address.port()),
+            http: self.doors.plain.port.unwrap_or_default(),
+            pairs: self.doors.insecure_address().map_or(0, |address| address.port()),
         }
     }
 }

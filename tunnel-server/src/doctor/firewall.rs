@@ -10,7 +10,7 @@ use tunnel_core::doctor::{Checkup, Code, Finding, Outcome, Running, codes};
 
 use super::rules::{Hook, Rules, Suspect};
 use super::trial::{self, Failure};
-use crate::config::Config;
+use crate::config::{Config, RedirectRanges};
 use crate::route::{reserved_tokens, reserved_tokens_v6};
 use crate::status::StatusReport;
 
@@ -28,11 +28,11 @@ pub(super) async fn check(
     files: &[PathBuf],
 ) {
     checkup.add("conntrack", conntrack());
-    let rules = match Rules::read(files, &config.state_dir).await {
+    let rules = match Rules::read(files, &config.process.state_dir).await {
         Ok(rules) => rules,
         Err(reason) => return checkup.add("rules", Outcome::Skipped(reason)),
     };
-    if config.redirect.is_some() {
+    if config.redirects {
         let doors = running.into_iter().flat_map(|running| &running.status.doors);
         let redirected =
             |v6: bool| doors.clone().any(|door| door.name == REDIRECT && door.address.is_ipv6() == v6);
@@ -40,7 +40,7 @@ pub(super) async fn check(
             config,
             rules: &rules,
             tokens: tokens(config, redirected(false), redirected(true)),
-            ports: tunnelled(&config.redirect_ports, running),
+            ports: tunnelled(&config.redirect.redirect_ports, running),
         };
         let (outcome, failed) = match checkup.blocked(&["conntrack"]) {
             Some(reason) => (Outcome::Skipped(reason), BTreeSet::new()),
@@ -96,7 +96,7 @@ struct Way<'a> {
 }
 
 fn tokens(config: &Config, v4: bool, v6: bool) -> Vec<(IpNet, IpAddr)> {
-    let (range, range_v6) = (config.token_range, config.token_range_v6);
+    let (range, range_v6) = (config.redirect.ranges.redirect_range, config.redirect.ranges.redirect_range_v6);
     let v4 = v4.then(|| (range.into(), reserved_tokens(range).network().into()));
     let v6 = v6.then(|| (range_v6.into(), reserved_tokens_v6(range_v6).network().into()));
     [v4, v6].into_iter().flatten().collect()
@@ -133,7 +133,8 @@ impl Way<'_> {
         }
         let unknown = |port: &u16| (*port, "not tried: the server does not run".to_owned());
         let failed: Vec<Failure> = self.ports.iter().map(unknown).collect();
-        let ranges: [IpNet; 2] = [self.config.token_range.into(), self.config.token_range_v6.into()];
+        let RedirectRanges { redirect_range, redirect_range_v6, .. } = self.config.redirect.ranges;
+        let ranges: [IpNet; 2] = [redirect_range.into(), redirect_range_v6.into()];
         let suspects = |range: IpNet| {
             let named = failed.iter().filter(move |(port, _)| !self.rules.takers(range, *port).is_empty());
             self.taken(range, &named.cloned().collect::<Vec<_>>(), "this host", None)
@@ -176,7 +177,8 @@ impl Way<'_> {
     /// Edge pods are reached at any port: those are tried that some rule sends elsewhere.
     async fn pod_ports(&self) -> Vec<Finding> {
         let mut faults = Vec::new();
-        for (range, token) in self.tokens.iter().filter(|_| !self.config.edge_pod_routes.is_empty()) {
+        for (range, token) in self.tokens.iter().filter(|_| !self.config.redirect.edge_pod_routes.is_empty())
+        {
             let named = self.rules.ports_taken(*range);
             let ports: Vec<u16> =
                 named.into_iter().filter(|port| !self.ports.contains(port)).take(MOST_PORTS).collect();
@@ -341,13 +343,13 @@ fn list(ports: impl Iterator<Item = u16>) -> String {
 
 /// Agents come from anywhere, so that their way cannot be tried from here.
 fn agent_port(config: &Config, rules: &Rules) -> Outcome {
-    let Some(port) = config.agent_port else {
+    let Some(port) = config.agents.port else {
         return Outcome::Skipped("there is no agent port".to_owned());
     };
     if rules.with.is_empty() {
         return Outcome::Skipped(rules.unread.join("; "));
     }
-    let bind = config.bind_address;
+    let bind = config.process.bind_address;
     // Who binds `::` is reached by IPv4 as well.
     let families: &[bool] = if !bind.is_ipv6() {
         &[false]
@@ -381,7 +383,7 @@ fn agent_port(config: &Config, rules: &Rules) -> Outcome {
 
 /// Says in the log which rules of this host take connections to edge pods. `ipv6`: those are redirected too.
 pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
-    let Ok(rules) = Rules::read(&[], &config.state_dir).await else { return };
+    let Ok(rules) = Rules::read(&[], &config.process.state_dir).await else { return };
     if rules.with.is_empty() {
         tracing::warn!(
             reason = rules.unread.join("; "),
@@ -393,7 +395,7 @@ pub(crate) async fn warn_of_taken_pod_ports(config: &Config, ipv6: bool) {
         config,
         rules: &rules,
         tokens: tokens(config, true, ipv6),
-        ports: config.redirect_ports.iter().copied().collect(),
+        ports: config.redirect.redirect_ports.iter().copied().collect(),
     };
     for finding in way.pod_ports().await {
         tracing::warn!(

@@ -12,7 +12,8 @@ const FEW: u64 = 10;
 const VERIFIED_EVERY: u64 = 30;
 
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, running: Option<&Running<StatusReport>>) {
-    let Some(options) = &config.redirect else {
+    let options = config.redirect_start();
+    let Some(options) = &options else {
         checkup.add("redirect", Outcome::Skipped("--redirect=off".to_owned()));
         return;
     };

@@ -34,7 +34,7 @@ pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[Pa
     firewall::check(&mut checkup, config, running, rules).await;
     service::check_listeners(&mut checkup, config, running).await;
     pki::check(&mut checkup, config, SystemTime::now()).await;
-    match &config.source {
+    match &config.source() {
         NodeSource::Kubernetes(options) => cluster::check(&mut checkup, options, config).await,
         NodeSource::File(_) => checkup.add("API server", Outcome::Skipped("not in a cluster".to_owned())),
     }
@@ -45,9 +45,10 @@ pub async fn examine(config: &Config, running: &Asked<StatusReport>, rules: &[Pa
 
 async fn names(config: &Config) -> Outcome {
     let mut faults = Vec::new();
-    for peer in &config.peers {
+    for peer in &config.nodes.peers {
         faults.extend(resolves("--peers", &peer.to_string()).await);
     }
-    let fine = if config.peers.is_empty() { "no --peers" } else { "every one of --peers has an address" };
+    let fine =
+        if config.nodes.peers.is_empty() { "no --peers" } else { "every one of --peers has an address" };
     Outcome::of(faults, fine)
 }

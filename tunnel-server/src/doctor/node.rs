@@ -41,8 +41,11 @@ pub async fn test(config: &Config, running: &Running<StatusReport>, name: &str, 
             way.kubelet(node.map_or(&[][..], |node| node.addresses.as_slice())).await
         })
         .await;
-    let all: Vec<u16> =
-        if ports.is_empty() { config.redirect_ports.iter().copied().collect() } else { ports.to_vec() };
+    let all: Vec<u16> = if ports.is_empty() {
+        config.redirect.redirect_ports.iter().copied().collect()
+    } else {
+        ports.to_vec()
+    };
     checkup
         .run("ports", &["tunnel"], async || {
             let (mut open, mut faults) = (Vec::new(), Vec::new());

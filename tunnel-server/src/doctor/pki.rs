@@ -21,7 +21,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 const SOON: Duration = Duration::from_secs(90 * 86_400);
 
 pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTime) {
-    let dir = &config.state_dir;
+    let dir = &config.process.state_dir;
     checkup
         .run("state directory", &[], async || {
             let keys = keys(dir);
@@ -35,7 +35,7 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
         return;
     }
     checkup.run("CA", &["state directory"], async || ca(dir, now)).await;
-    let own = async || match config.agent_port {
+    let own = async || match config.agents.port {
         Some(port) => certificate(SocketAddr::new(own_address(config), port), dir, now).await,
         None => Outcome::Skipped("there is no agent port".to_owned()),
     };
@@ -43,7 +43,11 @@ pub(super) async fn check(checkup: &mut Checkup, config: &Config, now: SystemTim
 }
 
 fn own_address(config: &Config) -> std::net::IpAddr {
-    if config.bind_address.is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { config.bind_address }
+    if config.process.bind_address.is_unspecified() {
+        Ipv4Addr::LOCALHOST.into()
+    } else {
+        config.process.bind_address
+    }
 }
 
 /// The private keys below the state directory.

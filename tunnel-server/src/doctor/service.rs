@@ -83,7 +83,7 @@ pub(super) fn inventory(config: &Config, running: Option<&Running<StatusReport>>
     if let Some(running) = running {
         return judge(&running.status.inventory);
     }
-    let NodeSource::File(path) = &config.source else {
+    let NodeSource::File(path) = &config.source() else {
         return Outcome::Skipped("only the running server knows the cluster's nodes".to_owned());
     };
     let shown = path.display();
@@ -95,7 +95,7 @@ pub(super) fn inventory(config: &Config, running: Option<&Running<StatusReport>>
         Ok(text) => text,
         Err(error) => return fault(error.to_string()),
     };
-    match inventory::parse(&text, &config.edge_selector) {
+    match inventory::parse(&text, &config.nodes.edge_selector) {
         Ok(inventory) => {
             let (edge, cloud) = inventory.counts();
             of_nodes(edge, cloud)

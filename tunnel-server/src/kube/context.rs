@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use clap::Args;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tunnel_kube::{ClientSettings, Health, KubeError};
@@ -17,12 +18,16 @@ use crate::settings::Settings;
 pub(super) const WRITE_DEADLINE: Duration = Duration::from_secs(4);
 
 /// How to reach the API server, and what the objects there are called.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, PartialEq, Eq)]
+#[command(next_help_heading = "Kubernetes")]
 pub struct KubeOptions {
-    /// None: the configuration that a pod has.
+    /// Kubeconfig for the API server [default: the service account of the pod that this runs in].
+    #[arg(long, value_name = "FILE", alias = "kube-config", conflicts_with = "inventory")]
     pub kubeconfig: Option<PathBuf>,
-    /// None: the pod's namespace, else that of the kubeconfig's context, else `kube-system`.
+    /// Namespace of the objects below [default: the pod's, else that of the kubeconfig's context, else kube-system].
+    #[arg(long, value_name = "NAMESPACE", value_parser = object_name)]
     pub namespace: Option<String>,
+    #[command(flatten)]
     pub names: ObjectNames,
 }
 
@@ -43,24 +48,38 @@ impl KubeOptions {
 }
 
 /// The names of the objects, all in one namespace.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Args, Clone, Debug, PartialEq, Eq)]
+#[command(next_help_heading = "Kubernetes")]
 pub struct ObjectNames {
-    /// ConfigMap with the port lists.
+    /// ConfigMap with the port lists: http-proxy-ports, https-proxy-ports, dnat-ports-pair, localhost-proxy-ports.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().configmap, value_parser = object_name)]
     pub configmap: String,
-    /// ConfigMap that gets the DNS records.
+    /// ConfigMap to write the nodes' DNS records to, for CoreDNS's hosts plugin.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().dns_configmap, value_parser = object_name)]
     pub dns_configmap: String,
-    /// Service that agents dial.
+    /// Service that agents dial; the server's certificate follows it.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().service, value_parser = object_name)]
     pub service: String,
-    /// Service for components in the cloud.
+    /// Service for clients in the cloud; edge nodes' DNS records point to it.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().internal_service, value_parser = object_name)]
     pub internal_service: String,
+    /// Secret that holds the CA; the first server creates it.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().ca_secret, value_parser = object_name)]
     pub ca_secret: String,
-    /// Lease of the server that writes.
+    /// Lease whose holder writes DNS records, Service ports, certificates and conditions.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().lease, value_parser = object_name)]
     pub lease: String,
-    /// ConfigMap with the revoked nodes.
+    /// ConfigMap with the nodes that `tunnel-server agent revoke` has shut out; it creates it.
+    #[arg(id = "revocations-configmap", long, value_name = "NAME", default_value_t = Self::default().revocations,
+          value_parser = object_name)]
     pub revocations: String,
-    /// ServiceAccount of agents that run as pods.
+    /// ServiceAccount of agents that run as pods: it entitles them to a certificate for the node that they run on.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().agent_service_account,
+          value_parser = object_name)]
     pub agent_service_account: String,
-    /// ServiceAccount of redirectors.
+    /// ServiceAccount of redirectors: it entitles them to a redirector's certificate for the node that they run on.
+    #[arg(long, value_name = "NAME", default_value_t = Self::default().redirector_service_account,
+          value_parser = object_name)]
     pub redirector_service_account: String,
 }
 
@@ -78,6 +97,22 @@ impl Default for ObjectNames {
             redirector_service_account: "tunnel-redirector".into(),
         }
     }
+}
+
+/// Checks a name as the API server does: an RFC 1123 subdomain.
+pub(crate) fn object_name(value: &str) -> Result<String, String> {
+    let label = |label: &str| {
+        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+        !label.is_empty()
+            && label.bytes().all(|byte| inner(byte) || byte == b'-')
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+    };
+    if value.len() <= 253 && value.split('.').all(label) {
+        return Ok(value.to_owned());
+    }
+    Err("not the name of an object; use lower-case letters, digits, - and ., such as tunnel-server"
+        .to_owned())
 }
 
 /// The cluster as one server sees it.

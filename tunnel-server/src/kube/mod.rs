@@ -32,6 +32,7 @@ use tunnel_kube::{Health, KubeError};
 
 pub use self::apply::{Apply, Said};
 use self::cache::{Age, ClusterCache};
+pub(crate) use self::context::object_name;
 pub use self::context::{KubeContext, KubeOptions, ObjectNames};
 pub use self::endpoints::{Endpoint, ServiceEndpoints};
 pub use self::error::ClusterError;

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 
 use ipnet::IpNet;
-use tunnel_core::config::parse_cidrs;
+use tunnel_core::config::value::cidrs;
 use tunnel_core::identity::NodeName;
 
 use super::{Map, Target};
@@ -50,8 +50,7 @@ pub(crate) fn parse_flag(text: &str) -> Result<Map, String> {
         Some((target, clients)) => (target, Some(clients)),
         None => (rest, None),
     };
-    let clients = clients.map(|clients| parse_cidrs("clients", clients)).transpose();
-    let clients = clients.map_err(|error| error.to_string())?;
+    let clients = clients.map(cidrs).transpose()?;
     if clients.as_ref().is_some_and(Vec::is_empty) {
         return Err("no client after the comma".to_owned());
     }

@@ -4,7 +4,7 @@ use ipnet::IpNet;
 use serde::de::{Error as _, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::fmt;
-use tunnel_core::config::{PortSet, parse_cidrs};
+use tunnel_core::config::{PortSet, value};
 use tunnel_core::identity::NodeName;
 
 use crate::inventory::Selector;
@@ -102,7 +102,7 @@ impl<'de> Deserialize<'de> for Ranges {
         if list.is_empty() {
             return Err(D::Error::custom("an empty list matches nothing; name ranges such as 10.0.0.0/8"));
         }
-        let ranges = parse_cidrs("range", &list.join(",")).map_err(D::Error::custom)?;
+        let ranges = value::cidrs(&list.join(",")).map_err(D::Error::custom)?;
         Ok(Self(ranges))
     }
 }

@@ -176,9 +176,11 @@ impl Name {
             (own.contains(&range) || range.contains(&own)).then_some((key, own, range))
         };
         let v6 = || {
-            self.v6.zip(other.v6).and_then(|(own, other)| taken("--token-range-v6", own.into(), other.into()))
+            self.v6
+                .zip(other.v6)
+                .and_then(|(own, other)| taken("--redirect-range-v6", own.into(), other.into()))
         };
-        taken("--token-range", self.v4.into(), other.v4.into()).or_else(v6)
+        taken("--redirect-range", self.v4.into(), other.v4.into()).or_else(v6)
     }
 }
 
@@ -222,10 +224,10 @@ mod tests {
     fn ranges_that_overlap_are_refused_in_either_family() {
         let v6 = Some("fd9e:706f:7374:6572::/64");
         let all = name("198.18.0.0/15", v6, "1-2");
-        assert_eq!(key(&all, &name("198.18.0.0/15", None, "1-3")), Some("--token-range"));
-        assert_eq!(key(&name("198.19.0.0/16", None, "1-3"), &all), Some("--token-range"));
-        assert_eq!(key(&all, &name("198.19.0.0/24", None, "1-3")), Some("--token-range"));
-        assert_eq!(key(&all, &name("10.0.0.0/24", v6, "1-3")), Some("--token-range-v6"));
+        assert_eq!(key(&all, &name("198.18.0.0/15", None, "1-3")), Some("--redirect-range"));
+        assert_eq!(key(&name("198.19.0.0/16", None, "1-3"), &all), Some("--redirect-range"));
+        assert_eq!(key(&all, &name("198.19.0.0/24", None, "1-3")), Some("--redirect-range"));
+        assert_eq!(key(&all, &name("10.0.0.0/24", v6, "1-3")), Some("--redirect-range-v6"));
         assert_eq!(key(&all, &name("10.0.0.0/24", None, "1-3")), None);
         assert_eq!(key(&all, &name("10.0.0.0/24", Some("fd9e::/64"), "1-3")), None);
     }

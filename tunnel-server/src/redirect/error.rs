@@ -126,7 +126,7 @@ pub enum RedirectError {
     Stopped,
     #[error(
         "{key}={own}: a tunnel-server that runs on this host has the range {range} ({holder}): stop it, or give each \
-         cluster a --token-range and --token-range-v6 of its own"
+         cluster a --redirect-range and --redirect-range-v6 of its own"
     )]
     RangeTaken {
         /// The flag.

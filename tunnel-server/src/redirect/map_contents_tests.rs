@@ -374,6 +374,6 @@ fn self_test_pairs_lie_in_the_reserved_block() {
         SelfTestAddresses::new(&small)
             .unwrap_err()
             .to_string()
-            .contains("--token-range=198.18.0.0/25: too small")
+            .contains("--redirect-range=198.18.0.0/25: too small")
     );
 }

@@ -37,7 +37,7 @@ pub(super) fn check(config: &RedirectConfig, ipv6: bool) -> Result<(), RedirectE
     let network = netlink::blocking(|handle| async move { read(&handle).await })?;
     for range in token_ranges(config, ipv6) {
         if let Some(user) = network.user_of(range) {
-            let key = if range.addr().is_ipv4() { "--token-range" } else { "--token-range-v6" };
+            let key = if range.addr().is_ipv4() { "--redirect-range" } else { "--redirect-range-v6" };
             return Err(RedirectError::RangeUsed { key, range, user });
         }
     }

@@ -37,11 +37,11 @@ impl SelfTestAddresses {
         let (v4, v6) = (config.token_range, config.token_range_v6);
         if v4.prefix_len() > LONGEST_PREFIX {
             let reason = "too small: give a /24 or larger";
-            return Err(RedirectError::TokenRange { key: "--token-range", range: v4.into(), reason });
+            return Err(RedirectError::TokenRange { key: "--redirect-range", range: v4.into(), reason });
         }
         if v6.prefix_len() > LONGEST_PREFIX_V6 {
             let reason = "too small: give a /112 or larger";
-            return Err(RedirectError::TokenRange { key: "--token-range-v6", range: v6.into(), reason });
+            return Err(RedirectError::TokenRange { key: "--redirect-range-v6", range: v6.into(), reason });
         }
         let (v4, v6) = (reserved_tokens(v4), reserved_tokens_v6(v6));
         // Both blocks have at least 16 addresses, 8 pairs.

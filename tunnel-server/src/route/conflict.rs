@@ -120,7 +120,7 @@ impl fmt::Display for Conflict {
             }
             ConflictKind::NoToken => {
                 ": the token range, or the node's share of it, is used up; connections to it fail until tokens of \
-                 addresses that left are free again, ten minutes later (or widen --token-range)"
+                 addresses that left are free again, ten minutes later (or widen --redirect-range)"
             }
             ConflictKind::PodRange => {
                 ": the pod range that begins there overlaps another node's or the token range, has an address of this \
@@ -129,7 +129,7 @@ impl fmt::Display for Conflict {
             }
             ConflictKind::NoTokenBlock => {
                 ": the token range has no room for the pod range that begins there; it is not redirected (widen \
-                 --token-range, or --token-range-v6 up to a /64: a block of tokens is as large as the range)"
+                 --redirect-range, or --redirect-range-v6 up to a /64: a block of tokens is as large as the range)"
             }
             ConflictKind::NoRoom => {
                 ": the kernel's table of routes is full; it is not redirected, use the node's name"

@@ -92,7 +92,7 @@ impl Reports {
                 }
             }
             let (range, flag) =
-                (ranges[family], if family == 0 { "--token-range" } else { "--token-range-v6" });
+                (ranges[family], if family == 0 { "--redirect-range" } else { "--redirect-range-v6" });
             for (pods, what) in ["addresses", "ranges of pods"].into_iter().enumerate() {
                 let now = shortage.tokens[family][pods];
                 if worth_telling(&mut told.tokens[family][pods], now) {

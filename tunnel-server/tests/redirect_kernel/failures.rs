@@ -256,7 +256,7 @@ fn redirects_with(only: CapabilitySet) {
 fn small_range() {
     let error =
         start(RedirectConfig { token_range: "198.18.0.0/28".parse().unwrap(), ..config() }).unwrap_err();
-    message_has(&error, &["--token-range=198.18.0.0/28", "/24 or larger"]);
+    message_has(&error, &["--redirect-range=198.18.0.0/28", "/24 or larger"]);
 }
 
 fn without_ipv6() {

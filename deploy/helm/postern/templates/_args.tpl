@@ -36,7 +36,7 @@
 {{- end }}
 
 {{- define "postern.redirectorArgs" -}}
-- --role=redirector
+- redirector
 - --state-dir=/var/lib/postern/redirector
 - "--drain-timeout={{ .Values.redirector.drainTimeout }}"
 {{- if ne .Values.server.configMap "tunnel-server-cfg" }}

@@ -88,7 +88,9 @@ impl<'a> Fleet<'a> {
         let servers = vec![first, second, third];
         let mut agents = Vec::new();
         for (at, (flags, enrols)) in
-            [(vec![], 0), (vec![], 1), (vec!["--links=1"], 0), (vec!["--links=2"], 0)].into_iter().enumerate()
+            [(vec![], 0), (vec![], 1), (vec!["--max-servers=1"], 0), (vec!["--max-servers=2"], 0)]
+                .into_iter()
+                .enumerate()
         {
             let others = servers.iter().enumerate().filter(|(other, _)| at != 1 && *other != enrols);
             let others = others.map(|(_, server)| format!("--server={}", server.agent_address()));

@@ -98,7 +98,7 @@ pub(super) async fn callers_need_a_certificate(testbed: &Testbed) -> Result<()> 
         .flag("--redirect=off")
         .flag(format!("--egress-port={PORT}"))
         .flag(format!("--egress-client-ca={}", client_ca(testbed).display()))
-        .flag("--egress-clients=kube-apiserver,another")
+        .flag("--egress-client-names=kube-apiserver,another")
         .start()
         .await?;
     let _agent = Agent::enrol(&server, 1).await?;

@@ -64,7 +64,7 @@ pub(super) async fn egress_selector(testbed: &Testbed) -> Result<()> {
         .flag(format!("--egress-socket={}", socket(testbed).display()))
         .flag(format!("--egress-port={PORT}"))
         .flag(format!("--egress-client-ca={}", cluster.pki.file("ca.crt").display()))
-        .flag("--egress-clients=kube-apiserver-egress")
+        .flag("--egress-client-names=kube-apiserver-egress")
         .flag(format!("--egress-direct={CLOUD}/32,{POD_CIDR}"))
         .flag(format!("--konnectivity-service-account={}", konnectivity::ACCOUNT))
         .start()

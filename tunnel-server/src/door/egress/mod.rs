@@ -58,7 +58,7 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// # Errors
 /// Which of them cannot be used, and why.
 pub(crate) fn check_files(config: &EgressConfig) -> Result<(), ConfigError> {
-    config.port.as_ref().map_or(Ok(()), |(_, config)| tls::check(config))
+    config.tls.as_ref().map_or(Ok(()), tls::check)
 }
 
 /// The door, for both of its listeners.

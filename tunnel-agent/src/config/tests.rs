@@ -3,25 +3,36 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use clap::{CommandFactory, Parser};
-use tunnel_core::config::ConfigError;
+use clap::CommandFactory;
+use tunnel_core::config::parse;
 use tunnel_core::identity::{ExposeSecret, Holder, SecretString};
 use tunnel_core::logging;
 
-use super::Cli;
-use crate::config::Config;
+use super::Config;
+use crate::cli::{Cli, SHORT_HELP};
 use crate::identity::EnrollConfig;
 use crate::reach::Reach;
 
 const HASH: &str = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-fn config(args: &[&str]) -> Result<Config, ConfigError> {
-    let base = ["tunnel-agent", "--node-name=edge-1"];
-    Cli::try_parse_from(base.iter().chain(args)).unwrap().run.to_config()
+/// What the program would run with; an error is what it would print.
+fn parsed_as(pod: bool, words: &[&str]) -> Result<Config, String> {
+    let words = std::iter::once(&"tunnel-agent").chain(words);
+    let (cli, flags) = parse::<Cli>(words, SHORT_HELP).map_err(|error| error.to_string())?;
+    cli.run.config_as(pod, flags).map_err(|error| error.to_string())
+}
+
+pub(super) fn config(args: &[&str]) -> Result<Config, String> {
+    parsed_as(false, &[&["--node-name=edge-1"], args].concat())
+}
+
+/// The configuration of the flags that are logged.
+pub(super) fn parsed_again(config: &Config) -> Config {
+    parsed_as(false, &config.flags.iter().map(String::as_str).collect::<Vec<_>>()).unwrap()
 }
 
 fn error(args: &[&str]) -> String {
-    config(args).expect_err(&format!("{args:?}")).to_string()
+    config(args).expect_err(&format!("{args:?}"))
 }
 
 #[test]
@@ -33,20 +44,18 @@ fn the_command_line_is_consistent() {
 fn no_debug_output_has_the_token() {
     const TOKEN: &str = "abcdef.0123456789abcdefghijklmnop";
     let (token, hash) = (format!("--token={TOKEN}"), format!("--ca-hash={HASH}"));
-    let cli =
-        Cli::try_parse_from(["tunnel-agent", "--node-name=edge-1", "--server=a:1", &token, &hash]).unwrap();
-    let config = cli.run.to_config().unwrap();
+    let config = config(&["--server=a:1", &token, &hash]).unwrap();
     let enrol = EnrollConfig {
         servers: vec!["a:1".into()],
         holder: Holder::Agent,
         node: config.node_name.clone(),
-        state_dir: config.state_dir.clone(),
+        state_dir: config.given.state_dir.clone(),
         token: config.token.clone(),
         ca_hash: config.ca_hash.clone(),
         reach: Reach::default(),
     };
     assert_eq!(enrol.token.as_ref().unwrap().expose_secret(), TOKEN);
-    for shown in [format!("{:?}", cli.run), format!("{config:?} {config:#?}"), format!("{enrol:?}")] {
+    for shown in [format!("{config:?} {config:#?}"), format!("{enrol:?}")] {
         assert!(shown.contains("token") && !shown.contains(&TOKEN[7..]), "{shown}");
     }
 }
@@ -54,11 +63,17 @@ fn no_debug_output_has_the_token() {
 #[test]
 fn defaults() {
     let config = config(&["--server=tunnel.example.org:10262"]).unwrap();
-    assert_eq!(config.state_dir, Path::new("/var/lib/postern/agent"));
-    assert_eq!(config.admin_address, Some("127.0.0.1:10266".parse().unwrap()));
-    assert_eq!(config.drain_timeout, Duration::from_secs(30));
-    assert_eq!((config.log_format, config.log_level), (logging::Format::Text, logging::Level::Info));
-    assert_eq!((config.node_ip, config.allow_targets.len(), config.pod_targets), (None, 0, false));
+    assert_eq!(config.given.state_dir, Path::new("/var/lib/postern/agent"));
+    assert_eq!(config.given.admin_address, Some("127.0.0.1:10266".parse().unwrap()));
+    assert_eq!(config.given.drain_timeout, Duration::from_secs(30));
+    assert_eq!(
+        (config.given.log.log_format, config.given.log.log_level),
+        (logging::Format::Text, logging::Level::Info)
+    );
+    assert_eq!(
+        (config.given.node_ip, config.given.targets.allow.len(), config.given.targets.pods),
+        (None, 0, false)
+    );
     assert!(config.token.is_none() && config.ca_hash.is_none());
 }
 
@@ -68,8 +83,8 @@ fn other_systems_flag_names_are_accepted() {
         config(&["--tunnelserver-addr=a:1,b:2", "--server=b:2", "--meta-port=0", "--cert-dir=/x", "--v=4"])
             .unwrap();
     assert_eq!(config.servers.iter().map(ToString::to_string).collect::<Vec<_>>(), ["a:1", "b:2"]);
-    assert_eq!((config.admin_address, config.state_dir), (None, PathBuf::from("/x")));
-    assert_eq!(config.log_level, logging::Level::Debug);
+    assert_eq!((config.given.admin_address, config.given.state_dir), (None, PathBuf::from("/x")));
+    assert_eq!(config.given.log.log_level, logging::Level::Debug);
 }
 
 #[test]
@@ -80,7 +95,7 @@ fn a_proxy_is_the_flags_or_the_environments() {
             let found = variables.iter().find(|(known, _)| *known == name);
             found.map(|(_, value)| (*value).to_owned())
         };
-        let proxy = super::parse::proxy(flag.as_ref(), environment);
+        let proxy = super::proxy(flag.as_ref(), environment);
         proxy.map(|proxy| proxy.map(|proxy| proxy.to_string())).map_err(|error| error.to_string())
     };
     let both = [("https_proxy", "http://user:secret@b:2"), ("ALL_PROXY", "http://c:3")];
@@ -96,62 +111,37 @@ fn a_proxy_is_the_flags_or_the_environments() {
     assert!(error.starts_with("HTTPS_PROXY") && error.contains("socks5"), "{error}");
 }
 
-/// Every flag and its default, in the order of `--help`.
-const FLAGS: &[(&str, Option<&str>)] = &[
-    ("server", None),
-    ("node-name", None),
-    ("node-ip", None),
-    ("token", None),
-    ("token-file", None),
-    ("ca-hash", None),
-    ("proxy", None),
-    ("kubeconfig", None),
-    ("namespace", None),
-    ("service", None),
-    ("state-dir", Some("/var/lib/postern/agent")),
-    ("admin-address", Some("127.0.0.1:10266")),
-    ("allow-target", None),
-    ("pod-targets", Some("off")),
-    ("connect-address", Some("127.0.0.1:0")),
-    ("connect-clients", Some("")),
-    ("map", None),
-    ("bench", Some("on")),
-    ("links", Some("all")),
-    ("max-links", Some("auto")),
-    ("keepalive", Some("2s")),
-    ("congestion-control", Some("auto")),
-    ("drain-timeout", Some("30s")),
-    ("when-replaced", None),
-    ("log-format", Some("text")),
-    ("log-level", Some("info")),
-    ("konnectivity-server", None),
-    ("konnectivity-ca", None),
-    ("konnectivity-cert", None),
-    ("konnectivity-key", None),
-    ("konnectivity-token-file", None),
-    ("konnectivity-agent-id", None),
-    ("konnectivity-identifiers", None),
-    ("konnectivity-alpn", None),
-    ("konnectivity-sync-interval", Some("1s")),
-    ("konnectivity-sync-interval-cap", Some("10s")),
-];
+#[test]
+fn the_short_help_is_short() {
+    let help = |words: &[&str]| {
+        parse::<Cli>(std::iter::once(&"tunnel-agent").chain(words), SHORT_HELP).unwrap_err().to_string()
+    };
+    for words in [&["-h"][..], &["doctor", "-h"], &["bundle", "-h"]] {
+        let text = help(words);
+        assert!(text.lines().count() <= 25, "{words:?}: {} lines:\n{text}", text.lines().count());
+    }
+    let short = help(&["-h"]);
+    for shown in SHORT_HELP.split_whitespace() {
+        assert!(short.contains(shown), "{shown} is not in\n{short}");
+    }
+    let long = help(&["--help"]);
+    for heading in ["Links with the servers:", "Kubernetes:", "konnectivity's servers:"] {
+        assert!(long.contains(heading), "{heading} is not in\n{long}");
+    }
+}
 
 #[test]
-fn the_help_shows_every_flag() {
-    let command = Cli::command();
-    let shown: Vec<(String, Option<String>)> = command
-        .get_arguments()
-        .filter(|argument| !argument.is_hide_set())
-        .filter_map(|argument| {
-            let default =
-                argument.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
-            Some((argument.get_long()?.to_owned(), default))
-        })
-        .filter(|(long, _)| !["help", "version"].contains(&long.as_str()))
-        .collect();
-    let expected: Vec<_> =
-        FLAGS.iter().map(|(long, default)| ((*long).to_owned(), default.map(str::to_owned))).collect();
-    assert_eq!(shown, expected);
+fn a_file_has_flags_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("agent.yaml");
+    let file = format!("--config={}", path.display());
+    std::fs::write(&path, "server: [a:1, b:1]\nallow-target:\n- node:22\n- 10.0.0.0/8:*\nbench: off\n")
+        .unwrap();
+    let of_file = config(&[&file]).unwrap();
+    assert_eq!((of_file.servers.len(), of_file.given.targets.allow.len()), (2, 2));
+    assert!(!of_file.given.links.bench);
+    assert_eq!(format!("{:?}", parsed_again(&of_file)), format!("{of_file:?}"));
+    assert_eq!(config(&[&file, "--server=c:1"]).unwrap().servers.len(), 1, "the command line wins");
 }
 
 #[test]
@@ -163,7 +153,7 @@ fn the_logged_flags_give_the_same_configuration() {
         "--admin-address=0",
         "--allow-target=node:22,80-90",
         "--allow-target=[fd00::/64]:*",
-        "--links=2",
+        "--max-servers=2",
         "--max-links=3",
         "--keepalive=30s",
         "--drain-timeout=1500ms",
@@ -172,9 +162,17 @@ fn the_logged_flags_give_the_same_configuration() {
         "--log-level=9",
     ])
     .unwrap();
-    let again =
-        Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
-    assert_eq!(format!("{:?}", again.run.to_config().unwrap()), format!("{config:?}"));
+    assert_eq!(format!("{:?}", parsed_again(&config)), format!("{config:?}"));
+}
+
+#[test]
+fn the_logged_proxy_has_no_password() {
+    let logged = |proxy: &str| {
+        let flags = config(&["--server=a:1", proxy]).unwrap().flags;
+        flags.into_iter().filter(|flag| flag.starts_with("--proxy")).collect::<Vec<_>>()
+    };
+    assert_eq!(logged("--proxy=http://user:secret@b:2"), ["--proxy=http://b:2"]);
+    assert_eq!(logged("--proxy=none"), ["--proxy=none"]);
 }
 
 #[test]
@@ -186,21 +184,16 @@ fn with_a_kubeconfig_servers_are_found_or_given() {
     let given =
         config(&["--kubeconfig=/k", "--server=a:1", "--namespace=n", "--service=s", "--pod-targets=on"])
             .unwrap();
-    assert!(given.servers.len() == 1 && given.pod_targets);
+    assert!(given.servers.len() == 1 && given.given.targets.pods);
     for config in [found, given] {
-        let again =
-            Cli::try_parse_from(std::iter::once("tunnel-agent".to_owned()).chain(config.flags())).unwrap();
-        assert_eq!(format!("{:?}", again.run.to_config().unwrap()), format!("{config:?}"));
+        assert_eq!(format!("{:?}", parsed_again(&config)), format!("{config:?}"));
     }
     assert!(config(&["--server=a:1"]).unwrap().kube.is_none());
 }
 
 #[test]
 fn a_pod_uses_the_api_server_unless_it_has_a_token() {
-    let as_pod = |args: &[&str]| {
-        let base = ["tunnel-agent", "--node-name=edge-1"];
-        Cli::try_parse_from(base.iter().chain(args)).unwrap().run.to_config_as(true)
-    };
+    let as_pod = |args: &[&str]| parsed_as(true, &[&["--node-name=edge-1"], args].concat());
     assert!(as_pod(&[]).unwrap().kube.is_some());
     // Several masters behind public addresses: the servers are given, the certificate comes through the API server.
     let given = as_pod(&["--server=a:1,b:1", "--namespace=n"]).unwrap();
@@ -211,7 +204,7 @@ fn a_pod_uses_the_api_server_unless_it_has_a_token() {
     assert!(as_pod(&token).unwrap().kube.is_none());
     // Enrolled, and the token was removed from the manifest.
     assert!(as_pod(&[token[0], token[2]]).unwrap().kube.is_none());
-    assert!(as_pod(&token[..2]).unwrap_err().to_string().starts_with("--token: not with --kubeconfig"));
+    assert!(as_pod(&token[..2]).unwrap_err().starts_with("--token: not with --kubeconfig"));
 }
 
 #[test]
@@ -225,19 +218,14 @@ fn yurttunnels_command_line_is_accepted() {
         "--cert-dir=/x",
     ])
     .unwrap();
-    let ignored: Vec<_> = config.ignored.iter().map(|(flag, _)| *flag).collect();
-    assert_eq!(ignored, ["--apiserver-addr", "--meta-host", "--agent-identifiers"]);
+    assert_eq!(config.ignored.0, ["--apiserver-addr", "--meta-host", "--agent-identifiers"]);
 }
 
 /// As pods, with $(NODE_NAME) and the like replaced.
 #[test]
 fn published_command_lines_are_accepted() {
-    let published = |args: &[&str]| {
-        let args = std::iter::once(&"tunnel-agent").chain(args);
-        Cli::try_parse_from(args).unwrap().run.to_config_as(true).unwrap()
-    };
-    let ignored =
-        |config: &Config| -> Vec<&'static str> { config.ignored.iter().map(|(flag, _)| *flag).collect() };
+    let published = |args: &[&str]| parsed_as(true, args).unwrap();
+    let ignored = |config: &Config| config.ignored.0.clone();
     // YurtTunnel's chart and its folder config/setup, v0.4 to v1.3.
     let yurttunnel =
         published(&["--node-name=edge-1", "--node-ip=10.8.0.7", "--tunnelserver-addr=", "--v=2"]);
@@ -251,7 +239,7 @@ fn published_command_lines_are_accepted() {
         "--alsologtostderr",
         "--node-name=edge-1",
     ]);
-    assert_eq!(ignored(&superedge), ["-m", "-c", "--log-dir", "--alsologtostderr"]);
+    assert_eq!(ignored(&superedge), ["--m", "--c", "--log-dir", "--alsologtostderr"]);
     // konnectivity's folder examples, v0.36.0, and the documentation of Kubernetes.
     let examples = published(&[
         "--logtostderr=true",
@@ -269,7 +257,7 @@ fn published_command_lines_are_accepted() {
     ]);
     assert_eq!(
         ignored(&examples),
-        ["--probe-interval", "--sync-forever", "--count-server-leases", "--logtostderr"]
+        ["--count-server-leases", "--probe-interval", "--sync-forever", "--logtostderr"]
     );
     let server = examples.konnectivity.unwrap().server.to_string();
     assert_eq!(server, "konnectivity-server.kube-system.svc.cluster.local:8091");
@@ -284,14 +272,14 @@ fn published_command_lines_are_accepted() {
         "--node-name=edge-1",
     ]);
     assert_eq!(ignored(&documented), ["--admin-server-port", "--logtostderr"]);
-    assert_eq!(documented.admin_address.unwrap().port(), 8134);
+    assert_eq!(documented.given.admin_address.unwrap().port(), 8134);
 }
 
 #[test]
 fn the_token_is_masked_and_needs_the_ca_hash() {
     let config = config(&["--server=a:1", "--token=abc.def", &format!("--ca-hash={HASH}")]).unwrap();
     assert_eq!(config.token.as_ref().unwrap().expose_secret(), "abc.def");
-    assert!(!format!("{config:?} {:?}", config.flags()).contains("abc.def"));
+    assert!(!format!("{config:?} {:?}", config.flags).contains("abc.def"));
     assert_eq!(
         error(&["--server=a:1", "--token=abc.def"]),
         "--ca-hash: needed with a token, or it could enrol with an impostor; `tunnel-server ca status` prints it"
@@ -374,10 +362,10 @@ fn errors_name_key_value_and_reason() {
             &["--server=a:1", "--allow-target=10.0.0.1"],
             "--allow-target=10.0.0.1: not CIDR:PORTS; use one such as 10.8.0.0/24:22,80, [fd00::/64]:443 or node:*",
         ),
-        (&["--server=a:1", "--links=0"], "--links=0: not a number of servers from 1 on, nor all"),
+        (&["--server=a:1", "--max-servers=0"], "--max-servers=0: not a number of servers from 1 on, nor all"),
         (&["--server=a:1", "--max-links=9"], "--max-links=9: not from 1 to 8, nor auto"),
         (&["--server=a:1", "--keepalive=1500ms"], "--keepalive=1500ms: not whole seconds from 1s to 5m"),
-        (&["--server=a:1", "--when-replaced=stop"], "--when-replaced=stop: not exit or wait"),
+        (&["--server=a:1", "--when-replaced=stop"], "--when-replaced=stop: possible values: exit, wait"),
         (&["--server=a:1", "--keepalive=6m"], "--keepalive=6m: not whole seconds from 1s to 5m"),
         (
             &["--server=a:1", "--drain-timeout=30"],
@@ -389,11 +377,11 @@ fn errors_name_key_value_and_reason() {
             "--log-level=loud: not a log level; use off, error, warn, info, debug, trace, or klog's number",
         ),
     ] {
-        assert_eq!(error(args), expected, "{args:?}");
+        let error = error(args);
+        let (given, reason) = expected.split_once(": ").unwrap();
+        let parts = given.splitn(2, '=').chain([reason]);
+        parts.for_each(|part| assert!(error.contains(part), "{args:?}: {error} lacks {part}"));
     }
-    let named = Cli::try_parse_from(["tunnel-agent", "--server=a:1", "--node-name=Edge_1"]).unwrap();
-    assert_eq!(
-        named.run.to_config().unwrap_err().to_string(),
-        "--node-name=Edge_1: node name \"Edge_1\": it has an upper-case letter; a node's name is lower-case"
-    );
+    let named = parsed_as(false, &["--server=a:1", "--node-name=Edge_1"]).unwrap_err();
+    assert!(named.contains("'Edge_1' for '--node-name <NAME>': ") && named.contains("upper-case"), "{named}");
 }

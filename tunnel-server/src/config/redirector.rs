@@ -1,0 +1,95 @@
+//! The flags of `tunnel-server redirector`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use tunnel_core::config::{ConfigError, Ignored};
+use tunnel_core::identity::{Holder, NodeName, SecretString};
+use tunnel_core::logging::LogConfig;
+use tunnel_identity::EnrolmentFlags;
+
+use super::{
+    AgentsConfig, Config, ConnectConfig, DoorConfig, EgressConfig, KonnectivityConfig, NodesConfig,
+    ProcessConfig, RedirectFlags, WritesConfig,
+};
+use crate::kube::{KubeOptions, ObjectNames, object_name};
+
+/// What only a redirector needs.
+#[derive(Clone, Debug)]
+pub struct RedirectorConfig {
+    /// The one that its certificate names.
+    pub node: NodeName,
+    /// Without Kubernetes.
+    pub token: Option<SecretString>,
+    /// `sha256:HEX`.
+    pub ca_hash: Option<String>,
+}
+
+/// Redirect on a cloud host without agents and without a CA, and have the servers pass every connection on.
+///
+/// Its certificate comes by CertificateSigningRequest or, with --inventory, by token.
+#[derive(Args, Clone, Debug)]
+pub struct RedirectorFlags {
+    #[command(flatten)]
+    nodes: NodesConfig,
+    #[command(flatten)]
+    enrolment: EnrolmentFlags,
+    #[command(flatten)]
+    process: ProcessConfig,
+    #[command(flatten)]
+    log: LogConfig,
+    #[command(flatten)]
+    redirect: RedirectFlags,
+    /// Kubeconfig for the API server [default: the service account of the pod that this runs in].
+    #[arg(long, value_name = "FILE", conflicts_with = "inventory", help_heading = "Kubernetes")]
+    kubeconfig: Option<PathBuf>,
+    /// Namespace of the objects below [default: the pod's, else that of the kubeconfig's context, else kube-system].
+    #[arg(long, value_name = "NAMESPACE", value_parser = object_name, help_heading = "Kubernetes")]
+    namespace: Option<String>,
+    /// ConfigMap with the port lists.
+    #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().configmap, value_parser = object_name,
+          help_heading = "Kubernetes")]
+    configmap: String,
+    /// Service that leads to the servers.
+    #[arg(long, value_name = "NAME", default_value_t = ObjectNames::default().service, value_parser = object_name,
+          help_heading = "Kubernetes")]
+    service: String,
+}
+
+impl RedirectorFlags {
+    /// # Errors
+    /// As [`Config::check`].
+    pub fn config(self, flags: Vec<String>) -> Result<Config, ConfigError> {
+        let standalone = self.nodes.inventory.is_some();
+        if standalone && self.nodes.peers.is_empty() {
+            let reason = "needed with --inventory: the servers' agent ports";
+            return Err(ConfigError::without_value("--peers", reason));
+        }
+        if let Some(flag) = self.enrolment.by_token().filter(|_| !standalone) {
+            let reason = "not in a cluster, where a redirector enrols through the API server; leave it out";
+            return Err(ConfigError::without_value(flag, reason));
+        }
+        let (token, ca_hash) = self.enrolment.token(&self.process.state_dir, Holder::Redirector)?;
+        let node = self.enrolment.node()?;
+        let names =
+            ObjectNames { configmap: self.configmap, service: self.service, ..ObjectNames::default() };
+        let config = Config {
+            nodes: self.nodes,
+            process: self.process,
+            log: self.log,
+            redirects: true,
+            redirect: self.redirect,
+            agents: AgentsConfig::default(),
+            doors: DoorConfig::default(),
+            connect: ConnectConfig::default(),
+            kube: KubeOptions { kubeconfig: self.kubeconfig, namespace: self.namespace, names },
+            writes: WritesConfig::default(),
+            egress: EgressConfig::default(),
+            konnectivity: KonnectivityConfig::default(),
+            ignored: Ignored::default(),
+            redirector: Some(RedirectorConfig { node, token, ca_hash }),
+            flags: Vec::new(),
+        };
+        config.check(flags)
+    }
+}
