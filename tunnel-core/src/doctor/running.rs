@@ -50,8 +50,7 @@ pub async fn ask_at<T: DeserializeOwned>(admin_address: ListenAddress) -> Asked<
 
 /// Parses the flags of a running program. Of another version's there may be some that this one does not know: None.
 pub fn parse_flags<'a, C: Parser>(flags: impl IntoIterator<Item = &'a String>) -> Option<C> {
-    let program = "the program".to_owned();
-    C::try_parse_from(std::iter::once(&program).chain(flags)).ok()
+    C::try_parse_from(std::iter::once("program").chain(flags.into_iter().map(String::as_str))).ok()
 }
 
 /// Adds the checks `running`, `ready` and `limits` of a program, which is started by `start`.

@@ -101,7 +101,12 @@ impl AccessLogGuard {
         self.in_flight.shutdown().forced_token()
     }
 
-    /// Keeps the connection's place until its end. `node`: where it leads, with the places of its agent if that is attached to
+    /// Keeps the connection's place until its end.
+    pub(crate) fn hold(&mut self, place: Share) {
+        self.place = Some(Box::new(place));
+    }
+
+    /// The same, unless there is none. `node`: where it leads, with the places of its agent if that is attached to
     /// this server; None: to no edge node.
     pub(crate) fn admit(
         &mut self,
@@ -111,7 +116,7 @@ impl AccessLogGuard {
         let admitted = place.and_then(|mut place| {
             let reached = node.map_or(Ok(()), |(node, agent)| place.reaches(node, agent));
             // Kept even if it was refused: the client still gets the reason.
-            self.place = Some(Box::new(place));
+            self.hold(place);
             reached
         });
         admitted.map_err(|full| {

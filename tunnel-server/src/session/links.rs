@@ -237,7 +237,7 @@ impl Links {
     /// How many streams the agent accepts on a link, one for each connection and some for calls; as it has said by now.
     pub(super) fn most_streams(&self) -> u32 {
         // There is always the first.
-        u32::try_from(self.state().links[0].link.send.current_max_send_streams()).unwrap_or(u32::MAX)
+        u32::try_from(self.state.lock().links[0].link.send.current_max_send_streams()).unwrap_or(u32::MAX)
     }
 
     /// Whether all of them are silent: a connection had better go another way.
