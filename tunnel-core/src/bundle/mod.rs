@@ -16,7 +16,7 @@ use serde::Serialize;
 use archive::{Part, STANDARD};
 
 use crate::config::host_name;
-use crate::doctor::{Examine, Running, ask_at};
+use crate::doctor::{Asked, Examine, Running, ask_at};
 
 #[derive(Args, Clone, Debug)]
 pub struct BundleCommand<F: Args> {
@@ -38,7 +38,6 @@ impl<F: Examine> BundleCommand<F> {
     pub async fn run(&self) -> io::Result<()> {
         let running = ask_at(self.flags.admin_address()).await;
         let (report, state_dir) = self.flags.examine(&running).await;
-        let part = |part: &dyn Fn(&Running<F::Status>) -> Result<String, String>| part(running.as_ref()?);
         let ready = |running: &Running<_>| Ok(running.pending.clone().unwrap_or("ok".to_owned()) + "\n");
         let flags = |running: &Running<_>| {
             let flags = running.flags.as_ref().ok_or("its version has no /config")?;
@@ -47,10 +46,10 @@ impl<F: Examine> BundleCommand<F> {
         let mut parts = vec![
             Part::new("doctor.txt", "what doctor found", Ok(report.to_text())),
             Part::new("doctor.json", "the same", json(&report)),
-            Part::new("status.json", "/status", part(&|running| json(&running.status))),
-            Part::new("metrics.txt", "/metrics", part(&|running| Ok(running.metrics.clone()))),
-            Part::new("readyz.txt", "/readyz", part(&ready)),
-            Part::new("flags.txt", "the flags in effect", part(&flags)),
+            Part::new("status.json", "/status", answer(&running, |running| json(&running.status))),
+            Part::new("metrics.txt", "/metrics", answer(&running, |running| Ok(running.metrics.clone()))),
+            Part::new("readyz.txt", "/readyz", answer(&running, ready)),
+            Part::new("flags.txt", "the flags in effect", answer(&running, flags)),
             facts::state_directory(&state_dir),
         ];
         parts.extend(facts::logs(&self.log, F::UNITS).await);
@@ -69,6 +68,14 @@ impl<F: Examine> BundleCommand<F> {
         }
         Ok(())
     }
+}
+
+/// A part that a running program answers.
+fn answer<T>(
+    running: &Asked<T>,
+    text: impl Fn(&Running<T>) -> Result<String, String>,
+) -> Result<String, String> {
+    text(running.as_ref()?)
 }
 
 fn json(value: &impl Serialize) -> Result<String, String> {

@@ -1,11 +1,10 @@
 //! Asks the running server for its flags and its state.
 
-use clap::Args;
+use clap::{Args, Parser, Subcommand};
 use tunnel_core::config::{ConfigError, parse_loopback_door};
 use tunnel_core::doctor::{Running, ask_at, parse_flags};
 
-use super::command::{Cli, Command};
-use crate::config::{Config, DEFAULT_ADMIN_ADDRESS};
+use crate::config::{Config, DEFAULT_ADMIN_ADDRESS, RedirectorFlags};
 use crate::status::StatusReport;
 
 #[derive(Args, Clone, Debug)]
@@ -30,12 +29,26 @@ impl AskArgs {
     }
 }
 
+/// The command line of a process that runs.
+#[derive(Parser)]
+struct RunCommand {
+    #[command(subcommand)]
+    role: Option<RoleCommand>,
+    #[command(flatten)]
+    server: Config,
+}
+
+#[derive(Subcommand)]
+enum RoleCommand {
+    Redirector(Box<RedirectorFlags>),
+}
+
 /// A running server's configuration. Of another version's flags there may be some that this one does not know: None.
 pub(super) fn config_of(running: &Running<StatusReport>) -> Option<Result<Config, ConfigError>> {
     let flags = running.flags.clone()?;
-    let cli: Cli = parse_flags(&flags)?;
-    Some(match cli.command {
-        Some(Command::Redirector(redirector)) => redirector.config(flags),
-        _ => cli.run.check(flags),
+    let command: RunCommand = parse_flags(&flags)?;
+    Some(match command.role {
+        Some(RoleCommand::Redirector(redirector)) => redirector.config(flags),
+        None => command.server.check(flags),
     })
 }

@@ -109,6 +109,7 @@ fn order_of(args: &[String]) -> String {
 mod tests {
     use std::os::unix::process::CommandExt as _;
     use std::process::{Command, Stdio};
+    use std::time::Instant;
 
     use postern_fake_kube::ApiServer;
     use serde_json::json;
@@ -144,7 +145,15 @@ mod tests {
         let apiserver = |order: &[&str]| {
             let mut command = Command::new("sh");
             command.arg0("kube-apiserver").args(["-c", "read x; :", "--secure-port=1"]).args(order);
-            command.stdin(Stdio::piped()).spawn().unwrap()
+            let process = command.stdin(Stdio::piped()).spawn().unwrap();
+            // The kernel closes what spawn() waits for before it has the new program's arguments.
+            let (arguments, deadline) =
+                (format!("/proc/{}/cmdline", process.id()), Instant::now() + Duration::from_secs(10));
+            while fs::read(&arguments).unwrap().is_empty() {
+                assert!(Instant::now() < deadline, "no arguments");
+                std::thread::yield_now();
+            }
+            process
         };
         let of = async |order: &[&str]| {
             let mut process = apiserver(order);

@@ -118,7 +118,7 @@ impl Planner {
         let free = if given.lacking { self.tokens.due(now) } else { None };
         let due = plan.claims.due(now).into_iter().chain(free).min().map(|at| at.max(now + DEBOUNCE));
         let conflicts = Arc::new(plan.conflicts);
-        self.reports.report(conflicts.clone(), now);
+        self.reports.report(&conflicts, now);
         self.reports.shortage(Shortage { routes: left_out, tokens: given.used_up }, &token_ranges);
         let claims_changed = self.claims != plan.claims;
         self.claims = plan.claims;

@@ -50,7 +50,7 @@ impl Reports {
         }
     }
 
-    pub(super) fn report(&mut self, conflicts: Arc<BTreeSet<Conflict>>, now: Instant) {
+    pub(super) fn report(&mut self, conflicts: &Arc<BTreeSet<Conflict>>, now: Instant) {
         let before = std::mem::replace(&mut self.reported, conflicts.clone());
         let mut new = 0;
         for conflict in conflicts.difference(&before) {
@@ -63,7 +63,7 @@ impl Reports {
             }
         }
         let mut gone = 0;
-        for conflict in before.difference(&conflicts) {
+        for conflict in before.difference(conflicts) {
             self.counts.get_or_create(&[("kind", conflict.kind.as_str())]).dec();
             gone += 1;
         }

@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use ipnet::IpNet;
 
 /// What becomes of a packet that a rule is for.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action<'a> {
     /// It goes elsewhere.
     Rewrite,

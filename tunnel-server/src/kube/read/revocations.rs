@@ -59,7 +59,7 @@ impl RevocationMap {
     /// The records, and an error for each entry that cannot be used.
     pub async fn list(&self) -> Result<(Vec<Revocation>, Vec<ClusterError>), ClusterError> {
         let (good, bad) = entries(self.get().await?.as_ref());
-        let bad = bad.into_iter().map(|(node, reason)| self.unusable(node, reason)).collect();
+        let bad = bad.into_iter().map(|(node, reason)| self.unusable(&node, reason)).collect();
         Ok((good, bad))
     }
 
@@ -69,7 +69,7 @@ impl RevocationMap {
         Ok(store.merge(&records)?)
     }
 
-    fn unusable(&self, node: NodeName, reason: String) -> ClusterError {
+    fn unusable(&self, node: &NodeName, reason: String) -> ClusterError {
         let object = format!("ConfigMap {}, key {node}", self.label());
         let fix =
             format!("the node counts as revoked: `tunnel-server agent revoke {node}` writes the entry anew");
@@ -90,7 +90,7 @@ impl RevocationMap {
         let present = self.get().await?;
         let (good, bad) = entries(present.as_ref());
         if let Some((node, reason)) = bad.into_iter().find(|(name, _)| name == node) {
-            return Err(self.unusable(node, reason));
+            return Err(self.unusable(&node, reason));
         }
         let before = good.into_iter().find(|record| record.node == *node);
         let record = before
@@ -102,8 +102,8 @@ impl RevocationMap {
 
     /// Only if the ConfigMap has not changed since it was read.
     async fn write(&self, present: Option<ConfigMap>, record: &Revocation) -> Result<(), ClusterError> {
-        let text = serde_json::to_string(record)
-            .map_err(|error| self.unusable(record.node.clone(), error.to_string()))?;
+        let text =
+            serde_json::to_string(record).map_err(|error| self.unusable(&record.node, error.to_string()))?;
         let data = BTreeMap::from([(record.node.to_string(), text)]);
         match present {
             Some(present) => {
@@ -188,7 +188,7 @@ impl Reconcile for Copy {
         if bad.is_empty() {
             attempts.succeeded();
         } else {
-            let bad = bad.into_iter().map(|(node, reason)| self.map.unusable(node, reason).to_string());
+            let bad = bad.into_iter().map(|(node, reason)| self.map.unusable(&node, reason).to_string());
             attempts.report(&bad.collect::<Vec<_>>().join("; "));
         }
         Ok(None)
