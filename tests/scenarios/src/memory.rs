@@ -18,7 +18,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use crate::common::{HEALTHY, alongside, hold_many, resets_settled, stalled_readers, take_all, target};
+use crate::common::{HEALTHY, alongside, resets_settled, stalled_readers, take_all, target};
 use crate::web::Web;
 
 scenarios! {
@@ -199,8 +199,11 @@ async fn send_until_reset(mut stream: TcpStream) -> Result<()> {
 /// What the agent may hold is less than what is sent to targets that never read, beside as many connections as a busy node
 /// has.
 async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testbed) -> Result<()> {
-    const OPEN: usize = 2_000;
+    /// One source may have 814 of what the agent accepts, and less beside others.
+    const SOURCES: u8 = 10;
+    const OPEN_OF_EACH: usize = 200;
     const STUCK: usize = 200;
+    let pod = testbed.add_pod()?;
     let limit = testbed.limit_on_edge("tunnel-agent", AGENT)?;
     let server = crate::common::server(testbed).await?;
     let mut agent = agent::Builder::new(&server, 1).memory(&limit).enrol(&server).await?;
@@ -208,12 +211,20 @@ async fn targets_that_never_read_beside_two_thousand_connections(testbed: &Testb
     let healthy = target(testbed, 1, HEALTHY, Behaviour::Echo)?;
     let never_reads = target(testbed, 1, 9100, Behaviour::NeverReads)?;
     let on_edge = target(testbed, 1, 9101, Behaviour::Echo)?;
-    let mut open = hold_many(on_edge.address, OPEN).await?;
+    let mut open = Vec::new();
+    for source in 0..SOURCES {
+        another_source(&pod, 3 + source)?;
+        open.extend(take_all(&pod, on_edge.address, OPEN_OF_EACH).await?);
+    }
+    ensure!(open.len() == usize::from(SOURCES) * OPEN_OF_EACH, "{} connections are open", open.len());
+    another_source(&pod, 3 + SOURCES)?;
 
     let mut stuck = JoinSet::new();
     alongside("targets that never read", healthy.address, async {
-        for _ in 0..STUCK {
+        for _ in 0..STUCK / 2 {
             stuck.spawn(send_until_reset(connect(never_reads.address).await?));
+            let of_pod = connect_from(&pod, never_reads.address, client::PATIENCE).await?;
+            stuck.spawn(send_until_reset(of_pod));
         }
         resets_settled(async || {
             limit.expect_kept(agent.process.pid())?;
