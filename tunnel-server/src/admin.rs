@@ -6,13 +6,11 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tunnel_core::admin::{Admin, Serving};
-use tunnel_core::lifecycle::Readiness;
 use tunnel_core::logging;
 
 use crate::bench;
 use crate::config::Config;
 use crate::page::PAGES;
-use crate::session::Sessions;
 use crate::status::{Reporter, connections_endpoint};
 use crate::takeover::Predecessor;
 
@@ -22,9 +20,7 @@ const ADMIN: &str = "admin";
 /// What they show.
 pub(crate) struct AdminParts {
     pub(crate) registry: Arc<Registry>,
-    pub(crate) readiness: Readiness,
     pub(crate) reporter: Reporter,
-    pub(crate) sessions: Arc<Sessions>,
     pub(crate) log: logging::Handle,
 }
 
@@ -40,13 +36,14 @@ impl AdminParts {
         copies: &mut Vec<(String, SocketAddr, OwnedFd)>,
     ) -> anyhow::Result<Option<Serving>> {
         let Some(address) = config.process.admin_address else { return Ok(None) };
+        let runtime = &self.reporter.runtime;
         let endpoints = Admin {
             registry: self.registry,
-            readiness: self.readiness,
-            connections: Some(connections_endpoint(self.reporter.metrics.clone())),
-            status: self.reporter.into_status(),
+            readiness: runtime.readiness.clone(),
+            connections: Some(connections_endpoint(runtime.metrics.clone())),
             flags: config.flags.clone().into(),
-            bench: Some(bench::endpoint(self.sessions)),
+            bench: Some(bench::endpoint(runtime.sessions.clone())),
+            status: self.reporter.into_status(),
             pages: PAGES,
             log: self.log,
         };

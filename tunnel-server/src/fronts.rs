@@ -3,14 +3,13 @@
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 
 use crate::caller::{CallerTls, Reviewer};
 use crate::config::DoorConfig;
 use crate::door::{
     Admission, Door as _, Front, Http, Https, MetricsDoor, MetricsPage, Plain, Pods, TargetFiles, TargetTls,
 };
+use crate::runtime::Runtime;
 use crate::settings::Settings;
 
 /// The metrics door's.
@@ -44,13 +43,12 @@ pub(crate) struct FrontParts<'a> {
     pub(crate) tls: Option<Arc<CallerTls>>,
     pub(crate) targets: TargetFiles,
     pub(crate) settings: watch::Receiver<Arc<Settings>>,
-    pub(crate) tasks: &'a TaskTracker,
-    pub(crate) stop: &'a CancellationToken,
+    pub(crate) runtime: &'a Runtime,
 }
 
 impl Fronts {
     pub(crate) fn start(parts: FrontParts<'_>) -> Self {
-        let FrontParts { config, client, reviewer, tls, targets, settings, tasks, stop } = parts;
+        let FrontParts { config, client, reviewer, tls, targets, settings, runtime } = parts;
         let pods = client.zip(reviewer.as_ref());
         let pods = pods.map(|(client, reviewer)| Arc::new(Pods::new(client, reviewer.questions())));
         let everyone = Front {
@@ -75,7 +73,7 @@ impl Fronts {
             })
         });
         let https = tls.map(|tls| {
-            let targets = TargetTls::start(targets, settings, tasks, stop);
+            let targets = TargetTls::start(targets, settings, &runtime.tasks, &runtime.stop);
             Arc::new(Front {
                 door: Https::NAME,
                 admission: Admission::Callers(reviewer),

@@ -33,6 +33,7 @@ mod redirector;
 mod reloaded;
 pub mod role;
 pub mod route;
+pub mod runtime;
 mod server_id;
 mod serving;
 pub mod session;

@@ -4,8 +4,6 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tunnel_core::takeover::Copies;
 
 use crate::admission::{Budget, Shares};
@@ -21,8 +19,7 @@ use crate::fronts::{FrontParts, Fronts, metrics_front};
 use crate::kube::ServiceEndpoints;
 use crate::listeners::Listeners;
 use crate::pki::ServerCertificate;
-use crate::redirect::Redirect;
-use crate::session::Workers;
+use crate::runtime::Runtime;
 use crate::settings::Settings;
 use crate::takeover::Gates;
 
@@ -35,18 +32,16 @@ pub(crate) struct DoorParts<'a> {
     pub(crate) services: Option<ClusterServices>,
     /// None: this is a redirector.
     pub(crate) certificate: Option<&'a Arc<ServerCertificate>>,
-    pub(crate) context: &'a DoorContext,
+    pub(crate) runtime: &'a Runtime,
     pub(crate) registry: &'a Arc<Registry>,
     pub(crate) budget: &'a Budget,
-    pub(crate) workers: Arc<Workers>,
     pub(crate) gates: &'a Gates,
-    pub(crate) tasks: &'a TaskTracker,
-    pub(crate) stop: &'a CancellationToken,
 }
 
 /// The doors, before they open.
 pub(crate) struct Doors<'a> {
     parts: DoorParts<'a>,
+    context: DoorContext,
     files: DoorFiles,
     fronts: Fronts,
     reception: Reception,
@@ -64,12 +59,14 @@ impl<'a> Doors<'a> {
         (mut files, targets): (DoorFiles, TargetFiles),
         settings: watch::Receiver<Arc<Settings>>,
     ) -> Self {
-        let DoorParts { config, client, tasks, stop, .. } = &parts;
+        let DoorParts { config, client, runtime, .. } = &parts;
+        let context = DoorContext::of(runtime);
         let reviewer = client.clone().map(|client| Arc::new(Reviewer::new(client)));
         let tls = caller_tls(&parts, &mut files);
         let services = client.clone().map(ServiceEndpoints::new);
         let services = services.map_or(Services::Resolver, Services::Cluster);
-        let reception = files.reception(parts.context.clone(), (reviewer.clone(), services), (*tasks, *stop));
+        let reception =
+            files.reception(context.clone(), (reviewer.clone(), services), (&runtime.tasks, &runtime.stop));
         let fronts = Fronts::start(FrontParts {
             config: &config.doors,
             client: client.clone(),
@@ -77,11 +74,10 @@ impl<'a> Doors<'a> {
             tls: tls.clone().filter(|_| config.doors.terminate_tls),
             targets,
             settings,
-            tasks,
-            stop,
+            runtime,
         });
         let asked = Shares::new(parts.budget.connect);
-        Self { parts, files, fronts, reception, reviewer, tls, asked }
+        Self { parts, context, files, fronts, reception, reviewer, tls, asked }
     }
 
     /// What the links of agents for their nodes' workloads lead to; None: nothing is permitted to them.
@@ -92,16 +88,10 @@ impl<'a> Doors<'a> {
 
     /// Opens all that have a listener. The drain waits for each to accept no more: it must not be over while what was accepted is
     /// not yet counted. `sockets`: the listeners, for a successor.
-    pub(crate) fn start(
-        self,
-        listeners: Listeners,
-        redirect: Option<&Arc<Redirect>>,
-        egress_tls: Option<EgressTls>,
-        sockets: &Arc<Copies>,
-    ) {
-        let Self { parts, mut files, fronts, reception, reviewer, tls, asked } = self;
-        let DoorParts { config, services, context, registry, budget, workers, gates, tasks, stop, .. } =
-            parts;
+    pub(crate) fn start(self, listeners: Listeners, egress_tls: Option<EgressTls>, sockets: &Arc<Copies>) {
+        let Self { parts, context, mut files, fronts, reception, reviewer, tls, asked } = self;
+        let DoorParts { config, services, runtime, registry, budget, gates, .. } = parts;
+        let Runtime { redirect, workers, tasks, stop, .. } = runtime;
         let Listeners {
             agents: _,
             konnectivity: _,
@@ -117,7 +107,7 @@ impl<'a> Doors<'a> {
             redirected,
         } = listeners;
         let direct = config.egress.direct.clone();
-        let egress_door = Egress::new(context.clone(), budget.egress, direct, services, workers);
+        let egress_door = Egress::new(context.clone(), budget.egress, direct, services, workers.clone());
         if let Some(socket) = egress_socket {
             context.drain.spawn(egress_door.clone().serve_unix(socket, gates.doors.clone()));
         }
@@ -184,7 +174,7 @@ pub(crate) fn konnectivity_tokens(options: &KonnectivityConfig, client: Option<k
 /// The TLS of the https, the connect and the metrics door. Callers may show certificates of `--client-ca-file`, or in a cluster
 /// of the CA that kube-apiserver accepts.
 fn caller_tls(parts: &DoorParts<'_>, files: &mut DoorFiles) -> Option<Arc<CallerTls>> {
-    let DoorParts { config, client, certificate, tasks, stop, .. } = parts;
+    let DoorParts { config, client, certificate, runtime, .. } = parts;
     if !config.doors.terminate_tls
         && config.connect.connect_port.is_none()
         && config.process.metrics_port.is_none()
@@ -200,10 +190,10 @@ fn caller_tls(parts: &DoorParts<'_>, files: &mut DoorFiles) -> Option<Arc<Caller
     // It has no settings that could be wrong.
     let tls = tls.inspect_err(|error| tracing::error!(%error, "no door ends the TLS of callers")).ok()?;
     let tls = Arc::new(tls);
-    if !files.accept_roots(&tls, (*tasks, *stop))
+    if !files.accept_roots(&tls, (&runtime.tasks, &runtime.stop))
         && let Some(client) = client
     {
-        tasks.spawn(ClientRoots::new(client.clone(), tls.clone()).follow((*stop).clone()));
+        runtime.tasks.spawn(ClientRoots::new(client.clone(), tls.clone()).follow(runtime.stop.clone()));
     }
     Some(tls)
 }

@@ -6,8 +6,6 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tunnel_core::config::ConfigError;
 use tunnel_core::lifecycle::{Readiness, Shutdown};
 use tunnel_kube::KubeError;
@@ -20,6 +18,7 @@ use crate::kube::{Kube, Parts, ServiceEndpoints};
 use crate::pki::{Ca, Lifetimes, RevocationStore};
 use crate::reloaded::{FileMetrics, ReloadedFile};
 use crate::route::{Router, update};
+use crate::runtime::Runtime;
 use crate::status::SourceReport;
 
 pub(crate) enum Source {
@@ -81,12 +80,13 @@ impl Source {
     }
 
     /// The Services of the cluster and where they lead, if there is one: they are followed by a task.
-    pub(crate) fn services(&self, tasks: &TaskTracker, stop: &CancellationToken) -> Option<ClusterServices> {
+    pub(crate) fn services(&self, runtime: &Runtime) -> Option<ClusterServices> {
         match self {
             Self::File { .. } => None,
             Self::Kubernetes(kube) => {
                 let (followed, services) = watch::channel(ClusterIps::default());
-                tasks.spawn(cluster_ips::run(kube.client(), kube.health(), followed, stop.clone()));
+                let stop = runtime.stop.clone();
+                runtime.tasks.spawn(cluster_ips::run(kube.client(), kube.health(), followed, stop));
                 Some(ClusterServices::new(services, ServiceEndpoints::new(kube.client())))
             }
         }
@@ -130,10 +130,11 @@ impl Source {
     }
 
     /// Keeps the parts of the server up to date with the source until the drain; in a cluster, also writes to it.
-    pub(crate) async fn start(self, parts: Parts<'_>, shutdown: Shutdown) {
+    pub(crate) async fn start(self, parts: Parts<'_>) {
         match self {
             Self::File { file, inventory, count, .. } => {
-                let (router, known) = (parts.router, parts.known_nodes);
+                let Runtime { router, tasks, drain, .. } = parts.runtime;
+                let (router, known) = (router.clone(), parts.reads.known_nodes);
                 let apply = move |inventory: Inventory| {
                     let (router, known) = (router.clone(), known.clone());
                     count.set(&inventory);
@@ -145,7 +146,7 @@ impl Source {
                 };
                 // It refuses nothing.
                 let _ = apply(inventory).await;
-                parts.tasks.spawn(file.run(apply, shutdown.draining_token().clone()));
+                tasks.spawn(file.run(apply, drain.shutdown().draining_token().clone()));
             }
             Self::Kubernetes(kube) => kube.start(parts),
         }

@@ -13,6 +13,7 @@ use tunnel_core::outcome::Outcome;
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::route::Router;
+use crate::runtime::Runtime;
 use crate::session::Sessions;
 
 /// What all doors work with.
@@ -24,6 +25,18 @@ pub struct DoorContext {
     pub metrics: Metrics,
     /// Tracks the connections in flight.
     pub drain: Drain,
+}
+
+impl DoorContext {
+    pub(crate) fn of(runtime: &Runtime) -> Self {
+        Self {
+            router: runtime.router.clone(),
+            sessions: runtime.sessions.clone(),
+            peers: runtime.peers.clone(),
+            metrics: runtime.metrics.clone(),
+            drain: runtime.drain.clone(),
+        }
+    }
 }
 
 #[cfg(test)]

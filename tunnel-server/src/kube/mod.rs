@@ -25,7 +25,6 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tunnel_core::config::HostPort;
 use tunnel_core::lifecycle::ReadyGuard;
 use tunnel_kube::{Health, KubeError};
@@ -42,12 +41,11 @@ use self::read::{configmap, names, nodes, peers, revocations, service_ranges};
 use self::write::events::Events;
 use self::write::{csr, dns, lease, service, tunnels};
 use crate::inventory::{Inventory, NodeCount, Selector, SourceStatus};
-use crate::peers::Peers;
 use crate::pki::{
     Ca, KnownNodes, Lifetimes, PkiMetrics, RevocationStore, ServerCertificate, ServerNames, Standing,
 };
 use crate::route::Router;
-use crate::session::Sessions;
+use crate::runtime::Runtime;
 use crate::settings::{Doors, Settings};
 use crate::status::SourceReport;
 
@@ -64,45 +62,47 @@ pub struct Kube {
 
 /// The parts of the server that the Kubernetes side works on.
 pub struct Parts<'a> {
-    pub router: Arc<Router>,
-    pub sessions: Arc<Sessions>,
-    /// The other servers.
-    pub fleet: Arc<Peers>,
+    pub runtime: &'a Runtime,
+    pub state_dir: PathBuf,
+    pub doors: Doors,
+    pub reads: Reads,
+    pub writes: Writes,
     /// None: this is a redirector, which writes nothing.
     pub certificate: Option<Arc<ServerCertificate>>,
-    /// What the certificate names in any cluster.
-    pub server_names: ServerNames,
-    pub server_id: &'a str,
+}
+
+/// What is read from the cluster, and where it goes.
+pub struct Reads {
     pub selector: Selector,
     /// Nodes that vanish all at once count as gone.
     pub allow_empty: bool,
-    /// Edge nodes get the condition `PosternTunnel`.
-    pub node_condition: bool,
-    /// DNS records of the nodes are written.
-    pub dns_records: bool,
-    pub doors: Doors,
-    pub state_dir: PathBuf,
     /// Other servers that were given, for those that the cluster names.
     pub given_peers: BTreeSet<HostPort>,
     /// Gets the other servers.
     pub peers: watch::Sender<Arc<BTreeSet<HostPort>>>,
-    pub pki_metrics: PkiMetrics,
     /// Gets the ConfigMap's ports.
     pub settings: watch::Sender<Arc<Settings>>,
     /// Gets the nodes' names: an agent must be one of them.
     pub known_nodes: watch::Sender<Option<Arc<KnownNodes>>>,
-    pub revocations: RevocationStore,
-    pub standing: Standing,
     /// Done once the nodes are known.
     pub nodes_known: ReadyGuard,
     /// Done once the ConfigMap's ports are known, or are not waited for any more.
     pub ports_known: ReadyGuard,
-    pub tasks: &'a TaskTracker,
+}
+
+/// What is written to the cluster, and by what.
+pub struct Writes {
+    /// Names of the certificate in any cluster.
+    pub server_names: ServerNames,
+    /// Edge nodes get the condition `PosternTunnel`.
+    pub node_condition: bool,
+    /// DNS records of the nodes are written.
+    pub dns_records: bool,
+    pub pki_metrics: PkiMetrics,
+    pub revocations: RevocationStore,
+    pub standing: Standing,
     /// False while this server's successor may write to the cluster in its place.
     pub eligible: watch::Receiver<bool>,
-    /// The server stops soon: its agents leave, which is not to be written to the cluster.
-    pub draining: CancellationToken,
-    pub stop: CancellationToken,
 }
 
 impl Kube {
@@ -175,18 +175,22 @@ impl Kube {
         })
     }
 
-    /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when `draining` does, the rest with `stop`.
+    /// Starts every part; for a redirector only those that it follows. What writes for all servers stops when the drain starts,
+    /// the rest with the stop.
     pub fn start(self, parts: Parts<'_>) {
-        let Parts { router, tasks, stop, draining, doors, .. } = parts;
+        let Parts { runtime, state_dir, doors, reads, writes, certificate } = parts;
+        let (router, tasks, stop) = (runtime.router.clone(), &runtime.tasks, runtime.stop.clone());
+        // The server stops soon: its agents leave, which is not to be written to the cluster.
+        let draining = runtime.drain.shutdown().draining_token().clone();
         // What writes to the cluster goes by what the cluster says, not by the state directory.
         let (inventory, nodes) = watch::channel(Arc::new(Inventory::default()));
         let (say_ranges, ranges) = watch::channel(Vec::new());
         let (say_ports, ports) = watch::channel(Arc::<Settings>::default());
-        let (client, id) = (self.client, parts.server_id);
-        let (leader, events) = match &parts.certificate {
+        let (client, id) = (self.client, runtime.server_id.as_str());
+        let (leader, events) = match &certificate {
             Some(_) => {
                 let lease = &self.names.lease;
-                let (eligible, over) = (parts.eligible, draining.clone());
+                let (eligible, over) = (writes.eligible, draining.clone());
                 let leader = lease::start(client.clone(), &self.namespace, lease, id, eligible, over);
                 // The process waits for its tasks: once the Lease was given back another server may lead.
                 tasks.spawn(lease::released(leader.clone()));
@@ -206,41 +210,41 @@ impl Kube {
             stop: stop.clone(),
         };
         let writers = KubeContext { stop: draining, ..context.clone() };
-        let (cache, health) = (ClusterCache::new(&parts.state_dir), context.health.clone());
+        let (cache, health) = (ClusterCache::new(&state_dir), context.health.clone());
         let last_known = last_known(cache.clone(), router.clone());
         let apply = Apply {
             said: Said { nodes, ranges, ports },
             router,
-            settings: parts.settings,
-            known_nodes: parts.known_nodes,
+            settings: reads.settings,
+            known_nodes: reads.known_nodes,
             count: self.nodes,
             cache,
             age: self.age,
             health: health.clone(),
-            nodes_known: Some(parts.nodes_known),
-            ports_known: Some(parts.ports_known),
+            nodes_known: Some(reads.nodes_known),
+            ports_known: Some(reads.ports_known),
         };
         tasks.spawn(apply.run(stop.clone()));
         let publish = move |nodes| {
             inventory.send_replace(Arc::new(nodes));
             std::future::ready(())
         };
-        let (client, selector, allow_empty) = (context.client.clone(), parts.selector, parts.allow_empty);
+        let (client, selector, allow_empty) = (context.client.clone(), reads.selector, reads.allow_empty);
         tasks.spawn(nodes::run(client, selector, health, allow_empty, last_known, publish, stop));
         tasks.spawn(configmap::run(context.clone(), events.clone(), doors.clone(), say_ports));
         tasks.spawn(service_ranges::run(context.clone(), say_ranges));
-        let (given, state_dir) = (parts.given_peers, parts.state_dir.clone());
-        tasks.spawn(peers::run(context.clone(), given, state_dir, parts.peers));
-        let (Some(certificate), Some(events)) = (parts.certificate, events) else { return };
-        tasks.spawn(authority::follow(context.clone(), parts.state_dir));
-        tasks.spawn(revocations::follow(context.clone(), parts.revocations));
-        tasks.spawn(csr::run(writers.clone(), certificate.ca(), parts.standing, parts.pki_metrics));
-        if parts.dns_records {
+        tasks.spawn(peers::run(context.clone(), reads.given_peers, state_dir.clone(), reads.peers));
+        let (Some(certificate), Some(events)) = (certificate, events) else { return };
+        tasks.spawn(authority::follow(context.clone(), state_dir));
+        tasks.spawn(revocations::follow(context.clone(), writes.revocations));
+        tasks.spawn(csr::run(writers.clone(), certificate.ca(), writes.standing, writes.pki_metrics));
+        if writes.dns_records {
             tasks.spawn(dns::run(writers.clone(), events.clone(), self.records_left_out));
         }
         tasks.spawn(service::run(writers.clone(), doors));
-        tasks.spawn(tunnels::run(writers, events, parts.sessions, parts.fleet, parts.node_condition));
-        tasks.spawn(names::run(context, certificate, parts.server_names));
+        let (sessions, peers) = (runtime.sessions.clone(), runtime.peers.clone());
+        tasks.spawn(tunnels::run(writers, events, sessions, peers, writes.node_condition));
+        tasks.spawn(names::run(context, certificate, writes.server_names));
     }
 }
 

@@ -7,19 +7,15 @@ use std::time::{Duration, Instant};
 
 use tunnel_core::admin;
 use tunnel_core::identity::NodeName;
-use tunnel_core::lifecycle::Readiness;
 
 use super::model::{
     DoorStatus, FailureStatus, FailuresStatus, InventoryStatus, LinkStatus, NodeStatus, PeerStatus,
     ProgramStatus, RedirectState, RedirectStatus, SessionStatus, StatusReport,
 };
 use crate::inventory::SourceStatus;
-use crate::metrics::Metrics;
-use crate::peers::Peers;
-use crate::redirect::Redirect;
 use crate::role::Role;
-use crate::route::Router;
-use crate::session::{Link, Session, Sessions};
+use crate::runtime::Runtime;
+use crate::session::{Link, Session};
 
 /// The agent port's name among the doors. What it accepts are links, so its connections are the sessions.
 pub const AGENTS: &str = "agents";
@@ -67,16 +63,10 @@ pub type SourceReport = Box<dyn Fn() -> SourceStatus + Send + Sync>;
 
 /// The parts of the server that the status is read from.
 pub struct Reporter {
-    pub server_id: String,
+    pub runtime: Runtime,
     pub role: Role,
     pub started: Instant,
-    pub readiness: Readiness,
-    pub sessions: Arc<Sessions>,
-    pub peers: Arc<Peers>,
-    pub router: Arc<Router>,
     pub source: SourceReport,
-    pub metrics: Metrics,
-    pub redirect: Option<Arc<Redirect>>,
     /// Names and addresses of the listeners.
     pub doors: Vec<(&'static str, SocketAddr)>,
 }
@@ -88,14 +78,14 @@ impl Reporter {
     }
 
     fn report(&self) -> StatusReport {
-        let snapshot = self.router.snapshot();
+        let snapshot = self.runtime.router.snapshot();
         StatusReport {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            server_id: self.server_id.clone(),
+            server_id: self.runtime.server_id.clone(),
             role: self.role,
             uptime_s: self.started.elapsed().as_secs(),
-            ready: self.readiness.is_ready(),
-            pending: self.readiness.names(),
+            ready: self.runtime.readiness.is_ready(),
+            pending: self.runtime.readiness.names(),
             nodes: self.nodes(),
             doors: self.doors(),
             peers: self.peers(),
@@ -110,8 +100,8 @@ impl Reporter {
 
     fn nodes(&self) -> Vec<NodeStatus> {
         let mut live: HashMap<NodeName, Arc<Session>> =
-            self.sessions.all().into_iter().map(|session| (session.node.clone(), session)).collect();
-        let snapshot = self.router.snapshot();
+            self.runtime.sessions.all().into_iter().map(|session| (session.node.clone(), session)).collect();
+        let snapshot = self.runtime.router.snapshot();
         let mut nodes: Vec<NodeStatus> = snapshot
             .nodes()
             .map(|node| {
@@ -133,14 +123,15 @@ impl Reporter {
         in_inventory: bool,
         session: Option<&Session>,
     ) -> NodeStatus {
-        let end = self.sessions.last_end(&name);
+        let end = self.runtime.sessions.last_end(&name);
         NodeStatus {
             addresses,
             in_inventory,
             connected: session.is_some(),
-            via: self.peers.holders(&name).iter().map(|peer| peer.server_id.clone()).collect(),
+            via: self.runtime.peers.holders(&name).iter().map(|peer| peer.server_id.clone()).collect(),
             session: session.map(SessionStatus::of),
             leaving: self
+                .runtime
                 .sessions
                 .leaving_of(&name)
                 .iter()
@@ -154,6 +145,7 @@ impl Reporter {
 
     fn peers(&self) -> Vec<PeerStatus> {
         let mut peers: Vec<_> = self
+            .runtime
             .peers
             .all()
             .iter()
@@ -179,10 +171,10 @@ impl Reporter {
             .iter()
             .map(|(name, address)| {
                 let (active, accepted) = if *name == AGENTS {
-                    (self.sessions.all().len() as u64, None)
+                    (self.runtime.sessions.all().len() as u64, None)
                 } else {
-                    let active = u64::try_from(self.metrics.active_at(name)).unwrap_or_default();
-                    (active, Some(self.metrics.ended_at(name) + active))
+                    let active = u64::try_from(self.runtime.metrics.active_at(name)).unwrap_or_default();
+                    (active, Some(self.runtime.metrics.ended_at(name) + active))
                 };
                 DoorStatus {
                     name: (*name).to_owned(),
@@ -195,7 +187,7 @@ impl Reporter {
     }
 
     fn failures(&self) -> Vec<FailuresStatus> {
-        let hops = self.metrics.failures().into_iter();
+        let hops = self.runtime.metrics.failures().into_iter();
         hops.map(|(hop, failures)| FailuresStatus {
             hop: hop.as_str().to_owned(),
             count: failures.count,
@@ -217,9 +209,9 @@ impl Reporter {
     }
 
     fn redirect(&self) -> RedirectStatus {
-        let Some(redirect) = &self.redirect else { return RedirectStatus::default() };
+        let Some(redirect) = &self.runtime.redirect else { return RedirectStatus::default() };
         let health = redirect.health();
-        let desired = self.router.desired();
+        let desired = self.runtime.router.desired();
         let counters = redirect.counters();
         let reason =
             health.problem.or(health.stale).or_else(|| counters.as_ref().err().map(ToString::to_string));

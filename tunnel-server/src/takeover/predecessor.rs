@@ -5,7 +5,6 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ipnet::IpNet;
@@ -13,19 +12,16 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tunnel_core::identity::NodeName;
-use tunnel_core::lifecycle::{Readiness, ReadyGuard, Shutdown};
+use tunnel_core::lifecycle::{ReadyGuard, Shutdown};
 use tunnel_core::takeover;
 
 use super::Gates;
 use super::message::{Answer, Ask, Hello};
 use super::pace::{longest, told_over};
 use crate::agent_port::Handover;
-use crate::peers::Peers;
-use crate::redirect::{Orphans, Others, Redirect};
-use crate::route::Router;
-use crate::session::Sessions;
+use crate::redirect::{Orphans, Others};
+use crate::runtime::Runtime;
 
 /// How long no agent may have come before those that are missing are not waited for: one that was refused tries again within
 /// four seconds.
@@ -80,19 +76,14 @@ impl Predecessor {
 
 /// What the second server needs to take over.
 pub(crate) struct TakeOver {
+    pub(crate) runtime: Runtime,
     pub(crate) gates: Gates,
-    pub(crate) router: Arc<Router>,
-    pub(crate) sessions: Arc<Sessions>,
-    pub(crate) peers: Arc<Peers>,
-    pub(crate) redirect: Option<Arc<Redirect>>,
-    pub(crate) readiness: Readiness,
     /// Held until the doors are open.
     pub(crate) pending: Option<ReadyGuard>,
     /// What this server's own agents are told.
     pub(crate) handover: watch::Sender<Handover>,
     /// How long agents may take to go back: a stop waits for them.
     pub(crate) drain_timeout: Duration,
-    pub(crate) stop: CancellationToken,
 }
 
 /// The connection with the server before, which in a cluster waits to be stopped.
@@ -116,13 +107,9 @@ impl Before {
 impl TakeOver {
     /// Takes over from `predecessor`, or from what dead servers have left, and opens the doors. Then keeps the connection
     /// open: as long as it is, the predecessor knows that this server lives.
-    pub(crate) fn start(
-        self,
-        predecessor: Option<Predecessor>,
-        orphans: Orphans,
-        tasks: &TaskTracker,
-    ) -> Before {
-        let (leaving, stop) = (CancellationToken::new(), self.stop.clone());
+    pub(crate) fn start(self, predecessor: Option<Predecessor>, orphans: Orphans) -> Before {
+        let (leaving, stop) = (CancellationToken::new(), self.runtime.stop.clone());
+        let tasks = self.runtime.tasks.clone();
         let taking = self.take(predecessor, orphans, leaving.clone());
         let taking = async move { stop.run_until_cancelled(taking).await.unwrap_or(false) };
         Before { leaving, taking: tasks.spawn(taking) }
@@ -157,12 +144,12 @@ impl TakeOver {
     /// Returns what others have pinned that may die.
     async fn take_over(&self, predecessor: Option<&mut Predecessor>, orphans: Orphans) -> Others {
         // Only this task's own guard is left when everything else that a start waits for is there.
-        while self.readiness.names().iter().any(|name| name == NODES || name == PORTS) {
+        while self.runtime.readiness.names().iter().any(|name| name == NODES || name == PORTS) {
             sleep(CHECK).await;
         }
         let mut others = Others::default();
         if let Some(before) = predecessor {
-            if let Some(redirect) = &self.redirect {
+            if let Some(redirect) = &self.runtime.redirect {
                 // No successor of this one can have begun.
                 others = redirect.others().await;
             }
@@ -194,8 +181,9 @@ impl TakeOver {
         let mut missing = before.fleet();
         let found = async {
             loop {
-                missing
-                    .retain(|node| self.peers.holders(node).is_empty() && self.sessions.get(node).is_none());
+                missing.retain(|node| {
+                    self.runtime.peers.holders(node).is_empty() && self.runtime.sessions.get(node).is_none()
+                });
                 if missing.is_empty() {
                     return;
                 }
@@ -219,7 +207,7 @@ impl TakeOver {
         let (started, longest) = (Instant::now(), longest(wanted.len()));
         let mut last = (0, Instant::now());
         let came = loop {
-            let came = wanted.iter().filter(|node| self.sessions.get(node).is_some()).count();
+            let came = wanted.iter().filter(|node| self.runtime.sessions.get(node).is_some()).count();
             if came != last.0 {
                 last = (came, Instant::now());
             }
@@ -262,7 +250,7 @@ impl TakeOver {
     async fn hand_back(&self, before: &mut Predecessor) -> io::Result<(usize, usize)> {
         self.gates.agents.set(false);
         let mut back = attached(before).await?;
-        let told = self.sessions.live();
+        let told = self.runtime.sessions.live();
         // In half the time that they have, the last of them can be back.
         let over = told_over(told.len()).min(self.drain_timeout / 2);
         self.handover.send_replace(Handover::Agents { over });
@@ -288,8 +276,8 @@ impl TakeOver {
 
     /// Brings the kernel to the current routes before the first connect is decided by them.
     async fn apply_routes(&self) {
-        let Some(redirect) = self.redirect.clone() else { return };
-        let router = self.router.clone();
+        let Some(redirect) = self.runtime.redirect.clone() else { return };
+        let router = self.runtime.router.clone();
         let applied = tokio::task::spawn_blocking(move || redirect.apply(|| router.desired())).await;
         if let Ok(Err(error)) = applied {
             tracing::error!(%error, "the routes in the kernel are not current");

@@ -16,10 +16,7 @@ use super::Gates;
 use super::message::{Answer, Ask, Hello};
 use super::pace::told_over;
 use crate::agent_port::Handover;
-use crate::peers::Peers;
-use crate::redirect::Redirect;
-use crate::route::Router;
-use crate::session::Sessions;
+use crate::runtime::Runtime;
 
 /// How far a successor is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,16 +32,12 @@ pub(crate) enum Phase {
 
 /// Passes this server's agents and doors on to a successor.
 pub(crate) struct Succession {
-    pub(crate) server_id: String,
+    pub(crate) runtime: Runtime,
     /// Those that a successor gets; dropped when this server stops, so that nothing waits in them.
     pub(crate) sockets: Arc<Copies>,
     pub(crate) gates: Gates,
     /// The admin port's.
     pub(crate) admin: Option<Accepting>,
-    pub(crate) router: Arc<Router>,
-    pub(crate) sessions: Arc<Sessions>,
-    pub(crate) peers: Arc<Peers>,
-    pub(crate) redirect: Option<Arc<Redirect>>,
     pub(crate) handover: watch::Sender<Handover>,
     pub(crate) phase: watch::Sender<Phase>,
     /// See [`Succession::close`].
@@ -113,13 +106,14 @@ impl Succession {
                 None => return Ok(()),
                 Some(Ask::Agents) => {
                     self.gates.agents.set(false);
-                    let nodes: Vec<_> = self.sessions.live().iter().map(ToString::to_string).collect();
+                    let nodes: Vec<_> =
+                        self.runtime.sessions.live().iter().map(ToString::to_string).collect();
                     self.handover.send_replace(Handover::Agents { over: told_over(nodes.len()) });
                     send(stream, &Answer::Told(nodes)).await?;
                 }
                 Some(Ask::Doors) => {
                     self.gates.doors.set(false);
-                    if let Some(redirect) = self.redirect.clone() {
+                    if let Some(redirect) = self.runtime.redirect.clone() {
                         let released = tokio::task::spawn_blocking(move || redirect.release()).await;
                         released.map_err(io::Error::other)?;
                     }
@@ -136,7 +130,7 @@ impl Succession {
                         std::mem::replace(handover, Handover::Nothing) != Handover::Nothing
                     });
                     // Those that were told to leave may still carry something, and end once they do not.
-                    let back = self.sessions.all().into_iter();
+                    let back = self.runtime.sessions.all().into_iter();
                     let back = back.filter(|session| !session.moving.load(Ordering::Relaxed));
                     let nodes = back.map(|session| session.node.to_string()).collect();
                     send(stream, &Answer::Attached(nodes)).await?;
@@ -151,18 +145,18 @@ impl Succession {
     }
 
     fn hello(&self) -> Hello {
-        let redirect = self.redirect.as_ref();
+        let redirect = self.runtime.redirect.as_ref();
         Hello {
-            server_id: self.server_id.clone(),
+            server_id: self.runtime.server_id.clone(),
             pins: redirect.and_then(|redirect| redirect.pinned_in()),
             tokens: redirect.map(|redirect| redirect.tokens()).unwrap_or_default(),
-            fleet: self.peers.nodes().iter().map(ToString::to_string).collect(),
+            fleet: self.runtime.peers.nodes().iter().map(ToString::to_string).collect(),
         }
     }
 
     async fn take_back(&self) {
-        if let Some(redirect) = self.redirect.clone() {
-            let (resumed, router) = (redirect.clone(), self.router.clone());
+        if let Some(redirect) = self.runtime.redirect.clone() {
+            let (resumed, router) = (redirect.clone(), self.runtime.router.clone());
             let resume = move || {
                 // The agents that have come back a moment ago are in it.
                 if let Err(error) = resumed.apply(|| router.desired()) {

@@ -7,18 +7,15 @@ use postern_fake_kube::{ApiServer, eventually};
 use prometheus_client::registry::Registry;
 use serde_json::json;
 use tokio::sync::watch;
-use tokio_util::sync::{CancellationToken, DropGuard};
-use tokio_util::task::TaskTracker;
-use tunnel_core::lifecycle::Readiness;
+use tokio_util::sync::DropGuard;
 use tunnel_kube::Health;
 use tunnel_server::inventory::{NodeCount, Selector};
-use tunnel_server::kube::{Kube, Parts};
-use tunnel_server::metrics::Metrics;
-use tunnel_server::peers::Peers;
+use tunnel_server::kube::{Kube, Parts, Reads, Writes};
 use tunnel_server::pki::{
     Lifetimes, PkiMetrics, RevocationStore, Revocations, ServerCertificate, ServerNames, Standing,
 };
-use tunnel_server::session::Sessions;
+use tunnel_server::runtime::Runtime;
+use tunnel_server::session::Workers;
 use tunnel_server::settings::Doors;
 
 use crate::fixture::{INTERNAL, SERVICES, options, router};
@@ -30,43 +27,40 @@ const DOORS: Doors = Doors { https: 10263, secure: BTreeMap::new(), http: 10264,
 
 /// Starts the only server of a cluster. It stops when the guard is dropped.
 async fn start(api: &ApiServer, dns_records: bool) -> (Health, DropGuard) {
-    let (mut registry, stop, tasks) = (Registry::default(), CancellationToken::new(), TaskTracker::new());
+    let mut registry = Registry::default();
+    let workers = Arc::new(Workers::start(1).unwrap());
+    let runtime = Runtime::new(Arc::new(router()), workers, &mut registry);
+    let stop = runtime.stop.clone();
     let kube = Kube::connect(&options(api), NodeCount::default(), &mut registry).await.unwrap();
     let state_dir = api.dir().join("server");
     let ca = kube.authority(&state_dir, Lifetimes::default(), &stop).await.unwrap();
-    let (names, metrics) = (ServerNames::default(), PkiMetrics::default());
-    let certificate = ServerCertificate::start(ca, names.clone(), "server-a", metrics.clone()).unwrap();
-    let router = Arc::new(router());
-    let (readiness, health) = (Readiness::new(), kube.health());
+    let (server_names, pki_metrics) = (ServerNames::default(), PkiMetrics::default());
+    let (names, metrics) = (server_names.clone(), pki_metrics.clone());
+    let certificate = ServerCertificate::start(ca, names, &runtime.server_id, metrics).unwrap();
+    let health = kube.health();
     let (known_nodes, nodes) = watch::channel(None);
     let (_, revocations) = watch::channel(Arc::<Revocations>::default());
-    kube.start(Parts {
-        router: router.clone(),
-        sessions: Arc::new(Sessions::new(router.clone(), Metrics::new(&mut registry))),
-        fleet: Arc::new(Peers::new(router)),
-        certificate: Some(Arc::new(certificate)),
-        server_names: names,
-        server_id: "server-a",
+    let reads = Reads {
         selector: Selector::default(),
         allow_empty: false,
-        node_condition: false,
-        dns_records,
-        doors: DOORS,
         given_peers: BTreeSet::new(),
         peers: watch::channel(Arc::default()).0,
-        pki_metrics: metrics,
         settings: watch::channel(Arc::default()).0,
         known_nodes,
+        nodes_known: runtime.readiness.pending("nodes"),
+        ports_known: runtime.readiness.pending("ports"),
+    };
+    let writes = Writes {
+        server_names,
+        node_condition: false,
+        dns_records,
+        pki_metrics,
         revocations: RevocationStore::new(&state_dir),
-        state_dir,
         standing: Standing::new(revocations, nodes, true),
-        nodes_known: readiness.pending("nodes"),
-        ports_known: readiness.pending("ports"),
-        tasks: &tasks,
         eligible: watch::channel(true).1,
-        draining: stop.clone(),
-        stop: stop.clone(),
-    });
+    };
+    let certificate = Some(Arc::new(certificate));
+    kube.start(Parts { runtime: &runtime, state_dir, doors: DOORS, reads, writes, certificate });
     (health, stop.drop_guard())
 }
 

@@ -1,0 +1,70 @@
+//! The server while it serves, and how it stops.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::sync::watch;
+use tunnel_core::admin::Serving;
+use tunnel_core::config::HostPort;
+
+use crate::agent_port::AgentPort;
+use crate::pki::ServerCertificate;
+use crate::runtime::Runtime;
+use crate::settings::Settings;
+use crate::takeover::{Before, Succession};
+
+/// Time for links and tasks to end once nothing is carried any more.
+const CLOSING: Duration = Duration::from_secs(3);
+
+pub(super) struct Running {
+    pub(super) runtime: Runtime,
+    /// None: this is a redirector.
+    pub(super) agent_port: Option<Arc<AgentPort>>,
+    pub(super) succession: Arc<Succession>,
+    pub(super) before: Before,
+    // Held to the end: dropping these ends what they keep going.
+    pub(super) _certificate: Option<Arc<ServerCertificate>>,
+    pub(super) _settings: watch::Sender<Arc<Settings>>,
+    pub(super) _peer_addresses: watch::Sender<Arc<BTreeSet<HostPort>>>,
+    pub(super) admin: Option<Serving>,
+}
+
+impl Running {
+    /// Waits for the connections in flight, then ends links and tasks and, last, the redirect.
+    pub(super) async fn stop(mut self, drain_timeout: Duration) -> anyhow::Result<()> {
+        let Runtime { redirect, drain, metrics, tasks, stop, readiness, .. } = self.runtime;
+        let _stopping = readiness.pending("stopping");
+        self.succession.close();
+        let another = self.succession.has_successor() || self.before.take_back(drain.shutdown()).await;
+        if another {
+            // It answers there.
+            self.admin = None;
+        }
+        if let Some(redirect) = &redirect {
+            // Its programs are in place, and need not be found by their names.
+            if another && redirect.finds_another().await {
+                redirect.release();
+            } else if let Err(error) = redirect.drain() {
+                tracing::warn!(%error, "new connects to edge nodes are not refused while draining");
+            }
+        }
+        let drained = drain.finish(drain_timeout, metrics.end_quiet()).await;
+        stop.cancel();
+        let closed = async {
+            if let Some(agent_port) = &self.agent_port {
+                agent_port.closed().await;
+            }
+            tasks.wait().await;
+        };
+        if tokio::time::timeout(CLOSING, closed).await.is_err() {
+            tracing::debug!("some links or tasks did not end in time");
+        }
+        if let Some(redirect) = redirect {
+            tokio::task::spawn_blocking(move || redirect.stop()).await.context("stopping the redirect")?;
+        }
+        tracing::info!(%drained, "stopped");
+        Ok(())
+    }
+}

@@ -1,0 +1,60 @@
+//! The handles that most parts of the server work with.
+
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tunnel_core::lifecycle::{Drain, Readiness, Shutdown};
+
+use crate::metrics::Metrics;
+use crate::peers::{Peers, register_peers};
+use crate::redirect::Redirect;
+use crate::route::Router;
+use crate::server_id::server_id;
+use crate::session::{Sessions, Workers, register_links};
+
+/// Made once, and cloned whole.
+#[derive(Clone)]
+pub struct Runtime {
+    pub server_id: String,
+    pub router: Arc<Router>,
+    pub sessions: Arc<Sessions>,
+    /// The other servers.
+    pub peers: Arc<Peers>,
+    pub metrics: Metrics,
+    /// None: it is off.
+    pub redirect: Option<Arc<Redirect>>,
+    /// The threads that own the links.
+    pub workers: Arc<Workers>,
+    pub readiness: Readiness,
+    /// Counts what is carried, and knows when the server drains and when connections have to end.
+    pub drain: Drain,
+    pub tasks: TaskTracker,
+    /// Ends the tasks and the links.
+    pub stop: CancellationToken,
+}
+
+impl Runtime {
+    /// Without a redirect. Metrics go into `registry`, which has the prefix `postern`.
+    pub fn new(router: Arc<Router>, workers: Arc<Workers>, registry: &mut Registry) -> Self {
+        let metrics = Metrics::new(registry);
+        let sessions = Arc::new(Sessions::new(router.clone(), metrics.clone()));
+        register_links(registry, sessions.clone());
+        let peers = Arc::new(Peers::new(router.clone()));
+        register_peers(registry, peers.clone());
+        Self {
+            server_id: server_id(),
+            router,
+            sessions,
+            peers,
+            metrics,
+            redirect: None,
+            workers,
+            readiness: Readiness::new(),
+            drain: Drain::new(Shutdown::new()),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        }
+    }
+}
